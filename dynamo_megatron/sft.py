@@ -56,7 +56,7 @@ class SFTJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
-        self.journal = Journal(config)
+        self.journal = Journal(config, supervised=True)
         progress = self.journal.progress
         progress.phase("loading tokenizer")
         with open_weights(config.model.path, spec):

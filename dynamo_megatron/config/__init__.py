@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
 from dynamo_megatron.config.contradictions import (
@@ -35,6 +35,7 @@ from dynamo_megatron.config.rollout import RolloutConfig
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
+EVALUATION = "evaluation"  # context of the validation: nothing is trained, so only evaluation's options are to fit
 SHAPE_EVERY = 4  # steps between measurements where data.batch_prompts is auto
 
 
@@ -107,8 +108,9 @@ class AlgorithmConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _loss_fits(self) -> AlgorithmConfig:
-        check_loss_fits(self.loss, self.modulation, self.kl)
+    def _loss_fits(self, info: ValidationInfo) -> AlgorithmConfig:
+        if info.context != EVALUATION:
+            check_loss_fits(self.loss, self.modulation, self.kl)
         return self
 
 
@@ -297,13 +299,15 @@ class Config(Section):
                 yield f"{key}: goes by groups of equal rewards, and one rollout a prompt makes none; ask for 2 or more"
 
     @model_validator(mode="after")
-    def _across_sections(self) -> Config:
-        if faults := list(self._contradictions()):
+    def _across_sections(self, info: ValidationInfo) -> Config:
+        faults = list(agent_faults(self))
+        if info.context != EVALUATION:
+            faults += self._contradictions()
+        if faults:
             raise ValueError("\n".join(faults))
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        yield from agent_faults(self)
         yield from shape_faults(self)
         yield from staleness_faults(self)
         yield from quantization_faults(self)

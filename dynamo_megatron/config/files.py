@@ -32,13 +32,14 @@ class ConfigError(InputError):
 
 
 def compose(
-    files: Sequence[str], overrides: Sequence[str], defaults: Mapping[str, Any] | None = None
+    files: Sequence[str], overrides: Sequence[str], defaults: Mapping[str, Any] | None = None, context: Any = None
 ) -> tuple[Config, dict[str, str]]:
     """The config, and for every dotted key that was set the file or override that set it last.
 
     `files`: paths, or names of shipped configurations (`methods/dynamo`). `defaults`: sections that files and overrides
-    are merged into. Raises ConfigError with every fault found, one line each: a file that is missing or not YAML, an
-    unknown key (with the nearest known one, or ours for one of verl's or slime's), a wrong type, a missing key.
+    are merged into. `context`: EVALUATION or None. Raises ConfigError with every fault found, one line each: a file
+    that is missing or not YAML, an unknown key (with the nearest known one, or ours for one of verl's or slime's), a
+    wrong type, a missing key.
     """
     merged = _Merged()
     merged.add(defaults or {}, (), "the command")
@@ -54,7 +55,7 @@ def compose(
     unread = bool(merged.faults)  # what could not be read may have set what is missing now
     faults = merged.faults + merged.unknown
     try:
-        config = Config.model_validate(merged.tree)
+        config = Config.model_validate(merged.tree, context=context)
     except ValidationError as error:
         lines = list(_lines(error, merged.origins, set() if unread else merged.meant, missing=not unread))
         faults += lines or ([] if faults else [str(error)])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import yaml
@@ -23,7 +26,7 @@ from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
-from dynamo_megatron.evaluation.problems import is_local, read_problems, tokenized, training_prompts
+from dynamo_megatron.evaluation.problems import greedy_warnings, is_local, read_problems, tokenized, training_prompts
 from dynamo_megatron.evaluation.results import markdown_table, write_results
 from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, with_model
 from dynamo_megatron.evaluation.suite import SetScores, set_scores, suite_sets, suite_summary, suite_table
@@ -39,6 +42,8 @@ from dynamo_megatron.tracking.progress import Progress
 from dynamo_megatron.types import ProblemResult, Prompt
 
 log = logging.getLogger(__name__)
+CONNECT_TIMEOUT, CONNECT_EVERY = 5.0, 0.5  # seconds
+LISTENS_WITHIN = 60.0  # seconds for a server that is there already, where rollout.start_timeout is not set
 
 
 def evaluate(
@@ -100,13 +105,19 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done:
     config = next(iter(subjects.values())).config
     with contextlib.closing(Progress()) as progress, tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
         problems = _problems(config, suite)
-        done.warnings += _overlap_warnings(subjects.values(), problems, progress)
+        done.warnings += [*greedy_warnings(config.eval), *_overlap_warnings(subjects.values(), problems, progress)]
+        for warning in done.warnings:
+            log.warning("%s", warning)
         prepared = [
             _prepared(subject, problems, Path(folder) / str(number), progress)
             for number, subject in enumerate(subjects.values())
         ]
         stop = StopFlag()
         stop.catch_signals()
+        for subject in subjects.values():
+            if subject.url is not None:
+                progress.phase(f"waiting for {subject.url}")
+                _wait_for(subject.url, subject.config, stop)
         for (name, subject), (worker, prompts) in zip(subjects.items(), prepared, strict=True):
             scores: dict[str, SetScores] = {}
             with contextlib.closing(_answers(worker, prompts, config.eval.samples, stop, progress)) as answers:
@@ -149,7 +160,7 @@ def _problems(config: Config, suite: str | None) -> dict[str, list[Prompt]]:
 def _overlap_warnings(
     subjects: Iterable[Subject], problems: Mapping[str, Sequence[Prompt]], progress: Progress
 ) -> list[str]:
-    """Of problems that are in the training data (`data.source`, if it is local), a line a set; logged, too."""
+    """Of problems that are in the training data (`data.source`, if it is local), a line a set."""
     trained = {
         s.config.data.source: s.config for s in subjects if is_local(s.config.data.source) and s.config.eval.data
     }
@@ -165,9 +176,32 @@ def _overlap_warnings(
             ours = {id(prompt) for prompt in prompts}
             if own := [overlap for overlap in found if id(overlap.problem) in ours]:
                 warnings.append(overlap_warning(name, len(prompts), own, source))
-    for warning in warnings:
-        log.warning("%s", warning)
     return warnings
+
+
+def _wait_for(url: str, config: Config, stop: StopFlag) -> None:
+    """Returns once something listens at `url`. Raises RolloutError."""
+    place = urlsplit(url)
+    address = place.hostname, place.port or (443 if place.scheme == "https" else 80)
+    rollout = config.rollout
+    limit = rollout.start_timeout if "start_timeout" in rollout.model_fields_set else LISTENS_WITHIN
+    deadline, said = time.monotonic() + limit, False
+    while True:
+        try:
+            socket.create_connection(address, timeout=CONNECT_TIMEOUT).close()
+            return
+        except OSError as error:
+            why = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise RolloutError(
+                f"--model: nothing answers at {url} ({why}) for {limit:g} s; start the server, or give it longer with "
+                "rollout.start_timeout"
+            )
+        if not said:
+            log.warning("nothing answers at %s yet (%s); waiting for up to %g s", url, why, limit)
+            said = True
+        stop.check()
+        time.sleep(CONNECT_EVERY)
 
 
 def _with_servers(config: Config, url: str | None) -> Config:

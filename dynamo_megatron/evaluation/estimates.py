@@ -1,8 +1,9 @@
-"""pass@k and bootstrap intervals over problems: pure functions of numbers."""
+"""pass@k and intervals over problems: pure functions of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -35,22 +36,23 @@ def pass_at_k(samples: ArrayLike, successes: ArrayLike, k: int) -> np.ndarray:
     return 1.0 - all_wrong
 
 
-def bootstrap(values: ArrayLike, *, resamples: int = 2000, seed: int = 0, level: float = 0.95) -> Interval:
-    """The mean of `values`, float [N], one per problem, with its percentile bootstrap interval over the problems.
-
-    Equal values give an interval of width 0, which does not mean that the mean is certain. The same seed gives the same
-    interval. Raises ValueError where there are no values.
-    """
-    return average_bootstrap([values], resamples=resamples, seed=seed, level=level)
+def bootstrap(
+    values: ArrayLike, *, resamples: int = 2000, seed: int = 0, level: float = 0.95, least: float = 0.0
+) -> Interval:
+    """The mean of `values`, float [N], one per problem, with its interval over the problems, as `average_bootstrap`."""
+    return average_bootstrap([values], resamples=resamples, seed=seed, level=level, least=least)
 
 
 def average_bootstrap(
-    sets: Sequence[ArrayLike], *, resamples: int = 2000, seed: int = 0, level: float = 0.95
+    sets: Sequence[ArrayLike], *, resamples: int = 2000, seed: int = 0, level: float = 0.95, least: float = 0.0
 ) -> Interval:
-    """The mean of the means of `sets`, float [N_s] each, one value per problem. Each set has the same weight.
+    """The mean of the means of `sets`, float [N_s] each, one value per problem, from `least` to 1. Each set has the
+    same weight.
 
-    The interval is as in `bootstrap`; a resample draws each set's problems from that set. Raises ValueError where there
-    are no sets, or a set has no values.
+    The interval is a percentile bootstrap: a resample draws each set's problems from that set. It says nothing of a set
+    whose values are all equal. Another problem has another value with a probability of up to Wilson's bound for 0 of
+    N_s; that widens the interval. Of problems that are all wrong, or all right, it is Wilson's interval. The same seed
+    gives the same interval. Raises ValueError where there are no sets, or a set has no values.
     """
     values = [np.asarray(x, np.float64) for x in sets]
     if not values or not all(x.size for x in values):
@@ -58,8 +60,14 @@ def average_bootstrap(
     generator = np.random.default_rng(seed)
     # One resample at a time: all indices at once would take resamples * N * 8 bytes.
     means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in values]) for _ in range(resamples)]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(np.mean([x.mean() for x in values])), float(low), float(high))
+    mean = float(np.mean([x.mean() for x in values]))
+    ends = mean - np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    for x in values:
+        if np.ptp(x) < 1e-9:
+            other = z**2 / (x.size + z**2)
+            ends = np.copysign(np.hypot(ends, other * (x[0] - [least, 1.0]) / len(values)), [1.0, -1.0])
+    return Interval(mean, *(mean - ends).tolist())
 
 
 def paired_bootstrap(
@@ -72,4 +80,4 @@ def paired_bootstrap(
     x, y = np.asarray(before, np.float64), np.asarray(after, np.float64)
     if x.shape != y.shape:
         raise ValueError(f"after: {y.size} entries, before has {x.size}; give one of each a problem")
-    return bootstrap(y - x, resamples=resamples, seed=seed, level=level)
+    return bootstrap(y - x, resamples=resamples, seed=seed, level=level, least=-1.0)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from dynamo_megatron.config import Config
+from dynamo_megatron.config import Config, EvalConfig
 from dynamo_megatron.data.readers import DATASETS
 from dynamo_megatron.data.sources import load_prompts, located_prompts
 from dynamo_megatron.errors import InputError
@@ -23,13 +23,24 @@ UNLIMITED = 10_000  # problems that a function may yield without eval.limit; mor
 def load_problems(
     config: Config, encode: Callable[[Prompt], list[int]], max_length: int, training: Iterable[Prompt] = ()
 ) -> list[Prompt]:
-    """The problems of `read_problems`, `tokenized`. Logs a warning about problems that are also in `training`
-    (`overlaps`), but keeps them. Raises ValueError as these functions do."""
+    """The problems of `read_problems`, `tokenized`. Logs `greedy_warnings`, and a warning about problems that are also
+    in `training` (`overlaps`), but keeps them. Raises ValueError as these functions do."""
+    for warning in greedy_warnings(config.eval):
+        log.warning("%s", warning)
     problems = tokenized(read_problems(config), encode, max_length)
     if found := overlaps(problems, training):
         evaluated = config.eval.data or config.data.source
         log.warning("%s", overlap_warning(evaluated, len(problems), found, config.data.source))
     return problems
+
+
+def greedy_warnings(config: EvalConfig) -> list[str]:
+    if config.temperature != 0 or config.samples == 1:
+        return []
+    return [
+        f"eval.temperature=0 is greedy: the {config.samples} samples of a problem (eval.samples) are one response, "
+        "and pass@k of several says no more than pass@1; set eval.samples=1 eval.k=[1], or a temperature above 0"
+    ]
 
 
 def read_problems(config: Config) -> list[Prompt]:

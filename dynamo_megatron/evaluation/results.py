@@ -47,7 +47,7 @@ def problem_pass_at_k(results: Sequence[ProblemResult], k: int) -> np.ndarray:
 
 
 def summarise(results: Sequence[ProblemResult], k: Sequence[int]) -> dict[str, float]:
-    """The metrics of one evaluation, as plain data. Intervals are 95 %, bootstrapped over problems.
+    """The metrics of one evaluation, as plain data. Intervals are 95 %, over problems.
 
     `eval/samples` counts all responses. `eval/length_mean` is in tokens. pass@k, truncated and failed are fractions.
     Raises ValueError where there are no problems, or a problem has fewer than k samples.
@@ -83,8 +83,18 @@ def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """The table of `rows`, of which the first is the head."""
+    head, *others = rows
+    return "\n".join(map(markdown_row, [head, ["---"] + ["---:"] * (len(head) - 1), *others]))
+
+
 def markdown_table(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[int]) -> str:
-    """One row for each (name, summary); "-" for a pass@k that the summary lacks."""
+    return markdown(summary_rows(rows, k))
+
+
+def summary_rows(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[int]) -> list[list[str]]:
+    """The head, and one row for each (name, summary); "-" for a pass@k that the summary lacks."""
     head = [
         "evaluation",
         "problems",
@@ -95,7 +105,7 @@ def markdown_table(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[
         "truncated, %",
         "failed, %",
     ]
-    lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+    found = [head]
     for name, s in rows:
         known = summary_k(s)
         passes = [
@@ -114,8 +124,8 @@ def markdown_table(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[
             f"{100 * s['eval/truncated']:.1f}",
             f"{100 * s['eval/failed']:.1f}",
         ]
-        lines.append(markdown_row(cells))
-    return "\n".join(lines)
+        found.append(cells)
+    return found
 
 
 def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
@@ -133,18 +143,15 @@ def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
     return [[ids[prompt_id] for prompt_id in by_id[0]] for ids in by_id]
 
 
-def compare_table(before: Sequence[ProblemResult], after: Sequence[ProblemResult], k: Sequence[int]) -> str:
-    """A Markdown table: pass@k in percent before and after, and the difference with its paired 95 % interval.
+def compare_rows(before: Sequence[ProblemResult], after: Sequence[ProblemResult], k: Sequence[int]) -> list[list[str]]:
+    """The head, and for each k a row: pass@k in percent before and after, the difference with its paired 95 % interval.
 
     Raises ValueError naming a problem that is in only one of the two.
     """
     before, after = align(before, after)
-    lines = [
-        markdown_row([f"{len(before)} problems", "before, %", "after, %", "difference, points (95 %)"]),
-        markdown_row(["---"] + ["---:"] * 3),
-    ]
+    rows = [[f"{len(before)} problems", "before, %", "after, %", "difference, points (95 %)"]]
     for each in k:
         x, y = problem_pass_at_k(before, each), problem_pass_at_k(after, each)
         difference = in_percent(paired_bootstrap(x, y), sign="+")
-        lines.append(markdown_row([f"pass@{each}", f"{100 * x.mean():.1f}", f"{100 * y.mean():.1f}", difference]))
-    return "\n".join(lines)
+        rows.append([f"pass@{each}", f"{100 * x.mean():.1f}", f"{100 * y.mean():.1f}", difference])
+    return rows

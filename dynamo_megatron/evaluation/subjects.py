@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.config import Config
+from dynamo_megatron.config import EVALUATION, Config
 from dynamo_megatron.config.files import ConfigError, compose, to_plain
 from dynamo_megatron.config.reward import PrimeConfig
 from dynamo_megatron.convert import find_checkpoint, run_config
@@ -123,7 +123,7 @@ def _config(
         defaults["model"] = {"path": ""}
     elif model is not None:
         defaults["model"] = {"path": model, "dtype": _dtype(Path(model))}
-    config, _ = compose(files, overrides, defaults)
+    config, _ = compose(files, overrides, defaults, context=EVALUATION)
     if not (config.eval.data or config.data.source):
         raise ConfigError("eval.data: missing; name the problems with eval.data=...")
     if not config.model.path:

@@ -61,7 +61,7 @@ def set_scores(results: Sequence[ProblemResult], k: Sequence[int]) -> SetScores:
 def suite_summary(scores: Scores, k: Sequence[int]) -> dict[str, Any]:
     """Plain data with two keys. `models`: for each model the figures of its `sets` (`summarise`), and the `average` of
     pass@k over the sets. `differences`: pass@k of each other model less that of the first, in the same form, paired by
-    problem. Intervals are 95 %, bootstrapped over the problems of each set."""
+    problem. Intervals are 95 %, over the problems of each set."""
     first, *others = scores
     return {
         "models": {
@@ -90,7 +90,8 @@ def _figures(
         for scores, base in zip(sets, references, strict=True):
             assert base is None or base.prompt_ids == scores.prompt_ids
             values.append(scores.passes[each] - (0.0 if base is None else base.passes[each]))
-        name, interval = f"eval/pass@{each}", average_bootstrap(values)
+        name = f"eval/pass@{each}"
+        interval = average_bootstrap(values, least=0.0 if reference is None else -1.0)
         found |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
     return found
 

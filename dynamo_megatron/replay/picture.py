@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot a figure is drawn by Agg, with no screen
 
 from dynamo_megatron.replay.outcomes import Outcomes
-from dynamo_megatron.reports.picture import BLUE, GREY, ORANGE, moving_average, rate_bins
+from dynamo_megatron.reports.picture import BLUE, GREY, ORANGE, moving_average, rate_bins, window_of
 
 COLOURS = (
     BLUE,
@@ -22,7 +22,6 @@ COLOURS = (
     "#999933",
 )  # distinguishable for the colour-blind, too
 ORACLE = "#000000"
-WINDOW = 10  # steps of the moving average
 
 
 def draw_replay(result: Outcomes, path: Path) -> None:
@@ -54,7 +53,7 @@ def draw_replay(result: Outcomes, path: Path) -> None:
 
 def _variance(axes: Axes, result: Outcomes, colours: dict[str, str]) -> None:
     steps = result.recording.step_numbers
-    window = max(1, min(WINDOW, len(steps) // 4))
+    window = window_of(len(steps))
     even = moving_average(result.variance(result.uniform), window)
     for name, counts in result.counts.items():
         ratio = np.divide(moving_average(result.variance(counts), window), even, out=np.ones(len(even)), where=even > 0)

@@ -15,7 +15,6 @@ from dynamo_megatron.reports.run_record import Revisits, RunRecord
 # Distinguishable for the colour-blind, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 BLUE, ORANGE, GREY = COLOURS[0], COLOURS[1], "#666666"
-WINDOW = 10  # steps of the moving average
 RATE_BINS = 10
 
 
@@ -49,24 +48,30 @@ def draw_runs(runs: Mapping[str, RunRecord], path: Path) -> None:
     _lines(length, runs, colours, "rollout/response_length_mean")
     length.set(title="Response length", ylabel="mean length, tokens")
     figure.legend(*reward.get_legend_handles_labels(), loc="outside upper center", ncols=min(4, len(runs)))
-    figure.supxlabel("Thin lines and dots: each step; thick lines: moving average of up to 10 steps.", fontsize=9)
+    figure.supxlabel(
+        "Thin lines and dots: each step; thick lines: average of up to 11 steps around a step.", fontsize=9
+    )
     figure.savefig(path)
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of each value and up to window - 1 values before it, float64 [N]."""
-    sums = np.cumsum(values, dtype=np.float64)
-    sums[window:] -= sums[:-window].copy()
-    return sums / np.minimum(np.arange(1, len(values) + 1), window)
+    """The mean of each value and its neighbours, (window - 1) / 2 on either side as far as there are any, float64 [N];
+    NaN for a value that is not finite, which counts nowhere."""
+    known, near = np.isfinite(values), np.ones(window)
+    middle = slice(window // 2, window // 2 + len(values))
+    sums = np.convolve(np.where(known, values, 0.0), near)[middle]
+    counts = np.convolve(known, near)[middle]
+    return np.where(known, sums / np.maximum(counts, 1.0), np.nan)
+
+
+def window_of(steps: int) -> int:
+    """Steps of a curve's moving average, an odd number; 1: too few steps for one."""
+    return 2 * min(5, steps // 8) + 1
 
 
 def rate_bins(rate: np.ndarray) -> np.ndarray:
     """The bin of each success rate, [V]. Rates of exactly 0 and exactly 1 have bins of their own."""
     return np.where(rate == 0, -1, np.where(rate == 1, RATE_BINS, np.floor(rate * RATE_BINS)))
-
-
-def _window(run: RunRecord) -> int:
-    return max(1, min(WINDOW, len(run.steps) // 4))
 
 
 def _with_room(axes: Axes) -> None:
@@ -83,7 +88,7 @@ def _lines(axes: Axes, runs: Mapping[str, RunRecord], colours: Sequence[str], ke
         if all(key in row for row in run.metrics):
             values = run.metric(key)
             axes.plot(run.steps, values, ".-", color=colour, alpha=0.3, linewidth=1)
-            axes.plot(run.steps, moving_average(values, _window(run)), color=colour, linewidth=2, label=name)
+            axes.plot(run.steps, moving_average(values, window_of(len(values))), color=colour, linewidth=2, label=name)
     _with_room(axes)
 
 
@@ -106,7 +111,7 @@ def _passes(axes: Axes, runs: Mapping[str, RunRecord], colours: Sequence[str]) -
 
 
 def _reward(axes: Axes, run: RunRecord) -> None:
-    values, window = run.metric("reward/mean"), _window(run)
+    values, window = run.metric("reward/mean"), window_of(len(run.steps))
     axes.plot(run.steps, values, ".-", color=BLUE, alpha=0.3, linewidth=1, label="training reward, mean of a step")
     label = f"the same, average of {window} steps" if window > 1 else None
     axes.plot(run.steps, moving_average(values, window), color=BLUE, linewidth=2, label=label)

@@ -9,12 +9,13 @@ import numpy as np
 
 from dynamo_megatron.algorithm.gradient_noise import Noise
 from dynamo_megatron.evaluation.results import (
-    compare_table,
+    compare_rows,
+    markdown,
     markdown_row,
-    markdown_table,
     read_results,
     results_file,
     summary_k,
+    summary_rows,
 )
 from dynamo_megatron.reports.run_record import Revisits, RunRecord, read_revisits, read_run
 from dynamo_megatron.tracking.metrics import read_rows
@@ -62,30 +63,35 @@ def _heading(run: RunRecord) -> str:
     )
 
 
-def _evaluation(run: RunRecord) -> str:
-    title = "## Held-out problems before and after"
+def before_and_after(run: RunRecord) -> tuple[str, list[list[str]]]:
+    """The first and the last evaluation: a sentence, and the rows of a table, the first of them its head."""
     if not run.evaluations:
-        return f"{title}\n\nThis run has no evaluation (`eval.data` and `eval.every` in the config ask for one)."
+        return "This run has no evaluation (`eval.data` and `eval.every` in the config ask for one).", []
     first, last = run.evaluations[0], run.evaluations[-1]
     if first is last:
-        return f"{title}\n\nThere is one evaluation so far.\n\n{_summaries([first])}"
+        return "There is one evaluation so far.", _summaries([first])
     files = [results_file(run.folder, evaluation["step"]) for evaluation in (first, last)]
     k = sorted(set(summary_k(first)) & set(summary_k(last)))
     if k and all(file.is_file() for file in files):
         before, after = (read_results(file) for file in files)
         if {r.prompt_id for r in before} == {r.prompt_id for r in after}:
             return (
-                f"{title}\n\nBefore is step {first['step']}, after is step {last['step']}; pass@k is the chance that "
-                "at least one of k responses is right. The 95 % interval comes from resampling the problems.\n\n"
-                f"{compare_table(before, after, k)}"
+                f"Before is step {first['step']}, after is step {last['step']}; pass@k is the chance that at least one "
+                "of k responses is right. The 95 % interval is over the problems.",
+                compare_rows(before, after, k),
             )
     why = "The first and the last evaluation cannot be paired: problems or k differ, or a file of eval/ is missing."
-    return f"{title}\n\n{why}\n\n{_summaries([first, last])}"
+    return why, _summaries([first, last])
 
 
-def _summaries(evaluations: list[dict]) -> str:
+def _evaluation(run: RunRecord) -> str:
+    said, rows = before_and_after(run)
+    return "\n\n".join(["## Held-out problems before and after", said, *([markdown(rows)] if rows else [])])
+
+
+def _summaries(evaluations: list[dict]) -> list[list[str]]:
     k = sorted({each for evaluation in evaluations for each in summary_k(evaluation)})
-    return markdown_table([(f"step {evaluation['step']}", evaluation) for evaluation in evaluations], k)
+    return summary_rows([(f"step {evaluation['step']}", evaluation) for evaluation in evaluations], k)
 
 
 def _allocation(revisits: Revisits | None) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,8 @@ SHOWN_IDS = 5  # of the prompts that there are, where the one asked for is not
 @dataclass(frozen=True)
 class Choice:
     """Which rollouts: of `step` (None: the newest, with `prompt_id` all), of `prompt_id` (None: any). Of them the
-    `best` of the highest reward, then the `worst` of the lowest; with neither the first `limit`, group by group."""
+    `best` of the highest reward, then the `worst` of the lowest, of different prompts as long as there are any; with
+    neither the first `limit`, group by group."""
 
     step: int | None = None
     prompt_id: str | None = None
@@ -41,6 +42,7 @@ class _Place(NamedTuple):
     reward: float
     step: int
     rollout_id: str
+    prompt_id: str
     file: Path
 
 
@@ -84,7 +86,9 @@ def _places(source: Path, choice: Choice) -> list[_Place]:
         for rollout in _finished(file):
             prompts[rollout.prompt_id] = None
             if choice.prompt_id in (None, rollout.prompt_id):
-                found[rollout.rollout_id] = _Place(rollout.reward, rollout.step, rollout.rollout_id, file)
+                found[rollout.rollout_id] = _Place(
+                    rollout.reward, rollout.step, rollout.rollout_id, rollout.prompt_id, file
+                )
     if not prompts:
         raise InputError(f"{files[-1]}: no rollout is complete yet")
     if not found:
@@ -102,9 +106,20 @@ def _chosen(places: Sequence[_Place], choice: Choice) -> list[_Place]:
     """Of equal rewards the first by id."""
     if choice.best is None and choice.worst is None:
         return list(places[: choice.limit])
-    best = heapq.nlargest(choice.best or 0, places, key=lambda place: place.reward)
-    worst = heapq.nsmallest(choice.worst or 0, places, key=lambda place: place.reward)
+    best = _first(sorted(places, key=lambda place: -place.reward), choice.best or 0)
+    worst = _first(sorted(places, key=lambda place: place.reward), choice.worst or 0)
     return [*best, *(place for place in worst if place not in best)]
+
+
+def _first(places: Sequence[_Place], count: int) -> list[_Place]:
+    """Each prompt's first one in their order, then each prompt's second one, and so on."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for place in places:
+        turns.append(seen[place.prompt_id])
+        seen[place.prompt_id] += 1
+    order = sorted(range(len(places)), key=turns.__getitem__)
+    return [places[i] for i in order[:count]]
 
 
 def _read(places: Sequence[_Place]) -> dict[str, Rollout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -22,8 +23,9 @@ LAST_ROWS = 60.0  # seconds that the end of a run waits for its trackers
 LAST_ROWS_OF_A_FAILURE = 10.0  # the same after a stop or a failure
 
 
-def last_line(config: Config, step: int, *, evaluated: bool) -> str:
-    """Where the model of a run that ended at `step` is, and which command comes next."""
+def last_line(config: Config, step: int, *, evaluated: bool, supervised: bool = False) -> str:
+    """Where the model of a run that ended at `step` is, and which command comes next. `supervised`: a run of `sft`; its
+    config is about examples, which says nothing of the problems to evaluate on, so the keys for `train` come next."""
     output = Path(config.output_dir)
     match config.checkpoint.export_hf:
         case "every":
@@ -36,6 +38,9 @@ def last_line(config: Config, step: int, *, evaluated: bool) -> str:
                 return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
             convert = shlex.join(["dynamo-megatron", "convert", "mcore2hf", str(output), str(output / "hf")])
             return f"model: {saved[1]} (Megatron checkpoint); next: {convert}"
+    if supervised:
+        keys = shlex.join([f"model.path={model}", f"data.template={json.dumps(config.data.template)}"])
+        return f"model: {model} (step {exported_step(model)}); next: train with {keys}"
     next_command = shlex.join(["dynamo-megatron", "report", str(output)])
     if not evaluated:
         data = [] if config.eval.data else ["eval.data=FILE"]
@@ -47,8 +52,9 @@ def last_line(config: Config, step: int, *, evaluated: bool) -> str:
 class Journal:
     """`metrics.jsonl` (an object a step), `allocation.jsonl` (a prompt of a step), `evaluations.jsonl`, `tokens/`."""
 
-    def __init__(self, config: Config):
-        self._config, self._folder = config, Path(config.output_dir)
+    def __init__(self, config: Config, *, supervised: bool = False):
+        """`supervised`: as `last_line`."""
+        self._config, self._folder, self._supervised = config, Path(config.output_dir), supervised
         self.progress = Progress(config.trainer.steps)
         self._trackers: list[Tracker] = []
         self._rule = StopRule(config.trainer.stop_when) if config.trainer.stop_when else None
@@ -125,7 +131,8 @@ class Journal:
 
     def ended(self, step: int) -> None:
         """The run is complete, with its model of `step`: `close` prints the last line."""
-        self._last_line = last_line(self._config, step, evaluated=bool(self._evaluations))
+        evaluated = bool(self._evaluations)
+        self._last_line = last_line(self._config, step, evaluated=evaluated, supervised=self._supervised)
 
     def say(self, line: str) -> None:
         self.progress.say(line)

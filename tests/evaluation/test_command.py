@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import socket
 from typing import ClassVar
 
 import pytest
 import yaml
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.config.files import compose
+from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation import command, subjects
 from dynamo_megatron.evaluation.problems import read_problems
@@ -113,6 +114,30 @@ def test_one_model_and_one_set_are_written_as_before(models):
     assert (models / "scores" / "table.md").read_text().startswith("sets/hard.jsonl\n\n| evaluation | problems |")
 
 
+@pytest.mark.parametrize("words", [[], ["eval.temperature=0"], ["eval.temperature=0", "eval.samples=1", "eval.k=[1]"]])
+def test_several_greedy_samples_are_warned_about(models, caplog, words):
+    assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words]) == 0
+    warned = len(words) == 1
+    assert ("eval.temperature=0 is greedy" in caplog.text) == warned
+    assert ("warning: eval.temperature=0" in (models / "out" / "table.md").read_text()) == warned
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm.allocation.rollout_n_min=1", "algorithm.advantage.kind=rloo"],
+        ["data.batch_prompts=auto"],
+        ["data.batch_prompts=2", "algorithm.loss.mini_batches=4", "algorithm.allocation.budget=1000"],
+        ["trainer.stop_when={metric: eval/pass@16, above: 0.9}", "checkpoint.export_hf=best"],
+        ["algorithm.loss.kind=cispo", "algorithm.loss.clip_ratio_c=null"],
+    ],
+)
+def test_keys_that_only_training_needs_refuse_no_evaluation(models, capsys, words):
+    assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words]) == 0
+    with pytest.raises(ConfigError):
+        compose([], ["model.path=base", "data.source=sets/hard.jsonl", "output_dir=run", *words])
+
+
 def test_the_limit_is_of_each_set(models):
     assert main([*SUITE, "--model", "base", "eval.limit=2"]) == 0
     assert StandIn.started[0].calls == [["easy/0", "easy/1"], ["hard/0", "hard/1"]]
@@ -137,6 +162,20 @@ def test_all_models_are_checked_before_the_first_server_starts(models, capsys):
     assert main([*SUITE, "--model", "base", "--model", "better"]) == 2
     assert "better" in capsys.readouterr().err
     assert StandIn.started == [] and not (models / "scores").exists()
+
+
+def test_a_server_that_never_answers_is_named_and_given_up(models, capsys, caplog):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        words = ["eval", "--model", url, "model.path=base", "eval.data=sets/hard.jsonl", *KEYS]
+        assert main([*words, "--out", "none", "rollout.start_timeout=0.1"]) == 1
+        assert StandIn.started == [] and f"nothing answers at {url} yet (Connection refused); waiting" in caplog.text
+        said = capsys.readouterr().err
+        assert f"--model: nothing answers at {url} (Connection refused) for 0.1 s; start the server" in said
+        server.listen()
+        assert main([*words, "--out", "scores"]) == 0
+    assert StandIn.started.pop().config.rollout.urls == [url]
 
 
 def test_models_of_one_name_are_refused(models, capsys):

@@ -49,11 +49,32 @@ def test_bootstrap_covers_the_truth_as_often_as_it_says():
 
 
 def test_bootstrap_edges():
-    assert bootstrap([0.25]) == (0.25, 0.25, 0.25)
     values = np.random.default_rng(0).random(20)
     assert bootstrap(values) == bootstrap(values) != bootstrap(values, seed=1)
     with pytest.raises(ValueError, match="no problems"):
         bootstrap([])
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        (bootstrap([0.0] * 16), (0, 0, 0.1936)),  # Wilson's of 0 of 16, and so on
+        (bootstrap([1.0] * 30), (1, 0.8865, 1)),
+        (bootstrap([0.0] * 4, level=0.9), (0, 0, 0.4035)),
+        (bootstrap([0.5] * 16), (0.5, 0.4032, 0.5968)),
+        (paired_bootstrap([0.0] * 16, [0.0] * 16), (0, -0.1936, 0.1936)),
+        (paired_bootstrap([0.0] * 16, [1.0] * 16), (1, 0.6128, 1)),
+        (average_bootstrap([[0.0] * 16, [0.0] * 16]), (0, 0, 0.1936 / np.sqrt(2))),
+    ],
+)
+def test_equal_values_leave_the_mean_uncertain(interval, expected):
+    assert interval == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_set_of_equal_values_widens_the_interval_of_an_average():
+    values = np.random.default_rng(0).random(30)
+    alone, both = bootstrap(values), average_bootstrap([values, [0.0] * 16])
+    assert both.low == pytest.approx(alone.low / 2, abs=0.01) and both.high > alone.high / 2 + 0.02
 
 
 def test_an_average_over_sets_has_the_interval_of_their_means():

@@ -6,7 +6,8 @@ import pytest
 from dynamo_megatron.evaluation.results import (
     ProblemResult,
     align,
-    compare_table,
+    compare_rows,
+    markdown,
     markdown_table,
     read_results,
     results_file,
@@ -79,15 +80,15 @@ def test_markdown_table():
     summary = summarise([result("a", "11"), result("b", "11")], [1])
     lines = markdown_table([("start", summary)], [1, 2]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[2] == "| start | 2 | 2 | 100.0 (100.0 to 100.0) | - | 1.000 | 10.0 | 0.0 | 0.0 |"
+    assert lines[2] == "| start | 2 | 2 | 100.0 (34.2 to 100.0) | - | 1.000 | 10.0 | 0.0 | 0.0 |"
 
 
 def test_compare_pairs_by_problem_not_by_position():
     before = [result(str(i), "1000" if i % 2 else "0000") for i in range(40)]
     after = [result(str(i), "1100" if i % 2 else "1000") for i in range(40)]  # each problem gains a response
-    table = compare_table(before, after[::-1], [1, 4])
+    table = markdown(compare_rows(before, after[::-1], [1, 4]))
     assert "| 40 problems |" in table
-    assert "| pass@1 | 12.5 | 37.5 | +25.0 (+25.0 to +25.0) |" in table
+    assert "| pass@1 | 12.5 | 37.5 | +25.0 (+14.0 to +31.6) |" in table
     assert "| pass@4 | 50.0 | 100.0 | +50.0 (" in table
 
 
@@ -96,6 +97,6 @@ def test_only_the_same_problems_are_compared():
     assert align([a, b], [b, a]) == [[a, b], [a, b]]
     for before, after in (([a, b], [a]), ([a], [a, b])):
         with pytest.raises(ValueError, match="problem 'b' is not in every evaluation"):
-            compare_table(before, after, [1])
+            compare_rows(before, after, [1])
     with pytest.raises(ValueError, match="problem 'a' is more than once"):
         align([a, b], [b, a, a])

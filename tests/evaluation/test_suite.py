@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 
+from dynamo_megatron.evaluation.estimates import paired_bootstrap
 from dynamo_megatron.evaluation.results import ProblemResult
 from dynamo_megatron.evaluation.suite import TABLE, set_scores, suite_sets, suite_summary, suite_table
 
@@ -45,14 +46,15 @@ def test_every_set_has_the_same_weight_in_the_average():
 
 
 def test_differences_are_paired_by_problem():
-    """Both problems of the small set gain a quarter: no resample has another mean. Unpaired ones would."""
+    """Every problem of a set gains as much: intervals are those of equal differences. Unpaired ones are not."""
     differences = suite_summary(SCORES, [1, 4])["differences"]
     assert list(differences) == ["tuned"]
     tuned = differences["tuned"]["sets"]
-    assert [tuned["small"][f"eval/pass@1{end}"] for end in ("", "_low", "_high")] == pytest.approx([0.25] * 3)
-    assert [tuned["large"][f"eval/pass@1{end}"] for end in ("", "_low", "_high")] == [0.0] * 3
-    average = differences["tuned"]["average"]
-    assert [average[f"eval/pass@1{end}"] for end in ("", "_low", "_high")] == pytest.approx([0.125] * 3)
+    gains = {"small": (2, 0.25), "large": (6, 0.0)}
+    for name, (problems, gain) in gains.items():
+        expected = paired_bootstrap([0.0] * problems, [gain] * problems)
+        assert [tuned[name][f"eval/pass@1{end}"] for end in ("", "_low", "_high")] == pytest.approx(list(expected))
+    assert differences["tuned"]["average"]["eval/pass@1"] == pytest.approx(0.125)
 
 
 def test_the_table_has_a_column_a_set_and_a_row_a_model():
@@ -61,7 +63,7 @@ def test_the_table_has_a_column_a_set_and_a_row_a_model():
     first, _, details = tables
     assert first[0] == "| pass@1, % (95 %) | small (2) | large (6) | average |"
     assert [line.split(" | ")[0] for line in first[2:]] == ["| base", "| tuned", "| tuned - base, points"]
-    assert "| +25.0 (+25.0 to +25.0) | +0.0 (+0.0 to +0.0) | +12.5 (+12.5 to +12.5) |" in first[4]
+    assert "| +25.0 (-57.2 to +74.3) | +0.0 (-39.0 to +39.0) | +12.5 (" in first[4]
     assert details[2] == "| base, small | 2 | 4 | 0.250 | 10.0 | 0.0 | 0.0 |"
 
 

@@ -93,6 +93,9 @@ def test_what_is_chosen(make_run):
     assert ids(run, step=1, limit=1) == ["000001-0000-000"]
     assert ids(run, best=2) == [newest[3], newest[1]] and ids(run, worst=1) == newest[:1]
     assert ids(run, best=1, worst=4) == [newest[3], newest[0], newest[2], newest[1]]  # none of them twice
+    alike = make_run(*(rollout(1, g, k, reward=1.0 - g / 10) for g in (0, 1) for k in (0, 1)))
+    assert ids(alike, best=2) == ["000001-0000-000", "000001-0001-000"]  # of different prompts
+    assert ids(alike, best=3)[2] == "000001-0000-001" and ids(alike, worst=2) == ids(alike, best=2)[::-1]
     both = ["000001-0001-000", "000001-0001-001", "000002-0001-000", "000002-0001-001"]
     assert ids(run, prompt_id="problem-1") == both and ids(run, prompt_id="problem-1", step=2) == both[2:]
 

@@ -8,6 +8,7 @@ import pytest
 from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
 from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import compose
 from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.tracking import journal
 from dynamo_megatron.tracking.journal import Journal, last_line
@@ -37,6 +38,15 @@ def test_a_run_without_evaluations_is_to_be_evaluated(tmp_path):
     assert line == f"model: {run}/hf (step 48); next: {next_command} eval.data=FILE"
     known = last_line(made(tmp_path, "final", None, eval={"data": "test.jsonl"}), 64, evaluated=False)
     assert known.endswith(next_command)
+
+
+def test_a_run_of_sft_says_what_the_next_run_is_to_be_given(tmp_path):
+    config = made(tmp_path / "my runs", "final", "hf")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"template": "{prompt}"})})
+    line = last_line(config, 64, evaluated=False, supervised=True)
+    keys = shlex.split(line.partition("; next: train with ")[2])
+    given, _ = compose([], [*keys, "data.source=d", "output_dir=o"])
+    assert (given.model.path, given.data.template) == (str(tmp_path / "my runs" / "run" / "hf"), "{prompt}")
 
 
 def test_without_an_export_the_checkpoint_is_named_with_its_conversion(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamo_megatron.reports.picture import moving_average, window_of
 from dynamo_megatron.reports.run_record import RunRecord
 
 POINTS = 500  # at most, per curve
@@ -20,6 +21,10 @@ KEYS = (
     *("rollout/zero_variance_groups", "allocation/n_min", "allocation/n_max", "allocation/history_share"),
     *("gradient_noise/signal", "gradient_noise/between", "gradient_noise/within"),
     *("variance_proxy/proxy1_signal_strength", "variance_proxy/proxy2_total_power", "variance_proxy/proxy3_pure_noise"),
+)
+SMOOTHED = (
+    *("reward/mean", "reward/success", "policy/entropy", "rollout/response_length_mean", "policy/grad_norm"),
+    *("throughput/tokens_per_second", "rollout/zero_variance_groups"),
 )
 BUSY_MEAN, BUSY_MIN = "fleet/busy_share_mean", "fleet/busy_share_min"  # over the servers, computed here
 
@@ -71,20 +76,25 @@ def plain(values: Sequence[float] | np.ndarray, digits: int = 5) -> list[float |
 
 def curves(run: RunRecord) -> dict[str, Any]:
     """`steps`: the last step of each point. `width`: the number of steps in a point. `values`: metric -> one value per
-    point. `evaluations`: k -> rows of `RunRecord.pass_at`.
+    point. `smooth`: the same of moving averages over `window` steps, for metrics of SMOOTHED. `evaluations`: k -> rows
+    of `RunRecord.pass_at`.
 
     A point is the mean over its steps, or the maximum for metrics whose names end in _max. Metrics that no step has are
     left out."""
-    bin_of = bins(len(run.metrics))
-    found = {}
+    bin_of, window = bins(len(run.metrics)), window_of(len(run.metrics))
+    found, smooth = {}, {}
     for key in (*KEYS, BUSY_MEAN, BUSY_MIN):
         values = series(run, key)
         if np.isfinite(values).any():
             found[key] = plain(binned(values, bin_of, largest=key.endswith("_max")))
+            if key in SMOOTHED and window > 1:
+                smooth[key] = plain(binned(moving_average(values, window), bin_of))
     last = np.flatnonzero(np.append(np.diff(bin_of) > 0, True))
     return {
         "steps": [int(s) for s in run.steps[last]],
         "width": int(np.bincount(bin_of)[0]),
         "values": found,
+        "smooth": smooth,
+        "window": window,
         "evaluations": {str(k): [plain(row, 6) for row in run.pass_at(k)] for k in run.k},
     }

@@ -16,6 +16,7 @@ from dynamo_megatron.reports.page.pairs import pairs
 from dynamo_megatron.reports.page.render import as_json
 from dynamo_megatron.reports.page.rollouts import Shown, has_process_rewards, rollout_view, shown_rollouts
 from dynamo_megatron.reports.page.token_texts import Decode, find_decoder
+from dynamo_megatron.reports.report import before_and_after
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run
 from dynamo_megatron.reports.side_by_side import run_names
 from dynamo_megatron.tracking.stopping import StopRule
@@ -70,6 +71,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "allocator": config["algorithm"]["allocation"]["kind"],
         "advantage": config["algorithm"].get("advantage", {}).get("kind"),
         "modulation": config["algorithm"].get("modulation") is not None,
+        "scores": dict(zip(("said", "rows"), before_and_after(run), strict=True)),
         "curves": curves(run),
         "findings": findings(run, by_source(run.folder, last)),
         "allocation": allocation_view(run.folder, read_revisits(run.folder)),
@@ -136,8 +138,12 @@ def _notes(run: RunRecord, source: Path, chosen: Sequence[Shown], decode: Decode
             "the engine's logprobs; tracking.token_rollouts: N writes them for N rollouts a step."
         )
     if all(shown.advantage is None for shown in chosen):
+        measured = any("advantage" in shown.tokens for shown in chosen)
         what = f"of kind {run.config['algorithm'].get('advantage', {}).get('kind')}"
         if has_process_rewards([shown.rollout for shown in chosen], run.config):
             what = "with process rewards"
-        notes.append(f"Advantages {what} cannot be computed from the outcomes of a step's rollouts alone.")
+        notes.append(
+            f"Advantages {what} cannot be computed from the outcomes of a step's rollouts alone"
+            + ("; those shown were recorded in training (tokens/)." if measured else ".")
+        )
     return notes

@@ -21,15 +21,15 @@ WIDER, GAP = 3.0, 1e-3  # above this ratio of the gaps, and above this gap in na
 STARVED, FEWEST_VISITS = 0.5, 20  # below this ratio of a source's rollouts per visit to all sources'; visits needed
 
 
-def findings(run: RunRecord, sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per check: `name`, `state` (warning, fine, not measured), `text`, and `metrics`, the curves to look at.
+def findings(run: RunRecord, sources: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """One entry per check: `name`, `state` (warning, fine, not measured) and `text`.
 
     `sources`: as returned by `allocation.by_source`."""
     return [_entropy(run), _length(run), _gap(run), _damped(run), _starving(run, sources)]
 
 
-def _entry(name: str, state: str, text: str, *metrics: str) -> dict[str, Any]:
-    return {"name": name, "state": state, "text": text, "metrics": list(metrics)}
+def _entry(name: str, state: str, text: str) -> dict[str, str]:
+    return {"name": name, "state": state, "text": text}
 
 
 def _ends(run: RunRecord, key: str) -> tuple[float, float] | None:
@@ -40,10 +40,10 @@ def _ends(run: RunRecord, key: str) -> tuple[float, float] | None:
     return (float(values[:WINDOW].mean()), float(values[-WINDOW:].mean())) if len(values) >= FEWEST else None
 
 
-def _entropy(run: RunRecord) -> dict[str, Any]:
-    name, key = "entropy collapse", "policy/entropy"
+def _entropy(run: RunRecord) -> dict[str, str]:
+    name, key = "entropy", "policy/entropy"
     if (ends := _ends(run, key)) is None:
-        return _entry(name, UNKNOWN, f"fewer than {FEWEST} steps with {key}", key)
+        return _entry(name, UNKNOWN, f"fewer than {FEWEST} steps with {key}")
     first, last = ends
     state = WARNING if last < COLLAPSED * first else FINE
     return _entry(
@@ -51,18 +51,17 @@ def _entropy(run: RunRecord) -> dict[str, Any]:
         state,
         f"policy/entropy: {first:.3g} nats per token in the first {WINDOW} steps, {last:.3g} in the last {WINDOW}; "
         f"a warning below {COLLAPSED:g} of the beginning",
-        key,
     )
 
 
-def _length(run: RunRecord) -> dict[str, Any]:
-    name, keys = "reward rising with length", ("reward/mean", "rollout/response_length_mean")
+def _length(run: RunRecord) -> dict[str, str]:
+    name, keys = "reward and length", ("reward/mean", "rollout/response_length_mean")
     reward, length = _ends(run, keys[0]), _ends(run, keys[1])
     values = np.array([series(run, key) for key in keys])
     values = values[:, np.isfinite(values).all(0)]
     if reward is None or length is None or values.shape[1] < FEWEST:
-        return _entry(name, UNKNOWN, f"fewer than {FEWEST} steps with {' and '.join(keys)}", *keys)
-    smooth = np.array([moving_average(each, WINDOW) for each in values])
+        return _entry(name, UNKNOWN, f"fewer than {FEWEST} steps with {' and '.join(keys)}")
+    smooth = np.array([moving_average(each, WINDOW + 1) for each in values])
     varies = (smooth.std(1) > 0).all()
     together = float(np.corrcoef(smooth)[0, 1]) if varies else 0.0
     longer = length[1] > LONGER * length[0] and reward[1] > reward[0]
@@ -70,16 +69,15 @@ def _length(run: RunRecord) -> dict[str, Any]:
         name,
         WARNING if longer and together > TOGETHER else FINE,
         f"reward {reward[0]:.3g} -> {reward[1]:.3g}, length {length[0]:.4g} -> {length[1]:.4g} tokens, correlation of "
-        f"their {WINDOW}-step averages {together:.2f}; a warning if the length grows by more than {LONGER - 1:.0%} "
-        f"with a rising reward and a correlation above {TOGETHER:g}",
-        *keys,
+        f"their averages over {WINDOW + 1} steps {together:.2f}; a warning if the length grows by more than "
+        f"{LONGER - 1:.0%} with a rising reward and a correlation above {TOGETHER:g}",
     )
 
 
-def _gap(run: RunRecord) -> dict[str, Any]:
-    name, key = "growing gap between policy and engine", "rollout/logprob_gap_mean"
+def _gap(run: RunRecord) -> dict[str, str]:
+    name, key = "gap between policy and engine", "rollout/logprob_gap_mean"
     if (ends := _ends(run, key)) is None:
-        return _entry(name, UNKNOWN, f"fewer than {FEWEST} steps with {key}", key)
+        return _entry(name, UNKNOWN, f"fewer than {FEWEST} steps with {key}")
     first, last = ends
     state = WARNING if last > max(GAP, WIDER * first) else FINE
     return _entry(
@@ -87,30 +85,28 @@ def _gap(run: RunRecord) -> dict[str, Any]:
         state,
         f"mean absolute difference of the logprobs: {first:.2g} nats in the first {WINDOW} steps, {last:.2g} in the "
         f"last {WINDOW}; a warning above {WIDER:g} times the beginning and {GAP:g} nats",
-        key,
     )
 
 
-def _damped(run: RunRecord) -> dict[str, Any]:
-    name, key = "no damped token at all", "policy/damped_share"
+def _damped(run: RunRecord) -> dict[str, str]:
+    name, key = "damped tokens", "policy/damped_share"
     if run.config["algorithm"].get("modulation") is None:
-        return _entry(name, UNKNOWN, "the method has no modulation (algorithm.modulation is null)", key)
+        return _entry(name, UNKNOWN, "the method has no modulation (algorithm.modulation is null)")
     values = series(run, key)
     values = values[np.isfinite(values)]
     if not len(values):
-        return _entry(name, UNKNOWN, f"no step has {key}", key)
+        return _entry(name, UNKNOWN, f"no step has {key}")
     steps = int((values > 0).sum())
     return _entry(
         name,
         FINE if steps else WARNING,
         f"tokens with a factor below 0.9: {values.mean():.2%} on average, some at {steps} of {len(values)} steps; a "
         "warning at none. With tau close to 1 and the stabiliser max hardly any is; the stabiliser quantile damps more",
-        key,
     )
 
 
-def _starving(run: RunRecord, sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    name = "one prompt source starving"
+def _starving(run: RunRecord, sources: Sequence[dict[str, Any]]) -> dict[str, str]:
+    name = "prompt sources"
     if not sources:
         why = "allocation.jsonl does not name the prompts' sources; algorithm.allocation.prior_by: source writes them"
         return _entry(name, UNKNOWN, why)

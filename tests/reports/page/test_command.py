@@ -12,11 +12,14 @@ import pytest
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.evaluation.results import summarise
 from dynamo_megatron.reports.page import data as page
 from dynamo_megatron.reports.page.command import watch
 from dynamo_megatron.reports.page.data import page_data
 from dynamo_megatron.reports.page.render import as_json
 from dynamo_megatron.rollout.store import tokens_file
+from dynamo_megatron.tracking.token_rows import response_hash, write_token_rows
+from dynamo_megatron.types import ProblemResult
 
 
 def data_of(html: Path) -> dict:
@@ -116,7 +119,8 @@ def test_a_run_that_its_rule_has_stopped_has_ended(make_run, new_rollout, stop_w
     trainer, evaluation = {"stop_when": stop_when}, {"data": "d", "every": 2}
     run = make_run("run", [new_rollout(s, 0, 0) for s in (1, 2)], trainer=trainer, eval=evaluation)
     if evaluated:
-        (run / "evaluations.jsonl").write_text('{"step": 2, "eval/reward": 0.5}\n')
+        summary = summarise([ProblemResult("p", "d", [0.5], [False], [3], ["stop"], ["ok"], ["r"])], [1])
+        (run / "evaluations.jsonl").write_text(json.dumps({"step": 2, **summary}) + "\n")
     assert page_data([run])["runs"][0]["ended"] is ended
 
 
@@ -193,3 +197,13 @@ def test_missing_advantages_have_their_reason(make_run, new_rollout):
     assert not any("advantage" in shown["values"] for shown in rollouts["shown"])
     (note,) = (note for note in rollouts["notes"] if note.startswith("Advantages "))
     assert note.startswith("Advantages with process rewards cannot be computed")
+
+
+def test_advantages_that_were_recorded_are_not_said_to_be_missing(make_run, new_rollout):
+    run = make_run("run", [new_rollout(1, 0, k) for k in (0, 1)], algorithm={"advantage": {"kind": "history"}})
+    row = {"rollout_id": "000001-0000-000", "response": response_hash([30, 31]), "advantage": [0.5, 0.5]}
+    write_token_rows(tokens_file(run, 1), [row])
+    rollouts = page_data([run])["runs"][0]["rollouts"]
+    assert sum("advantage" in shown["values"] for shown in rollouts["shown"]) == 1
+    (note,) = (note for note in rollouts["notes"] if note.startswith("Advantages "))
+    assert note.endswith("those shown were recorded in training (tokens/).")

@@ -1,6 +1,7 @@
 import numpy as np
 
 from dynamo_megatron.reports.page.curves import POINTS, bins, curves
+from dynamo_megatron.reports.picture import moving_average
 
 
 def test_a_long_run_has_few_points(record):
@@ -11,6 +12,15 @@ def test_a_long_run_has_few_points(record):
     assert found["steps"][:2] == [20, 40] and found["steps"][-1] == 10_000
     assert found["values"]["reward/mean"][:2] == [10.5, 30.5]
     assert found["values"]["rollout/logprob_gap_max"][:2] == [20.0, 40.0]
+
+
+def test_the_average_is_that_of_the_picture_and_has_no_lag(record):
+    rows = [{"step": s, "reward/mean": float(s), "policy/kl": 0.1} for s in range(1, 41)]
+    found = curves(record(rows))
+    assert found["window"] == 11 and set(found["smooth"]) == {"reward/mean"}
+    assert found["smooth"]["reward/mean"] == moving_average(np.arange(1.0, 41), 11).tolist()
+    assert found["smooth"]["reward/mean"][5:-5] == found["values"]["reward/mean"][5:-5]
+    assert curves(record(rows[:7]))["smooth"] == {}
 
 
 def test_what_a_step_lacks_is_no_number(record):

@@ -47,13 +47,13 @@ function showAllocationOf(place, run, several) {
   place.append(charts);
   if (visits) { mapChart(charts, visits); thirdsChart(charts, visits); }
   const one = [run];
-  const signal = {title: "Groups without signal", unit: "share of the groups", zero: true, smooth: true, series:
-    [["rollout/zero_variance_groups", "all rewards equal"]], note: "Their advantages are 0 under a baseline of the group alone."};
+  const signal = {title: "Groups of equal rewards", unit: "share of the groups", zero: true, series:
+    [["rollout/zero_variance_groups", "all rewards equal"]], note: "With a baseline of the group alone their advantages are 0."};
   const bounds = {title: "Fewest and most rollouts of a prompt", unit: "rollouts", zero: true, series:
     [["allocation/n_max", "most"], ["allocation/n_min", "fewest"]]};
   for (const chart of [signal, bounds]) {
     const traces = lines(chart, one);
-    if (traces.length) frame(charts, chart, traces);
+    if (traces.length && !isZero(traces)) frame(charts, chart, traces);
   }
   if (expected.steps.length) frame(charts, {title: "Variance that the allocator expects", unit: "relative to an even split", note:
     "The sum of v / n over the prompts of a step, v as allocation.jsonl has it, against the same sum with equal n. Below 1: " +

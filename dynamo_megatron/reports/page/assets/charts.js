@@ -1,24 +1,25 @@
 "use strict";
-// The charts of the metrics. `series`: metric and name; `smooth`: also a thick line, the mean of 10 points; `zero`: the
-// axis begins at 0; `optional`: not missed where the run has no such metric.
+// The charts of the metrics. `series`: metric and name; `zero`: the axis begins at 0; `optional`: not missed where the
+// run has no such metric. A metric with a moving average has it as a thick line.
 
 const PHASES = [["generate", "generate"], ["logprobs", "logprobs"], ["update", "update"], ["reshard", "weight sync"],
-  ["evaluate", "evaluate"], ["save", "save"], ["other", "other"]];
+  ["other", "other"], ["evaluate", "evaluate"], ["save", "save"]];
+const AT_SOME_STEPS = ["evaluate", "save"];
 
 const CHARTS = [
-  {title: "Reward", unit: "reward, mean of a step", series: [["reward/mean", "training reward"]], smooth: true,
+  {title: "Reward", unit: "reward, mean of a step", series: [["reward/mean", "training reward"]],
    evaluations: true, note: "Points: share of held-out problems solved, with the 95 % interval over problems."},
-  {title: "Success", unit: "share of rollouts", series: [["reward/success", "solved"]], smooth: true, zero: true},
-  {title: "Policy entropy", unit: "nats per token", series: [["policy/entropy", "entropy"]], smooth: true, zero: true},
+  {title: "Success", unit: "share of rollouts", series: [["reward/success", "solved"]], zero: true},
+  {title: "Policy entropy", unit: "nats per token", series: [["policy/entropy", "entropy"]], zero: true},
   {title: "KL", unit: "nats per token", series: [["policy/kl", "policy to reference"],
    ["rollout_correction/kl", "policy to engine"]],
    note: "The KL to a reference is measured where algorithm.kl.coef is above 0."},
   {title: "Gap of the logprobs, policy and engine", unit: "nats", log: true,
    series: [["rollout/logprob_gap_mean", "mean"], ["rollout/logprob_gap_max", "largest"]]},
-  {title: "Response length", unit: "tokens, mean", series: [["rollout/response_length_mean", "length"]], smooth: true, zero: true},
+  {title: "Response length", unit: "tokens, mean", series: [["rollout/response_length_mean", "length"]], zero: true},
   {title: "Responses that are not whole", unit: "share of rollouts", zero: true, series: [["rollout/truncated", "truncated"],
    ["rollout/aborted", "aborted"], ["rollout/failed", "failed"], ["rollout/rejected", "rejected"]]},
-  {title: "Gradient norm", unit: "norm, before clipping", series: [["policy/grad_norm", "gradient"]], smooth: true, zero: true},
+  {title: "Gradient norm", unit: "norm, before clipping", series: [["policy/grad_norm", "gradient"]], zero: true},
   {title: "Clipped tokens", unit: "share of tokens", zero: true, series: [["policy/clip_share", "clipped"],
    ["policy/clip_c_share", "by the dual clip"]]},
   {title: "Modulated tokens", unit: "share of tokens", zero: true, series: [["policy/boosted_share", "boosted (above 1.1)"],
@@ -28,17 +29,10 @@ const CHARTS = [
    ["fleet/idle_share", "servers idle, of all time"], ["resources/cpu", "processor cores busy, of all time"]]},
   {title: "Tail of the generation", unit: "seconds", zero: true, series: [["time/generate", "generation"],
    ["time/generate_tail", "of it the tail"]], note: "The tail: the seconds after 90 % of the responses were there."},
-  {title: "Throughput", unit: "tokens per second", zero: true, series: [["throughput/tokens_per_second", "all tokens"]], smooth: true},
+  {title: "Throughput", unit: "tokens per second", zero: true, series: [["throughput/tokens_per_second", "all tokens"]]},
   {title: "Age of the weights", unit: "steps", zero: true, series: [["rollout/staleness_mean", "mean of the tokens"],
    ["rollout/staleness_max", "oldest token"]], optional: true},
 ];
-
-function average(values, window) {
-  return values.map((value, i) => {
-    const near = values.slice(Math.max(0, i + 1 - window), i + 1).filter((v) => v !== null);
-    return value === null || !near.length ? null : near.reduce((a, b) => a + b, 0) / near.length;
-  });
-}
 
 function layoutOf(chart, more) {
   return {
@@ -77,14 +71,18 @@ function lines(chart, runs) {
     if (!values) return;
     const colour = COLOURS[(runs.length > 1 ? r : s) % COLOURS.length];
     const label = runs.length > 1 ? `${escaped(run.name)}${chart.series.length > 1 ? ": " + name : ""}` : name;
-    const line = {color: colour, dash: runs.length > 1 ? DASHES[s % DASHES.length] : DASHES[chart.smooth ? 0 : s % DASHES.length]};
-    const smooth = chart.smooth && values.length > 20;
+    const line = {color: colour, dash: DASHES[s % DASHES.length]};
+    const smooth = run.curves.smooth[metric];
     const shown = chart.log ? values.map((v) => (v > 0 ? v : null)) : values;
     traces.push({x: run.curves.steps, y: shown, name: smooth ? label + ", each step" : label, mode: values.length > 1 ? "lines" : "markers",
       line: {...line, width: smooth ? 1 : 2}, opacity: smooth ? 0.4 : 1, showlegend: !smooth || runs.length === 1});
-    if (smooth) traces.push({x: run.curves.steps, y: average(values, 10), name: label + ", mean of 10", mode: "lines", line: {...line, width: 2.5}});
+    if (smooth) traces.push({x: run.curves.steps, y: smooth, name: `${label}, mean of ${run.curves.window} steps`, mode: "lines", line: {...line, width: 2.5}});
   }));
   return traces;
+}
+
+function isZero(traces) {
+  return traces.every((trace) => trace.y.every((value) => !value));
 }
 
 function passes(runs) {
@@ -105,33 +103,48 @@ function timeChart(place, run, several) {
   const cut = most > 3 * usual;
   const chart = {title: "Time of a step by phase" + (several ? ": " + visible(run.name) : ""), unit: "seconds", wide: true,
     note: "The phases add up to the step." + (cut ? ` The longest step takes ${number(most, 3)} s, outside of the picture: double-click shows it.` : "")};
-  frame(place, chart, phases.map(([key, name], i) => ({
-    x: run.curves.steps, y: run.curves.values["time/" + key].map((v) => v || 0), name, stackgroup: "time",
-    line: {width: 0.5, color: COLOURS[i]}, fillcolor: COLOURS[i],
-    hovertemplate: "%{y:.3g} s",
-  })), cut ? {yaxis: {title: {text: "seconds"}, gridcolor: "#e5e5e5", range: [0, 1.25 * usual]}} : {});
+  const below = run.curves.steps.map(() => 0);  // the phases of every step, on which the bars stand
+  frame(place, chart, phases.map(([key, name], i) => {
+    const y = run.curves.values["time/" + key].map((v) => v || 0), x = run.curves.steps, hovertemplate = "%{y:.3g} s";
+    const base = [...below];
+    y.forEach((v, at) => { below[at] += v; });
+    return AT_SOME_STEPS.includes(key) ? {x, y, base, name, type: "bar", marker: {color: COLOURS[i]}, hovertemplate}
+      : {x, y, name, stackgroup: "time", line: {width: 0.5, color: COLOURS[i]}, fillcolor: COLOURS[i], hovertemplate};
+  }), {barmode: "overlay", ...(cut ? {yaxis: {title: {text: "seconds"}, gridcolor: "#e5e5e5", range: [0, 1.25 * usual]}} : {})});
 }
 
+function scoresOf(run, several) {
+  const {said, rows} = run.scores;
+  return make("div", {}, several ? make("h3", {}, visible(run.name)) : null, make("p", {class: "note"}, said.replace(/`/g, "")),
+    rows.length ? table(rows[0], rows.slice(1)) : null);
+}
+
+// Folded where none warns.
 function findingsOf(run, several) {
-  const order = {warning: 0, fine: 1, "not measured": 2};
-  const checks = [...run.findings].sort((a, b) => order[a.state] - order[b.state]);
-  return make("div", {class: "findings"}, several ? make("h3", {}, visible(run.name)) : null, ...checks.map((check) =>
-    make("div", {class: "check"}, make("span", {class: "state " + check.state.split(" ")[0]}, check.state),
+  const states = ["warning", "fine", "not measured"];
+  const checks = [...run.findings].sort((a, b) => states.indexOf(a.state) - states.indexOf(b.state));
+  const counts = states.map((state) => [checks.filter((check) => check.state === state).length, state]).filter(([count]) => count);
+  return make("details", {class: "findings", open: checks[0].state === "warning"},
+    make("summary", {}, (several ? visible(run.name) + ": " : "") + counts.map(([count, state]) => `${count} ${state}`).join(", ")),
+    ...checks.map((check) => make("div", {class: "check"}, make("span", {class: "state " + check.state.split(" ")[0]}, check.state),
       make("div", {}, make("strong", {}, check.name), make("div", {class: "note"}, visible(check.text))))));
 }
 
 function showOverview(place) {
   const runs = DATA.runs, several = runs.length > 1;
-  place.append(make("h2", {}, "Warnings"), ...runs.map((run) => findingsOf(run, several)), make("h2", {}, "Metrics"));
+  place.append(make("h2", {}, "Held-out problems before and after"), ...runs.map((run) => scoresOf(run, several)),
+    make("h2", {}, "Checks"), ...runs.map((run) => findingsOf(run, several)), make("h2", {}, "Metrics"));
   const wide = runs.filter((run) => run.curves.width > 1);
   if (wide.length) place.append(make("p", {class: "note"}, wide.map((run) => `${visible(run.name)}: each point is the mean of ${run.curves.width} steps`).join("; ") + "."));
-  const charts = make("div", {class: "charts"}), missing = [];
+  const charts = make("div", {class: "charts"}), missing = [], zero = [];
   place.append(charts);
   for (const chart of CHARTS) {
-    const traces = [...lines(chart, runs), ...(chart.evaluations ? passes(runs) : [])];
-    if (traces.length) frame(charts, chart, traces);
+    const points = chart.evaluations ? passes(runs) : [], traces = [...lines(chart, runs), ...points];
+    if (traces.length && isZero(traces)) zero.push(chart.title);
+    else if (traces.length) frame(charts, chart.evaluations && !points.length ? {...chart, note: null} : chart, traces);
     else if (!chart.optional) missing.push(chart.title);
   }
   runs.forEach((run) => timeChart(charts, run, several));
   if (missing.length) place.append(make("p", {class: "note"}, "Not in the metrics of this run: " + missing.join(", ") + "."));
+  if (zero.length) place.append(make("p", {class: "note"}, "0 at every step: " + zero.join(", ") + "."));
 }

@@ -3,8 +3,10 @@
 
 const PARTS = {overview: showOverview, allocation: showAllocation, rollouts: showRollouts, pairs: showPairs};
 
+const EMPTY = [...(DATA.pairs.shown.length ? [] : ["pairs"]), ...(DATA.runs.some((run) => run.rollouts.shown.length) ? [] : ["rollouts"])];
+
 function show() {
-  const [asked, ...rest] = location.hash.slice(1).split("/"), name = Object.hasOwn(PARTS, asked) ? asked : "overview";
+  const [asked, ...rest] = location.hash.slice(1).split("/"), name = Object.hasOwn(PARTS, asked) && !EMPTY.includes(asked) ? asked : "overview";
   for (const part of Object.keys(PARTS)) document.getElementById("part-" + part).hidden = part !== name;
   for (const link of document.querySelectorAll("#tabs a")) {
     if (link.hash === "#" + name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
@@ -34,6 +36,7 @@ function start() {
   made.textContent = runs.map((run) => `${visible(run.folder)}: ${run.step} of ${run.steps} steps, ${visible(run.model)} on ${visible(run.data)}, ` +
     `allocator ${visible(run.allocator)}, advantage ${visible(String(run.advantage))}${run.modulation ? ", modulation" : ""}`).join("; ") + `. Written ${DATA.made}.` +
     (DATA.left_out.length ? ` Not in this file, which has at most ${runs.length} runs: ${DATA.left_out.map(visible).join(", ")}.` : "");
+  for (const part of EMPTY) document.querySelector(`#tabs a[href="#${part}"]`).remove();
   if (DATA.refresh) refreshes(made);
   window.addEventListener("hashchange", show);
   show();

@@ -38,12 +38,6 @@ function showPairs(place) {
   place.append(make("h2", {}, "Pairs of responses"));
   const pairs = DATA.pairs.shown, others = DATA.pairs.other_prompts;
   if (others) place.append(make("p", {class: "note"}, `${others} prompt ids are in both runs with different texts; they are left out.`));
-  if (!pairs.length) {
-    place.append(make("p", {}, DATA.runs.length < 2
-      ? "Name two runs to mark pairs of their responses: dynamo-megatron report RUN RUN2."
-      : "The first two runs have no prompt in common with different responses, neither in their last evaluations nor among the rollouts in this file."));
-    return;
-  }
   // A mark belongs to the texts that were read: a later report of the same folders may have others.
   const marks = {};
   for (const pair of pairs) marks[pair.key] = remembered("pair/" + pair.key, null);

@@ -104,7 +104,7 @@ function tokensOf(view, kind) {
 function rolloutDetail(view, kindKey, changeKind) {
   const there = KINDS.filter((kind) => valuesOf(view, kind.key));
   const kind = there.find((each) => each.key === kindKey) || there[0];
-  const options = KINDS.map((each) => [each.key, each.name + (there.includes(each) ? "" : " (not in this run's files)"), !there.includes(each)]);
+  const options = KINDS.map((each) => [each.key, each.name + (there.includes(each) ? "" : " (not known of this rollout)"), !there.includes(each)]);
   const parts = Object.entries(view.parts).map(([name, value]) => `${visible(name)} ${number(value)}`).join(", ");
   const cut = view.ids.length < view.length ? ` The first ${view.ids.length} of ${view.length} tokens are shown.` : "";
   const numbers = make("details", {}, make("summary", {}, "Numbers of all tokens"));
