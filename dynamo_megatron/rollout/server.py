@@ -23,6 +23,7 @@ import psutil
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
@@ -105,6 +106,20 @@ def check_reachable(config: RolloutConfig, hosts: Sequence[str]) -> None:
             f"{several[1]}...): rank 0 could not reach the others' servers; name the interface between them, as in "
             "rollout.host=ib0"
         )
+
+
+def check_server_args(config: RolloutConfig) -> None:
+    """Raises ConfigError where SGLang's parser, in the servers' interpreter, refuses `rollout.server_args`."""
+    program = (
+        "import argparse, sys\nfrom sglang.srt.server_args import ServerArgs\n"
+        "parser = argparse.ArgumentParser(prog='SGLang')\nServerArgs.add_cli_args(parser)\n"
+        "parser.parse_args(['--model-path', 'model', *sys.argv[1:]])"
+    )
+    command = [config.python or sys.executable, "-P", "-c", program, *config.server_args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    lines = done.stderr.strip().splitlines()
+    if done.returncode == 2 and lines and lines[-1].startswith("SGLang: error: "):
+        raise ConfigError(f"rollout.server_args: {on_one_line(lines[-1], LONGEST)}")
 
 
 def with_override(arguments: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
