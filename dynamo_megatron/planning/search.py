@@ -125,7 +125,7 @@ def _shipped_layout(plans: list[Plan], cluster: Cluster) -> Iterator[str]:
         if (plan.config.parallel, plan.config.trainer.recompute) == wanted and number > 1:
             yield (
                 f"the shipped layout, {name}, is row {number} with {plan.times.step:.1f} s: it was chosen by hand, to "
-                "leave a tenth of each GPU's memory free and with few pipeline stages; the rows are in the order of the "
+                "leave a tenth of each GPU's memory free and with few pipeline stages; the rows are in order of the "
                 "step's floor in classes of 10 %, then of cp, vpp, pp and tp"
             )
 

@@ -189,7 +189,7 @@ def test_the_search_ranks_layouts_within_seconds(capsys):
     assert rows[: len(near)] == near and [row[4] for row in near] == sorted(row[4] for row in near)
     (shipped,) = [row for row in rows if row[1:8] == ["4", "1", "1", "1", "1", "4", "none"]]
     assert lines[-2].startswith(
-        f"the shipped layout, hardware/h100x16/qwen2.5-14b, is row {shipped[0]} with {shipped[10]} s: it was chosen to "
+        f"the shipped layout, hardware/h100x16/qwen2.5-14b, is row {shipped[0]} with {shipped[10]} s: it was chosen"
     )
     # What is said of the first layout is what the plan says of it.
     keys = lines[-1].removeprefix("the first: ").split()
