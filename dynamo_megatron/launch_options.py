@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dynamo_megatron.config.files import ConfigError
 
+CORES = 8  # of a rank on a GPU: itself, the processes of its server, reward workers; nodes have 12 or more for each
 EARLY = 60  # seconds by which SLURM may send a signal too soon
 TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
@@ -25,6 +26,7 @@ class JobOptions:
     gpus_per_node: int = 0
     ranks_per_node: int = 1
     cpus_per_task: int | None = None
+    mem: str | None = None  # of a node, in sbatch's format
     partition: str | None = None
     account: str | None = None
     time: str | None = None  # in sbatch's format
@@ -45,7 +47,7 @@ class JobOptions:
                 f"--stop-before: {self.stop_before} s before the end of --time {self.time}, or a minute earlier, there "
                 "is nothing left to train in; give more time or a smaller number"
             )
-        for name in ("name", "partition", "account"):
+        for name in ("name", "partition", "account", "mem"):
             if "\n" in (getattr(self, name) or ""):
                 raise ConfigError(
                     f"--{name}: {getattr(self, name)!r} has a line break, which would end its #SBATCH line"
@@ -65,7 +67,14 @@ class JobOptions:
         parser.add_argument("--nodes", type=_count, default=1, help="nodes that train (default 1)")
         parser.add_argument("--gpus-per-node", type=_count_or_0, default=0, metavar="N", help="default 0: a CPU run")
         parser.add_argument("--ranks-per-node", type=_count, metavar="N", help="default: a node's GPUs, at least 1")
-        parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="cores of a rank; default: the cluster's")
+        parser.add_argument(
+            "--cpus-per-task", type=_count, metavar="N", help=f"cores of a rank; default: {CORES} with GPUs"
+        )
+        parser.add_argument(
+            "--mem",
+            metavar="SIZE",
+            help="of each node, such as 500G, 0: all (default: what `plan` asks for, if `launch slurm` has --gpu)",
+        )
         parser.add_argument("--partition", help="default: the cluster's")
         parser.add_argument("--account", help="default: the user's")
         parser.add_argument("--time", metavar="LIMIT", help="minutes, HH:MM:SS, D-HH ...; default: the partition's")
@@ -112,6 +121,8 @@ class JobOptions:
         names = {field.name for field in dataclasses.fields(cls)}
         given = {name: value for name, value in vars(options).items() if name in names and value is not None}
         given.setdefault("ranks_per_node", options.gpus_per_node or 1)
+        if options.gpus_per_node and not any(option.startswith("--cpus-per-") for option in options.sbatch):
+            given.setdefault("cpus_per_task", CORES)
         if options.time is not None:
             given.setdefault("stop_before", min(1800, _seconds(options.time) // 4))
         if options.venv is not None:
@@ -146,7 +157,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="KIND",
-        help="of the nodes, as for `plan` (h100-80, ...): --stop-before is what the plan asks for",
+        help="of the nodes, as for `plan` (h100-80, ...): --stop-before and --mem are what the plan asks for",
     )
     parser.add_argument(
         "--rollout-nodes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
+from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.data.readers import DATASETS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.fp8 import check_fp8_shapes
 from dynamo_megatron.rollout.fleet import training_nodes
+
+MOST_ON_A_CORE = 8  # ranks of servers, where there are no GPUs
 
 
 def check_layout(config: Config, world_size: int) -> ModelSpec:
@@ -96,6 +100,23 @@ def check_reference(spec: ModelSpec, folder: str, key: str) -> None:
                 f"{key}: {folder} has {name} {reference[name]}, the policy {own}; "
                 "it must be a model of the policy's shape"
             )
+
+
+def check_servers_here(rollout: RolloutConfig) -> None:
+    """Raises ConfigError where this node has no room for its share of the colocated servers, or no `python` for
+    them."""
+    if rollout.engine != "sglang" or rollout.placement != "colocated":
+        return
+    ranks, gpus, cores = -(-rollout.servers // training_nodes()) * rollout.tp, torch.cuda.device_count(), os.cpu_count()
+    if ranks > (gpus or MOST_ON_A_CORE * cores):
+        raise ConfigError(
+            f"rollout.servers: {rollout.servers} servers of {rollout.tp} ranks (rollout.tp) have {ranks} on this "
+            f"machine, which has {f'{gpus} GPUs' if gpus else f'{cores} cores'}; ask for fewer"
+        )
+    if rollout.python is not None and shutil.which(rollout.python) is None:
+        raise ConfigError(
+            f"rollout.python: there is no program {rollout.python} here; name the python of an environment with SGLang"
+        )
 
 
 def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, Any]:

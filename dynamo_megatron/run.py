@@ -26,7 +26,7 @@ from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
-from dynamo_megatron.runtime.process_signals import tell_launcher
+from dynamo_megatron.runtime.process_signals import LAUNCHER_PIPE, tell_launcher
 from dynamo_megatron.runtime.signed_store import forget_secret, share_secret
 from dynamo_megatron.runtime.user_code import UserCodeError
 from dynamo_megatron.tracking.journal import Journal
@@ -74,6 +74,11 @@ class Job:
             except InputError as error:
                 raise ConfigError(str(error)) from None
         return derived
+
+    def check_start(self) -> None:
+        """On the node of rank 0, once and before any process is started: what takes seconds. Raises ConfigError."""
+        if self.output is not None:
+            self.output.check_start()
 
     def nothing_left(self) -> str | None:
         """Says so where an earlier run has done all that is asked for. Raises ConfigError."""
@@ -185,6 +190,8 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
     spec = load_model_config(model.path, model.family)
     if rank == 0:
         job.check(int(os.environ["WORLD_SIZE"]))
+        if LAUNCHER_PIPE not in os.environ:  # else the command that has started the ranks has done it
+            job.check_start()
         job.prepare(spec)
     elif os.environ.get("LOCAL_RANK") == "0":
         job.prepare_node()

@@ -20,6 +20,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import problem_text
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
+from dynamo_megatron.layout_checks import check_servers_here
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.rope import check_served_rope
 from dynamo_megatron.output_dir import OutputDir
@@ -28,7 +29,7 @@ from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.preflight.tested import TRAINER, costs
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.serve import NodeServers
-from dynamo_megatron.rollout.server import check_reachable, cuda_available, shares_memory
+from dynamo_megatron.rollout.server import check_reachable, check_server_args, cuda_available, shares_memory
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.run import Job
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
@@ -70,6 +71,7 @@ class TrainJob(Job):
             limit = max_prompt_length(config, spec)
             check_served_rope(spec)
             check_ports(config)
+            check_servers_here(config.rollout)
             transport = check_transport(config.rollout)
         except InputError as error:
             raise ConfigError(str(error)) from None
@@ -82,6 +84,12 @@ class TrainJob(Job):
             f"{' at first' if config.chooses_shape else ''}, "
             f"{config.algorithm.loss.mini_batches} updates",
         }
+
+    def check_start(self) -> None:
+        super().check_start()
+        rollout = self.config.rollout
+        if rollout.engine == "sglang" and rollout.placement == "colocated" and rollout.server_args:
+            check_server_args(rollout)
 
     def _servers(self) -> dict[str, str]:
         rollout = self.config.rollout

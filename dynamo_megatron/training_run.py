@@ -60,9 +60,11 @@ class TrainingRun:
         except (NonFiniteError, GradientSpike) as error:  # on every rank
             self.keep(error)
             raise
+        self.coordinator.end_step()
         self.coordinator.begin_step(max(self.start, self.coordinator.step))  # the export may take as long as a step
         self.phases.begin("export")
         self.checkpoints.export_final()
+        self.coordinator.end_step()
         if self.journal is not None:
             self.journal.ended(self.coordinator.step)
 
@@ -98,6 +100,7 @@ class TrainingRun:
         """Stops servers if a save needs their memory."""
 
     def begin_step(self, step: int) -> None:
+        self.coordinator.end_step()
         self.coordinator.begin_step(step)
         self.profiler.begin(step)
 

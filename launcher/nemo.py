@@ -255,7 +255,7 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
             retries=options.retries if job.requeue else 0,
         )
     )
-    executor.cpus_per_task = job.cpus_per_task
+    executor.cpus_per_task, executor.mem = job.cpus_per_task, job.mem
     if not job.requeue:
         executor.additional_parameters = {"no_requeue": True}
     for option in job.sbatch:

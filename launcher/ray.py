@@ -152,7 +152,7 @@ class Run:
         them.
 
         Raises RunFailed where nodes would have different numbers of ranks, since each node runs an equal share of the
-        servers, and ConfigError as `check_servers` does.
+        servers, and ConfigError as `check_servers` does, and where a node does not have the model.
         """
         node_of = placement_group_table(group)["bundles_to_node_id"]
         if len(shares := set(Counter(node_of[b] for b in range(self._ranks)).values())) > 1:
@@ -179,6 +179,10 @@ class Run:
         for placed in self._placed:
             placed.address, gpus, placed.port, placed.cores = self._get(placed, placed.actor.node.remote())
             placed.gpus = tuple(gpus)
+        model = os.path.abspath(config.model.path)  # the children run in this folder
+        for placed in {placed.node: placed for placed in self._placed}.values():
+            if not self._get(placed, placed.actor.has.remote(model)):
+                raise ConfigError(f"model.path: {model}: no such folder on {placed.address}; all nodes must see it")
 
     def _start(self) -> None:
         first, trains = self._placed[0], self._placed[: self._ranks]

@@ -25,6 +25,9 @@ class Child:
         """Returns (address, GPUs that Ray gave to this actor, a free port, cores)."""
         return ray.util.get_node_ip_address(), [str(i) for i in ray.get_gpu_ids()], free_port(), os.cpu_count() or 1
 
+    def has(self, folder: str) -> bool:
+        return os.path.isdir(folder)
+
     def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> str | None:
         """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot be started, or None."""
         temporary = tempfile.mkdtemp(prefix="dynamo-megatron-")  # the guard's to remove

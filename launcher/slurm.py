@@ -29,8 +29,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     config = checked_config(files, keys, job.ranks)
     if job.gpus_per_node:
         config = config.with_servers(job.ranks, job.nodes)
-    if options.stop_before is None and job.gpus_per_node:
-        job = dataclasses.replace(job, stop_before=_stop_before(config, job, options.gpu))
+        job = _planned(config, job, options)
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
         raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
     check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes)
@@ -50,24 +49,34 @@ def print_or_submit(script: str, file: Path, dry_run: bool) -> int:
     return submit(file)
 
 
-def _stop_before(config: Config, job: JobOptions, gpu: str | None) -> int:
-    """Returns the seconds that `plan` asks for, at least the default. Returns the default, with a line on stderr, where
-    the kind of GPU is not passed or there is no plan. Raises ConfigError for an unknown kind."""
-    default = f"--stop-before: {job.stop_before} s, the default"
-    if gpu is None:
+def _planned(config: Config, job: JobOptions, options: argparse.Namespace) -> JobOptions:
+    """Returns the job with what `plan` asks for where the user has not: host memory, and at least the default of
+    --stop-before. Returns it as it is, with a line on stderr, where the kind of GPU is not passed or there is no plan.
+    Raises ConfigError for an unknown kind."""
+    unset = {}
+    if options.stop_before is None:
+        unset["--stop-before"] = f"{job.stop_before} s, the default"
+    if job.mem is None and not any(option.startswith("--mem") for option in job.sbatch):
+        unset["--mem"] = "the cluster's default, which may be too little"
+    if not unset:
+        return job
+    default = "; ".join(f"{name}: {value}" for name, value in unset.items())
+    if options.gpu is None:
         print(f"{default}; with --gpu KIND it is what `plan` asks for", file=sys.stderr)
-        return job.stop_before
+        return job
     try:
-        from dynamo_megatron.planning.command import cluster_of, stop_before
+        from dynamo_megatron.planning.command import cluster_of, plan_of
     except ModuleNotFoundError as error:
         print(f"{default}: a plan needs {error.name}, which this interpreter does not have", file=sys.stderr)
-        return job.stop_before
-    cluster = cluster_of(gpu, job.nodes * job.gpus_per_node, job.gpus_per_node)
+        return job
+    cluster = cluster_of(options.gpu, job.nodes * job.gpus_per_node, job.gpus_per_node)
     try:
-        return max(job.stop_before, stop_before(config, cluster))
+        plan = plan_of(config, cluster)
     except ConfigError as error:
         print(f"{default}: there is no plan: {error}", file=sys.stderr)
-        return job.stop_before
+        return job
+    stop_before = max(job.stop_before, plan.stop_before) if "--stop-before" in unset else job.stop_before
+    return dataclasses.replace(job, stop_before=stop_before, mem=plan.host.asked if "--mem" in unset else job.mem)
 
 
 def submit(script: Path) -> int:
@@ -131,6 +140,7 @@ def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
         "ntasks-per-node": job.ranks_per_node,
         "gpus-per-node": job.gpus_per_node or None,
         "cpus-per-task": job.cpus_per_task,
+        "mem": job.mem,
         "partition": job.partition,
         "account": job.account,
         "time": job.time,

@@ -78,6 +78,11 @@ def refused(capsys, *arguments) -> str:
         ("model.family=gpt5", "model_type 'qwen2' is of family qwen2, model.family is 'gpt5'; leave it out"),
         ("model.path=/no/such/model", "/no/such/model: no such folder"),
         ("nothing.yaml", "nothing.yaml: no such config file"),
+        ("rollout.servers=1000", "rollout.servers: 1000 servers of 1 ranks (rollout.tp) have 1000 on this machine"),
+        ("rollout.python=/no/such/python", "rollout.python: there is no program /no/such/python here"),
+        ("rollout.server_args=[--no-such]", "rollout.server_args: SGLang: error: unrecognized arguments: --no-such"),
+        ("output_dir=/dev/null", "output_dir: /dev/null is no folder; name another folder"),
+        ("output_dir=/dev/null/run", "output_dir: /dev/null is no folder; name another folder"),
     ],
 )
 def test_refused_before_any_rank_starts(base, capsys, argument, says):
@@ -385,10 +390,11 @@ def test_another_run_in_the_output_folder(base):
 
 
 @pytest.mark.full
-def test_another_process_in_the_output_folder(base):
+def test_another_process_in_the_output_folder(base, capsys):
     (base / "run").mkdir()
     with open(base / "run" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process trains in" in refused(capsys, base / "config.yaml")
         code, err = rank_0(base, base / "config.yaml")
     assert (code, err.count("\n")) == (2, 1), err
     assert "another process trains in" in err

@@ -54,6 +54,7 @@ def failing(tmp_path, monkeypatch):
         layout = SimpleNamespace(rank=rank, dp=SimpleNamespace(rank=lambda: 0))
         begun = SimpleNamespace(step=0, rank=rank)
         begun.begin_step = lambda number: (setattr(begun, "step", number), order.append(f"begin {number}"))
+        begun.end_step = lambda: order.append("end")
         journal = SimpleNamespace(open=lambda start: None, say=order.append) if rank == 0 else None
         memory = SimpleNamespace(enter=step("memory", enters))
         checkpoints = SimpleNamespace(settle=step("settle", settles))
@@ -80,7 +81,16 @@ def test_the_step_is_kept_within_a_time_of_its_own_after_the_error_is_told(faili
     run = failing()
     with pytest.raises(NonFiniteError):
         run.run()
-    assert run.order == ["begin 3", "begin 3", SAID, "settle", "stop", "memory failed step", "write"]
+    assert run.order == ["end", "begin 3", "begin 3", SAID, "settle", "stop", "memory failed step", "write"]
+
+
+def test_the_last_step_and_the_export_are_held_to_their_time_too(failing):
+    run = failing()
+    run.train = lambda: run.begin_step(3)
+    run.checkpoints.export_final = lambda: run.order.append("export")
+    run.journal.ended = lambda step: run.order.append(f"ended {step}")
+    run.run()
+    assert run.order == ["end", "begin 3", "end", "begin 3", "memory save", "export", "end", "ended 3"]
 
 
 @pytest.mark.parametrize("what", SECOND)
@@ -118,7 +128,7 @@ def test_a_save_under_way_is_completed_before_a_gradient_spike_ends_the_run(fail
     with pytest.raises(GradientSpike, match="gradient norm 9"):
         run.run()
     warned = [] if settles is None else ["warning: saving after this error failed: OSError: disk full"]
-    assert run.order == ["begin 3", "begin 3", "step 3: GradientSpike: gradient norm 9", "settle", *warned]
+    assert run.order == ["end", "begin 3", "begin 3", "step 3: GradientSpike: gradient norm 9", "settle", *warned]
 
 
 def test_a_step_that_raises_ends_its_profile(failing, tmp_path):
@@ -136,5 +146,5 @@ def test_a_profile_that_cannot_be_written_is_one_warning(failing, tmp_path):
     run.checkpoints.reached = lambda step: None
     run.begin_step(3)
     run.reached(3)
-    (line,) = run.order[1:]
+    (line,) = run.order[2:]
     assert line.startswith(f"warning: the profile {tmp_path}/profile/step-000003-rank-0.json.gz was not written: ")

@@ -17,6 +17,8 @@ def premise_warnings(config: Config) -> list[str]:
     allocation, advantage, aggregation = algorithm.allocation, algorithm.advantage, algorithm.loss.aggregation
     kind, low, high = allocation.kind, allocation.rollout_n_min, allocation.rollout_n_max
     warnings = []
+    if config.optimizer.lr == 0:
+        warnings.append("optimizer.lr=0: the weights stay as they are; set a learning rate, such as the default 1e-6")
     loss = algorithm.loss
     if loss.mini_batches == 1 and (loss.kl_cov is not None or loss.clip_ratio_high != loss.clip_ratio_low):
         warnings.append(

@@ -21,6 +21,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server import cuda_available, listening_address
 from dynamo_megatron.rollout.supervisor import Supervisor
 from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.listening import http_url
 
 KEY = "DYNAMO_MEGATRON_COMPARE_KEY"  # the environment variable with the API key of servers and runs
 POLL_EVERY = 0.5  # seconds
@@ -71,7 +72,7 @@ async def servers(
         host = listening_address(config.rollout.host)
         keys = {
             "placement": "external",
-            "urls": [f"http://{host}:{port + i}" for i in range(len(names))],
+            "urls": [http_url(host, port + i) for i in range(len(names))],
             "api_key_env": KEY,
             "port": port,
         }

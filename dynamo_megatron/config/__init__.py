@@ -26,6 +26,7 @@ from dynamo_megatron.config.method import (
     PolicyLossConfig,
     Positive,
     RolloutCorrectionConfig,
+    Seconds,
     Section,
     check_loss_fits,
 )
@@ -124,7 +125,7 @@ class SpikeConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: Annotated[float, Field(ge=0)] = 1e-6
+    lr: Annotated[float, Field(ge=0, le=1)] = 1e-6
     warmup_steps: NonNegative = 10
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -162,9 +163,9 @@ class TrainerConfig(Section):
     micro_batch_tokens: Positive = 16384  # of whole sequences, before context parallelism spreads them
     recompute: Literal["none", "selective", "full"] = "none"  # activations: of attention, or of every layer
     deterministic: bool = False  # GPU: deterministic kernels and sampling; a CPU run always is
-    timeout: Annotated[float, Field(gt=0)] = 1800.0  # seconds a rank waits for another one
+    timeout: Seconds = 1800.0  # seconds a rank waits for another one
     # Seconds a step may take, evaluation and saving included; then all ranks exit 75, unsaved. None: any number.
-    step_timeout: Annotated[float, Field(gt=0)] | None = None
+    step_timeout: Seconds | None = None
 
 
 class KernelsConfig(Section):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from dynamo_megatron.config import Config, shipped
-from dynamo_megatron.config.peer_keys import PREFIX, last_part, whole_name
+from dynamo_megatron.config.peer_keys import PREFIX, SECTIONS, last_part, whole_name
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.credentials import in_urls
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -100,7 +100,8 @@ class _Merged:
         """An unknown key; of a mapping each key in it that is one of a peer's, as of a pasted `actor_rollout_ref`."""
         inner = [(leaf, _theirs(".".join(leaf))) for leaf in _leaves(value, path)]
         theirs = [(leaf, found) for leaf, found in inner if found]
-        for leaf, (here, text) in theirs or [(path, _nearest(path))]:
+        whole = inner[0][0] if len(inner) == 1 and path[0] in SECTIONS else path
+        for leaf, (here, text) in theirs or [(whole, _nearest(path))]:
             self.unknown.append(f"{origin}: unknown key {'.'.join(leaf)}{text}")
             self.meant.update(here)
 
@@ -256,21 +257,20 @@ def _theirs(key: str) -> tuple[list[str], str] | None:
 
 def _nearest(path: tuple[str, ...]) -> tuple[list[str], str]:
     """Keys that were probably meant by an unknown one, and how to say so."""
-    siblings = difflib.get_close_matches(path[-1], _fields(_type_at(path[:-1])), 1, cutoff=0.6)
-    if siblings:
-        near = ".".join((*path[:-1], siblings[0]))
-        return [near], f"; did you mean {near}?"
-    keys = [".".join(key) for key in _all_keys()]
-    if path[0] == PREFIX.rstrip("."):
-        return [], ", of verl; no key here corresponds to it"
-    similarity = {key: difflib.SequenceMatcher(None, key, ".".join(path)).ratio() for key in keys}
-    elsewhere = [key for key in keys if key.rpartition(".")[2] == path[-1]]
-    if not elsewhere and (found := last_part(path[-1])):
-        return found
-    nearest = max(elsewhere or keys, key=lambda key: similarity[key])
-    if not elsewhere and similarity[nearest] < 0.5:
+    keys = list(_all_keys())
+    if not (elsewhere := [".".join(key) for key in keys if key[-1] == path[-1]]):
+        if siblings := difflib.get_close_matches(path[-1], _fields(_type_at(path[:-1])), 1, cutoff=0.7):
+            near = ".".join((*path[:-1], siblings[0]))
+            return [near], f"; did you mean {near}?"
+        if path[0] in SECTIONS:
+            return [], ", of verl; no key here corresponds to it"
+        if found := last_part(path[-1]):
+            return found
+        names = difflib.get_close_matches(path[-1], {key[-1] for key in keys}, 1, cutoff=0.85)
+        elsewhere = [".".join(key) for key in keys if key[-1] in names]
+    if not elsewhere:
         return [], "; --print-config shows all keys"
-    return [], f"; the nearest key is {nearest}"
+    return [], f"; the nearest key is {difflib.get_close_matches('.'.join(path), elsewhere, 1, cutoff=0)[0]}"
 
 
 def _lines(error: ValidationError, origins: Mapping[str, str], meant: set[str], missing: bool) -> Iterator[str]:

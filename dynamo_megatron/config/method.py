@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from dynamo_megatron.runtime.user_code import SPEC
 
 Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]  # of a wait: the system's own end at 24 days
 
 
 class Section(BaseModel):

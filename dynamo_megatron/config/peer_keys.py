@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PREFIX = "actor_rollout_ref."  # verl's, left out of the table
+SECTIONS = ("actor_rollout_ref", "critic", "ray_init")  # of verl alone
 
 
 class Row(NamedTuple):
@@ -49,13 +50,26 @@ TABLE = (
         "trainer.micro_batch_tokens",
         "tokens; sequences are not split",
     ),
+    Row(
+        "model.enable_gradient_checkpointing",
+        "--recompute-granularity",
+        "trainer.recompute",
+        "`full` recomputes every layer, `none` is verl's `False`",
+    ),
     Row("actor.loss_agg_mode", "--calculate-per-token-loss", "algorithm.loss.aggregation"),
-    Row("algorithm.adv_estimator", "--advantage-estimator", "algorithm.advantage.kind"),
+    Row(
+        "algorithm.adv_estimator",
+        "--advantage-estimator",
+        "methods/grpo",
+        "the file of a method, named after your config; for `rloo` or `optimal_token_baseline` also set "
+        "`algorithm.advantage.kind` to `rloo` or `otb`. That key alone leaves the rest of the default method on: "
+        "modulation, allocation and `prompt_mean`. There is no critic (`gae`, `ppo`)",
+    ),
     Row(
         "algorithm.norm_adv_by_std_in_grpo",
         "--disable-grpo-std-normalization",
         "algorithm.advantage.kind",
-        "`dr_grpo` does not divide by the standard deviation",
+        "after `methods/grpo`, `dr_grpo` does not divide by the standard deviation",
     ),
     Row(
         "algorithm.gamma algorithm.lam",
@@ -83,6 +97,14 @@ TABLE = (
         "verl's `low_var_kl` is `k3`",
     ),
     Row("actor.use_kl_loss", "--use-kl-loss", "algorithm.kl.coef", "above 0 turns it on"),
+    Row("algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef", "", "algorithm.kl.coef", "of the loss, not the reward"),
+    Row(
+        "reward_model.overlong_buffer.len reward_model.overlong_buffer.penalty_factor",
+        "",
+        "algorithm.advantage.overlong_buffer algorithm.advantage.overlong_penalty",
+        "`overlong_buffer` is the share `len / max_response_length`",
+    ),
+    Row("reward_model.model.path", "", "reward.reward_model.path"),
     Row(
         "algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",
         "--dynamic-sampling-filter-path --over-sampling-batch-size",
@@ -103,12 +125,18 @@ TABLE = (
         '`response`, `prompt.answer`, `prompt.meta["extra_info"]`) and slime\'s `(args, sample)`',
     ),
     Row(
-        "actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.optim.clip_grad",
-        "--lr --weight-decay --lr-warmup-iters --clip-grad",
-        "optimizer.lr optimizer.weight_decay optimizer.warmup_steps optimizer.clip_grad",
+        "actor.optim.lr actor.optim.weight_decay actor.optim.lr_warmup_steps actor.optim.clip_grad "
+        "actor.optim.lr_decay_style",
+        "--lr --weight-decay --lr-warmup-iters --clip-grad --lr-decay-style",
+        "optimizer.lr optimizer.weight_decay optimizer.warmup_steps optimizer.clip_grad optimizer.schedule",
     ),
-    Row("trainer.total_training_steps trainer.total_epochs", "--num-rollout --num-epoch", "trainer.steps", "no epochs"),
+    Row("actor.optim.lr_warmup_steps_ratio", "", "optimizer.warmup_steps", "in steps: ratio x `trainer.steps`"),
+    Row("actor.grad_clip", "", "optimizer.clip_grad"),
+    Row("trainer.total_training_steps", "--num-rollout", "trainer.steps"),
+    Row("trainer.total_epochs", "--num-epoch", "trainer.steps", "epochs x problems of the data / `data.batch_prompts`"),
+    Row("data.shuffle data.seed", "--rollout-shuffle --rollout-seed", "data.shuffle_seed", "always shuffled"),
     Row("trainer.test_freq", "--eval-interval", "eval.every"),
+    Row("trainer.val_before_train", "", "eval.every", "one evaluation comes before the training, unless it is null"),
     Row("data.val_files", "--eval-prompt-data", "eval.data"),
     Row(
         "rollout.val_kwargs.n rollout.val_kwargs.temperature",
@@ -116,6 +144,8 @@ TABLE = (
         "eval.samples eval.temperature",
     ),
     Row("trainer.save_freq", "--save-interval", "checkpoint.every"),
+    Row("trainer.max_actor_ckpt_to_keep", "", "checkpoint.keep_last"),
+    Row("trainer.resume_mode", "", "trainer.resume", "`never` for verl's `disable`"),
     Row("trainer.default_local_dir", "--save --load", "output_dir"),
     Row(
         "trainer.logger trainer.project_name trainer.experiment_name",

@@ -11,10 +11,9 @@ from urllib.parse import urlsplit
 import regex
 from pydantic import Field, field_validator, model_validator
 
-from dynamo_megatron.config.method import Positive, Section
+from dynamo_megatron.config.method import Positive, Seconds, Section
 from dynamo_megatron.runtime.user_code import spec_fault
 
-Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Rate = Annotated[float, Field(gt=0)]
 Range = Annotated[list[float], Field(min_length=2, max_length=2)]
 JUDGE_TEMPLATE = """Judge the response to the problem.

@@ -7,9 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from dynamo_megatron.config.method import Positive, Section
+from dynamo_megatron.config.method import Positive, Seconds, Section
 
-Seconds = Annotated[float, Field(gt=0)]
 SHORTEST_TIMEOUT, TOKEN_TIMEOUT = 600.0, 0.1  # seconds of a rollout, and of each token that it may have
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
 # config.json's quantization_config of the weights that models/fp8.py makes

@@ -11,7 +11,7 @@ from dynamo_megatron.layout_checks import check_ranks
 from dynamo_megatron.models import FAMILIES, ModelSpec, load_model_config
 from dynamo_megatron.models.published import PUBLISHED, published_config
 from dynamo_megatron.planning.hardware import GPUS, Cluster
-from dynamo_megatron.planning.plan import make_plan, workload
+from dynamo_megatron.planning.plan import Plan, make_plan, workload
 from dynamo_megatron.planning.report import describe
 from dynamo_megatron.planning.search import ranked, search_table
 
@@ -42,11 +42,11 @@ def cluster_of(gpu: str, gpus: int, gpus_per_node: int) -> Cluster:
     return Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node))
 
 
-def stop_before(config: Config, cluster: Cluster) -> int:
-    """`Plan.stop_before` of the config on the cluster. Raises ConfigError where no plan can be made."""
+def plan_of(config: Config, cluster: Cluster) -> Plan:
+    """Raises ConfigError where no plan can be made."""
     spec, _ = model_spec(config)
     check_ranks(config, spec, cluster.gpus)
-    return make_plan(config, spec, cluster, workload(config, spec, None)).stop_before
+    return make_plan(config, spec, cluster, workload(config, spec, None))
 
 
 def plan(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dynamo_megatron.config import Config
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.hardware import GIB
 
 PROCESS_BYTES = 2 << 30  # host memory of torch, Megatron and the CUDA context, per rank or rank of a server
 
@@ -48,6 +49,11 @@ class Host:
     @property
     def peak(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def asked(self) -> str:
+        """What a job asks sbatch for (--mem): the peak and a quarter more, since parts of it are estimates."""
+        return f"{math.ceil(1.25 * self.peak / GIB)}G"
 
 
 def shares_memory(config: Config) -> bool:

@@ -6,9 +6,10 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from dynamo_megatron.config import Config, ParallelConfig
-from dynamo_megatron.config.files import ConfigError
+from dynamo_megatron.config import Config, ParallelConfig, shipped
+from dynamo_megatron.config.files import ConfigError, read_yaml
 from dynamo_megatron.layout_checks import check_ranks
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GIB, Cluster
@@ -111,6 +112,24 @@ def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[Para
         yield parallel
 
 
+def _shipped_layout(plans: list[Plan], cluster: Cluster) -> Iterator[str]:
+    """A line that says where the layout of `configs/hardware` for this model is, if there is one, and why it is not
+    the first."""
+    kind, model = cluster.gpu.name.partition("-")[0], Path(plans[0].config.model.path).name.lower()
+    name = f"hardware/{kind}x{cluster.gpus}/{model}"
+    if (file := shipped.path(name)) is None:
+        return
+    sections = read_yaml(file, name)
+    wanted = ParallelConfig(**sections.get("parallel", {})), sections["trainer"]["recompute"]
+    for number, plan in enumerate(plans, 1):
+        if (plan.config.parallel, plan.config.trainer.recompute) == wanted and number > 1:
+            yield (
+                f"the shipped layout, {name}, is row {number} with {plan.times.step:.1f} s: it was chosen by hand, to "
+                "leave a tenth of each GPU's memory free and with few pipeline stages; the rows are in order of the "
+                "step's floor in classes of 10 %, then of cp, vpp, pp and tp"
+            )
+
+
 def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: str) -> str:
     """A text with the best SHOWN plans, and with the config words for the first."""
     fitting = sum(plan.fits for plan in plans)
@@ -147,5 +166,6 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
             t, ranks = plans[0].times, plans[0].cluster.gpus
             who, whom = ("ranks", "servers") if t.waits > 0 else ("servers", "ranks")
             lines.append(f"with {ranks} ranks the {who} wait {abs(t.waits):.1f} s of each step for the {whom}")
+        lines += _shipped_layout(plans, cluster)
         lines.append("the first: " + " ".join([*words, f"trainer.recompute={best.trainer.recompute}"]))
     return "\n".join(lines)

@@ -23,6 +23,7 @@ import psutil
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
@@ -33,7 +34,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.free_ports import free_port
-from dynamo_megatron.runtime.listening import GLOO_INTERFACE, interface_of
+from dynamo_megatron.runtime.listening import GLOO_INTERFACE, family, http_url, interface_of
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
 
@@ -76,10 +77,13 @@ def shares_memory(config: RolloutConfig) -> bool:
 
 
 def listening_address(host: str) -> str:
-    """The address that `rollout.host` means on this node: itself, or the IPv4 address of the interface it names.
+    """The IP address that `rollout.host` means on this node: itself, or the IPv4 address of the interface or host it
+    names.
 
     Raises ValueError where it is neither.
     """
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(host.strip("[]").replace("*", "0.0.0.0")))
     interfaces = psutil.net_if_addrs()
     for address in interfaces.get(host, []):
         if address.family == socket.AF_INET:
@@ -105,6 +109,20 @@ def check_reachable(config: RolloutConfig, hosts: Sequence[str]) -> None:
             f"{several[1]}...): rank 0 could not reach the others' servers; name the interface between them, as in "
             "rollout.host=ib0"
         )
+
+
+def check_server_args(config: RolloutConfig) -> None:
+    """Raises ConfigError where SGLang's parser, in the servers' interpreter, refuses `rollout.server_args`."""
+    program = (
+        "import argparse, sys\nfrom sglang.srt.server_args import ServerArgs\n"
+        "parser = argparse.ArgumentParser(prog='SGLang')\nServerArgs.add_cli_args(parser)\n"
+        "parser.parse_args(['--model-path', 'model', *sys.argv[1:]])"
+    )
+    command = [config.python or sys.executable, "-P", "-c", program, *config.server_args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    lines = done.stderr.strip().splitlines()
+    if done.returncode == 2 and lines and lines[-1].startswith("SGLang: error: "):
+        raise ConfigError(f"rollout.server_args: {on_one_line(lines[-1], LONGEST)}")
 
 
 def with_override(arguments: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
@@ -150,7 +168,7 @@ class SGLangServer:
         self._nonce = f"{name}-{secrets.token_hex(8)}"
         self._host = listening_address(config.host)
         self._port = config.port + slot if config.port else free_port()  # it is bound seconds later
-        with socket.socket() as probe:
+        with socket.socket(family(self._host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((self._host, self._port))
@@ -159,7 +177,7 @@ class SGLangServer:
                     f"{self._port_key}: port {self._port} of {self._host} cannot be used ({error.strerror}); free it, "
                     "name another one, or leave the key out for a free one"
                 ) from None
-        url = f"http://{self._host}:{self._port}"
+        url = http_url(self._host, self._port)
         # A key of its own; one that outlives its run (comparison/fleet.py) has the key that the next run knows.
         key = os.environ[config.api_key_env] if config.api_key_env else secrets.token_hex(32)
         self.endpoint = Endpoint(name, incarnation, url, config.tp, key)

@@ -119,6 +119,9 @@ class Coordinator:
         self._step_timeout = step_timeout
         self._store = SignedStore(store, secret)
         self._step, self._step_began = 0, None
+        self._ending = (
+            threading.Lock()
+        )  # held while a step's time is checked, and until the process ends where it has passed
         self._calls = 0  # of `on_rank_0`
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
@@ -130,6 +133,12 @@ class Coordinator:
     def step(self) -> int:
         """The step under way; 0 before the first one."""
         return self._step
+
+    def end_step(self) -> None:
+        """On rank 0: does not return where the step took longer than `step_timeout`; all ranks then exit with 75."""
+        with self._ending:
+            self._end_a_stalled_run()
+            self._step_began = None
 
     def begin_step(self, number: int) -> None:
         """Sets the step that messages name from now on, and restarts the time limit of a step."""
@@ -212,7 +221,8 @@ class Coordinator:
                 if self.rank == 0:
                     beats += 1
                     self._watch_store.set(HEARTBEAT, str(beats))
-                    self._end_a_stalled_run()
+                    with self._ending:
+                        self._end_a_stalled_run()
                 elif self._watch_store.get(STALLED) is not None:
                     os._exit(75)
                 elif (beat := int(self._watch_store.get(HEARTBEAT) or 0)) > last:  # an earlier one may be a stranger's
@@ -224,9 +234,9 @@ class Coordinator:
                 os._exit(1)
 
     def _end_a_stalled_run(self) -> None:
-        """On rank 0: ends all ranks with exit code 75 where a step exceeds `step_timeout`. Their main threads are
-        stuck, so nothing is saved."""
-        if self._step_timeout is None or self._step_began is None:
+        """On rank 0: ends all ranks with exit code 75 where a step exceeds `step_timeout`. Nothing is saved: it is not
+        known what the ranks' main threads are stuck in."""
+        if self.rank > 0 or self._step_timeout is None or self._step_began is None:
             return
         if time.monotonic() - self._step_began > self._step_timeout:
             print(

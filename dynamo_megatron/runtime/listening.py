@@ -33,7 +33,7 @@ def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
     OSError where it cannot listen there."""
     import torch.distributed as dist  # not above: the rollout process imports this module, but not torch
 
-    listener = socket.create_server((address, port), family=_family(address))
+    listener = socket.create_server((address, port), family=family(address))
     return dist.TCPStore(
         address or "127.0.0.1",
         listener.getsockname()[1],
@@ -61,7 +61,7 @@ def serve_openmetrics(port: int, registry: CollectorRegistry) -> Callable[[], No
 
 def check_port(host: str, port: int, message: str) -> None:
     """Raises InputError where this process cannot listen at the port: `message`, with the reason in place of its {}."""
-    with socket.socket() as probe:
+    with socket.socket(family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -79,7 +79,7 @@ def address_of(host: str) -> str:
 def address_towards(host: str) -> str:
     """Returns the address from which this host reaches another one. Raises OSError for an unknown host."""
     there = address_of(host)
-    with socket.socket(_family(there), socket.SOCK_DGRAM) as probe:
+    with socket.socket(family(there), socket.SOCK_DGRAM) as probe:
         probe.connect((there, 9))  # sends nothing
         return probe.getsockname()[0]
 
@@ -128,7 +128,7 @@ def interface_of(address: str) -> str | None:
     """The name of the network interface that has an IP address; None where there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
-            if entry.family == _family(address) and (
+            if entry.family == family(address) and (
                 entry.address == address or (is_loopback(entry.address) and is_loopback(address))  # all of 127.0.0.0/8
             ):
                 return name
@@ -150,5 +150,10 @@ def gloo_listens_on(address: str) -> Iterator[None]:
         del os.environ[GLOO_INTERFACE]
 
 
-def _family(address: str) -> socket.AddressFamily:
+def family(address: str) -> socket.AddressFamily:
+    """Of an IP address; IPv4 for "", which stands for all."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def http_url(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"

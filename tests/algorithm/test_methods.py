@@ -221,7 +221,7 @@ def test_the_docs_list_every_method():
         ("algorithm.modulation={scope: micro_batch, stabiliser: quantile}", "modulation: stabiliser: quantile goes"),
         ("algorithm.advantage.process.gamma=1.5", "process.gamma: Input should be less than or equal to 1, got 1.5"),
         ("algorithm.loss.entropy_top_ratio=1.5", "entropy_top_ratio: Input should be less than or equal to 1, got 1.5"),
-        ("algorithm.advantage.entropy_shaping.alfa=1", "did you mean algorithm.advantage.entropy_shaping.alpha?"),
+        ("algorithm.advantage.entropy_shaping.alpa=1", "did you mean algorithm.advantage.entropy_shaping.alpha?"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(override, message):

@@ -118,6 +118,12 @@ def test_history_that_is_never_forgotten(allocation):
     assert warnings(allocation) == [] and warnings({}, "history") == []
 
 
+def test_a_learning_rate_of_0_trains_nothing():
+    config = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o", "optimizer": {"lr": 0}}
+    (found,) = premise_warnings(Config.model_validate(config))
+    assert found.startswith("optimizer.lr=0: the weights stay as they are")
+
+
 def test_drawing_weights_need_every_group():
     selection = {"kind": "priority", "weights": True}
     config = {"model": {"path": "m"}, "data": {"source": "d", "selection": selection}, "output_dir": "o"}

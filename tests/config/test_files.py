@@ -96,6 +96,23 @@ def test_a_file_with_one_fault(tmp_path, content, says):
     assert line.startswith(str(file)) and says in line and len(line) < 400
 
 
+TIMEOUTS = (
+    *("trainer.timeout", "trainer.step_timeout", "rollout.timeout", "rollout.step_deadline", "rollout.start_timeout"),
+    *("rollout.health_timeout", "reward.deadline", "reward.code.seconds"),
+)
+
+
+@pytest.mark.parametrize("key", TIMEOUTS)
+def test_a_wait_beyond_what_the_system_can_count_is_refused_by_name(key):
+    for seconds in ("1e18", "1.0e+300"):
+        (line,) = refused(f"{key}={seconds}")
+        assert line.startswith(f"the command line: {key}: Input should be less than or equal to 1000000, got ")
+
+
+def test_a_learning_rate_above_1_is_refused():
+    assert refused("optimizer.lr=1.0e+30")[0].startswith("the command line: optimizer.lr: Input should be less than or")
+
+
 def test_a_merged_mapping_of_yaml_may_be_overridden(tmp_path):
     (tmp_path / "my.yaml").write_text("trainer: &base {steps: 3, timeout: 9}\n<<: {trainer: {<<: *base, steps: 4}}\n")
     assert "stands twice" not in refused(str(tmp_path / "my.yaml"), "trainer.steps=0")[0]

@@ -246,3 +246,11 @@ def test_servers_that_other_nodes_cannot_reach_are_refused(start):
     said = log.read_text().splitlines()[-1]
     assert said.startswith("rollout.host: its default, 127.0.0.1, is out of the other nodes' reach"), said
     assert not output.exists()
+
+
+@pytest.mark.full
+def test_a_missing_model_is_said_once_and_before_any_rank_starts(start):
+    process, output, log = start("no-model", "model.path=/no/such/model")
+    assert process.wait(120) == 2
+    (said,) = log.read_text().splitlines()
+    assert said.startswith("model.path: /no/such/model: no such folder on ") and not output.exists()

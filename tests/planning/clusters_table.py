@@ -38,10 +38,14 @@ TITLES = [
 ]
 
 
+# The prompts and rollouts that methods/dynamo is for: as many rollouts as the paper's, two of each prompt.
+SHAPE = "data.batch_prompts=4096 algorithm.allocation.rollout_n_min=1"
+
+
 def planned(hardware: Path, method: str) -> Plan:
     """The plan of `configs/hardware/KINDxN/MODEL.yaml` with a method at the paper's sizes."""
     files = [CONFIGS / "models" / hardware.name, hardware, PAPER, CONFIGS / "methods" / f"{method}.yaml"]
-    config, _ = compose([str(file) for file in files], [], UNNEEDED)
+    config, _ = compose([str(file) for file in files], SHAPE.split() if method == "dynamo" else [], UNNEEDED)
     kind, gpus = hardware.parent.name.split("x")
     (gpu,) = (gpu for name, gpu in GPUS.items() if name.startswith(kind))
     spec, _ = model_spec(config)
@@ -69,11 +73,11 @@ def generated() -> str:
             ]
         )
         configs = f"configs/models/{file.name} {file.relative_to(ROOT)} configs/paper.yaml configs/methods/dynamo.yaml"
-        keys = f"model.path=/models/{plan.config.model.path.split('/')[-1]} data.source=/data/train.parquet"
+        keys = f"{SHAPE} model.path=/models/{plan.config.model.path.split('/')[-1]} data.source=/data/train.parquet"
         host = "rollout.host=ib0 " if plan.cluster.nodes > 1 else ""
         words = f"{configs} {keys} {host}output_dir=/runs/{file.stem}"
         job = f"--nodes {plan.cluster.nodes} --gpus-per-node 8 --time 24:00:00"
-        nemo = "--executor slurm --account $ACCOUNT --venv .venv"
+        nemo = f"--mem {plan.host.asked} --executor slurm --account $ACCOUNT --venv .venv"
         if plan.stop_before > JobOptions.stop_before:
             nemo = f"--stop-before {plan.stop_before} {nemo}"
         lines += [

@@ -181,12 +181,16 @@ def test_the_search_ranks_layouts_within_seconds(capsys):
     assert main(["plan", MODEL_14B, str(CONFIGS / "paper.yaml"), *GPUS, "--search"]) == 0
     assert time.process_time() - started < 10
     lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines[3:-1]]
+    rows = [line.split() for line in lines[3:-2]]
     assert [row[0] for row in rows] == [str(n) for n in range(1, len(rows) + 1)] and len(rows) == 20
     assert all(row[-1] == "yes" for row in rows)
     # Of those within 10 % of the shortest step the ones without context parallelism come first.
     near = [row for row in rows if float(row[10]) <= 1.1 * min(float(row[10]) for row in rows)]
     assert rows[: len(near)] == near and [row[4] for row in near] == sorted(row[4] for row in near)
+    (shipped,) = [row for row in rows if row[1:8] == ["4", "1", "1", "1", "1", "4", "none"]]
+    assert lines[-2].startswith(
+        f"the shipped layout, hardware/h100x16/qwen2.5-14b, is row {shipped[0]} with {shipped[10]} s: it was chosen"
+    )
     # What is said of the first layout is what the plan says of it.
     keys = lines[-1].removeprefix("the first: ").split()
     assert main(["plan", MODEL_14B, str(CONFIGS / "paper.yaml"), *GPUS, *keys]) == 0

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from clusters_table import CONFIGS, DOCUMENT, ON_HARDWARE, PAPER, document, planned
+from clusters_table import CONFIGS, DOCUMENT, ON_HARDWARE, PAPER, SHAPE, document, planned
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import compose
@@ -58,15 +58,16 @@ def test_the_published_method_has_the_same_sizes():
 
 
 @pytest.mark.parametrize("hardware", ON_HARDWARE, ids=lambda path: f"{path.stem}-{path.parent.name}")
-def test_launch_slurm_stops_as_early_as_the_plan_asks(hardware, capsys):
+def test_launch_slurm_asks_for_what_the_plan_says(hardware, capsys):
     plan = planned(hardware, "dynamo")
     names = [f"models/{hardware.stem}", f"hardware/{hardware.parent.name}/{hardware.stem}", "methods/dynamo", "paper"]
-    keys = ["data.source=/data/train.parquet", "rollout.host=ib0", "output_dir=/runs/a"]
+    keys = [*SHAPE.split(), "data.source=/data/train.parquet", "rollout.host=ib0", "output_dir=/runs/a"]
     options = ["--nodes", str(plan.cluster.nodes), "--gpus-per-node", "8", "--gpu", plan.cluster.gpu.name, "--dry-run"]
     assert main(["launch", "slurm", *names, *keys, *options, "--time", "24:00:00"]) == 0
     captured = capsys.readouterr()
     (seconds,) = re.findall(r"--signal=B:USR1@(\d+)", captured.out)
     assert int(seconds) == max(plan.stop_before, 1800) and captured.err == ""
+    assert "#SBATCH --cpus-per-task=8\n" in captured.out and f"#SBATCH --mem={plan.host.asked}\n" in captured.out
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_without_a_plan_launch_slurm_has_a_default_and_names_it(options, says, c
     assert main(["launch", "slurm", *words]) == 0
     captured = capsys.readouterr()
     assert "--signal=B:USR1@1800" in captured.out and captured.err.count("\n") == 1
+    assert "; --mem: the cluster's default, which may be too little" in captured.err and "--mem=" not in captured.out
     assert captured.err.startswith("--stop-before: 1800 s, the default") and says in captured.err
 
 

@@ -7,6 +7,13 @@ import sys
 
 import pytest
 
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 RANK = """
 import os, signal, time
 import sys
@@ -36,11 +43,30 @@ for step in (6, 7):  # a new step has its own time
 """
 
 
+SLOW_STEP = """
+import sys, time
+from pathlib import Path
+from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store
+from dynamo_megatron.runtime.signed_store import share_secret
+
+store = connect_store(60)
+coordinator = Coordinator(store, 0, StopFlag(), share_secret(store, Path(sys.argv[1]), 0, 60), step_timeout=0.01)
+coordinator.begin_step(1)
+time.sleep(0.02)
+coordinator.end_step()
+"""
+
+
+def test_a_step_that_took_too_long_does_not_go_on_even_if_it_has_ended(tmp_path):
+    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-P", "-c", SLOW_STEP, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True, check=False)
+    assert done.returncode == 75 and done.stderr.startswith("step 1 took longer than trainer.step_timeout (0.01 s)")
+
+
 @pytest.mark.full
 def test_any_ranks_signal_stops_the_run_and_a_step_has_its_time(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-P", "-c", RANK, str(tmp_path)],

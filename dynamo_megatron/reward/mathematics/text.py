@@ -58,6 +58,7 @@ STYLED = re.compile(
 )
 WORDS = re.compile(r"\\(?:text(?:bf|rm|sf|tt|normal|up|md)?|mbox|hbox|textup)\s*\{")
 LETTERS = re.compile(r"\\(?:mathrm|mathbf|operatorname\*?|rm|bf)\s*\{")
+DEEPEST = 10  # braces around all of an answer
 WORD = r"\\(?:text|mathrm)\{"
 LABEL = rf"{WORD}\s*\(?\s*[A-J]\s*[).:]?\s*\}}|\((?:[A-J]|{WORD}\s*[A-J]\s*\}})\)"
 # "(C) 7", "\text{(C) } 7", "C. 7"
@@ -107,13 +108,12 @@ def normal_form(text: str) -> str:
 
 def trimmed(text: str) -> str:
     """`text` without marks and spaces at its ends, and without braces around all of it."""
-    before = None
-    while text != before:
-        before = text
+    for _ in range(DEEPEST):
         text = re.sub(r"(?<=[A-Za-z0-9])[.,;:]+\s*\}$", "}", text.strip(" *`"))
         text = text.rstrip(".,;: ").removesuffix("\\\\").lstrip(",;:= ").removeprefix("\\approx ")
-        if text.startswith("{") and text.endswith("}") and _one_group(text):
-            text = text[1:-1]
+        if not (text.startswith("{") and text.endswith("}") and _one_group(text)):
+            break
+        text = text[1:-1]
     return text
 
 
