@@ -21,6 +21,7 @@ STATED = re.compile(
 # What a box begins with that chooses a letter: "(B) 12", "B. 12", but not "H \ll E".
 CHOICE = re.compile(rf"[\W_]*{LETTER.pattern}(?:[\W_]*$|[\s}}*]*[)\].:]|(?={ANOTHER.pattern}))")
 ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+SMALL = re.compile(r"\s*\(?([a-z])(?:[.)]\s|[.)]?\s*$)")  # a response that is or begins with "b" or "b. 4"
 FORMULA = re.compile(r"\\[A-Za-z]|[=<>+^_]|[A-Za-z]\(")
 
 
@@ -47,6 +48,8 @@ def chosen(response: str) -> str | None:
     box = boxed(text)
     if box is None:
         stated, letters = _stated(text), LETTER.findall(text)
+        if not stated and (small := SMALL.match(text)):
+            return small[1].upper()
         return _letter(stated) if stated else (letters[-1] if letters else None)
     content = MARKUP.sub("", box)
     if stated := _stated(text[max(text.rfind("\\boxed"), text.rfind("\\fbox")) :]):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dynamo_megatron.reward.mathematics.nodes import DOTS, INFINITY, Group, Node, Number, Op, Quantity, Relation, Symbol
+from dynamo_megatron.reward.mathematics.real_sets import LESS, interval_of, is_composed, same_set, turned_left
 from dynamo_megatron.reward.mathematics.units import unit_of
 from dynamo_megatron.reward.mathematics.value import Undefined, equal_values, exact, points, value_at, walk
 
 MOST_ITEMS = 100
-LESS = {"<": "<", "<=": "<=", ">": "<", ">=": "<="}
 DEGREE = unit_of(["degree"])
 
 
@@ -19,6 +19,12 @@ def equal(reference: Node, answer: Node) -> bool:
     """Whether two answers are equal. A unit, a percent sign, a base or "x =" may be missing in one of them. The order
     does not matter in lists and sets, and matters in tuples, intervals and sequences with dots."""
     reference, answer = _shape(reference), _shape(answer)
+    if is_composed(reference) or is_composed(answer):
+        same = same_set(
+            *(interval_of(node) or node if isinstance(node, Relation) else node for node in (reference, answer))
+        )
+        if same is not None:
+            return same
     if isinstance(reference, Relation) or isinstance(answer, Relation):
         return _equal_relations(reference, answer)
     if isinstance(reference, Group) or isinstance(answer, Group):
@@ -171,9 +177,9 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
         value = _assigned(relation, of_answer=relation is answer)
         if value is not None:
             return equal(value, other) if relation is reference else equal(other, value)
-        interval = _interval(relation)
+        interval = interval_of(relation)
         return interval is not None and equal(interval, other)
-    intervals = [_interval(each) or _element_of(each) for each in (reference, answer)]
+    intervals = [interval_of(each) or _element_of(each) for each in (reference, answer)]
     if all(intervals) and _variable(reference) == _variable(answer):
         return equal(*intervals)  # type: ignore[arg-type]
     if reference.signs[0] == answer.signs[0] == "equiv":
@@ -186,7 +192,7 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
     if mine.signs == other.signs == ("=",):
         return _proportional(mine, other, positive=False)
     if {*mine.signs, *other.signs} <= LESS.keys() and len(mine.signs) == len(other.signs):
-        mine, other = _turned(mine), _turned(other)
+        mine, other = turned_left(mine), turned_left(other)
         if mine.signs != other.signs:
             return False
         return _equal_in_order(mine.members, other.members) or (
@@ -242,42 +248,12 @@ def _approximated(relation: Relation) -> list[Node] | None:
     return [value, rounded] if abs(exactly - about) <= abs(exactly) / 50 else None
 
 
-def _interval(relation: Relation) -> Group | None:
-    """The numbers that satisfy a < x <= b, x < b or b > x; None for other relations."""
-    if not set(relation.signs) <= LESS.keys():
-        return None
-    turned = _turned(relation)
-    if len(turned.signs) == 2 and isinstance(turned.members[1], Symbol):
-        low, _, high = turned.members
-        return _between(turned.signs[0], low, high, turned.signs[1])
-    if len(turned.signs) == 1:
-        left, right = turned.members
-        if isinstance(left, Symbol) and exact_or_constant(right):
-            return _between("<", Op("neg", (INFINITY,)), right, turned.signs[0])
-        if isinstance(right, Symbol) and exact_or_constant(left):
-            return _between(turned.signs[0], left, INFINITY, "<")
-    return None
-
-
-def exact_or_constant(node: Node) -> bool:
-    return not any(isinstance(part, Symbol) and part.name not in ("pi", "e", "infinity") for part in walk(node))
-
-
-def _between(left: str, low: Node, high: Node, right: str) -> Group:
-    return Group(("[" if left == "<=" else "(") + ("]" if right == "<=" else ")"), (low, high))
+def _about_one_variable(*nodes: Node) -> bool:
+    return len({_variable(node) for node in nodes if isinstance(node, Relation)}) < 2
 
 
 def _variable(relation: Relation) -> Node | None:
     return next((member for member in relation.members if isinstance(member, Symbol) and member != INFINITY), None)
-
-
-def _turned(relation: Relation) -> Relation:
-    """With < and <= only."""
-    if all(sign in ("<", "<=") for sign in relation.signs):
-        return relation
-    if all(sign in (">", ">=") for sign in relation.signs):
-        return Relation(tuple(LESS[sign] for sign in reversed(relation.signs)), relation.members[::-1])
-    return relation
 
 
 def _renamed(relation: Relation) -> Relation:

@@ -55,3 +55,4 @@ Node = Number | Symbol | Op | Group | Relation | Quantity
 DOTS = Symbol("...")
 INFINITY = Symbol("infinity")
 PI = Symbol("pi")
+REALS = Symbol("mathbb R")

@@ -304,7 +304,8 @@ class _Parser:
         if token.kind in ("(", "[", "\\{"):
             return self.brackets()
         if token.kind == "{":
-            return self.braces()
+            node = self.braces()
+            return self.symbol(node.name) if isinstance(node, Symbol) and self.next.kind == "_" else node  # {g}_k
         if token.kind == "|":
             self.step()
             self.bars += 1

@@ -59,6 +59,12 @@ STYLED = re.compile(
 WORDS = re.compile(r"\\(?:text(?:bf|rm|sf|tt|normal|up|md)?|mbox|hbox|textup)\s*\{")
 LETTERS = re.compile(r"\\(?:mathrm|mathbf|operatorname\*?|rm|bf)\s*\{")
 DEEPEST = 10  # braces around all of an answer
+# "for all x", which restricts nothing; "for all x > 0" does.
+QUANTIFIER = re.compile(
+    r"(?:[\s,]*(?:\\forall|\\text\{[\s,]*(?:for|where)\s(?:all|any|every|each)\b)|(?<=\S)\s+for (?:all|any|every)\b)"
+    r"[^<>=]{0,60}$"
+)
+ALL_REALS = re.compile(r"(?:\\text\{ ?)?(?:the )?(?:set of )?all real(?: number)?s? ?\}?", re.IGNORECASE)
 WORD = r"\\(?:text|mathrm)\{"
 LABEL = rf"{WORD}\s*\(?\s*[A-J]\s*[).:]?\s*\}}|\((?:[A-J]|{WORD}\s*[A-J]\s*\}})\)"
 # "(C) 7", "\text{(C) } 7", "C. 7"
@@ -103,7 +109,8 @@ def normal_form(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)  # the delimiters \( \) \[ \]
     text = re.sub(r"\\text\{[\s.,;:]*\}", " ", re.sub(r"\.{3,}", r"\\ldots ", text))
     text = text.replace("\\$", "\\dollar ").replace("$", " ").replace("\\%", "%").replace("**", "^")
-    return trimmed(re.sub(r" +", " ", text))
+    text = trimmed(QUANTIFIER.sub("", re.sub(r" +", " ", text)))
+    return r"\mathbb{R}" if ALL_REALS.fullmatch(text) else text
 
 
 def trimmed(text: str) -> str:

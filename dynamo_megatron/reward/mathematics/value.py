@@ -223,7 +223,11 @@ class _Evaluation:
             return mp.mpf(value.numerator) / value.denominator
         if not isinstance(node, Op):
             raise Undefined("no expression")
-        value = self.operation(node.name, [self.of(arg) for arg in node.args])
+        args = [self.of(arg) for arg in node.args]
+        if node.name == "pow" and (power := exact(node.args[1])) is not None and power.denominator % 2:
+            value = self.real_power(args[0], power)
+        else:
+            value = self.operation(node.name, args)
         if value and mp.isfinite(value) and abs(_size(value)) > HUGE:
             raise Undefined("too large")
         return value
@@ -274,6 +278,13 @@ class _Evaluation:
         if base and abs(power) * max(1, abs(_size(base))) > HUGE:
             raise Undefined("too large")
         return base**power
+
+    def real_power(self, base: mp.mpf, power: Fraction) -> mp.mpf:
+        """The real one of the values for an odd denominator: (-8)^(1/3) = -2, as of \\sqrt[3]{-8}."""
+        size = mp.mpf(power.numerator) / power.denominator
+        if mp.im(base) == 0 and mp.re(base) < 0 and power.denominator > 1:
+            return self.power(-base, size) * (-1) ** (power.numerator % 2)
+        return self.power(base, size if power.denominator > 1 else mp.mpf(power.numerator))
 
     def root(self, value: mp.mpf, index: mp.mpf) -> mp.mpf:
         if mp.im(value) == 0 and mp.re(value) < 0 and mp.isint(index) and int(index) % 2:
