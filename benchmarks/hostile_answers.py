@@ -192,7 +192,7 @@ def main() -> None:
     from measure import machine
 
     results = {
-        "machine": machine(["math-verify"]),
+        "machine": machine(["mpmath"]),
         "seconds a test": seconds_a_test(asked.rounds),
         "texts": attacked(TEXT, THREE, SOUND_TEXT, HOSTILE_TEXT, asked.texts, asked.timed),
         "programs": attacked(CODE, SUM, SOUND_PROGRAM, HOSTILE_PROGRAMS, asked.programs, asked.timed),

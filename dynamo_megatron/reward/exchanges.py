@@ -131,7 +131,7 @@ class Judge:
                 f"the judge's reply was cut off in its number, {end!r}; raise max_tokens in reward.judge.request"
             )
         try:
-            value = checked(float(groups[-1]))
+            value = checked(float(groups[-1].replace("\N{MINUS SIGN}", "-")))
         except ValueError:
             raise NoScore(f"the judge's score {groups[-1]!r:.{SHOWN}} is not a number") from None
         low, high = self._config.range

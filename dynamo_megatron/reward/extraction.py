@@ -15,6 +15,7 @@ UNBRACED = re.compile(
     rf"\s*(?:\\[dt]?frac\s*(?:{GROUP}|\d)\s*(?:{GROUP}|\d)|\\sqrt\s*(?:{GROUP}|\d+)|-?\d+(?:\.\d+)?"
     rf"|\\[A-Za-z]+(?:\s*{GROUP})?|[A-Za-z])"
 )
+SIGN = re.compile(r"(?:^|[=(:$]|\bis)\s*[-−]\s*$")
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*(?:\banswer\b(?:\s+is\b)?|答案[是为為]?))[\s:：]*", re.IGNORECASE)
@@ -57,14 +58,20 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def last_boxes(text: str) -> list[str]:
-    """The contents of the last box and of those before it in the same sentence."""
+    r"""The content of the last box, before it that of all boxes of its sentence as a list. Only the list where "or"
+    stands between them. A sign before a box belongs to it: "x = -\boxed{5}"."""
     found = boxes(text)
     contents: list[str] = []
+    either = False
     for k in reversed(range(len(found))):
-        contents.insert(0, found[k][2])
-        if k == 0 or SENTENCE_END.search(text[found[k - 1][1] : found[k][0]]):
+        start, _, content = found[k]
+        sign = "-" if SIGN.search(text[max(0, start - 20) : start]) else ""
+        contents.insert(0, sign + content)
+        between = text[found[k - 1][1] : start]
+        if k == 0 or SENTENCE_END.search(between):
             break
-    return contents
+        either = either or bool(re.search(r"\bor\b|或", between))
+    return [", ".join(contents), *([] if either else contents[-1:])] if len(contents) > 1 else contents
 
 
 def tagged(text: str) -> str | None:

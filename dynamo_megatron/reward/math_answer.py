@@ -19,12 +19,14 @@ from dynamo_megatron.reward.mathematics.text import (
     without_introduction,
 )
 from dynamo_megatron.reward.mathematics.tokens import NotMathematics
-from dynamo_megatron.reward.mathematics.units import MAGNITUDES, is_unit
+from dynamo_megatron.reward.mathematics.units import MAGNITUDES, NO_UNIT, is_unit
 from dynamo_megatron.types import Prompt
 
 # Spans of bounded length, so that opening marks without a closing one do not cost a quadratic search.
 LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
-MARKED = re.compile(r"^####[ \t]*(\S*[\d\\]\S*)[ \t]*$", re.MULTILINE)  # "#### Step 1: add" is a heading, not an answer
+MARKED = re.compile(
+    r"^####[ \t]*(\S{0,200}[\d\\]\S{0,200})[ \t]*$", re.MULTILINE
+)  # "#### Step 1: add" is a heading, not an answer
 TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 # "The final answer is", "Answer:", and the same in the languages that models answer in.
 ANSWER = re.compile(
@@ -35,7 +37,16 @@ ANSWER = re.compile(
     re.IGNORECASE,
 )
 LEADING = re.compile(r"^(?:\s|\*|:|：|is\b|es\b|est\b|ist\b|lautet\b|是|为|為|は|는|은|이|é\b|è\b|là\b|=|-(?=\s)|—)+")
-REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|as)\b")
+REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|as)\b|[,而]?不是")
+# Words beside a number that make it another one, or no answer at all.
+REFUSED_BEFORE = re.compile(
+    r"(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|root|square|at least|at most"
+    r"|less|more|fewer|greater|larger|smaller|above|below|between|either|or|maybe|possibly|except|but|multiple|power|raised"
+    r"|mod|modulo|inverse|reciprocal|divided)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
+    re.IGNORECASE,
+)
+HARMLESS = "and|at|by|of|the|to|or"  # after a number
+REFUSED_AFTER = re.compile(rf"[\s$]{{0,3}}(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b", re.IGNORECASE)
 # An expression in the middle of a text: numbers, single letters and commands with signs between them.
 ATOM = (
     r"(?:\\[A-Za-z]+(?:\{[^{}\n]{0,200}\}){0,2}|(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+\b)?|\.\d+"
@@ -68,7 +79,9 @@ def equal_answers(reference: str, answer: str) -> bool:
     if same_text(reference, answer):
         return True
     (letter, reference), (chosen, answer) = label_of(reference), label_of(without_introduction(answer))
-    if letter and letter == chosen and not (reference and answer):
+    if letter and chosen and letter != chosen:
+        return False
+    if {letter or reference} == {chosen or answer} or (letter == chosen and letter and not (reference and answer)):
         return True
     if not reference or not answer:
         return same_text(reference or letter or "", answer or chosen or "")
@@ -100,7 +113,7 @@ def final_answers(response: str, words: bool = False) -> list[str]:
     marked = list(MARKED.finditer(text))
     found = last_boxes(text[marked[-1].start() :] if marked else text)
     if found:
-        return [", ".join(found), found[-1]] if len(found) > 1 else found
+        return found
     if marked:
         return [marked[-1][1]]
     if tagged:
@@ -138,18 +151,26 @@ def last_expression(text: str) -> str | None:
     found = _last_run(text[end:])
     if found is not None or not spans:
         return found
+    if refused(text, spans[-1]):
+        return None
     span = next(filter(None, spans[-1].groups()))
     return span if _parsed(normal_form(span)) is not None else _last_run(span) or span
 
 
 def _last_run(text: str) -> str | None:
     runs = [run for run in RUN.finditer(text) if DIGIT.search(run[0])]
-    if not runs:
+    if not runs or refused(text, runs[-1]):
         return None
     after = re.match(r"\s?[^\W\d_]+\b", text[runs[-1].end() :])
     with_unit = runs[-1][0] + after[0] if after else ""
     known = after is not None and (is_unit(after[0].strip()) or after[0].strip().lower() in MAGNITUDES)
     return with_unit if known and _parsed(normal_form(with_unit)) is not None else runs[-1][0].strip()
+
+
+def refused(text: str, span: re.Match[str]) -> bool:
+    """Whether the words beside a number say that it is not the answer: "not 7", "at least 7", "6 or 7", "7 tenths"."""
+    before = text[max(0, span.start() - 50) : span.start()].rstrip(" $*(\\")
+    return bool(REFUSED_BEFORE.search(before) or REFUSED_AFTER.match(text, span.end()))
 
 
 @lru_cache(maxsize=1024)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from dynamo_megatron.reward.mathematics.nodes import DOTS, INFINITY, Group, Node, Number, Op, Quantity, Relation, Symbol
-from dynamo_megatron.reward.mathematics.real_sets import LESS, interval_of, is_composed, same_set, turned_left
+from dynamo_megatron.reward.mathematics.real_sets import (
+    LESS,
+    interval_of,
+    is_composed,
+    is_constant,
+    same_set,
+    turned_left,
+)
 from dynamo_megatron.reward.mathematics.units import unit_of
-from dynamo_megatron.reward.mathematics.value import Undefined, equal_values, exact, points, value_at, walk
+from dynamo_megatron.reward.mathematics.value import Undefined, decimals, equal_values, exact, points, value_at, walk
 
 MOST_ITEMS = 100
 DEGREE = unit_of(["degree"])
@@ -20,10 +28,8 @@ def equal(reference: Node, answer: Node) -> bool:
     does not matter in lists and sets, and matters in tuples, intervals and sequences with dots."""
     reference, answer = _shape(reference), _shape(answer)
     if is_composed(reference) or is_composed(answer):
-        same = same_set(
-            *(interval_of(node) or node if isinstance(node, Relation) else node for node in (reference, answer))
-        )
-        if same is not None:
+        same = same_set(reference, answer)
+        if same is not None and _about_one_variable(reference, answer):
             return same
     if isinstance(reference, Relation) or isinstance(answer, Relation):
         return _equal_relations(reference, answer)
@@ -33,9 +39,8 @@ def equal(reference: Node, answer: Node) -> bool:
         return _equal_quantities(reference, answer)
     if _is_percent(reference) or _is_percent(answer):
         return _equal_percents(reference, answer)
-    bases = [node.base for node in (reference, answer) if isinstance(node, Number) and node.base is not None]
-    if bases and isinstance(reference, Number) and isinstance(answer, Number):
-        return reference.value == answer.value and len(set(bases)) == 1
+    if isinstance(reference, Number) and isinstance(answer, Number) and reference.base is not None:
+        return reference.value == answer.value and answer.base in (None, reference.base)
     return equal_values(reference, answer)
 
 
@@ -97,7 +102,11 @@ def _equal_quantities(reference: Node, answer: Node) -> bool:
         assert isinstance(quantity, Quantity)
         if quantity.compound:
             return False
-        in_radians = quantity.unit is DEGREE and equal_values(Op("degrees", (quantity.value,)), bare)
+        in_radians = (
+            DEGREE is not None
+            and quantity.unit.powers == DEGREE.powers
+            and equal_values(Op("degrees", (quantity.value,)), bare)
+        )
         return in_radians or equal(quantity.value, bare)
     if reference.unit.powers != answer.unit.powers:
         return False
@@ -115,10 +124,9 @@ def _equal_groups(reference: Node, answer: Node) -> bool:
     if len(reference.items) > MOST_ITEMS or len(answer.items) > MOST_ITEMS:
         return False
     if reference.kind == "()" and answer.kind == "list":  # "3, 4" and "x = 3, y = 4" for (3, 4)
-        items = [item.members[-1] if isinstance(item, Relation) else item for item in answer.items]
-        return _equal_in_order(reference.items, items)
+        return _equal_in_order(reference.items, _values_by_name(answer))
     if answer.kind == "()" and _assigns_several(reference):  # (3, 4) for "x = 3, y = 4"
-        return _equal_in_order(reference.items, answer.items)
+        return _equal_in_order(_values_by_name(reference), answer.items)
     if kinds <= {"list", "set"}:
         if DOTS in reference.items + answer.items or _assigns_several(reference) != _assigns_several(answer):
             return _equal_in_order(reference.items, answer.items)
@@ -130,6 +138,14 @@ def _equal_groups(reference: Node, answer: Node) -> bool:
     if reference.kind in ("union", "cap"):
         return _equal_in_any_order(reference.items, answer.items)
     return _equal_in_order(reference.items, answer.items)
+
+
+def _values_by_name(group: Group) -> list[Node]:
+    """3 and 4 of y = 4, x = 3; the items themselves where they are no such relations."""
+    relations = [item for item in group.items if isinstance(item, Relation) and isinstance(item.members[0], Symbol)]
+    if len(relations) != len(group.items):
+        return list(group.items)
+    return [item.members[-1] for item in sorted(relations, key=lambda item: str(item.members[0]))]
 
 
 def _assigns_several(group: Group) -> bool:
@@ -207,19 +223,21 @@ def _element_of(relation: Relation) -> Node | None:
 
 
 def _assigned(relation: Relation, of_answer: bool) -> Node | None:
-    r"""3 of x = 3, f(x) = 3 and 1 + 2 = 3, in an answer also of AB = 3; the set of x \in [1, 2]; else None."""
-    first, last = relation.members[0], relation.members[-1]
+    r"""3 of x = 3, f(x) = 3 and 1 + 2 = 3, in an answer also of a + b = 3; the set of x \in [1, 2]. None for others and
+    for chains of different numbers (x = 8 = 7)."""
+    first, *others = relation.members
     if set(relation.signs) != {"="}:
         return _element_of(relation)
-    if _is_name(first, of_answer):
-        return last
-    if any(isinstance(part, Group | Relation | Quantity) for part in walk(*relation.members)):
-        return None
-    return last if all(equal_values(first, member) for member in relation.members[1:]) else None
+    names = _is_name(first, of_answer)
+    chain = others if names else relation.members
+    if any(isinstance(part, Group | Relation | Quantity) for part in walk(*chain)):
+        return others[0] if names and len(others) == 1 else None
+    alike = all(equal_values(a, b) or (names and not (is_constant(a) and is_constant(b))) for a, b in pairwise(chain))
+    return chain[-1] if alike else None
 
 
 def _is_name(node: Node, combined: bool) -> bool:
-    """What is asked for, as the left side of an answer: x, f(2), and if `combined` AB, a + b, m/n, P(2); not 2x."""
+    """What is asked for, as the left side of an answer: x, f(2), AB, and if `combined` a + b, m/n, P(2); not 2x."""
     match node:
         case Symbol():
             return True
@@ -227,13 +245,15 @@ def _is_name(node: Node, combined: bool) -> bool:
             return all(isinstance(item, Symbol) for item in items)
         case Op(name="mul", args=(Symbol(), Number())):
             return combined
+        case Op(name="mul", args=args) if all(isinstance(arg, Symbol) and arg.name.isupper() for arg in args):
+            return True
         case Op(name=name, args=args):
             return name.startswith("call ") or (combined and all(_is_name(arg, True) for arg in args))
     return False
 
 
 def _approximated(relation: Relation) -> list[Node] | None:
-    """1/3 and 0.333 of x = 1/3 \\approx 0.333, if they are within 2 %; None for other relations."""
+    """1/3 and 0.333 of x = 1/3 \\approx 0.333, if the second is the first, rounded; None for other relations."""
     if relation.signs[-1] != "approx" or not set(relation.signs[:-1]) <= {"="}:
         return None
     *_, value, rounded = relation.members
@@ -241,11 +261,13 @@ def _approximated(relation: Relation) -> list[Node] | None:
         return [rounded]
     if any(isinstance(part, Group | Relation | Quantity) for part in walk(value, rounded)):
         return None
+    if decimals(value) is not None or (places := decimals(rounded)) is None:
+        return [value]
     try:
-        exactly, about = value_at(value, {}), value_at(rounded, {})
+        near = abs(value_at(value, {}) - value_at(rounded, {})) <= 10.0**-places
     except Undefined:
         return None
-    return [value, rounded] if abs(exactly - about) <= abs(exactly) / 50 else None
+    return [value, rounded] if near else [value]
 
 
 def _about_one_variable(*nodes: Node) -> bool:

@@ -375,32 +375,43 @@ class _Parser:
         return Number(value, len(places) - int(power or 0) if places or power else None)
 
     def repeating(self, text: str, digits: str) -> Node:
-        if not digits.isdigit():
+        if not digits.isdigit() or "e" in text:
             self.fail()
         whole, _, places = text.partition(".")
-        start = Fraction(int(whole + places), 10 ** len(places))
+        start = Fraction(int((whole + places) or 0), 10 ** len(places))
         return Number(start + Fraction(int(digits), (10 ** len(digits) - 1) * 10 ** len(places)))
 
     def mixed(self, whole: Number) -> Node:
         r"""1\frac{1}{4} and 1 1/4: a proper fraction of integers right after an integer is added."""
-        start = self.at
-        try:
-            if self.accept("\\frac"):
-                top, bottom = self.argument(), self.argument()
-            elif self.next.kind == "number" and self.next.gap and self.next.text.isdigit():
-                top = Number(Fraction(self.step().text))
-                self.take("/")
-                bottom = Number(Fraction(self.take("number").text))
-            else:
-                return whole
-        except NotMathematics:
-            self.at = start
+        following = self.tokens[self.at : self.at + 7]
+        kinds, texts = [token.kind for token in following], [token.text for token in following]
+        if kinds[:3] == ["number", "/", "number"] and following[0].gap:
+            parts, used = [texts[0], texts[2]], 3
+        elif kinds[:1] == ["\\frac"]:
+            parts, used = self.digits_of_fraction(following)
+        else:
             return whole
-        proper = isinstance(top, Number) and isinstance(bottom, Number) and 0 < top.value < bottom.value
-        if proper and top.value.denominator == bottom.value.denominator == 1:
-            return Number(whole.value + top.value / bottom.value)
-        self.at = start
-        return whole
+        if len(parts) != 2 or not all(part.isdigit() for part in parts) or not 0 < int(parts[0]) < int(parts[1]):
+            return whole
+        self.at += used
+        return Number(whole.value + Fraction(int(parts[0]), int(parts[1])))
+
+    @staticmethod
+    def digits_of_fraction(following: list[Token]) -> tuple[list[str], int]:
+        r"""The two integers of \frac{1}{4}, \frac14 or \frac1{4}, and how many tokens they are; none for others."""
+        parts: list[str] = []
+        place = 1
+        while len(parts) < 2 and place < len(following):
+            kinds = [token.kind for token in following[place : place + 3]]
+            if kinds == ["{", "number", "}"]:
+                parts.append(following[place + 1].text)
+                place += 3
+            elif kinds[:1] == ["number"] and len(following[place].text) + len(parts) <= 2:
+                parts += following[place].text
+                place += 1
+            else:
+                return [], 0
+        return parts, place
 
     def symbol(self, name: str) -> Node:
         while self.next.kind in ("_", "'"):
@@ -434,9 +445,7 @@ class _Parser:
         if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
             self.tokens[self.at] = Token("number", token.text[1:])
             return Number(Fraction(token.text[0]))
-        if token.kind == "number":
-            return Number(Fraction(self.step().text))
-        return self.atom()
+        return self.atom(mixed=False)
 
     def arguments(self) -> tuple[Node, ...]:
         self.take("(")

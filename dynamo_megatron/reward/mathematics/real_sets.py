@@ -53,14 +53,14 @@ def interval_of(relation: Relation) -> Group | None:
         return _ends(turned.signs[0], low, high, turned.signs[1])
     if len(turned.signs) == 1:
         left, right = turned.members
-        if isinstance(left, Symbol) and _is_constant(right):
+        if isinstance(left, Symbol) and is_constant(right):
             return _ends("<", Op("neg", (INFINITY,)), right, turned.signs[0])
-        if isinstance(right, Symbol) and _is_constant(left):
+        if isinstance(right, Symbol) and is_constant(left):
             return _ends(turned.signs[0], left, INFINITY, "<")
     return None
 
 
-def _is_constant(node: Node) -> bool:
+def is_constant(node: Node) -> bool:
     return not any(isinstance(part, Symbol) and part.name not in ("pi", "e", "infinity") for part in walk(node))
 
 

@@ -156,8 +156,9 @@ def without_introduction(text: str) -> str:
 
 def _bare(text: str) -> str:
     text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"(?<![\\A-Za-z])[A-Z]?[a-z]{3,}(?![A-Za-z])", lambda word: word[0].lower(), text)  # June, june
-    text = re.sub(r"(?<![0-9]) | (?![0-9])", "", text)
+    if re.fullmatch(r"[A-Za-z0-9 ,.'-]+", text):  # June 6
+        text = re.sub(r"\b[A-Z]?[a-z]{3,}\b", lambda word: word[0].lower(), text)
+    text = re.sub(r"(?<![0-9,]) | (?![0-9])", "", text)
     text = re.sub(r"(?<![A-Za-z])\{([^{}\\])\}", r"\1", text)  # x^{2}
     return re.sub(r"\\frac(?:\{([^{}])\}|([0-9]))(?:\{([^{}])\}|([0-9]))", r"\\frac\1\2\3\4", text)
 

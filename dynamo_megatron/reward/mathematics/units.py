@@ -14,8 +14,9 @@ MAGNITUDES = {
 }
 # Words after a number that change its value, and which no table here knows: no unit.
 NO_UNIT = re.compile(
-    r"hal(?:f|ves)|(?:third|quarter|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million|billion)th)s?|squared|cubed|factorial|times|plus|minus|over"
-    r"|more|less|at|least|most|about|approximately|per|percent|base|mod|modulo|to|the|of|by|or|and|not"
+    r"hal(?:f|ves)|(?:third|quarter)s?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand"
+    r"|\w+illion)ths?|\w+illions?|squared|cubed|factorial|times|plus|minus|over|more|less|at|least|most|about|approximately"
+    r"|per|percent|base|mod|modulo|to|the|of|by|or|and|not|gross|score|couple|double|twice"
 )
 
 

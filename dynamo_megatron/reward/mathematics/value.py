@@ -48,7 +48,9 @@ def equal_values(first: Node, second: Node) -> bool:
     if mine is not None and other is not None:
         if mine == other or not rounded or abs(mine - other) > TOLERANCE * abs(mine):
             return mine == other
-        places = [_places(first), _places(second)]
+        places = [decimals(first), decimals(second)]
+        if 1 in (mine.denominator, other.denominator) and places != [None, None]:
+            return abs(mine - other) <= TOLERANCE  # whole numbers that differ are never rounded
         return None in places or abs(mine - other) < Fraction(10) ** -min(places)  # type: ignore[type-var]
     names = sorted({part.name for part in walk(first, second) if isinstance(part, Symbol)} - CONSTANTS.keys())
     tolerance = mp.mpf(TOLERANCE.numerator) / TOLERANCE.denominator if rounded else mp.mpf(10) ** -SURE
@@ -77,13 +79,14 @@ def walk(*nodes: Node) -> Iterator[Node]:
 def points(names: list[str], kind: str) -> Iterator[dict[str, Fraction]]:
     """Values for variables, always the same ones: "real" of both signs, "positive", or "integer" from 1 on."""
     for k in range(POINTS if kind != "integer" else 4 * POINTS):
-        point = {}
+        point: dict[str, Fraction] = {}
+        size = (1, 1, 30, 700)[k % 4]  # max(x, 3) is 3 near 1 alone
         for name in names:
             drawn = int.from_bytes(hashlib.sha256(f"{name} {k}".encode()).digest()[:6], "big")
             if kind == "integer":
-                point[name] = Fraction(1 + drawn % (3 + k))
+                point[name] = Fraction(1 + drawn % (3 + k if k < 2 * POINTS else 10 * k))
             else:
-                value = Fraction(3, 10) + Fraction(drawn, 2**47)
+                value = size * (Fraction(3, 10) + Fraction(drawn, 2**47))
                 point[name] = -value if kind == "real" and drawn % 2 else value
         yield point
 
@@ -156,12 +159,18 @@ def _bits(value: Fraction) -> int:
     return value.numerator.bit_length() + value.denominator.bit_length()
 
 
-def _places(node: Node) -> int | None:
+def decimals(node: Node) -> int | None:
+    r"""The digits after the decimal point of a decimal number or an integer, also of 1.5 \times 10^{-3}; else None."""
     if isinstance(node, Op) and node.name == "neg":
-        return _places(node.args[0])
-    if isinstance(node, Number) and node.value.denominator != 1 and node.places is None:
+        return decimals(node.args[0])
+    if isinstance(node, Op) and node.name in ("times", "mul"):
+        power = node.args[1]
+        if isinstance(power, Op) and power.name == "pow" and exact(power.args[0]) == 10:
+            places, exponent = decimals(node.args[0]), exact(power.args[1])
+            return None if places is None or exponent is None else places - int(exponent)
+    if not isinstance(node, Number) or (node.value.denominator != 1 and node.places is None):
         return None
-    return (node.places or 0) if isinstance(node, Number) else None
+    return node.places or 0
 
 
 def _integer_powers(*nodes: Node) -> bool:
