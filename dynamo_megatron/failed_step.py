@@ -18,13 +18,13 @@ from dynamo_megatron.checkpoint.folder import checkpoint_folders
 from dynamo_megatron.checkpoint.policy_state import begin_save
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.policy.non_finite import NonFiniteError
+from dynamo_megatron.policy.pass_inputs import PassInputs
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.run_folder import FAILED_STEPS
 
 
 def write_failed_step(
-    policy: Policy, config: Config, step: int, error: NonFiniteError, say: Callable[[str], None] | None
+    policy: Policy, config: Config, step: int, message: str, inputs: PassInputs, say: Callable[[str], None] | None
 ) -> None:
     """Writes the folder of `step`, then removes the folders of earlier failures; collective over all ranks. `say`: rank
     0's, None elsewhere; it gets one line that names the folder. Raises OSError if the disk is full, RuntimeError if the
@@ -33,8 +33,8 @@ def write_failed_step(
     root, state = output / FAILED_STEPS, None
     earlier = [folder for number, folder in checkpoint_folders(root) if number != step]
     if say is not None:
-        failure = {"message": str(error), "config": to_plain(config)}
-        state = {"failure": failure, **error.inputs.state()}
+        failure = {"message": message, "config": to_plain(config)}
+        state = {"failure": failure, **inputs.state()}
     save = begin_save(policy, root, step, state, background=False, optimizer=False)
     save.complete(len(earlier) + 1, config.trainer.timeout, say)  # keeps all: by number this one may be the oldest
     if say is not None:

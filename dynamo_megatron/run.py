@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +173,7 @@ def run_rank(job: Job) -> int:
         return 75
     except Exception as error:  # the end of the process: whatever it was, the other ranks and the user are told
         job.clear_screen()
-        code = _report(error, rank, coordinator, running)
+        code = _report(error, rank, coordinator, job.next_start if running else None)
         refusal = str(error) if code == 2 else None
         return code
     finally:
@@ -217,14 +218,17 @@ def _set_up_backend(deterministic: bool) -> None:
     backend.fix_torch_adam_checkpoints()
 
 
-def _report(error: Exception, rank: int, coordinator: Coordinator | None, running: bool) -> int:
-    """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed."""
-    refused = isinstance(error, ConfigError) or (isinstance(error, InputError) and not running)
+def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_start: Callable[[], str] | None) -> int:
+    """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed. `next_start`: the
+    job's; None before it runs."""
+    refused = isinstance(error, ConfigError) or (isinstance(error, InputError) and next_start is None)
     details, text = "", str(error)
     if isinstance(error, RewardError):
         details, _, text = text.rpartition("\n")
     if (broken := LOST_CONNECTION.search(f"{type(error).__name__}: {text}")) is not None:
         text = f"{LOST} ({broken[1]})"
+    if next_start is not None and (broken is not None or isinstance(error, RolloutError)):  # another process's end
+        text += next_start()
     message = printable(text if refused or broken is not None else f"{type(error).__name__}: {text}")
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"

@@ -35,6 +35,7 @@ class SFTTrainer(Trainer):
         tokens, lr = int(sequences.response_lengths.sum()), self.config.learning_rate(step)
         weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)  # every completion token counts the same
         update = self.policy.fit(sequences, weights, lr)
+        self.policy.check_weights(lr)
         if self.journal is not None:
             self.log(step, tokens, lr, update)
         self.phases.clock.restart()

@@ -16,8 +16,9 @@ the same values on every rank. Stops and failures are announced through a key-va
 
 NonFiniteError is raised on every rank, and ends the run, if a logprob or an entropy is NaN or infinite (in
 `token_stats`, which also computes the reference model's), or if the loss or the gradient norm is (in `update`, before
-the optimizer's step). The inputs of that pass are then written to a folder (failed_step.py). A server's reply that has
-such a logprob is rejected, and its request is sent again.
+the optimizer's step). The inputs of that pass are then written to a folder (failed_step.py). It also ends the run if an
+update has left such weights (in `check_weights`, before they are sent or saved). A server's reply that has such a
+logprob is rejected, and its request is sent again.
 
 After a kill the same command continues from the last checkpoint: policy, optimizer, position in the data, allocator's
 history. Each rollout is on disk as soon as it is scored. By default (`rollout.max_staleness: 0`) the rollouts of all
@@ -117,6 +118,7 @@ class RLTrainer(Trainer):
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
         updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in mini_batches]
+        self.policy.check_weights(lr)
         # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has failed.
         # Servers with the new weights sample step + 1. A server that failed is restarted, and joins at a later push.
         pushed = self.serving.push(step)

@@ -69,18 +69,18 @@ class TrainingRun:
             self.journal.ended(self.coordinator.step)
 
     def keep(self, error: NonFiniteError | GradientSpike) -> None:
-        """Completes a save under way, and writes the batch that gave NaN or infinity; collective over all ranks. If
-        this fails, the user gets a warning: `error` ends the run and must be the last message."""
+        """Completes a save under way, and writes the batch of a pass that gave NaN or infinity; collective over all
+        ranks. If this fails, the user gets a warning: `error` ends the run and must be the last message."""
         step, say = self.coordinator.step, None if self.journal is None else self.journal.say
         self.coordinator.begin_step(step)  # the files may take as long as a step
         if say is not None:
             say(f"step {step}: {error_line(error)}")
         try:
             self.checkpoints.settle()
-            if isinstance(error, NonFiniteError):
+            if isinstance(error, NonFiniteError) and error.inputs is not None:
                 self.stop()
                 self.phases.begin("failed step")
-                write_failed_step(self.policy, self.config, step, error, say)
+                write_failed_step(self.policy, self.config, step, str(error), error.inputs, say)
         except (OSError, RuntimeError, MemoryError) as second:
             if say is not None or not isinstance(second, OSError):  # every rank raises OSError for another's file
                 self.warn(f"saving after this error failed: {error_line(second)}")

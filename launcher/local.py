@@ -135,7 +135,8 @@ def _exit_code(
             print(stopped_early(received[0], output_dir), file=sys.stderr, flush=True)
         return 75
     if code < 0:  # a rank that fails by itself has said why
-        print(f"rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+        next_start = after_a_stop(output_dir / "checkpoints")
+        print(f"rank {rank} was ended by {signal.Signals(-code).name}; {next_start}", file=sys.stderr, flush=True)
         return 1
     if consequence:
         show(consequence)

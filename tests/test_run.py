@@ -11,6 +11,7 @@ import torch
 
 from dynamo_megatron import run
 from dynamo_megatron.cli import main
+from dynamo_megatron.rollout.result import RolloutError
 
 JOB = """
 import os
@@ -118,3 +119,19 @@ def test_a_start_that_fails_while_ranks_join_leaves_no_secret(tiny_model, tmp_pa
     done = one_rank(tiny_model, tmp_path, NO_RANKS="1")
     assert done.returncode == 1 and "no NCCL here" in done.stderr, done.stderr[-2000:]
     assert not any((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RolloutError("the rollout process ended"), "RolloutError: the rollout process ended; resumes\n"),
+        (
+            RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
+            "ConnectionError: lost the connection to another rank (Connection closed by peer); resumes\n",
+        ),
+        (OSError(28, "No space left"), "OSError: [Errno 28] No space left\n"),
+    ],
+)
+def test_after_the_end_of_another_process_the_last_line_names_the_next_start(capsys, error, said):
+    assert run._report(error, 0, None, lambda: "; resumes") == 1
+    assert capsys.readouterr().err == said

@@ -12,7 +12,7 @@ from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.spikes import GradientSpike
 from dynamo_megatron.training_run import RunParts, TrainingRun
 
-NAN = NonFiniteError("loss nan", None)
+NAN = NonFiniteError("loss nan", SimpleNamespace())
 
 
 class Fails(TrainingRun):
@@ -81,7 +81,7 @@ def test_the_step_is_kept_within_a_time_of_its_own_after_the_error_is_told(faili
     run = failing()
     with pytest.raises(NonFiniteError):
         run.run()
-    assert run.order == ["end", "begin 3", "begin 3", SAID, "settle", "stop", "memory failed step", "write"]
+    assert run.order == ["end", "begin 3", "begin 3", SAID, "settle", "stop", "memory failed step", "write loss nan"]
 
 
 def test_the_last_step_and_the_export_are_held_to_their_time_too(failing):
@@ -121,14 +121,15 @@ def test_another_rank_warns_of_what_rank_0_cannot_know(failing, capsys):
         assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize("error", [GradientSpike("gradient norm 9"), NonFiniteError("ruined weights", None)])
 @pytest.mark.parametrize("settles", [None, OSError("disk full")])
-def test_a_save_under_way_is_completed_before_a_gradient_spike_ends_the_run(failing, settles):
+def test_a_save_under_way_is_completed_before_an_error_without_a_batch_to_keep(failing, settles, error):
     run = failing(settles=settles)
-    run.error = GradientSpike("gradient norm 9")
-    with pytest.raises(GradientSpike, match="gradient norm 9"):
+    run.error = error
+    with pytest.raises(type(error), match=str(error)):
         run.run()
     warned = [] if settles is None else ["warning: saving after this error failed: OSError: disk full"]
-    assert run.order == ["end", "begin 3", "begin 3", "step 3: GradientSpike: gradient norm 9", "settle", *warned]
+    assert run.order == ["end", "begin 3", "begin 3", f"step 3: {type(error).__name__}: {error}", "settle", *warned]
 
 
 def test_a_step_that_raises_ends_its_profile(failing, tmp_path):

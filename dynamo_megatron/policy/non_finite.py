@@ -1,4 +1,4 @@
-"""The error of a pass whose results are not finite. A module of its own, since it needs no Megatron."""
+"""The error of a pass or an update whose results are not finite. A module of its own, since it needs no Megatron."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ if TYPE_CHECKING:
 
 
 class NonFiniteError(RuntimeError):
-    """A token statistic, loss or gradient norm that is NaN or infinite; raised on every rank, before the optimizer
-    step. `inputs`: the inputs of the pass."""
+    """A token statistic, loss or gradient norm that is NaN or infinite, or weights that an optimizer step left so;
+    raised on every rank. `inputs`: the inputs of the pass, before whose optimizer step it is raised; None for weights.
+    """
 
-    def __init__(self, message: str, inputs: PassInputs):
+    def __init__(self, message: str, inputs: PassInputs | None):
         super().__init__(message)
         self.inputs = inputs

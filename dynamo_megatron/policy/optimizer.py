@@ -11,6 +11,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from dynamo_megatron.config import OptimizerConfig
 from dynamo_megatron.policy.megatron_versions import match_groups_by_kind
 
+# Torch's Adam raises at numbers beyond float32. This one ruins all weights too, and `Policy.check_weights` reports it.
+UNUSABLE = 1e30
+
 
 def build_optimizer(config: OptimizerConfig, ddp: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     match_groups_by_kind()
@@ -36,6 +39,6 @@ def optimizer_step(optimizer: MegatronOptimizer, config: OptimizerConfig, learni
     """Makes a step with the gradients from `prepare_grads`. All settings are set every time: a loaded checkpoint brings
     its own, and in Megatron a scheduler, not used here, applies wd_mult, which is 0 for norms and biases."""
     for group in optimizer.param_groups:
-        decay = config.weight_decay * group["wd_mult"]
-        group.update(lr=learning_rate, weight_decay=decay, betas=config.betas, eps=config.eps)
+        decay = min(config.weight_decay, UNUSABLE) * group["wd_mult"]
+        group.update(lr=min(learning_rate, UNUSABLE), weight_decay=decay, betas=config.betas, eps=config.eps)
     optimizer.step()

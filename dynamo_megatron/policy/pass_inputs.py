@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import global_name, huggingface_names
@@ -24,6 +24,7 @@ from dynamo_megatron.policy.model import PolicyModel
 from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
 
 Kind = Literal["statistics", "reference", "implicit", "update", "fit"]
+LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)  # the product of two larger ones is infinite, as in q k
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,17 @@ def _fields(record: Any, but: str = "") -> dict[str, Any]:
 
 
 def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layout) -> list[str]:
-    """Describes which weights are NaN or infinite: for each rank that has such weights the Hugging Face name of the
-    first, each name once. Collective over all ranks; reads all parameters."""
-    experts, found = spec.experts_of(layout.ep.rank(), layout.ep.size()), []
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if not is_finite(parameter):
-                found.append(huggingface_names(spec, global_name(name, chunk.layer_offset, experts.start)))
+    """Describes which weights are NaN, infinite or above LARGEST_WEIGHT: for each rank that has such weights the
+    Hugging Face name of the first, each name once. Collective over all ranks; reads all parameters, with one wait for
+    the device."""
+    experts = spec.experts_of(layout.ep.rank(), layout.ep.size())
+    named = [(chunk, name, p) for chunk in chunks for name, p in chunk.named_parameters() if p.numel()]
+    largest = torch.stack([torch.linalg.vector_norm(p.detach(), math.inf).float() for *_, p in named]).cpu()
+    found = [
+        huggingface_names(spec, global_name(name, chunk.layer_offset, experts.start))
+        for (chunk, name, _), value in zip(named, largest.tolist(), strict=True)
+        if not value <= LARGEST_WEIGHT  # NaN is not
+    ]
     first = " or ".join(found[0]) if found else ""
     more = f", and {len(found) - 1} more parameters" if len(found) > 1 else ""
     by_name: dict[str, list[tuple[int, str]]] = {}
@@ -132,7 +137,7 @@ def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layou
         if name:
             by_name.setdefault(name, []).append((rank, others))
     return [
-        f"NaN or infinity in the weights of rank {ranks[0][0]}: {name}{ranks[0][1]}"
+        f"NaN, infinity or values above {LARGEST_WEIGHT:.1e} in the weights of rank {ranks[0][0]}: {name}{ranks[0][1]}"
         + (f" (and on {len(ranks) - 1} more ranks)" if len(ranks) > 1 else "")
         for name, ranks in by_name.items()
     ]

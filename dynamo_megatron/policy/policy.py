@@ -200,10 +200,10 @@ class Policy:
         measured mini-batch also the gradient noise, and `selected`, the number of tokens that entropy_top_ratio,
         clip_cov or kl_cov selected.
 
-        The step is skipped (`skipped` 1) if no token can give a gradient (all advantages are 0, and there are neither
-        KL nor entropy terms), with a user's function if the gradient is 0, and with `optimizer.spike` if the gradient
-        is a spike (`spike` 1). Raises, on every rank and before the step, NonFiniteError and GradientSpike, and
-        UserCodeError.
+        The step is skipped (`skipped` 1) if no token can give a gradient (all weights are 0, or all advantages are 0
+        and there are neither KL nor entropy terms), with a user's function if the gradient is 0, and with
+        `optimizer.spike` if the gradient is a spike (`spike` 1). Raises, on every rank and before the step,
+        NonFiniteError and GradientSpike, and UserCodeError.
         """
         shaped = shape_tokens(
             batch.rollouts,
@@ -239,7 +239,7 @@ class Policy:
         """The built-in loss of a micro-batch; None if no token can give a gradient."""
         loss, device = self.loss_config, self.layout.device
         every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
-        if not every_token_counts and not trained.any():
+        if not (shaped.weights != 0 if every_token_counts else trained).any():
             return None
         ranges = shaped.ranges and ModulationRanges(*(to_device(r, device) for r in shaped.ranges))
         whole_sequences = loss.modulation is not None and (
@@ -385,6 +385,8 @@ class Policy:
         totals = self.layout.world_sum(on_host)
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
+            if inputs.kind == "update":  # the step's statistics were finite, so an earlier update of it did this
+                self.check_weights(inputs.learning_rate)
             broken = broken_weights(self.chunks, self.spec, self.layout)
             where = (inputs, mini_batch, self.layout)
             raise_non_finite(result, finite, self._parameters, *where, self.loss_function, broken)
@@ -396,3 +398,14 @@ class Policy:
             return {**result, "skipped": 1.0, "spike": 1.0}
         optimizer_step(self.optimizer, self.config.optimizer, inputs.learning_rate)
         return result
+
+    def check_weights(self, learning_rate: float) -> None:
+        """To be called after the updates of a step, at this learning rate, before the weights are sent or saved. Raises
+        NonFiniteError on every rank if they are NaN, infinite or too large to compute with."""
+        if broken := broken_weights(self.chunks, self.spec, self.layout):
+            raise NonFiniteError(
+                f"the update at learning rate {learning_rate:g} ruined the weights, and they are not saved: "
+                f"{'; '.join(broken)}; with a lower optimizer.lr or weight_decay the same command resumes from the "
+                "last checkpoint",
+                None,
+            )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot a figure is drawn by Agg, with no screen
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from dynamo_megatron.reports.run_record import Revisits, RunRecord
+from dynamo_megatron.reports.run_record import Revisits, RunRecord, gaps
 
 # Distinguishable for the colour-blind, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -82,13 +83,19 @@ def _with_room(axes: Axes) -> None:
     axes.set_xlabel("training step")
 
 
+def _line(axes: Axes, run: RunRecord, values: np.ndarray, *style: str, **options: Any) -> None:
+    """Plots a value per step, with a gap where steps are lost."""
+    lost = gaps(run.steps)
+    axes.plot(*(np.insert(each.astype(float), lost, np.nan) for each in (run.steps, values)), *style, **options)
+
+
 def _lines(axes: Axes, runs: Mapping[str, RunRecord], colours: Sequence[str], key: str) -> None:
     """Each run's metric and its moving average; a run whose metrics lack it is left out."""
     for (name, run), colour in zip(runs.items(), colours, strict=True):
         if all(key in row for row in run.metrics):
             values = run.metric(key)
-            axes.plot(run.steps, values, ".-", color=colour, alpha=0.3, linewidth=1)
-            axes.plot(run.steps, moving_average(values, window_of(len(values))), color=colour, linewidth=2, label=name)
+            _line(axes, run, values, ".-", color=colour, alpha=0.3, linewidth=1)
+            _line(axes, run, moving_average(values, window_of(len(values))), color=colour, linewidth=2, label=name)
     _with_room(axes)
 
 
@@ -112,9 +119,9 @@ def _passes(axes: Axes, runs: Mapping[str, RunRecord], colours: Sequence[str]) -
 
 def _reward(axes: Axes, run: RunRecord) -> None:
     values, window = run.metric("reward/mean"), window_of(len(run.steps))
-    axes.plot(run.steps, values, ".-", color=BLUE, alpha=0.3, linewidth=1, label="training reward, mean of a step")
+    _line(axes, run, values, ".-", color=BLUE, alpha=0.3, linewidth=1, label="training reward, mean of a step")
     label = f"the same, average of {window} steps" if window > 1 else None
-    axes.plot(run.steps, moving_average(values, window), color=BLUE, linewidth=2, label=label)
+    _line(axes, run, moving_average(values, window), color=BLUE, linewidth=2, label=label)
     if run.k:
         _points(axes, run, run.k[0], ORANGE, f"held-out problems: pass@{run.k[0]}, 95 % interval")
     axes.set(title="Reward", ylabel="reward (line), share solved (points)")

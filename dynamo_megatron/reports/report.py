@@ -18,7 +18,7 @@ from dynamo_megatron.evaluation.results import (
     summary_rows,
 )
 from dynamo_megatron.reports.run_record import Revisits, RunRecord, read_revisits, read_run
-from dynamo_megatron.tracking.metrics import read_rows
+from dynamo_megatron.tracking.metrics import lost_steps, read_rows
 
 WINDOW = 5  # steps whose mean is called a run's beginning, and its end
 PRICES = ("lowest third", "middle third", "highest third")
@@ -55,11 +55,13 @@ def rate_classes(rate: np.ndarray) -> dict[str, np.ndarray]:
 
 def _heading(run: RunRecord) -> str:
     config, last = run.config, run.metrics[-1]
+    lost = lost_steps(run.folder / "metrics.jsonl", last["step"])
     return (
         f"# Report of {run.folder}\n\n"
         f"{config['model']['path']} trained on {config['data']['source']}, "
         f"allocation {config['algorithm']['allocation']['kind']}: "
         f"{last['step']} of {config['trainer']['steps']} steps, in pass {last['data/epoch'] + 1} over the problems."
+        + (f" metrics.jsonl has no line of these steps: {lost}. The curves have a gap there." if lost else "")
     )
 
 

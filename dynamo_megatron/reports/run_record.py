@@ -63,6 +63,12 @@ class Revisits:
     uniform: float  # rollouts per visit with an even split
 
 
+def gaps(steps: np.ndarray, width: int = 1) -> np.ndarray:
+    """The indices of the entries of `steps`, int64 and ascending, that follow the one before at more than `width`: the
+    steps in between are lost, and no line is drawn there."""
+    return np.flatnonzero(np.diff(steps) > width) + 1
+
+
 def read_run(folder: Path) -> RunRecord:
     """The record of the run in `folder`. Raises ValueError where it is not a run's folder or has no step, and
     (path:line) for a broken line."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,9 @@ from dynamo_megatron.runtime.whole_files import naming
 STEP_LOGS = ("metrics.jsonl", "allocation.jsonl", "evaluations.jsonl")
 CHECKED_BYTES = 4 << 20  # at the end of a file, where a kill, a full disk or a power cut does its damage
 BLOCK = 1 << 16  # bytes
+STEP = re.compile(rb'"step": (\d+)[,}]')
+LISTED = 5  # ranges of lost steps
+PROBE = 512  # bytes read at a time while these are searched
 
 
 class StepLog:
@@ -62,6 +66,38 @@ def kept_bytes(path: Path, keep_to: int) -> int:
             else:
                 high = start
     return low
+
+
+def lost_steps(path: Path, last: int) -> str:
+    """Names the steps from 1 to `last` of which a file of JSON lines in order of steps, none of them later, has no
+    line, as in "3 to 7, 9"; "" if it has them all. Reads few lines of each step."""
+    if not path.is_file():
+        lost = [(1, last)] if last else []
+    else:
+        with path.open("rb", buffering=PROBE) as file:
+            lost = list(_lost_between(file, 0, path.stat().st_size, 0, last + 1))
+    names = [f"{first} to {end}" if first < end else f"{first}" for first, end in lost]
+    return ", ".join(names[:LISTED] + ["..."] * (len(names) > LISTED))
+
+
+def _lost_between(file: BinaryIO, start: int, end: int, before: int, after: int) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last step of each range between `before` and `after` of which no line begins at offsets
+    from `start` to `end`, which are beginnings of lines. Bisects until it has found all steps; passes broken lines."""
+    if after - before < 2:
+        return
+    if start >= end:
+        yield before + 1, after - 1
+        return
+    at = _next_line(file, (start + end) // 2)
+    middle = at = at if at < end else start
+    file.seek(at)
+    while not (found := STEP.search(line := file.readline())) and at + len(line) < end:
+        at += len(line)
+    if found is None:
+        yield from _lost_between(file, start, middle, before, after)
+        return
+    yield from _lost_between(file, start, at, before, int(found[1]))
+    yield from _lost_between(file, at + len(line), end, int(found[1]), after)
 
 
 def _last_newline(file: BinaryIO) -> int:

@@ -12,6 +12,7 @@ from dynamo_megatron.checkpoint.folder import after_a_stop
 
 pytestmark = pytest.mark.full
 
+FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
 FAILS_ON_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
@@ -80,7 +81,8 @@ def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_
     rank_1 = next(p for p in run.family if p.is_running() and p.environ().get("RANK") == "1")
     rank_1.kill()
     assert run.wait(timeout=30) == 1
-    assert run.text.splitlines()[-1] == "rank 1 was ended by SIGKILL"
+    again = after_a_stop(tmp_path / "run" / "checkpoints")
+    assert run.text.splitlines()[-1] == f"rank 1 was ended by SIGKILL; {again}"
     assert run.left_behind(within=10) == []
 
 
@@ -92,7 +94,8 @@ def test_a_rank_killed_while_another_one_talks_to_it_is_named_without_a_tracebac
     run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
     assert run.wait() == 1
     before, killed = run.text.splitlines()[-2:]
-    assert killed == f"rank {rank} was ended by SIGKILL" and "rank" not in before and "Traceback" not in run.text
+    assert killed == f"rank {rank} was ended by SIGKILL; {FROM_STEP_0}"
+    assert "rank" not in before and "Traceback" not in run.text
     assert run.left_behind(within=10) == []
 
 
@@ -101,7 +104,8 @@ def test_a_rank_that_ends_without_a_word_is_told_by_the_one_that_talks_to_it(rec
     run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
     assert run.wait() == 3
     last = run.text.splitlines()[-1]
-    assert re.fullmatch(r"rank 0, step 3: ConnectionError: lost the connection to another rank \(.*\)", last)
+    lost = r"rank 0, step 3: ConnectionError: lost the connection to another rank \(.*\)"
+    assert re.fullmatch(f"{lost}; {FROM_STEP_0}", last)
     assert "Traceback" not in run.text and run.left_behind(within=10) == []
 
 

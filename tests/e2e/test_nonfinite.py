@@ -56,7 +56,7 @@ if "RANK" in os.environ:
 """
 TRAIN, SFT = "train_job import TrainJob as Job", "sft import SFTJob as Job"
 NAMES = {  # what the last line says of the cause
-    "WEIGHT": "NaN or infinity in the weights of rank 0: model.layers.0.mlp.down_proj.weight",
+    "WEIGHT": "NaN, infinity or values above 1.8e+19 in the weights of rank 0: model.layers.0.mlp.down_proj.weight",
     "ADVANTAGE": "the advantage of rollout 000002-0000-003 of prompt '",
     "ENGINE": "the engine logprob of rollout 000002-0000-005 of prompt '",
 }

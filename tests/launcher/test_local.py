@@ -26,6 +26,7 @@ def test_signals_are_the_callers_again_afterwards(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
 ENDS_WITHOUT_A_WORD = """
 import os, pathlib, signal, time
 if "RANK" in os.environ:
@@ -49,7 +50,18 @@ def test_an_interrupted_run_says_so_where_rank_0_cannot(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
-    assert log.read_text() == "interrupted; nothing is saved yet: the same command starts from step 0\n"
+    assert log.read_text() == f"interrupted; {FROM_STEP_0}\n"
+
+
+def test_a_killed_rank_is_named_with_the_next_start(tmp_path):
+    killed = "import os\nif os.environ.get('RANK') == '1':\n    os.kill(os.getpid(), 9)\n"
+    (tmp_path / "sitecustomize.py").write_text(killed)
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", "2", str(tmp_path / "run"), "--help"]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, f"rank 1 was ended by SIGKILL; {FROM_STEP_0}\n")
 
 
 SENDS = """

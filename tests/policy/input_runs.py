@@ -1,5 +1,5 @@
 """Run by test_inputs.py: what the policy says to token ids that the model does not have, to folders with a value that
-is not finite or a flipped bit, and to weights that became NaN."""
+is not finite or a flipped bit, to weights that became NaN, and to updates that ruin them or have no weighted token."""
 
 import json
 import sys
@@ -20,6 +20,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import NonFiniteError, Policy  # noqa: E402
 from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
@@ -73,6 +74,15 @@ def run(case: dict, out: Path, store: dist.Store) -> None:
     with torch.no_grad():
         policy.chunks[-1].head_weight[0, 0] = torch.nan
     found["NaN on all"] = said(lambda: policy.token_stats(batch, everyone))
+    for rate in case["rates"]:
+        for mini_batches in (1, 2):
+            policy = build(config, spec, layout, config.model.path)
+            found[f"{mini_batches} updates at {rate}"] = said(lambda p=policy, m=mini_batches, r=rate: update(p, m, r))
+        policy = build(config, spec, layout, config.model.path)
+        found[f"sft at {rate}"] = said(lambda p=policy, r=rate: (p.fit(batch, weights, r), p.check_weights(r)))
+    for name, change in case["every token counts"].items():
+        policy = Policy(spec, changed(config, change), layout)
+        found[name] = update(policy, 1, 1e-3, weight=0.0)
     policy = Policy(spec, with_reference(config, case["folders"]["huge"]), layout)
     found["reference NaN"] = said(lambda: policy.reference_logprobs(batch, everyone))
     (out / f"rank{layout.rank}.json").write_text(json.dumps(found))
@@ -86,10 +96,26 @@ def build(config: Config, spec, layout, path: str) -> Policy:
     return Policy(spec, config.model_copy(update={"model": model}), layout)
 
 
+def update(policy: Policy, mini_batches: int, rate: float, weight: float = 0.1) -> list[dict]:
+    """Makes a step's updates, each with a response, as `RLTrainer.train_step` does."""
+    source, of_update = rollouts(), np.array([0, mini_batches - 1, 0])
+    batch = TrainBatch(source, np.array([1.0, -1.0, 0.0]), of_update, np.full(len(LENGTHS), weight))
+    packed = policy.pack(source, batch.mini_batches)
+    stats, reference = policy.token_stats(source, packed), policy.reference_logprobs(source, packed)
+    results = [policy.update(batch, mini, stats, reference, rate) for mini in packed]
+    policy.check_weights(rate)
+    return results
+
+
+def changed(config: Config, algorithm: dict) -> Config:
+    plain = config.model_dump()
+    for section, change in algorithm.items():
+        plain["algorithm"][section] |= change
+    return Config.model_validate(plain)
+
+
 def with_reference(config: Config, path: str) -> Config:
-    changed = config.model_dump()
-    changed["algorithm"]["kl"] |= {"coef": 0.1, "reference": path}
-    return Config.model_validate(changed)
+    return changed(config, {"kl": {"coef": 0.1, "reference": path}})
 
 
 def main(cases_file: str) -> None:

@@ -1,4 +1,5 @@
-"""What enters the policy and must not train it: token ids beyond the vocabulary, damaged weights, NaN."""
+"""What enters the policy and must not train it: token ids beyond the vocabulary, damaged weights, NaN, a learning rate
+that ruins the weights."""
 
 import json
 import shutil
@@ -19,6 +20,8 @@ CHANGES = {  # (rollout, position, token id): what is said
     (2, 0, VOCAB): f"rollout g2-0 of prompt 'p2': token id {VOCAB} at position 0, in the prompt, ",  # no response
 }
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
+BROKEN = "NaN, infinity or values above 1.8e+19 in the weights"
+RATES = ("1e30", "1e38", "1e308")  # finite weights, a number that torch's Adam refuses, infinite weights
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,12 @@ def both(folders, run_script, tmp_path_factory) -> dict[int, Path]:
             "parallel": {"tp": ranks},
         }
         case = {"config": config, "ranks": ranks, "folders": damaged, "changes": list(CHANGES)}
+        case["rates"] = list(map(float, RATES))
+        whole = str(folders["whole"])
+        case["every token counts"] = {
+            "kl": {"kl": {"coef": 0.1, "reference": whole}},
+            "entropy": {"loss": {"entropy_coef": 0.1}},
+        }
         cases.append({**case, "out": str(out / f"tp{ranks}")})
     run_script(Path(__file__).with_name("input_runs.py"), cases, out, 300)
     return {ranks: out / f"tp{ranks}" for ranks in (1, 2)}
@@ -107,13 +116,12 @@ def test_a_model_that_was_converted_without_checksums_loads_with_one_line(said, 
 
 
 def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders):
-    weight = f"; NaN or infinity in the weights of rank {len(said[0]) - 1}: lm_head.weight"
-    everywhere = "; NaN or infinity in the weights of rank 0: lm_head.weight"
-    everywhere += " (and on 1 more ranks)" if len(said[0]) == 2 else ""
+    weight = f"; {BROKEN} of rank {len(said[0]) - 1}: lm_head.weight"
+    others = " (and on 1 more ranks)" if len(said[0]) == 2 else ""
     cases = (
         ("NaN", "policy", weight),
-        ("NaN on all", "policy", everywhere),
-        ("reference NaN", f"reference model {folders['huge']}", ""),
+        ("NaN on all", "policy", f"; {BROKEN} of rank 0: lm_head.weight{others}"),
+        ("reference NaN", f"reference model {folders['huge']}", f"; {BROKEN} of rank 0: model.norm.weight{others}"),
     )
     for rank in said[0]:
         for case, model, cause in cases:
@@ -121,3 +129,18 @@ def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders)
                 f"NonFiniteError: NaN or infinite logprobs or entropy of the {model} in 2 of 3 responses; the first: "
                 f"rollout g0-0 of prompt 'p0'{cause}"
             )
+
+
+@pytest.mark.parametrize("rate", map(float, RATES))
+@pytest.mark.parametrize("updates", ["1 updates", "2 updates", "sft"])
+def test_an_update_that_ruins_the_weights_is_found_after_it_on_every_rank(said, rate, updates):
+    for rank in said[0]:
+        assert rank[f"{updates} at {rate}"].startswith(
+            f"NonFiniteError: the update at learning rate {rate:g} ruined the weights, and they are not saved: "
+            f"{BROKEN} of rank 0: model.embed_tokens.weight, and "
+        )
+
+
+@pytest.mark.parametrize("term", ["kl", "entropy"])
+def test_an_update_in_which_no_token_has_a_weight_is_skipped(said, term):
+    assert all(rank[term] == [{"skipped": 1.0}] for rank in said[0])

@@ -14,6 +14,7 @@ from dynamo_megatron.policy.pass_inputs import PassInputs, broken_weights
 from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
 
 LENGTHS = (3, 0, 2)  # tokens of the responses
+BROKEN = "NaN, infinity or values above 1.8e+19 in the weights"
 
 
 def rollouts() -> RolloutBatch:
@@ -119,9 +120,10 @@ def test_the_rollout_of_an_engine_logprob_is_named(slot, rollout):
     assert broken.faults() == [f"the engine logprob of rollout {rollout} of prompt '{prompt}' is NaN or infinite"]
 
 
-def test_weights_that_broke_on_many_ranks_are_named_once(tiny_model):
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, -1e30])
+def test_weights_that_broke_on_many_ranks_are_named_once(tiny_model, value):
     """Ranks 0, 2 and 3 of four say that they have them, rank 1 that it has none, rank 4 others."""
-    bad, found = torch.full((2,), torch.nan), []
+    bad, found = torch.tensor([1.0, value], dtype=torch.bfloat16), []
     weights = [("decoder.final_layernorm.weight", bad), ("output_layer.weight", bad)]
     chunk = SimpleNamespace(
         layer_offset=0, named_parameters=lambda: [("embedding.word_embeddings.weight", bad[:0]), *weights]
@@ -134,8 +136,8 @@ def test_weights_that_broke_on_many_ranks_are_named_once(tiny_model):
     one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     spec = load_model_config(str(tiny_model))
     assert broken_weights([chunk], spec, SimpleNamespace(ep=one, gather=gather)) == [
-        "NaN or infinity in the weights of rank 0: model.norm.weight, and 1 more parameters (and on 2 more ranks)",
-        "NaN or infinity in the weights of rank 4: lm_head.weight",
+        f"{BROKEN} of rank 0: model.norm.weight, and 1 more parameters (and on 2 more ranks)",
+        f"{BROKEN} of rank 4: lm_head.weight",
     ]
-    weights.clear()
+    weights[:] = [("output_layer.weight", torch.tensor([1.0, -1e15]))]
     assert broken_weights([chunk], spec, SimpleNamespace(ep=one, gather=lambda mine: [mine])) == []

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from PIL import Image
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -151,6 +152,19 @@ def test_report_and_picture(run):
     with Image.open(run / "report.png") as picture:
         assert picture.width >= 1000
         assert len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
+
+
+def test_lost_steps_are_named_and_a_gap_in_the_picture(tmp_path, monkeypatch):
+    write_config(tmp_path / "run", steps=8)
+    append(tmp_path / "run" / "metrics.jsonl", *(metrics(step, 0.5, 1.0, 0) for step in (1, 2, 5, 6)))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    text = write_report(tmp_path / "run", tmp_path)
+    assert "metrics.jsonl has no line of these steps: 3 to 4. The curves have a gap there." in text
+    lines = [line for axes in figures[0].axes[:2] for line in axes.lines]  # reward and entropy, each with its average
+    assert len(lines) == 4
+    for line in lines:
+        np.testing.assert_array_equal(line.get_xdata(), [1, 2, np.nan, 5, 6])
 
 
 def test_the_title_of_the_picture_says_what_it_is_of(run):

@@ -45,7 +45,7 @@ def test_the_last_line_of_a_run_is_text(error, capsys):
     try:
         raise error
     except type(error) as raised:
-        _report(raised, 0, None, True)
+        _report(raised, 0, None, str)
     said = capsys.readouterr().err
     assert tame(said) and "clip" in said.splitlines()[-1]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dynamo_megatron.reports.picture import moving_average, window_of
-from dynamo_megatron.reports.run_record import RunRecord
+from dynamo_megatron.reports.run_record import RunRecord, gaps
 
 POINTS = 500  # at most, per curve
 KEYS = (
@@ -79,20 +79,20 @@ def curves(run: RunRecord) -> dict[str, Any]:
     point. `smooth`: the same of moving averages over `window` steps, for metrics of SMOOTHED. `evaluations`: k -> rows
     of `RunRecord.pass_at`.
 
-    A point is the mean over its steps, or the maximum for metrics whose names end in _max. Metrics that no step has are
-    left out."""
+    A point is the mean over its steps, or the maximum for metrics whose names end in _max. Where steps are lost there
+    is a point without values. Metrics that no step has are left out."""
     bin_of, window = bins(len(run.metrics)), window_of(len(run.metrics))
-    found, smooth = {}, {}
+    steps, width = run.steps[np.flatnonzero(np.append(np.diff(bin_of) > 0, True))], int(np.bincount(bin_of)[0])
+    lost, found, smooth = gaps(steps, width), {}, {}
     for key in (*KEYS, BUSY_MEAN, BUSY_MIN):
         values = series(run, key)
         if np.isfinite(values).any():
-            found[key] = plain(binned(values, bin_of, largest=key.endswith("_max")))
+            found[key] = plain(np.insert(binned(values, bin_of, largest=key.endswith("_max")), lost, np.nan))
             if key in SMOOTHED and window > 1:
-                smooth[key] = plain(binned(moving_average(values, window), bin_of))
-    last = np.flatnonzero(np.append(np.diff(bin_of) > 0, True))
+                smooth[key] = plain(np.insert(binned(moving_average(values, window), bin_of), lost, np.nan))
     return {
-        "steps": [int(s) for s in run.steps[last]],
-        "width": int(np.bincount(bin_of)[0]),
+        "steps": [int(s) for s in np.insert(steps, lost, steps[lost - 1] + 1)],
+        "width": width,
         "values": found,
         "smooth": smooth,
         "window": window,

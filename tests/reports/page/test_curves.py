@@ -31,6 +31,14 @@ def test_what_a_step_lacks_is_no_number(record):
     assert set(found["values"]) == {"policy/kl", "reward/mean"}
 
 
+def test_lost_steps_are_a_point_without_a_value(record):
+    found = curves(record([{"step": s, "reward/mean": 0.5} for s in (1, 2, 5, 6)]))
+    assert found["steps"] == [1, 2, 3, 5, 6] and found["values"]["reward/mean"] == [0.5, 0.5, None, 0.5, 0.5]
+    steps = [*range(1, 601), *range(1001, 1421)]  # three of them in a point
+    found = curves(record([{"step": s, "reward/mean": 0.5} for s in steps]))
+    assert found["steps"][199:202] == [600, 601, 1003] and found["values"]["reward/mean"].count(None) == 1
+
+
 def test_utilisation_is_over_the_servers(record):
     shares = {"fleet/server-0/busy_share": 0.5, "fleet/server-1/busy_share": 1.0}
     found = curves(record([{"step": 1, "reward/mean": 0.1, **shares}]))["values"]
