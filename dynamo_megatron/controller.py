@@ -81,7 +81,8 @@ class Controller:
             self._journal.say(f"allocation: a prompt without history gets what the average prompt gets {alike}")
         for warning in premise_warnings(self.config):
             self._journal.say(f"warning: {warning}")
-        self._journal.say(legend(self.config.trainer.steps, self._journal.width))
+        ahead = self.config.rollout.max_staleness > 0
+        self._journal.say(legend(self.config.trainer.steps, self._journal.width, ahead=ahead))
 
     # -- sampling --------------------------------------------------------------------------------------------------
     def begin_round(self, step: int, rounds: Sequence[Round]) -> Round:
