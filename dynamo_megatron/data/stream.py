@@ -31,7 +31,7 @@ def open_stream(
     `PromptStream` over an iterator, as older versions did, continues with one. `on_progress` is called with the number
     of problems read so far; `needs_answer`: as for `load_prompts`.
 
-    Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do, also where `before` is not of this data.
+    Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do, and for a `before` of other data.
     """
     stream: PromptStream | IteratorStream
     if config.streamed and (before is None or "taken" in before):

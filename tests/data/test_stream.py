@@ -82,7 +82,7 @@ def test_other_data_is_refused_as_it_is_opened(tmp_path):
     before = None
     for answer in ("2", "3"):
         (tmp_path / "problems.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": answer}))
-        with pytest.raises(ValueError, match="problems.jsonl has changed") if before else nullcontext():
+        with pytest.raises(ValueError, match=r"problems\.jsonl has changed") if before else nullcontext():
             before = open_stream(config, lambda p: [1], None, before).state_dict()
 
 
