@@ -137,8 +137,8 @@ def _near(name: str, known: Any) -> str:
 
 
 def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[Run]:
-    """All runs, with these `options` of `train`. Those that can use the same servers come together, and among them seed after seed, so that a comparison
-    that is stopped early has complete seeds.
+    """All runs; their `words` have these `options` of `train`. Those that can use the same servers come together, and
+    among them seed after seed, so that a comparison that is stopped early has complete seeds.
 
     Raises ConfigError for a config that is refused, arms whose scores could not be compared, or another run on disk in
     the folder of one of the runs.
