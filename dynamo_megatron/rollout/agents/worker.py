@@ -96,15 +96,19 @@ def load(spec: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def shown(error: BaseException) -> str:
+    """The error in a line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN]}{where}"
+
+
 async def run(agent: Any, prompt: Prompt, session: Session) -> dict[str, Any]:
     """Runs one episode; returns the fields of its answer."""
     try:
         reward = await agent(prompt, session)
     except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        text = " ".join(str(error).split())[:SHOWN]
-        return {"error": f"{type(error).__name__}: {text}{where}"}
+        return {"error": shown(error)}
     if reward is None:
         return {"reward": None}
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
@@ -112,7 +116,8 @@ async def run(agent: Any, prompt: Prompt, session: Session) -> dict[str, Any]:
     return {"reward": float(reward)}
 
 
-async def serve(connection: socket.socket) -> None:
+async def serve(connection: socket.socket, exits: list[SystemExit]) -> None:
+    """`exits`: gets what has ended the loop, before the episodes are cancelled."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
     process = os.getpid()
     # A process that an agent forks has this socket and all episodes: it exits once it is back in the event loop.
@@ -140,12 +145,12 @@ async def serve(connection: socket.socket) -> None:
     running: dict[str, asyncio.Task] = {}
 
     async def episode(name: str, prompt: Prompt, session: Session) -> None:
-        found: dict[str, Any] = {"error": "it was cancelled"}
+        found: dict[str, Any] | None = None
         try:
             found = await run(agent, prompt, session)
         finally:
             del running[name]
-            answer(ended=name, **found)
+            answer(ended=name, **(found or {"error": shown(exits[0]) if exits else "it was cancelled"}))
 
     while line := await reader.readline():
         asked = json.loads(line)
@@ -163,7 +168,12 @@ def main(descriptor: int) -> None:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     os.set_inheritable(descriptor, False)  # what an agent starts must not keep the socket open
-    asyncio.run(serve(socket.socket(fileno=descriptor)))
+    exits: list[SystemExit] = []
+    with asyncio.Runner() as runner:  # its end cancels the episodes
+        try:
+            runner.run(serve(socket.socket(fileno=descriptor), exits))
+        except SystemExit as error:  # of a task that an agent has started; it ends the loop
+            exits.append(error)
 
 
 if __name__ == "__main__":
