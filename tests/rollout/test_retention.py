@@ -174,7 +174,7 @@ sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "op
 from pathlib import Path
 from dynamo_megatron.config import Config
 from dynamo_megatron.output_dir import OutputDir
-from dynamo_megatron.rollout.retention import Retention, after_a_stop
+from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.store import RolloutStore
 folder = sys.argv[1]
 output = OutputDir(Config(model={"path": "m"}, data={"source": "s"}, output_dir=folder))
