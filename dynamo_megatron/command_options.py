@@ -279,6 +279,7 @@ def _add_compare(commands: Any) -> None:
         "train arms x seeds x learning rates, resumable; what each arm costs, as a table; docs/compare.md",
     )
     sub.add_argument("spec", metavar="SPEC.yaml", help="arms, control, seeds, learning rates, metric and output_dir")
+    sub.add_argument("--ranks", type=_positive, help="local processes of each run (default: as train)")
     how = sub.add_mutually_exclusive_group()
     how.add_argument(
         "--jobs",

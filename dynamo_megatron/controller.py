@@ -68,6 +68,7 @@ class Controller:
         self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
         self.shape, self.ahead = BatchShape(config), RoundsAhead()
+        self._said_even = False  # why an allocation came out even
         self._dispatched = 0  # the last step whose first round this process has dispatched
         self._journal, self._coordinator = journal, coordinator
 
@@ -81,7 +82,8 @@ class Controller:
             self._journal.say(f"allocation: a prompt without history gets what the average prompt gets {alike}")
         for warning in premise_warnings(self.config):
             self._journal.say(f"warning: {warning}")
-        self._journal.say(legend(self.config.trainer.steps, self._journal.width))
+        ahead = self.config.rollout.max_staleness > 0
+        self._journal.say(legend(self.config.trainer.steps, self._journal.width, ahead=ahead))
 
     # -- sampling --------------------------------------------------------------------------------------------------
     def begin_round(self, step: int, rounds: Sequence[Round]) -> Round:
@@ -125,6 +127,9 @@ class Controller:
             budget = rule.round_n * len(prompts)
         with forks_exit():  # the allocator may be the user's
             allocation, baseline = self._allocator.decide(ids, budget, step=step), None
+        if not self._said_even and (why := self._allocator.why_even(allocation)) is not None:
+            self._journal.say(f"allocation of step {step}: {why}")
+            self._said_even = True
         if advantage.kind == "history":
             ratio = None if advantage.score_ratio == "auto" else advantage.score_ratio
             baseline = self._allocator.reward_baseline(ids, advantage.prior_strength, ratio)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
 from dynamo_megatron.rollout.store import check_rollouts, step_files
 from dynamo_megatron.run_folder import LOCK_FILE, NewFolder, has_results, is_held, refuse_foreign
+from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes, read_rows
 from dynamo_megatron.tracking.stopping import StopRule
@@ -117,7 +119,14 @@ class OutputDir:
         except ValueError as error:
             raise ConfigError(f"output_dir: {error}") from None
         if has_results(self.path):
-            print(f"{self.path}: the run there goes on", flush=True)
+            changes = ", ".join(self._changes())
+            print(f"{self.path}: the run there goes on{f', with {changes}' if changes else ''}", flush=True)
+
+    def _changes(self) -> list[str]:
+        """What a resume changes: each key with its new and its old value."""
+        before, now = (identity(plain, [*plain]) for plain in (self._saved(), to_plain(self._config)))
+        changed = [key for key in now if key in before and before[key] != now[key] and key != "output_dir"]
+        return [f"{key} {_shown(now[key])} instead of {_shown(before[key])}" for key in changed]
 
     def discard(self, why: str) -> None:
         """The start is refused with the message `why`: a folder that `claim` has made goes again."""
@@ -188,3 +197,7 @@ class OutputDir:
             return to_plain(Config.model_validate(plain))
         except ValidationError:  # a key is gone since then: it is named among those that differ
             return plain
+
+
+def _shown(value: Any) -> str:
+    return on_one_line(json.dumps(value, ensure_ascii=False), 80)

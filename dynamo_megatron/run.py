@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
@@ -25,6 +24,7 @@ from dynamo_megatron.policy.spikes import GradientSpike
 from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import LAUNCHER_PIPE, tell_launcher
@@ -110,7 +110,7 @@ class Job:
 
     def next_start(self) -> str:
         """The end of the message of a run that was ended early."""
-        return f"; {after_a_stop(self.output.path / 'checkpoints')}" if self.output is not None else ""
+        return f"; {after_a_stop(self.output.path)}" if self.output is not None else ""
 
     def clear_screen(self) -> None:
         """Takes a live line away, whatever has happened: the next line may be the last one that the user sees. An

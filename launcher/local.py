@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, LAUNCHER_PIPE, adopt_orphans, die_with_parent
@@ -127,7 +126,7 @@ def _exit_code(
     rank has reported of another rank's end, printed where the cause is not known."""
     if signal.SIGINT in received:
         if codes[0] not in (0, 75, 130):  # else it has said so itself; it may have died of another rank's end
-            print(f"interrupted; {after_a_stop(output_dir / 'checkpoints')}", file=sys.stderr, flush=True)
+            print(f"interrupted; {_after_a_stop(output_dir)}", file=sys.stderr, flush=True)
         return 130
     code, rank = first_bad or min((c, r) for r, c in enumerate(codes))
     if received and -code in (*received, signal.SIGTERM):  # before the rank had anything to save
@@ -145,7 +144,13 @@ def _exit_code(
 
 def stopped_early(number: int, output_dir: Path) -> str:
     """Returns the message for a run that a signal stopped while it started."""
-    return f"stopped by {signal.Signals(number).name} while it started; {after_a_stop(output_dir / 'checkpoints')}"
+    return f"stopped by {signal.Signals(number).name} while it started; {_after_a_stop(output_dir)}"
+
+
+def _after_a_stop(output_dir: Path) -> str:
+    from dynamo_megatron.rollout.retention import after_a_stop  # numpy among others: not for as long as the ranks run
+
+    return after_a_stop(output_dir)
 
 
 def _end_orphans() -> None:

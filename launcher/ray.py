@@ -24,12 +24,12 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.ray_child import Child
 from dynamo_megatron.rollout import reward_servers
+from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
@@ -135,7 +135,7 @@ class Run:
             self._start()
             return self._watch()
         except KeyboardInterrupt:
-            print(f"interrupted; {after_a_stop(self._output / 'checkpoints')}", file=sys.stderr, flush=True)
+            print(f"interrupted; {after_a_stop(self._output)}", file=sys.stderr, flush=True)
             return 130
         finally:
             for placed in self._placed:
@@ -274,7 +274,7 @@ class Run:
             detail = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text)
             raise RunFailed(
                 f"{placed.name} on {placed.address or placed.node}: its actor died "
-                f"({detail[1] if detail else text[:300]}); {after_a_stop(self._output / 'checkpoints')}"
+                f"({detail[1] if detail else text[:300]}); {after_a_stop(self._output)}"
             ) from None
 
 

@@ -82,6 +82,14 @@ def test_the_shape_follows_the_noise(tmp_path, capsys):
     )
 
 
+def test_an_even_allocation_is_explained_once(tmp_path, capsys):
+    allocation = {"budget": 2 * BATCH, "rollout_n_min": 2}
+    live = make_controller(tmp_path, 30, Answering(RolloutStore(tmp_path)), {"allocation": allocation})
+    for step in (1, 2):
+        sample(live, step, Policy(lambda rollouts: rollouts.engine_logprobs))
+    assert capsys.readouterr().out.count("allocation of step 1: rollout_n_min is 2, and 4 prompts share 8 roll") == 1
+
+
 def test_informative():
     rewards, groups = [1, 1, 0.5, 0.5, 0.5, 1, 0], ["a", "a", "b", "b", "b", "c", "d"]
     assert not informative(rewards, groups).any()

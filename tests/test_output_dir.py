@@ -111,6 +111,21 @@ def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
         OutputDir(config).check()
 
 
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({}, "\n"),
+        ({"optimizer": {"lr": 2e-6}, "trainer": {"steps": 5}}, ", with optimizer.lr 2e-06 instead of 1e-06, trainer.s"),
+        ({"rollout": {"server_args": ["--x"]}}, ', with rollout.server_args ["--x"] instead of []\n'),
+    ],
+)
+def test_a_resume_says_what_it_changes(tmp_path, capsys, sections, says):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    OutputDir(settings(tmp_path)).take_over(0)
+    OutputDir(settings(tmp_path, **sections)).claim()
+    assert capsys.readouterr().out.startswith(f"{tmp_path}: the run there goes on{says}")
+
+
 def test_a_run_keeps_its_chat_template_and_refuses_another(tmp_path):
     """The key names a file, whose content may change between a run and its resume."""
     output = OutputDir(settings(tmp_path))

@@ -17,7 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 SPECIAL_TOKENS = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 CHARACTERS = ["Ġ", *map(chr, range(33, 127)), "Ċ"]  # the byte-level alphabet's printable ASCII, space and newline
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ ('<|im_start|>system\n' if loop.first else '') + (tool | tojson) + '\n' }}"
+    "{{ '<|im_end|>\n' if loop.last else '' }}{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\n<tool_call>\n' + (call['function'] | tojson) + '\n</tool_call>' }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -63,13 +63,6 @@ def choose_checkpoint(root: Path, say: Callable[[str], None]) -> tuple[int, Path
     return None
 
 
-def after_a_stop(root: Path) -> str:
-    """A text that says what the same command will do next, for the message of a run that was stopped early."""
-    if (last := latest_checkpoint(root)) is None:
-        return "nothing is saved yet: the same command starts from step 0"
-    return f"the same command resumes from the checkpoint of step {last[0]}"
-
-
 def fault(folder: Path) -> str | None:
     """The reason why a folder is not a complete checkpoint; None where it is one."""
     try:

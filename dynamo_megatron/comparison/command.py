@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 def compare(options: argparse.Namespace) -> int:
     """Returns the exit code. Raises ConfigError."""
     spec = read_spec(options.spec)
-    runs, output = planned_runs(spec), Path(spec.output_dir)
+    ranks = ["--ranks", str(options.ranks)] if options.ranks else []
+    runs, output = planned_runs(spec, ranks), Path(spec.output_dir)
     part = _part(options.part, len(runs))
     for line in spec.wide():
         print(f"warning: {line}; the best one may lie between them", file=sys.stderr)
-    command = program(sys.executable, "compare", [options.spec])
+    command = program(sys.executable, "compare", [options.spec, *ranks])
     if options.slurm:
         from dynamo_megatron.launcher.slurm import print_or_submit
         from dynamo_megatron.launcher.slurm_array import array_script

@@ -110,11 +110,12 @@ async def carry_out(runs: Sequence[Run], every: int, folder: Path, stop: Stop) -
                 up_for = run.server_options
             if stop.asked is not None:
                 return
+            share = f" ({every} in all parts)" if every > len(runs) else ""
+            print(f"run {number} of {len(runs)}{share}, {run.name}: started", flush=True)
             outcome = await _train(run, keys, stop)
             if outcome is None:
                 return
             how = "finished" if outcome.finished else f"failed (exit code {outcome.code}): {outcome.said}"
-            share = f" ({every} in all parts)" if every > len(runs) else ""
             print(f"run {number} of {len(runs)}{share}, {run.name}: {how}", flush=True)
             if not outcome.finished:
                 up_for = None

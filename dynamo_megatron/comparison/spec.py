@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,9 +136,9 @@ def _near(name: str, known: Any) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def planned_runs(spec: Spec) -> list[Run]:
-    """All runs. Those that can use the same servers come together, and among them seed after seed, so that a comparison
-    that is stopped early has complete seeds.
+def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[Run]:
+    """All runs; their `words` have these `options` of `train`. Those that can use the same servers come together, and
+    among them seed after seed, so that a comparison that is stopped early has complete seeds.
 
     Raises ConfigError for a config that is refused, arms whose scores could not be compared, or another run on disk in
     the folder of one of the runs.
@@ -151,7 +151,10 @@ def planned_runs(spec: Spec) -> list[Run]:
             if here != there:
                 raise ConfigError(f"arms.{arm}: {key} is {here}, of {spec.control} {there}; compare scores of one task")
     runs = [
-        _run(spec, arm, seed, rate, configs[arm]) for seed in spec.seeds for arm in configs for rate in spec.rates(arm)
+        _run(spec, arm, seed, rate, configs[arm], options)
+        for seed in spec.seeds
+        for arm in configs
+        for rate in spec.rates(arm)
     ]
     kinds: list[tuple[Any, ...]] = []
     for run in runs:
@@ -178,11 +181,11 @@ def _compose(spec: Spec, arm: str) -> Config:
     return config
 
 
-def _run(spec: Spec, arm: str, seed: int, rate: float, config: Config) -> Run:
+def _run(spec: Spec, arm: str, seed: int, rate: float, config: Config, options: Sequence[str]) -> Run:
     run = Run(arm, seed, rate, (), config)
     folder = Path(spec.output_dir) / "runs" / run.name
     own = {"seed": seed, "optimizer.lr": rate, "output_dir": folder}
-    words = (*spec.base, *spec.arms[arm], *(f"{key}={value}" for key, value in own.items()))
+    words = (*spec.base, *spec.arms[arm], *(f"{key}={value}" for key, value in own.items()), *options)
     optimizer = config.optimizer.model_copy(update={"lr": rate})
     update = {"seed": seed, "optimizer": optimizer, "output_dir": str(folder)}
     return Run(arm, seed, rate, words, config.model_copy(update=update))

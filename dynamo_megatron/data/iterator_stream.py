@@ -167,6 +167,8 @@ class IteratorStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues after the last prompt drawn in `state`. Raises ValueError where the function yields other items, or
         the tokenizer or template has changed."""
+        if state == self.state_dict():
+            return  # to skip the items a second time could take hours
         self._items, self._read = self._opened(), _Place(state["epoch"])
         self._ahead.clear()
         while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):

@@ -27,28 +27,32 @@ def open_stream(
     *,
     needs_answer: bool = False,
 ) -> PromptStream | IteratorStream:
-    """The stream of `config.source`. `before`: the state that the run will load, None for a new run. A run that began
-    with a `PromptStream` over an iterator, as older versions did, continues with one. `on_progress` is called with the
-    number of problems read so far; `needs_answer`: as for `load_prompts`.
+    """The stream of `config.source`, continued from the state `before`; None for a new run. A run that began with a
+    `PromptStream` over an iterator, as older versions did, continues with one. `on_progress` is called with the number
+    of problems read so far; `needs_answer`: as for `load_prompts`.
 
-    Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do.
+    Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do, and for a `before` of other data.
     """
+    stream: PromptStream | IteratorStream
     if config.streamed and (before is None or "taken" in before):
         log.warning(
             "data.source: %s is read as the run goes on, in its order; data.limit reads that number at the start and "
             "shuffles them",
             config.source,
         )
-        return IteratorStream(config, encode, max_prompt_length, on_progress, needs_answer=needs_answer)
-    prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
-    stream = PromptStream(prompts, config, encode, max_prompt_length)
-    if stream.size < config.batch_prompts:
-        log.warning(
-            "data.batch_prompts: %d is more than the %d problems that can be drawn: a step has the same problem more "
-            "than once",
-            config.batch_prompts,
-            stream.size,
-        )
+        stream = IteratorStream(config, encode, max_prompt_length, on_progress, needs_answer=needs_answer)
+    else:
+        prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
+        stream = PromptStream(prompts, config, encode, max_prompt_length)
+        if stream.size < config.batch_prompts:
+            log.warning(
+                "data.batch_prompts: %d is more than the %d problems that can be drawn: a step has the same problem "
+                "more than once",
+                config.batch_prompts,
+                stream.size,
+            )
+    if before is not None:
+        stream.load_state_dict(before)
     return stream
 
 
@@ -161,8 +165,9 @@ class PromptStream:
         """Continues from `state`. Raises ValueError where `state` belongs to other prompts or another seed."""
         if state["fingerprint"] != self._fingerprint:
             raise InputError(
-                "data.source: the checkpoint's stream is over other prompts (ids or their order differ); "
-                "resume with the same data, or start a new output_dir"
+                f"data.source: {self._config.source} has changed: the checkpoint's run has drawn from other problems "
+                "(ids, order, problems, answers, or the tokens of the first one); resume with the same data, or start "
+                "a new output_dir"
             )
         if state["shuffle_seed"] != self._config.shuffle_seed:
             raise InputError(

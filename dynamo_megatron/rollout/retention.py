@@ -1,4 +1,4 @@
-"""Decides which steps' rollouts stay on disk: `rollout.keep_last`."""
+"""Which steps' rollouts stay on disk: `rollout.keep_last`, and what a run that was stopped has kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
-from dynamo_megatron.rollout.store import step_files, tokens_file
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.rollout.store import rollout_ids, step_files, tokens_file
 
 SHARE = 0.5  # of the free disk space and rollouts/ together: above it, without keep_last, the oldest are removed
 STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes for each response token, and for the rest of a rollout
@@ -17,6 +18,32 @@ def stored_step(rollouts: int, response_tokens: float) -> float:
     """Returns an allowance, in bytes, for a step's rollouts on disk with `response_tokens` tokens each on average.
     benchmarks/rollout_files.py measures it."""
     return rollouts * (STORED_ROLLOUT + response_tokens * STORED_TOKEN)
+
+
+def after_a_stop(output: Path) -> str:
+    """What a run in `output` that was stopped early has kept, and what the same command does next: for its last
+    message."""
+    last = latest_checkpoint(output / "checkpoints")
+    kept = _kept_after(output, 0 if last is None else last[0])
+    if last is not None:
+        return f"the same command resumes from the checkpoint of step {last[0]}{kept}"
+    return f"{'' if kept else 'nothing is saved yet: '}the same command starts from step 0{kept}"
+
+
+def _kept_after(output: Path, step: int) -> str:
+    """Only the newest step's rollouts are counted: to read those of all steps could take longer than a stop may."""
+    files = {later: path for later, path in step_files(output).items() if later > step and path.stat().st_size}
+    if not files:
+        return ""
+    *before, newest = files
+    try:
+        count = len(rollout_ids(files[newest]))
+    except InputError as error:  # the next start is refused with it
+        return f"; {error}"
+    if not before:
+        return f"; kept: {count} rollout{'s' * (count != 1)} of step {newest}"
+    steps = f"step {before[0]}" if len(before) == 1 else f"steps {before[0]} to {before[-1]}"
+    return f"; kept: the rollouts of {steps} and {count} of step {newest}"
 
 
 class Retention:

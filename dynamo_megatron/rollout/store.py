@@ -57,6 +57,12 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return list(found.values())
 
 
+def rollout_ids(path: Path) -> set[str]:
+    """Returns the ids of the rollouts in a file, those of partial responses included; no line is parsed. Raises
+    ValueError where bytes are damaged."""
+    return {_id_of(line) for line in read_raw_lines(path)}
+
+
 def read_typed_lines(path: Path) -> Iterator[Rollout]:
     """As `read_lines`, for callers that use the fields without checks: raises ValueError also where a field has a wrong
     type."""

@@ -1,9 +1,9 @@
 """What one step reports: the keys of metrics.jsonl. Fractions unless the name says otherwise; times in seconds.
 
 `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about what
-was trained on, the gap about its tokens of the newest weights. `allocation/n_min` and `n_max` are of a prompt in a
-round. `policy/grad_norm` and `policy/loss` are means over the updates that had a gradient, those that `optimizer.spike`
-skipped (`policy/gradient_spikes`) included. A step that measures it has `gradient_noise/`.
+was trained on, the gap about its tokens of the newest weights, and absent without any. `allocation/n_min` and `n_max`
+are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the updates that had a gradient, those
+that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that measures it has `gradient_noise/`.
 
 Of each reward function: `reward/FUNCTION/mean` of its scores, where it gave any, and, as shares of what was requested,
 `scored`, `wrong_format`, `timed_out` and `crashed`. With process rewards: `reward/steps` and `reward/prime`, of a
@@ -126,8 +126,7 @@ def step_metrics(
         "rollout/zero_variance_groups": 1 - differing / groups,
         "rollout/weight_version_min": int(sampled.weight_versions.min()) if len(sampled.weight_versions) else -1,
         "rollout/weight_version_max": int(sampled.weight_versions.max(initial=-1)),
-        "rollout/logprob_gap_max": float(gap.max(initial=0.0)),
-        "rollout/logprob_gap_mean": _mean(gap),
+        **({"rollout/logprob_gap_max": float(gap.max()), "rollout/logprob_gap_mean": _mean(gap)} if len(gap) else {}),
         **fleet_metrics(result),
         **{f"rollout_correction/{name}": value for name, value in apart.items()},
         "allocation/prompts": len(counts),

@@ -14,7 +14,6 @@ from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.history import MEASURES
 from dynamo_megatron.checkpoint.checksums import file_checksum
 from dynamo_megatron.checkpoint.folder import (
-    after_a_stop,
     choose_checkpoint,
     complete_checkpoints,
     fault,
@@ -116,14 +115,6 @@ def test_a_flipped_bit_in_any_file_is_found_by_the_one_process_that_reads_it(tmp
     for ranks in (2, 3, 7):
         said = [refusal(folder, rank, ranks, resume=True) for rank in range(ranks)]
         assert sorted(said) == [""] * (ranks - 1) + [why]
-
-
-def test_a_stop_promises_a_checkpoint_only_where_there_is_one(tmp_path):
-    assert after_a_stop(tmp_path) == "nothing is saved yet: the same command starts from step 0"
-    unfinished_folder(tmp_path, 3)
-    assert after_a_stop(tmp_path) == "nothing is saved yet: the same command starts from step 0"
-    save(tmp_path, 3)
-    assert after_a_stop(tmp_path) == "the same command resumes from the checkpoint of step 3"
 
 
 def test_what_to_do_without_an_earlier_checkpoint(tmp_path):

@@ -202,12 +202,15 @@ def test_the_shipped_spec_names_its_arms_and_good_rates(capsys):
     assert by_arm["allocation_only"].modulation is None and by_arm["modulation_only"].allocation.kind == "uniform"
     assert main(["compare", "compare/demo", "--dry-run"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 75
+    assert main(["compare", "compare/demo", "--dry-run", "--ranks", "3"]) == 0
+    assert all(line.endswith(" --ranks 3") for line in capsys.readouterr().out.splitlines())
 
 
 def test_the_sbatch_array_has_a_task_for_each_run(folder, capsys):
     spec()
-    assert main(["compare", "spec.yaml", "--slurm", "--dry-run", "--sbatch=--comment=two words"]) == 0
+    assert main(["compare", "spec.yaml", "--slurm", "--ranks", "2", "--dry-run", "--sbatch=--comment=two words"]) == 0
     script = capsys.readouterr().out
+    assert " compare spec.yaml --ranks 2)\n" in script
     assert "#SBATCH --array=1-8\n" in script and "tasks=8\n" in script
     assert '#SBATCH --comment="two words"\n' in script
     assert f"#SBATCH --output={folder}/out/logs/slurm-%A-%a.out" in script

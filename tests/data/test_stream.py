@@ -1,5 +1,6 @@
 import json
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 
@@ -72,8 +73,17 @@ def test_resume_goes_on_as_the_straight_stream(before):
 
 @pytest.mark.parametrize("other", [prompts(5), prompts(4)[::-1], [*prompts(3), Prompt("q", text="x")]])
 def test_resume_refuses_other_data(other):
-    with pytest.raises(ValueError, match="other prompts"):
+    with pytest.raises(ValueError, match="has changed: the checkpoint's run has drawn from other problems"):
         stream(other).load_state_dict(stream(prompts(4)).state_dict())
+
+
+def test_other_data_is_refused_as_it_is_opened(tmp_path):
+    config = DataConfig(source=str(tmp_path / "problems.jsonl"), shuffle_seed=0)
+    before = None
+    for answer in ("2", "3"):
+        (tmp_path / "problems.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": answer}))
+        with pytest.raises(ValueError, match=r"problems\.jsonl has changed") if before else nullcontext():
+            before = open_stream(config, lambda p: [1], None, before).state_dict()
 
 
 def test_resume_refuses_another_seed():

@@ -86,7 +86,8 @@ def test_every_trained_token_was_sampled_there_with_that_logprob(ran):
     gaps = [gap(rollout, models) for rollout in rollouts]
     print(f"{len(rollouts)} episodes, largest gap {max(gaps):.2g}")
     assert max(gaps) <= 1e-4
-    assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4  # the policy's own pass, over packed segments
+    measured = [row["rollout/logprob_gap_max"] for row in rows if "rollout/logprob_gap_max" in row]
+    assert 0 < max(measured) <= 1e-4  # the policy's own pass, over packed segments
 
 
 def test_an_episode_counts_once(ran):

@@ -80,6 +80,7 @@ def test_killed_and_resumed_it_comes_to_the_same(compare, workspace):
     assert process.wait(timeout=LIMIT) == 1, console.read_text()[-3000:]
     straight, text = workspace / "straight", console.read_text()
     assert f"run 1 of 3, {FINISHED}: finished" in text and f"run 3 of 3, {BROKEN}: failed (exit code 1)" in text
+    assert text.index(f"run 1 of 3, {FINISHED}: started") < text.index(f"{FINISHED}: finished")
     assert "this reward has no such entry" in text and "- **broken: 1 of 1 runs failed**" in text
     rows, found = figures(straight)
     assert [r["rollouts"] for r in rows if r["arm"] == "grpo"] == [BUDGET * step for step in range(STEPS + 1)]

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
 from dynamo_megatron.models import load_model_config
+from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 
 
 def run(module, monkeypatch, *arguments):
@@ -22,6 +23,12 @@ def test_tiny_tokenizer(tiny_model):
         [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
     )
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    said = ChatTokens(tokenizer, [tokenizer.eos_token_id]).rendered([{"role": "user", "content": "hi"}], answer, [call])
+    assert said == '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    tools = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tools=[call, call], tokenize=False)
+    assert tools.count('"name": "add"') == 2 and tools.endswith("}\n<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n")
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
 
 

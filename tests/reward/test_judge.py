@@ -79,7 +79,7 @@ WRONG = [
         "nothing in the judge's reply matches reward.judge.pattern; it ends with 'It",
     ),
     (completion("Score: 11"), "the judge's score 11 is not in reward.judge.range (0 to 10)"),
-    (completion("Score: 5\nScore: −1"), "the judge's score −1 is not in reward.judge.range (0 to 10)"),
+    (completion("Score: 5\nScore: −1"), "the judge's score -1 is not in reward.judge.range (0 to 10)"),
     (completion("Score: -1"), "the judge's score -1 is not in reward.judge.range (0 to 10)"),
     (completion(None), "the answer is no chat completion with a text but "),
     (completion(["Score: 1"]), "the answer is no chat completion with a text but "),

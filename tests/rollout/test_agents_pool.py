@@ -13,7 +13,10 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool
 
 AGENTS = """
-import asyncio, os, subprocess, time
+import asyncio, os, subprocess, sys, time
+
+async def leave():
+    sys.exit("log in first")
 
 async def agent(prompt, session):
     what = prompt.meta["what"]
@@ -31,6 +34,8 @@ async def agent(prompt, session):
                 await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 pass
+    if what == "exit":
+        await asyncio.create_task(leave())
     if what == "end":
         os._exit(3)
     if what == "fork":
@@ -92,8 +97,17 @@ def test_rewards_and_failures_of_many_at_once(pool, tmp_path):
     found = pool(work, workers=2)
     assert found[:2] == [0.5, None] and found[2:4] == found[-2:]
     assert found[2][0] is AgentFailed and "KeyError: 'no answer\\nin sight'" in found[2][1]
-    assert f"{tmp_path / 'pool_agents.py'}, line 7" in found[2][1]
+    assert f"{tmp_path / 'pool_agents.py'}, line 10" in found[2][1]
     assert found[3] == (AgentFailed, "it returned 'very good', neither None nor a finite number")
+
+
+def test_a_task_of_an_agent_that_exits_gives_its_process_s_episodes_the_reason(pool):
+    async def work(ask):
+        return await outcomes(ask("hang"), ask("exit"))
+
+    found = pool(work)
+    assert {kind for kind, _ in found} == {AgentFailed}
+    assert all(text.startswith("SystemExit: log in first (") for _, text in found)
 
 
 def test_one_that_hangs_ends_in_time_and_no_other_one_does(pool):

@@ -12,7 +12,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.rollout.line_files import compressed
-from dynamo_megatron.rollout.retention import Retention
+from dynamo_megatron.rollout.retention import Retention, after_a_stop
 from dynamo_megatron.rollout.store import RolloutStore, check_rollouts, step_file, step_files, tokens_file
 from dynamo_megatron.types import Rollout
 
@@ -36,6 +36,27 @@ def make_run(folder, steps: int, saved: int | None) -> None:
         checkpoint = folder / "checkpoints" / f"step-{saved:06d}"
         checkpoint.mkdir(parents=True)
         write_manifest(checkpoint, {"step": saved, "model": {}, "dtype": "bfloat16", "layout": None})
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "says"),
+    [
+        (0, None, "nothing is saved yet: the same command starts from step 0"),
+        (1, None, "the same command starts from step 0; kept: 3 rollouts of step 1"),
+        (3, 3, "the same command resumes from the checkpoint of step 3"),
+        (5, 3, "the same command resumes from the checkpoint of step 3; kept: the rollouts of step 4 and 3 of step 5"),
+        (9, 3, "the same command resumes from the checkpoint of step 3; kept: the rollouts of steps 4 to 8 and 3 of s"),
+    ],
+)
+def test_a_stopped_run_says_what_it_has_kept(tmp_path, steps, saved, says):
+    """The newest step's file also has a rollout twice, as where it was rejected, and a torn end."""
+    make_run(tmp_path, steps, saved)
+    (tmp_path / "checkpoints" / ".step-000099.unfinished").mkdir(parents=True)
+    if steps:
+        RolloutStore(tmp_path).append(*(rollout(steps, index) for index in (0, 1, 2)))
+        with step_file(tmp_path, steps).open("ab") as file:
+            file.write(compressed(rollout(steps, 3).to_json().encode() + b"\n")[:-9])
+    assert after_a_stop(tmp_path).startswith(says)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,14 @@ def test_without_a_terminal_everything_is_there():
     )
 
 
+def test_with_rollouts_ahead_the_line_has_their_staleness_and_no_gap_that_was_not_measured():
+    ahead = {key: value for key, value in STEP.items() if "gap" not in key} | {"rollout/staleness_mean": 0.5}
+    line, text = step_line(ahead, 100), legend(100, ahead=True)
+    assert "  gap     -  stale 0.50  entropy 1.250  " in line
+    assert line.find("  entropy ") == step_line(ahead | STEP, 100).find("  entropy ")
+    assert " stale: mean steps " in text and " stale: " not in legend(100)
+
+
 @pytest.mark.parametrize(
     ("width", "labels"),
     [

@@ -34,11 +34,13 @@ def metrics(
     process=None,
     rewards=None,
     spike=None,
+    version=0,
     **algorithm,
 ) -> dict[str, float]:
     """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance.
     `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards; `process`:
-    what they add to the tokens' advantages; `spike`: of the optimizer, with one more update that is a spike.
+    what they add to the tokens' advantages; `spike`: of the optimizer, with one more update that is a spike;
+    `version`: of the weights that sampled all tokens.
     `rewards`: those of RolloutResult."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     rollouts = RolloutBatch(
@@ -51,7 +53,7 @@ def metrics(
         engine_logprobs=engine,
         rewards=np.array([0.0, 1.0]),
         successes=np.array([False, True]),
-        weight_versions=np.zeros(10, np.int32),
+        weight_versions=np.full(10, version, np.int32),
         finish_reasons=["stop", "stop"],
         servers=["", ""],
         step_rewards=steps,
@@ -102,6 +104,11 @@ def test_the_mismatch_is_always_there_and_options_bring_their_own_keys():
     assert full["rollout_correction/ratio_max"] == pytest.approx(np.exp(0.8), rel=1e-4)
     assert full["rollout_correction/truncated"] == 0.8
     assert full["rollout_correction/weight_mean"] == pytest.approx(0.2 * np.exp(0.2) + 0.8 * 2, rel=1e-4)
+
+
+def test_a_gap_is_reported_only_of_tokens_of_the_newest_weights():
+    assert metrics()["rollout/logprob_gap_mean"] == pytest.approx(0.1, rel=1e-5)
+    assert not any("logprob_gap" in key for key in metrics(version=-1))
 
 
 def test_the_variance_proxy_by_hand():

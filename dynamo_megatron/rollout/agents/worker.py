@@ -96,15 +96,19 @@ def load(spec: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def shown(error: BaseException) -> str:
+    """The error in a line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN]}{where}"
+
+
 async def run(agent: Any, prompt: Prompt, session: Session) -> dict[str, Any]:
     """Runs one episode; returns the fields of its answer."""
     try:
         reward = await agent(prompt, session)
     except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-        text = " ".join(str(error).split())[:SHOWN]
-        return {"error": f"{type(error).__name__}: {text}{where}"}
+        return {"error": shown(error)}
     if reward is None:
         return {"reward": None}
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
@@ -112,17 +116,30 @@ async def run(agent: Any, prompt: Prompt, session: Session) -> dict[str, Any]:
     return {"reward": float(reward)}
 
 
-async def serve(connection: socket.socket) -> None:
+class Episodes:
+    """The episodes under way, and the answers to the pool."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, asyncio.Task] = {}
+        self.writer: asyncio.StreamWriter | None = None
+        self._process = os.getpid()
+
+    def answer(self, **fields: Any) -> None:
+        if os.getpid() != self._process:
+            os._exit(0)
+        self.writer.write(json.dumps(fields).encode() + b"\n")
+
+    def ended(self, name: str, found: dict[str, Any]) -> None:
+        """Answers an episode, once."""
+        if self.running.pop(name, None) is not None:
+            self.answer(ended=name, **found)
+
+
+async def serve(connection: socket.socket, episodes: Episodes) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
-    process = os.getpid()
     # A process that an agent forks has this socket and all episodes: it exits once it is back in the event loop.
     os.register_at_fork(after_in_child=functools.partial(asyncio.get_running_loop().call_soon, os._exit, 0))
-
-    def answer(**fields: Any) -> None:
-        if os.getpid() != process:
-            os._exit(0)
-        writer.write(json.dumps(fields).encode() + b"\n")
-
+    episodes.writer, running, answer = writer, episodes.running, episodes.answer
     try:
         agent = load(json.loads(await reader.readline())["function"])
     except Exception as error:  # the user's module may raise anything while it is imported
@@ -137,15 +154,13 @@ async def serve(connection: socket.socket) -> None:
             await asyncio.sleep(HEARTBEAT)
 
     beating = asyncio.create_task(beat())  # the variable keeps it alive; the end of the process ends it
-    running: dict[str, asyncio.Task] = {}
 
     async def episode(name: str, prompt: Prompt, session: Session) -> None:
         found: dict[str, Any] = {"error": "it was cancelled"}
         try:
             found = await run(agent, prompt, session)
         finally:
-            del running[name]
-            answer(ended=name, **found)
+            episodes.ended(name, found)
 
     while line := await reader.readline():
         asked = json.loads(line)
@@ -163,7 +178,13 @@ def main(descriptor: int) -> None:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     os.set_inheritable(descriptor, False)  # what an agent starts must not keep the socket open
-    asyncio.run(serve(socket.socket(fileno=descriptor)))
+    episodes = Episodes()
+    with asyncio.Runner() as runner:  # its end cancels what is left
+        try:
+            runner.run(serve(socket.socket(fileno=descriptor), episodes))
+        except SystemExit as error:  # of a task that an agent has started: asyncio ends its loop
+            for name in [*episodes.running]:
+                episodes.ended(name, {"error": shown(error)})
 
 
 if __name__ == "__main__":
