@@ -51,6 +51,12 @@ def own_cache(tmp_path_factory):
     os.environ["DYNAMO_MEGATRON_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session")
+def vectors():
+    """vectors(name) -> cases with the values of a reference, of tests/vectors."""
+    return lambda name: json.loads((ROOT / "tests" / "vectors" / f"{name}.json").read_text())
+
+
 @pytest.fixture
 def small_disk(request, tmp_path) -> Iterator[Path]:
     """A folder that is a file system of 1 MiB, or of the size that a test gives it: `parametrize("small_disk", ["64k"],
