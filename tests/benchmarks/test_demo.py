@@ -46,8 +46,8 @@ def test_readme_has_the_table_of_the_results():
 def test_the_table_has_the_mean_and_the_range_of_every_group():
     lines = demo.readme_part(results(0.7, 0.8, 0.75, 0.5)).splitlines()
     assert lines[0].startswith("`make demo` on 2 CPU cores: pass@1 on 1024 held-out problems")
-    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines[4:7]]
-    assert rows == [
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")]
+    assert rows[2:] == [
         ("the demo, 4 seeds", "41.0 (41.0 to 41.0)", "68.8 (50.0 to 80.0)", "27.8 (9.0 to 39.0)"),
         (
             "the same seeds, other instructions of the CPU",
@@ -57,7 +57,7 @@ def test_the_table_has_the_mean_and_the_range_of_every_group():
         ),
         ("2 other warm-ups", "41.0 (41.0 to 41.0)", "62.5 (50.0 to 75.0)", "21.5 (9.0 to 34.0)"),
     ]
-    text = " ".join(lines[7:])
+    text = " ".join(lines)
     assert "takes 5.0 (5.0 to 5.0) minutes, a step 1.50 (1.50 to 1.50) seconds" in text
     assert "got 1.65 (1.50 to 1.80) times the rollouts" in text
 
