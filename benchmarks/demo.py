@@ -133,8 +133,8 @@ def readme_part(results: dict[str, Any]) -> str:
         return f"{mean} ({low} to {high})"
 
     title = (
-        f"`make demo` on {results['machine']['cores']} CPU cores: pass@1 on {runs[0]['problems']} held-out problems in %, "
-        f"before and after {runs[0]['steps']} steps, mean and range (`benchmarks/results/demo.json`):"
+        f"`make demo` on {results['machine']['cores']} CPU cores: pass@1 on {runs[0]['problems']} held-out problems in "
+        f"%, before and after {runs[0]['steps']} steps, mean and range (`benchmarks/results/demo.json`):"
     )
     lines = [
         textwrap.fill(title, 120),
