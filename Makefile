@@ -1,8 +1,10 @@
-# make demo       the story: warm-up, DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
-# make demo-figures  three seeds of the demo's RL, resumable: benchmarks/results/demo.json and README's table (20 minutes)
+# make demo       the story: DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
+# make demo-figures  the demo's RL with three seeds, with other instructions, and from four other warm-ups, resumable:
+#                 benchmarks/results/demo.json and README's table (40 minutes)
+# make runs/demo/warmup-0/hf   how configs/demo/warm_start was made; with another number, another order of the examples
 # make agents-figures  both example agents from a fresh clone: benchmarks/results/agents.json and the table of docs/agents.md
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
-# make compare    GRPO, DynaMO and its two halves from the demo's warm start: 60 runs, resumable (docs/compare.md)
+# make compare    GRPO, DynaMO and its two halves from the demo's warm start: 75 runs, resumable (docs/compare.md)
 # make test       what CI runs: lint and the quick tests
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL); SHARD=2/4 runs the second of
 #                 four parts, cut by tests/sharding/durations.json, which make test-durations writes anew
@@ -115,34 +117,36 @@ pydantic-ai: .venv-pydantic-ai/.installed
 $(MODEL)/config.json: | $(INSTALLED)
 	@.venv/bin/python -P tools/smollm2_to_hf.py $(MODEL)
 
-demo: runs/demo/warmup/hf
+demo: runs/demo/task
 	@echo
-	@echo "2. DynaMO: 512 problems, each visited 16 times. Nothing is known of a"
-	@echo "   problem on the first visit, so that all get the same; from the second one"
-	@echo "   on, rollouts go to those that are solved sometimes."
+	@echo "1. DynaMO: a small model (configs/demo/warm_start) has learnt sums of two numbers"
+	@echo "   from answers that are wrong on some kinds of problem. The rewards have to find"
+	@echo "   out which: 512 problems, each visited 16 times. Nothing is known of a problem"
+	@echo "   on the first visit, so that all get the same; from the second one on, rollouts"
+	@echo "   go to those that are solved sometimes."
 	@.venv/bin/dynamo-megatron train configs/demo/rl.yaml configs/methods/dynamo.yaml
 	@echo
-	@echo "3. What came of it"
+	@echo "2. What came of it"
 	@.venv/bin/dynamo-megatron report runs/demo/rl
 
-demo-figures: runs/demo/warmup/hf
-	@.venv/bin/python -P benchmarks/demo.py
+DEMO_WARMUPS := $(patsubst %,runs/demo/warmup-%/hf,1 2 3 4)
+demo-figures: runs/demo/task $(DEMO_WARMUPS)
+	@.venv/bin/python -P benchmarks/demo.py --warmups $(DEMO_WARMUPS)
 
 agents-figures: | $(INSTALLED)
 	@.venv/bin/python -P benchmarks/example_agents.py
 
-runs/demo/warmup/hf: | $(INSTALLED)
-	@.venv/bin/python -P tools/demo_task.py runs/demo/task
-	@echo
-	@echo "1. Warm-up: a small model learns sums of two numbers, from answers that are"
-	@echo "   wrong on some kinds of problem. The rewards will have to find out which."
-	@.venv/bin/dynamo-megatron sft configs/demo/warmup.yaml --ranks 2
+runs/demo/task: | $(INSTALLED)
+	@.venv/bin/python -P tools/demo_task.py $@
+
+runs/demo/warmup-%/hf: | runs/demo/task
+	@.venv/bin/dynamo-megatron sft configs/demo/warmup.yaml seed=$* output_dir=$(@D) --ranks 2
 
 runs/class_task/warmup/hf: | $(INSTALLED)
 	@.venv/bin/python -P tools/demo_task.py runs/class_task/task --task classes
 	@.venv/bin/dynamo-megatron sft configs/class_task/warmup.yaml --ranks 2
 
-compare: runs/demo/warmup/hf
+compare: runs/demo/task
 	@.venv/bin/dynamo-megatron compare configs/compare/demo.yaml
 
 test: lint

@@ -1,6 +1,7 @@
-"""The demo's RL run with three seeds: scores before and after, seconds per step, peak memory of all processes.
+"""The demo's RL run: scores before and after, seconds per step, peak memory of all processes. From the shipped warm
+start with three seeds, once more with other instructions of the CPU, and with the first seed from other warm-ups.
 
-    make demo-figures        # the warm-up where it is missing, then this file with its defaults
+    make demo-figures        # four warm-ups where they are missing, then this file with them
 
 A run that was interrupted is resumed, one that is finished is not repeated. When all runs are finished, the results are
 written as JSON, and the table of `make demo` in README.md is written from them. Do not run anything else meanwhile.
@@ -15,6 +16,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +37,8 @@ RESULTS, README = ROOT / "benchmarks" / "results" / "demo.json", ROOT / "README.
 CONFIGS = ("configs/demo/rl.yaml", "configs/methods/dynamo.yaml")
 PACKAGES = ("dynamo-megatron", "torch", "megatron-core", "sglang", "transformers")
 SAMPLE_EVERY = 1.0  # seconds between two samples of the memory
+# Other roundings of the last bits, as another CPU has: by torch's own operations, and by its products of matrices.
+OTHER_INSTRUCTIONS = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"}
 
 
 def tree_pss(root: psutil.Process) -> int:
@@ -48,11 +52,12 @@ def tree_pss(root: psutil.Process) -> int:
     return total
 
 
-def train(folder: Path, keys: Sequence[str]) -> dict[str, float]:
+def train(folder: Path, keys: Sequence[str], environment: dict[str, str]) -> dict[str, float]:
     """Runs or resumes the training in `folder`: the seconds of all tries together and the largest peak, which are kept
     in FOLDER.json. A run that these say is finished is not started. Raises SystemExit where the run fails."""
     kept, console = folder.with_suffix(".json"), folder.with_suffix(".log")
-    words = ["train", *CONFIGS, *keys, f"output_dir={folder}"]
+    # Without the cache, from which a run could take the evaluation of the start as another run has measured it.
+    words = ["train", *CONFIGS, *keys, "eval.cache=false", f"output_dir={folder}"]
     before = {"command": words, "finished": False, "seconds": 0.0, "peak bytes": 0}
     if kept.is_file():
         before = json.loads(kept.read_text(encoding="utf-8"))
@@ -63,7 +68,9 @@ def train(folder: Path, keys: Sequence[str]) -> dict[str, float]:
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words]
     start, peak = time.monotonic(), 0
     with open(console, "a", encoding="utf-8") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
+        )
     try:
         root = psutil.Process(process.pid)
         while process.poll() is None:
@@ -117,35 +124,43 @@ def figures(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def readme_part(results: dict[str, Any]) -> str:
-    """What README has: mean, minimum and maximum over the seeds."""
+    """What README has: of each group of runs mean, minimum and maximum."""
     runs = results["runs"]
-    quantities: list[tuple[str, int, Callable[[dict[str, Any]], float]]] = [
-        (f"pass@1 on {runs[0]['problems']} held-out problems before the run, %", 1, lambda r: 100 * r["pass@1 before"]),
-        (f"the same after {runs[0]['steps']} steps, %", 1, lambda r: 100 * r["pass@1 after"]),
-        ("gain, points", 1, lambda r: 100 * r["gain"][0]),
-        (
-            "ratio of mean rollouts per problem: problems solved 20 to 80 % of the time so far / problems always "
-            "solved so far",
-            2,
-            lambda r: r["sometimes to always"],
-        ),
-        ("median time of a step, seconds", 2, lambda r: r["seconds per step"]),
-        ("time of a run, minutes", 1, lambda r: r["seconds"] / 60),
-        ("peak memory of all processes, GB", 1, lambda r: r["peak bytes"] / 1e9),
-    ]
-    many = f"{len(runs)} runs with different seeds" if len(runs) > 1 else "one run"
-    lines = [
-        f"`make demo` on {results['machine']['cores']} CPU cores, {many} (`benchmarks/results/demo.json`):",
-        "",
-        markdown_row(["quantity", "mean", "range"]),
-        "|---|---:|---:|",
-    ]
-    for what, digits, of in quantities:
+
+    def spread(runs: list[dict[str, Any]], digits: int, of: Callable[[dict[str, Any]], float]) -> str:
         values = [of(run) for run in runs]
-        if None in values:  # a run without such problems
-            continue
         mean, low, high = (f"{x:.{digits}f}" for x in (np.mean(values), min(values), max(values)))
-        lines.append(markdown_row([what, mean, f"{low} to {high}"]))
+        return f"{mean} ({low} to {high})"
+
+    title = (
+        f"`make demo` on {results['machine']['cores']} CPU cores: pass@1 on {runs[0]['problems']} held-out problems in "
+        f"%, before and after {runs[0]['steps']} steps, mean and range (`benchmarks/results/demo.json`):"
+    )
+    lines = [
+        textwrap.fill(title, 120),
+        "",
+        markdown_row(["runs", "before", "after", "gain, points"]),
+        "|---|---:|---:|---:|",
+    ]
+    for what, group in (
+        (f"the demo, {len(runs)} seeds", runs),
+        ("the same seeds, other instructions of the CPU", results["runs with other instructions"]),
+        (f"{len(results['runs from other warm-ups'])} other warm-ups", results["runs from other warm-ups"]),
+    ):
+        if group:
+            scores = (lambda r: r["pass@1 before"], lambda r: r["pass@1 after"], lambda r: r["gain"][0])
+            lines.append(markdown_row([what, *(spread(group, 1, lambda r, of=of: 100 * of(r)) for of in scores)]))
+    costs = (
+        f"A run of the first row takes {spread(runs, 1, lambda r: r['seconds'] / 60)} minutes, a step "
+        f"{spread(runs, 2, lambda r: r['seconds per step'])} seconds, and all processes together need at most "
+        f"{spread(runs, 1, lambda r: r['peak bytes'] / 1e9)} GB of memory."
+    )
+    if all(run["sometimes to always"] is not None for run in runs):
+        ratio = spread(runs, 2, lambda r: r["sometimes to always"])
+        costs += (
+            f" Problems solved 20 to 80 % of the time so far got {ratio} times the rollouts of those solved always."
+        )
+    lines += ["", textwrap.fill(costs, 120)]
     return "\n".join(lines) + "\n"
 
 
@@ -166,6 +181,7 @@ def write_part(page: Path, name: str, part: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--warmups", type=Path, nargs="*", default=[], help="models of other warm-ups")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "demo-figures", help="folder for the runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--readme", type=Path, default=README, help="file whose table is written from the results")
@@ -173,14 +189,28 @@ def main() -> None:
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
     at_start = machine(PACKAGES)
-    runs = []
-    for seed in options.seeds:
-        folder, load = options.runs / f"seed-{seed}", os.getloadavg()[0]
-        measured = train(folder, [f"seed={seed}", *options.keys])
+
+    def run(name: str, seed: int, *keys: str, **environment: str) -> dict[str, Any]:
+        folder = options.runs / name
+        measured = train(folder, [f"seed={seed}", *options.keys, *keys], environment)
         whole = {key: measured[key] for key in ("seconds", "peak bytes")}
-        runs.append({**figures(folder, seed), **whole, "load average before": load})
-        print(json.dumps(runs[-1]), flush=True)
-    results = {"machine": at_start, "keys": options.keys, "runs": runs}
+        made = {**figures(folder, seed), **whole}
+        print(json.dumps(made), flush=True)
+        return made
+
+    results = {
+        "machine": at_start,
+        "keys": options.keys,
+        "runs": [run(f"seed-{seed}", seed) for seed in options.seeds],
+        "other instructions": OTHER_INSTRUCTIONS,
+        "runs with other instructions": [
+            run(f"other-instructions-{seed}", seed, **OTHER_INSTRUCTIONS) for seed in options.seeds
+        ],
+        "runs from other warm-ups": [
+            run(f"warm-up-{number}", options.seeds[0], f"model.path={model}")
+            for number, model in enumerate(options.warmups, start=1)
+        ],
+    }
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_part(options.readme, "demo", readme_part(results))
 

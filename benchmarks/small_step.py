@@ -1,6 +1,6 @@
 """What a small training step costs: the demo's RL, by process and by part.
 
-    make runs/demo/warmup/hf && python -P benchmarks/small_step.py
+    make runs/demo/task && python -P benchmarks/small_step.py
 
 Runs `dynamo-megatron train configs/demo/rl.yaml configs/methods/dynamo.yaml` without evaluations and checkpoints and
 watches all its processes. Reported over the steps after `--skip`: seconds of a step and of its parts (from

@@ -32,23 +32,44 @@ pytest_plugins = ["shards"]  # tests/sharding
 ROOT = Path(__file__).parents[1]
 
 
-TOOLS = ("needs bubblewrap", "chromium is not installed")  # beginnings of the reasons of skips
+NEEDS = "needs "  # beginning of the reason of a skip; the program follows
+PACKAGES = "tools/debian_packages.sh"  # installs these
+PROGRAMS = ("bubblewrap", "chromium", "shellcheck", "slurmctld", "slurmd", "munged", "slurmdbd", "mariadbd", "sacct")
+REQUIRED = PROGRAMS[:2]  # with REQUIRED_TOOLS=1
+
+
+def missing_program(report: pytest.TestReport) -> str | None:
+    """The one of PROGRAMS for which a test was skipped."""
+    reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+    return reason.removeprefix(NEEDS) if reason.removeprefix(NEEDS) in PROGRAMS else None
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     """With REQUIRED_TOOLS=1 a test that is skipped because such a program is missing fails."""
     report = (yield).get_result()
-    if report.skipped and os.environ.get("REQUIRED_TOOLS") == "1" and isinstance(report.longrepr, tuple):
-        reason = report.longrepr[2].removeprefix("Skipped: ")
-        if reason.startswith(TOOLS):
-            report.outcome, report.longrepr = "failed", f"REQUIRED_TOOLS=1: {reason}"
+    if report.skipped and os.environ.get("REQUIRED_TOOLS") == "1" and missing_program(report) in REQUIRED:
+        report.outcome, report.longrepr = "failed", f"REQUIRED_TOOLS=1: {NEEDS}{missing_program(report)}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Skips for want of a program that PACKAGES installs become one line of the summary."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if missing_program(report)]
+    programs = ", ".join(sorted({missing_program(report) for report in skipped}))
+    for report in skipped:
+        report.longrepr = (PACKAGES, None, f"installs, as root, what these tests need: {programs}")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
     """Evaluations are kept for this session alone."""
     os.environ["DYNAMO_MEGATRON_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def vectors():
+    """vectors(name) -> cases with the values of a reference, of tests/vectors."""
+    return lambda name: json.loads((ROOT / "tests" / "vectors" / f"{name}.json").read_text())
 
 
 @pytest.fixture

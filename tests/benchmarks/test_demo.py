@@ -28,7 +28,12 @@ def results(*after: float) -> dict:
         }
         for seed, value in enumerate(after)
     ]
-    return {"machine": {"cores": 2}, "runs": runs}
+    return {
+        "machine": {"cores": 2},
+        "runs": runs,
+        "runs with other instructions": runs[:2],
+        "runs from other warm-ups": runs[2:],
+    }
 
 
 def test_readme_has_the_table_of_the_results():
@@ -38,27 +43,30 @@ def test_readme_has_the_table_of_the_results():
     assert demo.README.read_text(encoding="utf-8").count(BEGIN + part + END) == 1
 
 
-def test_the_table_has_the_mean_and_the_range_over_the_seeds():
-    lines = demo.readme_part(results(0.7, 0.8, 0.75)).splitlines()
-    assert lines[0].startswith("`make demo` on 2 CPU cores, 3 runs with different seeds")
-    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines[4:]]
-    assert rows[0] == ("pass@1 on 1024 held-out problems before the run, %", "41.0", "41.0 to 41.0")
-    assert rows[1] == ("the same after 64 steps, %", "75.0", "70.0 to 80.0")
-    assert [row[1:] for row in rows[2:]] == [
-        ("34.0", "29.0 to 39.0"),
-        ("1.60", "1.50 to 1.70"),
-        ("1.50", "1.50 to 1.50"),
-        ("5.0", "5.0 to 5.0"),
-        ("3.0", "3.0 to 3.0"),
+def test_the_table_has_the_mean_and_the_range_of_every_group():
+    lines = demo.readme_part(results(0.7, 0.8, 0.75, 0.5)).splitlines()
+    assert lines[0].startswith("`make demo` on 2 CPU cores: pass@1 on 1024 held-out problems")
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")]
+    assert rows[2:] == [
+        ("the demo, 4 seeds", "41.0 (41.0 to 41.0)", "68.8 (50.0 to 80.0)", "27.8 (9.0 to 39.0)"),
+        (
+            "the same seeds, other instructions of the CPU",
+            "41.0 (41.0 to 41.0)",
+            "75.0 (70.0 to 80.0)",
+            "34.0 (29.0 to 39.0)",
+        ),
+        ("2 other warm-ups", "41.0 (41.0 to 41.0)", "62.5 (50.0 to 75.0)", "21.5 (9.0 to 34.0)"),
     ]
-    assert "2 CPU cores, one run" in demo.readme_part(results(0.7))
+    text = " ".join(lines)
+    assert "takes 5.0 (5.0 to 5.0) minutes, a step 1.50 (1.50 to 1.50) seconds" in text
+    assert "got 1.65 (1.50 to 1.80) times the rollouts" in text
 
 
-def test_a_figure_that_a_run_lacks_has_no_row():
+def test_a_figure_that_a_run_lacks_and_a_group_without_runs_are_left_out():
     made = results(0.7, 0.8)
     made["runs"][1]["sometimes to always"] = None
     part = demo.readme_part(made)
-    assert "success rate so far" not in part and "gain" in part
+    assert "times the rollouts" not in part and "gain" in part and "warm-ups" not in part
 
 
 def test_only_the_table_is_replaced(tmp_path):
@@ -82,17 +90,19 @@ def test_the_benchmark_runs_and_does_not_repeat_what_is_finished(tmp_path):
     readme.write_text(BEGIN + END)
     arguments = [
         "benchmarks/demo.py",
-        *("--seeds", "0", "1", "--runs", tmp_path / "runs", "--out", out, "--readme", readme, "--"),
-        *(f"model.path={task / 'model'}", f"data.source={task / 'pool.jsonl'}", f"eval.data={task / 'held_out.jsonl'}"),
+        *("--seeds", "1", "--warmups", task / "model", "--runs", tmp_path / "runs", "--out", out, "--readme", readme),
+        *("--", f"data.source={task / 'pool.jsonl'}", f"eval.data={task / 'held_out.jsonl'}"),
         *("eval.limit=20", "eval.every=2", "trainer.steps=2"),
     ]
     run(*arguments)
     first = json.loads(out.read_text())
-    assert [made["seed"] for made in first["runs"]] == [0, 1]
-    for made in first["runs"]:
+    runs = [*first["runs"], *first["runs with other instructions"], *first["runs from other warm-ups"]]
+    assert [made["seed"] for made in runs] == [1, 1, 1]
+    for made in runs:
         assert made["steps"] == 2 and made["problems"] == 20 and made["seconds"] > made["seconds per step"] > 0
         assert 3e8 < made["peak bytes"] < 2e10
         assert sum(made["parts of a step"].values()) <= 1.5 * made["seconds per step"]
+    assert runs[0]["pass@1 before"] > runs[2]["pass@1 before"], "random weights"
     assert readme.read_text() == BEGIN + demo.readme_part(first) + END
     run(*arguments)
     again = json.loads(out.read_text())

@@ -1,12 +1,9 @@
 import json
-from pathlib import Path
 
 import pytest
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import load_prompts
-
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 def write(path, *rows):
@@ -208,13 +205,6 @@ def test_the_users_iterator(tmp_path, monkeypatch):
     assert "cannot be called" in refused("my_data_c1:number")
     assert "No module named 'no_such_c1'" in refused("no_such_c1:rows")
     assert "ZeroDivisionError" in refused("broken_c1:rows")
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason="no data folder beside the repository")
-@pytest.mark.parametrize(("name", "size"), [("gsm8k_train", 7473), ("math500", 500)])
-def test_real_files(name, size):
-    prompts = load(str(DATA / f"{name}.jsonl"))
-    assert len(prompts) == size and prompts[3].prompt_id == f"{name}/3"
 
 
 def test_a_nested_column_that_is_missing_lists_what_is_inside(tmp_path):

@@ -10,8 +10,7 @@ from eval_figures import mean, read, set_pass_at_k
 from dynamo_megatron.evaluation.suite import TABLE
 
 pytestmark = pytest.mark.full
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-PROBLEMS, SAMPLES, LONGEST = 5, 4, 1500
+PROBLEMS, SAMPLES = 5, 4
 KEY = "EVAL_SUITE_KEY"
 REWARD = """
 import zlib
@@ -23,16 +22,12 @@ def tally(prompt, response):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Sets whose problems the tiny model's tokenizer can read, and a reward that a random response may get."""
-    if not DATA.is_dir():
-        pytest.skip("no data folder beside the repository")
+    """Sets of more problems than are taken, and a reward that a random response may get."""
     made = tmp_path_factory.mktemp("suite")
     (made / "sets").mkdir()
     for name in TABLE:
-        lines = (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        short = [line for line in lines if len(line) < LONGEST and json.loads(line)["problem"].isascii()]
-        assert len(short) >= PROBLEMS
-        (made / "sets" / f"{name}.jsonl").write_text("\n".join(short) + "\n")
+        rows = [{"id": f"{name}/{i}", "problem": f"{name}: {i} + 1 = ?", "answer": i + 1} for i in range(PROBLEMS + 3)]
+        (made / "sets" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (made / "own_tally.py").write_text(REWARD)
     return made
 

@@ -1,7 +1,4 @@
-import json
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import plain_head as plain
 import pytest
@@ -10,9 +7,6 @@ import torch
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
 from dynamo_megatron.kernels import head, policy_loss, token_stats
-
-REPO = Path(__file__).parents[2]
-VECTORS = Path(os.environ.get("DYNAMO_VECTORS", REPO.parent / "shared" / "vectors"))
 
 MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
 PLAIN = PolicyLossConfig()
@@ -330,11 +324,8 @@ def test_token_stats_equals_the_loss_pass(backend):
 
 @pytest.mark.parametrize("index", range(12))
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
-def test_published_modulation(index, dtype, tol, backend):
-    path = VECTORS / "modulation.json"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    v = json.loads(path.read_text())[index]
+def test_published_modulation(vectors, index, dtype, tol, backend):
+    v = vectors("modulation")[index]
     t = {
         name: torch.tensor(v[name], dtype=dtype).flatten(0, 1)
         for name in ("logits", "old_logprobs", "advantages", "logprobs", "entropy", "advantages_final")

@@ -135,7 +135,7 @@ def _cluster(accounting: bool):
         _install_on_ci()
     for program in programs:
         if not shutil.which(program, path=path):
-            pytest.skip(f"{program} is not installed (Debian, Ubuntu: tools/{PACKAGES.name} as root)")
+            pytest.skip(f"needs {program}")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: sockets lie in it
     try:
         cluster = Cluster(folder, accounting)

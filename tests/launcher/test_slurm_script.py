@@ -55,7 +55,7 @@ def test_every_value_survives_bash():
     ]
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck (tools/debian_packages.sh)")
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
 def test_shellcheck(tmp_path):
     jobs = [JobOptions(), JobOptions(nodes=2, rollout_nodes=2, ranks_per_node=8, sbatch=("--qos=a b",)), CONTAINER]
     files = [tmp_path / f"{number}.sh" for number in range(len(jobs))]

@@ -2,7 +2,7 @@
 
 The peers have an interpreter of their own (`make peers`: PEERS_PYTHON or .venv-peers/bin/python), started once; it
 runs peer_job.py. CASES says which of a peer's functions is the method's. What no peer has is taken from here and
-given to it: DynaMO's modulated advantages and weights (the shared vectors and test_method_losses.py have those), the
+given to it: DynaMO's modulated advantages and weights (tests/vectors and test_method_losses.py have those), the
 advantages of history, spo and reinforce_ada, with the weights of history (test_method_losses.py has those; dynamo's
 advantages are history's), the advantages of w_reinforce and entropy_advantages (compared here with their formulas),
 and which tokens fork_tokens trains (compared here with TRL's choice). Only clip_cov's choice is random: there the

@@ -16,21 +16,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    """As tools/demo_task.py writes it, of fewer problems."""
+    """Its data as tools/demo_task.py writes them, of fewer problems."""
     made, folder = runpy.run_path(str(ROOT / "tools" / "demo_task.py")), tmp_path_factory.mktemp("task")
     parts = made["sums"](0)
     rows = {part: parts[part][:128] for part in ("pool", "held_out")}
     for part, written in rows.items():
         (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    texts = [row["problem"] + row["answer"] for written in rows.values() for row in written]
-    made["make_model"](made["train_tokenizer"](texts), folder / "model", 0)
     return folder
 
 
 @pytest.fixture
-def demo(task) -> Subject:
+def demo(task, monkeypatch) -> Subject:
     files = [str(ROOT / "configs" / name) for name in ("demo/rl.yaml", "methods/dynamo.yaml")]
-    keys = {"model.path": "model", "data.source": "pool.jsonl", "eval.data": "held_out.jsonl", "output_dir": "run"}
+    keys = {"data.source": "pool.jsonl", "eval.data": "held_out.jsonl", "output_dir": "run"}
+    monkeypatch.chdir(ROOT)  # the warm start's path is of this folder
     config, _ = compose(files, [f"{key}={task / name}" for key, name in keys.items()])
     return Subject(config, 2, 2)
 

@@ -25,7 +25,7 @@ LARGEST = 10_000_000  # bytes
 @pytest.fixture(scope="module")
 def browser():
     if CHROMIUM is None:
-        pytest.skip("chromium is not installed (Debian, Ubuntu: tools/debian_packages.sh as root)")
+        pytest.skip("needs chromium")
     pytest.importorskip("plotly")
     playwright = pytest.importorskip("playwright.sync_api", reason="this interpreter has no playwright")
     with playwright.sync_playwright() as started:
