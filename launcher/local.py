@@ -134,7 +134,7 @@ def _exit_code(
             print(stopped_early(received[0], output_dir), file=sys.stderr, flush=True)
         return 75
     if code < 0:  # a rank that fails by itself has said why
-        next_start = after_a_stop(output_dir / "checkpoints")
+        next_start = _after_a_stop(output_dir)
         print(f"rank {rank} was ended by {signal.Signals(-code).name}; {next_start}", file=sys.stderr, flush=True)
         return 1
     if consequence:

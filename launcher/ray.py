@@ -243,7 +243,7 @@ class Run:
         if first_bad.code < 0 and not (stopping and -first_bad.code == signal.SIGUSR1):
             raise RunFailed(
                 f"{first_bad.name} on {first_bad.address} was ended by {signal.Signals(-first_bad.code).name}; "
-                f"{after_a_stop(self._output / 'checkpoints')}"
+                f"{after_a_stop(self._output)}"
             )
         return 75 if first_bad.code < 0 else first_bad.code
 

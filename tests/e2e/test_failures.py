@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from dynamo_megatron.rollout.retention import after_a_stop
+
 pytestmark = pytest.mark.full
 
 FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
@@ -79,7 +81,7 @@ def test_a_killed_rank_is_named(recorded, workspace, start_run, step_lines, tmp_
     rank_1 = next(p for p in run.family if p.is_running() and p.environ().get("RANK") == "1")
     rank_1.kill()
     assert run.wait(timeout=30) == 1
-    again = after_a_stop(tmp_path / "run" / "checkpoints")
+    again = after_a_stop(tmp_path / "run")
     assert run.text.splitlines()[-1] == f"rank 1 was ended by SIGKILL; {again}"
     assert run.left_behind(within=10) == []
 
