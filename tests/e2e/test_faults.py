@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynamo_megatron.checkpoint.folder import after_a_stop
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.guard import shared_memory_of
+from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
 pytestmark = pytest.mark.full
@@ -76,7 +76,7 @@ def test_a_rank_killed_while_rollouts_are_generated(workspace, start_run, step_l
     killed = time.monotonic()
     next(p for p in run.family if p.is_running() and p.environ().get("RANK") == rank).kill()
     assert run.wait(timeout=30) == 1
-    again = after_a_stop(output / "checkpoints")
+    again = after_a_stop(output)
     assert run.text.splitlines()[-1] == f"rank {rank} was ended by SIGKILL; {again}"
     assert run.left_behind(within=30 - (time.monotonic() - killed)) == []
     assert not [segment for segment in segments if Path(segment).exists()]
