@@ -16,6 +16,8 @@ UNBRACED = re.compile(
     rf"|\\[A-Za-z]+(?:\s*{GROUP})?|[A-Za-z])"
 )
 SIGN = re.compile(r"(?:^|[=(:$]|\bis)\s*[-−]\s*$")
+FACTOR_BEFORE = re.compile(r"(?:\d|[/^][ \t]*|(?<![*\s])\*[ \t]*|\\(?:cdot|times)\s*|\bnot\s+[$(\\\[]*\s*)$")
+FACTOR_AFTER = re.compile(r"\^|\d|\.\d|\s*(?:/|\*|\\times|\\cdot)\s*\d")
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*(?:\banswer\b(?:\s+is\b)?|答案[是为為]?))[\s:：]*", re.IGNORECASE)
@@ -61,6 +63,8 @@ def last_boxes(text: str) -> list[str]:
     r"""The content of the last box, before it that of all boxes of its sentence as a list. Only the list where "or"
     stands between them. A sign before a box belongs to it: "x = -\boxed{5}"."""
     found = boxes(text)
+    if found and (FACTOR_BEFORE.search(text[: found[-1][0]][-20:]) or FACTOR_AFTER.match(text, found[-1][1])):
+        return []  # 3\boxed{7}, \boxed{7}^2, not \boxed{7}
     contents: list[str] = []
     either = False
     for k in reversed(range(len(found))):

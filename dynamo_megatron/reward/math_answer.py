@@ -42,11 +42,14 @@ REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|a
 REFUSED_BEFORE = re.compile(
     r"(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|root|square|at least|at most"
     r"|less|more|fewer|greater|larger|smaller|above|below|between|either|or|maybe|possibly|except|but|multiple|power|raised"
-    r"|mod|modulo|inverse|reciprocal|divided)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
+    r"|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
     re.IGNORECASE,
 )
 HARMLESS = "and|at|by|of|the|to|or"  # after a number
-REFUSED_AFTER = re.compile(rf"[\s$]{{0,3}}(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b", re.IGNORECASE)
+REFUSED_AFTER = re.compile(
+    rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)", re.IGNORECASE
+)
+REMARK = re.compile(r"\s+\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$")  # "160 minutes (2 hours and 40 minutes)."
 # An expression in the middle of a text: numbers, single letters and commands with signs between them.
 ATOM = (
     r"(?:\\[A-Za-z]+(?:\{[^{}\n]{0,200}\}){0,2}|(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+\b)?|\.\d+"
@@ -54,7 +57,9 @@ ATOM = (
     r"|[(\[{][^()\[\]{}\n]{1,200}[)\]}]|[°²³⁴⁵⁶⁷⁸⁹⁰¹⁻!%])"
 )
 RUN = re.compile(rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*/^=×·⋅÷±]|\*\*)[ \t]*[-−+]?{ATOM}|[ \t]?{ATOM})*")
+LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
 LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
+SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
 EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
 DIGIT = re.compile(r"[\d∞π½⅓⅔¼¾⅕-⅞]|\\(?:pi|infty|frac|sqrt)")
 
@@ -79,9 +84,9 @@ def equal_answers(reference: str, answer: str) -> bool:
     if same_text(reference, answer):
         return True
     (letter, reference), (chosen, answer) = label_of(reference), label_of(without_introduction(answer))
-    if letter and chosen and letter != chosen:
+    if (letter and chosen and letter != chosen) or (chosen and SEVERAL.search(answer)):
         return False
-    if {letter or reference} == {chosen or answer} or (letter == chosen and letter and not (reference and answer)):
+    if (letter or reference) == (chosen or answer) and not (letter and chosen and reference and answer):
         return True
     if not reference or not answer:
         return same_text(reference or letter or "", answer or chosen or "")
@@ -112,7 +117,7 @@ def final_answers(response: str, words: bool = False) -> list[str]:
         text = tagged[-1]
     marked = list(MARKED.finditer(text))
     found = last_boxes(text[marked[-1].start() :] if marked else text)
-    if found:
+    if found or (not marked and boxed(text)):
         return found
     if marked:
         return [marked[-1][1]]
@@ -146,6 +151,7 @@ def _unmarked(text: str, words: bool) -> list[str]:
 
 def last_expression(text: str) -> str | None:
     """The last LaTeX span or expression with a number, whichever comes later, with a unit after it."""
+    text = REMARK.sub("", text[-LONGEST:])
     spans = list(LATEX.finditer(text))
     end = spans[-1].end() if spans else 0
     found = _last_run(text[end:])
@@ -170,7 +176,9 @@ def _last_run(text: str) -> str | None:
 def refused(text: str, span: re.Match[str]) -> bool:
     """Whether the words beside a number say that it is not the answer: "not 7", "at least 7", "6 or 7", "7 tenths"."""
     before = text[max(0, span.start() - 50) : span.start()].rstrip(" $*(\\")
-    return bool(REFUSED_BEFORE.search(before) or REFUSED_AFTER.match(text, span.end()))
+    return bool(
+        REFUSED_BEFORE.search(before) or before.endswith(("<", ">", "≤", "≥")) or REFUSED_AFTER.match(text, span.end())
+    )
 
 
 @lru_cache(maxsize=1024)

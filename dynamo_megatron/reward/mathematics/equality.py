@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+
+from mpmath import mp
 
 from dynamo_megatron.reward.mathematics.nodes import DOTS, INFINITY, Group, Node, Number, Op, Quantity, Relation, Symbol
 from dynamo_megatron.reward.mathematics.real_sets import (
@@ -54,7 +55,16 @@ def _shape(node: Node) -> Node:
     if not isinstance(node, Group | Relation | Quantity):
         items = _both_signs(node)
         return items[0] if len(items) == 1 else Group("list", tuple(items))
-    if isinstance(node, Relation) and node.signs[-1] == "=" and len(node.signs) == 1:
+    if (
+        isinstance(node, Relation)
+        and node.signs == ("=",)
+        and all(isinstance(member, Group) and member.kind == "()" for member in node.members)
+    ):  # (x, y) = (1, 2)
+        names, values = (member.items for member in node.members)  # type: ignore[union-attr]
+        if len(names) == len(values) and all(isinstance(name, Symbol) for name in names):
+            pairs = zip(names, values, strict=True)
+            return Group("list", tuple(Relation(("=",), pair) for pair in pairs))
+    if isinstance(node, Relation) and node.signs == ("=",):
         values = _both_signs(node.members[1])
         if len(values) > 1:
             return Group("list", tuple(replace(node, members=(node.members[0], value)) for value in values))
@@ -141,11 +151,15 @@ def _equal_groups(reference: Node, answer: Node) -> bool:
 
 
 def _values_by_name(group: Group) -> list[Node]:
-    """3 and 4 of y = 4, x = 3; the items themselves where they are no such relations."""
+    """3 and 4 of y = 4, x = 3; in the order of the alphabet where the names are usual coordinates, else as written. The
+    items themselves where they are no such relations."""
     relations = [item for item in group.items if isinstance(item, Relation) and isinstance(item.members[0], Symbol)]
     if len(relations) != len(group.items):
         return list(group.items)
-    return [item.members[-1] for item in sorted(relations, key=lambda item: str(item.members[0]))]
+    names = [item.members[0].name for item in relations]  # type: ignore[union-attr]
+    if set(names) <= set("xyzabc"):
+        relations = [relation for _, relation in sorted(zip(names, relations, strict=True), key=lambda pair: pair[0])]
+    return [item.members[-1] for item in relations]
 
 
 def _assigns_several(group: Group) -> bool:
@@ -198,7 +212,7 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
     intervals = [interval_of(each) or _element_of(each) for each in (reference, answer)]
     if all(intervals) and _variable(reference) == _variable(answer):
         return equal(*intervals)  # type: ignore[arg-type]
-    if reference.signs[0] == answer.signs[0] == "equiv":
+    if reference.modulus or answer.modulus or reference.signs[0] == answer.signs[0] == "equiv":
         return _congruent(reference, answer)
     mine, other = _renamed(reference), _renamed(answer)
     if _without_index(other.members[0]) == mine.members[0]:  # x_1 = 3 for x = 3
@@ -225,15 +239,25 @@ def _element_of(relation: Relation) -> Node | None:
 def _assigned(relation: Relation, of_answer: bool) -> Node | None:
     r"""3 of x = 3, f(x) = 3 and 1 + 2 = 3, in an answer also of a + b = 3; the set of x \in [1, 2]. None for others and
     for chains of different numbers (x = 8 = 7)."""
-    first, *others = relation.members
-    if set(relation.signs) != {"="}:
+    members = relation.members
+    if set(relation.signs) != {"="} or relation.modulus is not None:
         return _element_of(relation)
-    names = _is_name(first, of_answer)
-    chain = others if names else relation.members
-    if any(isinstance(part, Group | Relation | Quantity) for part in walk(*chain)):
-        return others[0] if names and len(others) == 1 else None
-    alike = all(equal_values(a, b) or (names and not (is_constant(a) and is_constant(b))) for a, b in pairwise(chain))
-    return chain[-1] if alike else None
+    if isinstance(members[-1], Symbol) and not _is_name(members[0], True):  # 3 = x
+        members = members[::-1]
+    names = _is_name(members[0], of_answer)
+    chain = members[1:] if names else members
+    values = [_bare_value(member) for member in chain]
+    if any(isinstance(part, Group | Relation | Quantity) for part in walk(*values)):
+        return chain[-1] if names and len(chain) == 1 else None
+    checked = [value for value in values if is_constant(value)] if names else values
+    return chain[-1] if all(equal_values(checked[-1], value) for value in checked[:-1]) else None
+
+
+def _bare_value(node: Node) -> Node:
+    """12 of 12 cm and of 12 degrees, for a chain such as 3 * 4 = 12 cm."""
+    if isinstance(node, Quantity) and not node.compound:
+        return node.value
+    return node.args[0] if isinstance(node, Op) and node.name in ("degrees", "percent") else node
 
 
 def _is_name(node: Node, combined: bool) -> bool:
@@ -241,14 +265,17 @@ def _is_name(node: Node, combined: bool) -> bool:
     match node:
         case Symbol():
             return True
-        case Group(kind="()", items=items):  # (x, y) = (1, 2)
+        case Group(kind="()", items=items):
             return all(isinstance(item, Symbol) for item in items)
         case Op(name="mul", args=(Symbol(), Number())):
             return combined
         case Op(name="mul", args=args) if all(isinstance(arg, Symbol) and arg.name.isupper() for arg in args):
             return True
-        case Op(name=name, args=args):
-            return name.startswith("call ") or (combined and all(_is_name(arg, True) for arg in args))
+        case Op(name="add" | "sub" | "mul" | "times" | "div", args=args):
+            powers = [arg.args[0] if isinstance(arg, Op) and arg.name == "pow" else arg for arg in args]
+            return combined and all(_is_name(arg, True) for arg in powers)
+        case Op(name=name):
+            return name.startswith("call ")
     return False
 
 
@@ -261,10 +288,11 @@ def _approximated(relation: Relation) -> list[Node] | None:
         return [rounded]
     if any(isinstance(part, Group | Relation | Quantity) for part in walk(value, rounded)):
         return None
-    if decimals(value) is not None or (places := decimals(rounded)) is None:
+    whole = (known := exact(value)) is not None and known.denominator == 1
+    if whole or decimals(value) is not None or not 1 <= (places := decimals(rounded) or 0) <= 100:
         return [value]
     try:
-        near = abs(value_at(value, {}) - value_at(rounded, {})) <= 10.0**-places
+        near = abs(value_at(value, {}) - value_at(rounded, {})) <= mp.mpf(10) ** -places / 2
     except Undefined:
         return None
     return [value, rounded] if near else [value]

@@ -186,7 +186,7 @@ class _Parser:
         number = self.take("number").text
         if braced:
             self.take("}")
-        if not number.isdigit() or len(number) > 2:
+        if not number.isdecimal() or len(number) > 2:
             self.fail()
         return -int(number) if negative else int(number)
 
@@ -295,7 +295,7 @@ class _Parser:
         token = self.next
         if token.kind == "number":
             number = self.number()
-            plain = mixed and token.text.isdigit() and isinstance(number, Number) and number.base is None
+            plain = mixed and token.text.isdecimal() and isinstance(number, Number) and number.base is None
             return self.mixed(number) if plain else number
         if token.kind == "name":
             return self.symbol(self.step().text)
@@ -358,7 +358,7 @@ class _Parser:
         if self.next.kind == "_":
             self.step()
             base = self.raw()
-            if not text.isdigit() or not base.isdigit() or len(base) > 2:
+            if not text.isdecimal() or not base.isdecimal() or len(base) > 2:
                 self.fail()
             return Number(Fraction(int(text)), base=int(base))
         if "." in text and self.next.kind in ("\\overline", "\\bar", "\\dot"):
@@ -375,7 +375,7 @@ class _Parser:
         return Number(value, len(places) - int(power or 0) if places or power else None)
 
     def repeating(self, text: str, digits: str) -> Node:
-        if not digits.isdigit() or "e" in text:
+        if not digits.isdecimal() or "e" in text:
             self.fail()
         whole, _, places = text.partition(".")
         start = Fraction(int((whole + places) or 0), 10 ** len(places))
@@ -391,7 +391,7 @@ class _Parser:
             parts, used = self.digits_of_fraction(following)
         else:
             return whole
-        if len(parts) != 2 or not all(part.isdigit() for part in parts) or not 0 < int(parts[0]) < int(parts[1]):
+        if len(parts) != 2 or not all(part.isdecimal() for part in parts) or not 0 < int(parts[0]) < int(parts[1]):
             return whole
         self.at += used
         return Number(whole.value + Fraction(int(parts[0]), int(parts[1])))
@@ -442,7 +442,7 @@ class _Parser:
         token = self.next
         if token.kind == "{":
             return self.braces()
-        if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
+        if token.kind == "number" and len(token.text) > 1 and token.text.isdecimal():
             self.tokens[self.at] = Token("number", token.text[1:])
             return Number(Fraction(token.text[0]))
         return self.atom(mixed=False)

@@ -45,9 +45,9 @@ SAME_COMMAND = {
 COMMAND = re.compile(r"\\([A-Za-z]+)(?![A-Za-z])[ \t]*")
 # Formatting that a reader does not see, or that does not change the value.
 REMOVED = re.compile(
-    r"\\(?:left|right|[bB]ig+[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|quad|qquad|hspace\*?\{[^{}]*\}"
+    r"\\(?:left|right|[bB]ig+[lrm]?)(?![A-Za-z])(?:\s*\.(?!\d))?|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|quad|qquad|hspace\*?\{[^{}]*\}"
     r"|vspace\*?\{[^{}]*\}|phantom\{[^{}]*\}|tag\*?\{[^{}]*\}|label\{[^{}]*\}|color\{[^{}]*\}|bf|rm|it|sf|large|Large"
-    r"|normalsize|boldmath|null|blacksquare|square|Box|qed|checkmark|em)(?![A-Za-z])\.?"
+    r"|normalsize|boldmath|null|blacksquare|square|Box|qed|checkmark|em)(?![A-Za-z])"
 )
 SPACE = re.compile(r"(?<!\\)\\[,;:>! ]|~|\\thinspace(?![A-Za-z])|[\s\u00a0\u2000-\u200a\u202f\u205f\u3000]+")
 ROW_GAP = re.compile(r"\\\\\s*\[-?[0-9.]{1,9} ?(?:pt|em|ex|mm|cm)\]")
@@ -58,11 +58,12 @@ STYLED = re.compile(
 )
 WORDS = re.compile(r"\\(?:text(?:bf|rm|sf|tt|normal|up|md)?|mbox|hbox|textup)\s*\{")
 LETTERS = re.compile(r"\\(?:mathrm|mathbf|operatorname\*?|rm|bf)\s*\{")
+LONGEST = 4000  # characters of what is changed at all
 DEEPEST = 10  # braces around all of an answer
 # "for all x", which restricts nothing; "for all x > 0" does.
 QUANTIFIER = re.compile(
     r"(?:[\s,]*(?:\\forall|\\text\{[\s,]*(?:for|where)\s(?:all|any|every|each)\b)|(?<=\S)\s+for (?:all|any|every)\b)"
-    r"[^<>=]{0,60}$"
+    r"(?![^<>=]*(?:odd|even|prime|positive|negative|\\notin))[^<>=]{0,60}$"
 )
 ALL_REALS = re.compile(r"(?:\\text\{ ?)?(?:the )?(?:set of )?all real(?: number)?s? ?\}?", re.IGNORECASE)
 WORD = r"\\(?:text|mathrm)\{"
@@ -81,6 +82,8 @@ INTRODUCED = re.compile(
 def normal_form(text: str) -> str:
     r"""`text` with Unicode signs as LaTeX, one command for each meaning (`\frac` for `\dfrac`), and without formatting,
     delimiters of mathematics and marks at the end. Words are in `\text{}`, and single spaces stay."""
+    if len(text) > LONGEST:
+        return text
     text = VULGAR.sub(_vulgar, text.strip().strip("*`").strip())
     text = RAISED.sub(lambda run: f"^{{{run[0].translate(SUPERSCRIPTS)}}}", text)
     text = LOWERED.sub(lambda run: f"_{{{run[0].translate(SUBSCRIPTS)}}}", text)
@@ -107,6 +110,7 @@ def normal_form(text: str) -> str:
     text = re.sub(r"\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime", lambda found: "'" * found[0].count("prime"), text)
     text = re.sub(r"\^\s*\{\s*\\circ\s*\}", r"^\\circ ", text)
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)  # the delimiters \( \) \[ \]
+    text = re.sub(r"\\text\{([^{}]*\d:\d\d[^{}]*)\}", r"\1", text)
     text = re.sub(r"\\text\{[\s.,;:]*\}", " ", re.sub(r"\.{3,}", r"\\ldots ", text))
     text = text.replace("\\$", "\\dollar ").replace("$", " ").replace("\\%", "%").replace("**", "^")
     text = trimmed(QUANTIFIER.sub("", re.sub(r" +", " ", text)))

@@ -96,7 +96,7 @@ class _Lexer:
         after_number = bool(self.tokens) and self.tokens[-1].kind in ("number", "}", ")", "name", "word", "^")
         for found in re.finditer(r"[^\W\d_]+|\d+(?:\.\d+)?|\S", inside):
             part = found[0]
-            if part[0].isdigit():
+            if part[0].isdecimal():
                 self.tokens.append(Token("number", part, gap))
             elif part.lower() in ("and", "or"):
                 self.tokens.append(Token(",", part, gap))

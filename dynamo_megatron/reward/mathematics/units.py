@@ -16,7 +16,9 @@ MAGNITUDES = {
 NO_UNIT = re.compile(
     r"hal(?:f|ves)|(?:third|quarter)s?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand"
     r"|\w+illion)ths?|\w+illions?|squared|cubed|factorial|times|plus|minus|over|more|less|at|least|most|about|approximately"
-    r"|per|percent|base|mod|modulo|to|the|of|by|or|and|not|gross|score|couple|double|twice"
+    r"|per|percent|base|mod|modulo|to|the|of|by|or|and|not|gross|score|couple|double[ds]?|tripled?|halved|twice|tens|point"
+    r"|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|\w+ty|ppm|permille|grand|wrong|false"
+    r"|incorrect|negative|positive|below|above|inverse|squares?|roots?"
 )
 
 
@@ -80,7 +82,7 @@ class Unit:
         self.known = True
 
     def add(self, name: str, power: int) -> None:
-        dimension, factor = UNITS.get(name) or UNITS.get(name.lower()) or _singular(name) or ("", Fraction(1))
+        dimension, factor = _unit(name) or ("", Fraction(1))
         if not dimension:
             self.known = False
             dimension = name.lower().removesuffix("es").removesuffix("s")
@@ -91,7 +93,7 @@ class Unit:
 
 
 def is_unit(word: str) -> bool:
-    return word in UNITS or word.lower() in UNITS or _singular(word) is not None or word in COMPOUND
+    return _unit(word) is not None or word in COMPOUND
 
 
 def unit_of(words: Sequence[str | int]) -> Unit | None:
@@ -118,10 +120,9 @@ def unit_of(words: Sequence[str | int]) -> Unit | None:
     return unit if unit.powers or unit.known else None
 
 
-def _singular(word: str) -> tuple[str, Fraction] | None:
+def _unit(word: str) -> tuple[str, Fraction] | None:
+    if word in UNITS or len(word) == 1:  # M is no metre
+        return UNITS.get(word)
     lower = word.lower().rstrip(".")
-    for ending in ("s", "es"):
-        name = lower.removesuffix(ending)
-        if name != lower and len(name) > 1 and name in UNITS:
-            return UNITS[name]
-    return None
+    names = (lower, lower.removesuffix("s"), lower.removesuffix("es"))
+    return next((UNITS[name] for name in names if name in UNITS and len(name) > 1), None)

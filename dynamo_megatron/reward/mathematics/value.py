@@ -55,6 +55,8 @@ def equal_values(first: Node, second: Node) -> bool:
     names = sorted({part.name for part in walk(first, second) if isinstance(part, Symbol)} - CONSTANTS.keys())
     tolerance = mp.mpf(TOLERANCE.numerator) / TOLERANCE.denominator if rounded else mp.mpf(10) ** -SURE
     if not names:
+        if any(value is not None and value.denominator == 1 for value in (mine, other)):
+            tolerance = mp.mpf(10) ** -SURE  # whole numbers are never rounded
         return _equal_at([{}], first, second, tolerance, 1)
     operations = {part.name for part in walk(first, second) if isinstance(part, Op)}
     kinds = ["real"]
