@@ -79,7 +79,7 @@ def step_figures(line: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
         "peak GPU bytes": line["resources/gpu_memory_max"] or None,
         "generated tokens a second and GPU": line["rollout/response_tokens"] / line["time/generate"] / ranks,
         "tokens a second and GPU": line["throughput/tokens_per_second"] / ranks,
-        "gap": line["rollout/logprob_gap_mean"],
+        "gap": line.get("rollout/logprob_gap_mean"),
         "rejected": line["rollout/rejected"],
         "restarts": line["fleet/restarts"],
         "rollouts by server": {

@@ -125,8 +125,9 @@ class OutputDir:
     def _changes(self) -> list[str]:
         """What a resume changes: each key with its new and its old value."""
         before, now = (identity(plain, [*plain]) for plain in (self._saved(), to_plain(self._config)))
-        changed = [key for key in now if key in before and before[key] != now[key] and key != "output_dir"]
-        return [f"{key} {_shown(now[key])} instead of {_shown(before[key])}" for key in changed]
+        keys = [key for key in dict.fromkeys((*now, *before)) if key != "output_dir"]
+        changed = [key for key in keys if before.get(key) != now.get(key)]
+        return [f"{key} {_shown(now.get(key))} instead of {_shown(before.get(key))}" for key in changed]
 
     def discard(self, why: str) -> None:
         """The start is refused with the message `why`: a folder that `claim` has made goes again."""

@@ -43,6 +43,7 @@ FORESEEN = (InputError, RolloutError, NonFiniteError, GradientSpike, OSError)
 LOST_CONNECTION = re.compile(
     r"(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)", re.DOTALL
 )
+ANOTHERS_END = ("ConnectionError: lost the connection to another rank", "RolloutError: ", "NonFiniteError: the update")
 LOST = "ConnectionError: lost the connection to another rank"
 
 
@@ -227,8 +228,6 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_s
         details, _, text = text.rpartition("\n")
     if (broken := LOST_CONNECTION.search(f"{type(error).__name__}: {text}")) is not None:
         text = f"{LOST} ({broken[1]})"
-    if next_start is not None and (broken is not None or isinstance(error, RolloutError)):  # another process's end
-        text += next_start()
     message = printable(text if refused or broken is not None else f"{type(error).__name__}: {text}")
     if coordinator is not None and not refused:
         message = f"rank {rank}{f', step {coordinator.step}' if coordinator.step else ''}: {message}"
@@ -241,6 +240,8 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_s
         show_exception(type(error), error, error.__traceback__)
     if details:
         show(details)
+    if next_start is not None and any(kind in first for kind in ANOTHERS_END):
+        first += next_start()
     if (rank == 0 or coordinator is None) and not (LOST in first and tell_launcher(first)):
         show(first)
     return 2 if refused else 1

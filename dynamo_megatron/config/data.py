@@ -88,6 +88,8 @@ class DataConfig(Section):
     def _template(self) -> DataConfig:
         if self.template != "chat" and "{prompt}" not in self.template:
             raise ValueError("template: give 'chat' or a text that contains {prompt}")
+        if taken := {"messages", "tools", "add_generation_prompt"} & self.template_args.keys():
+            raise ValueError(f"template_args: {min(taken)} is not for the configuration to set")
         if self.template == "chat" and self.few_shot:
             raise ValueError("few_shot: goes with a plain template; put chat examples into the messages")
         for key in ("system_prompt", "chat_template", "template_args"):

@@ -115,10 +115,14 @@ class IteratorStream:
                         "raise data.max_prompt_length or set data.on_long_prompt: skip"
                     )
             self._read = dataclasses.replace(self._read, skipped=self._read.skipped + 1)
-        others = "" if self._bad is None else f", or cannot be used ({self._bad})"
+        if self._bad is not None:
+            raise InputError(
+                f"data.source: {SKIPPED_IN_A_ROW:,} rows of {self._config.source} in a row cannot be used or are too "
+                f"long; the first that cannot: {self._bad}"
+            )
         raise InputError(
             f"data.max_prompt_length: {SKIPPED_IN_A_ROW:,} prompts of {self._config.source} in a row have more than "
-            f"{self._limit} tokens{others}"
+            f"{self._limit} tokens"
         )
 
     def _opened(self) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:

@@ -58,6 +58,12 @@ class Layout:
         dist.all_reduce(values, group=self.host)
         return values
 
+    def on_any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on a rank; collective over all ranks."""
+        found = torch.tensor([int(value)])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
+        return bool(found.item())
+
     def gather(self, value: Any) -> list[Any]:
         """Returns the plain data of every rank, in rank order; collective over all ranks."""
         values: list[Any] = [None] * self.world_size

@@ -124,10 +124,13 @@ def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layou
     the device."""
     experts = spec.experts_of(layout.ep.rank(), layout.ep.size())
     named = [(chunk, name, p) for chunk in chunks for name, p in chunk.named_parameters() if p.numel()]
-    largest = torch.stack([torch.linalg.vector_norm(p.detach(), math.inf).float() for *_, p in named]).cpu()
+    norms = [torch.linalg.vector_norm(p.detach(), math.inf).float() for *_, p in named]
+    largest = torch.stack(norms).tolist() if norms else []
+    if not layout.on_any_rank(not all(value <= LARGEST_WEIGHT for value in largest)):
+        return []
     found = [
         huggingface_names(spec, global_name(name, chunk.layer_offset, experts.start))
-        for (chunk, name, _), value in zip(named, largest.tolist(), strict=True)
+        for (chunk, name, _), value in zip(named, largest, strict=True)
         if not value <= LARGEST_WEIGHT  # NaN is not
     ]
     first = " or ".join(found[0]) if found else ""

@@ -405,7 +405,6 @@ class Policy:
         if broken := broken_weights(self.chunks, self.spec, self.layout):
             raise NonFiniteError(
                 f"the update at learning rate {learning_rate:g} ruined the weights, and they are not saved: "
-                f"{'; '.join(broken)}; with a lower optimizer.lr or weight_decay the same command resumes from the "
-                "last checkpoint",
+                f"{'; '.join(broken)}; lower optimizer.lr or optimizer.weight_decay",
                 None,
             )

@@ -32,13 +32,13 @@ def after_a_stop(output: Path) -> str:
 
 def _kept_after(output: Path, step: int) -> str:
     """Only the newest step's rollouts are counted: to read those of all steps could take longer than a stop may."""
-    files = {later: path for later, path in step_files(output).items() if later > step and path.stat().st_size}
-    if not files:
-        return ""
-    *before, newest = files
     try:
+        files = {later: path for later, path in step_files(output).items() if later > step and path.stat().st_size}
+        if not files:
+            return ""
+        *before, newest = files
         count = len(rollout_ids(files[newest]))
-    except InputError as error:  # the next start is refused with it
+    except (InputError, OSError) as error:  # the next start says it, too
         return f"; {error}"
     if not before:
         return f"; kept: {count} rollout{'s' * (count != 1)} of step {newest}"

@@ -119,9 +119,8 @@ class Coordinator:
         self._step_timeout = step_timeout
         self._store = SignedStore(store, secret)
         self._step, self._step_began = 0, None
-        self._ending = (
-            threading.Lock()
-        )  # held while a step's time is checked, and until the process ends where it has passed
+        # Held while a step's time is checked, and until the process ends where it has passed.
+        self._ending = threading.Lock()
         self._calls = 0  # of `on_rank_0`
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.

@@ -182,7 +182,7 @@ def test_a_run_that_read_its_iterator_at_the_start_goes_on_so(functions):
         ("clash", "row 6: the id '2' is taken by an earlier problem with other content"),
         ("too_long", "10,000 prompts of .* in a row have more than 20 tokens"),
         ("all_bad", "^.*:all_bad row 1: 'problem' must be text or a list of messages, not null$"),
-        ("endless_bad", "10,000 prompts .*, or cannot be used .*:endless_bad row 2: 'problem' must be text"),
+        ("endless_bad", "10,000 rows .* cannot be used or are too long; .*:endless_bad row 2: 'problem' must be text"),
         ("nothing", "has no prompts$"),
         ("fails", r"^data\.source: .*:fails failed after 1 items: KeyError: 'absent' \(.*\.py, line \d+\)$"),
         ("fails_at_once", r"^data\.source: .*:fails_at_once failed: KeyError: 'absent' \(.*\.py, line \d+\)$"),

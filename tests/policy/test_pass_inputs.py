@@ -135,7 +135,7 @@ def test_weights_that_broke_on_many_ranks_are_named_once(tiny_model, value):
 
     one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     spec = load_model_config(str(tiny_model))
-    assert broken_weights([chunk], spec, SimpleNamespace(ep=one, gather=gather)) == [
+    assert broken_weights([chunk], spec, SimpleNamespace(ep=one, gather=gather, on_any_rank=bool)) == [
         f"{BROKEN} of rank 0: model.norm.weight, and 1 more parameters (and on 2 more ranks)",
         f"{BROKEN} of rank 4: lm_head.weight",
     ]

@@ -28,7 +28,7 @@ def test_a_slow_start_shows_its_phase_rows_and_seconds(tiny_model, tmp_path):
     (tmp_path / "slow_data.py").write_text(SLOW_DATA)
     config = {
         "model": {"path": str(tiny_model), "dtype": "float32", "max_length": 128},
-        "data": {"source": "slow_data:rows", "limit": 2000, "template": "{prompt}"},
+        "data": {"source": "slow_data:rows", "limit": 2000, "on_bad_row": "error", "template": "{prompt}"},
         "rollout": {"max_new_tokens": 8},
         "output_dir": str(tmp_path / "run"),
     }

@@ -100,14 +100,18 @@ def shown(error: BaseException) -> str:
     """The error in a line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:SHOWN]}{where}"
+    try:
+        text = " ".join(str(error).split())[:SHOWN]
+    except Exception:  # a class of the user's may raise anything
+        text = ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
 
 
 async def run(agent: Any, prompt: Prompt, session: Session) -> dict[str, Any]:
     """Runs one episode; returns the fields of its answer."""
     try:
         reward = await agent(prompt, session)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         return {"error": shown(error)}
     if reward is None:
         return {"reward": None}
