@@ -40,7 +40,7 @@ def last_line(config: Config, step: int, *, evaluated: bool, supervised: bool = 
             return f"model: {saved[1]} (Megatron checkpoint); next: {convert}"
     if supervised:
         keys = shlex.join([f"model.path={model}", f"data.template={json.dumps(config.data.template)}"])
-        return f"model: {model} (step {exported_step(model)}); next: train with {keys}"
+        return f"model: {model} (step {exported_step(model)}); next: dynamo-megatron train CONFIG.yaml {keys}"
     next_command = shlex.join(["dynamo-megatron", "report", str(output)])
     if not evaluated:
         data = [] if config.eval.data else ["eval.data=FILE"]

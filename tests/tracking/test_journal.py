@@ -44,7 +44,7 @@ def test_a_run_of_sft_says_what_the_next_run_is_to_be_given(tmp_path):
     config = made(tmp_path / "my runs", "final", "hf")
     config = config.model_copy(update={"data": config.data.model_copy(update={"template": "{prompt}"})})
     line = last_line(config, 64, evaluated=False, supervised=True)
-    keys = shlex.split(line.partition("; next: train with ")[2])
+    keys = shlex.split(line.partition("; next: dynamo-megatron train CONFIG.yaml ")[2])
     given, _ = compose([], [*keys, "data.source=d", "output_dir=o"])
     assert (given.model.path, given.data.template) == (str(tmp_path / "my runs" / "run" / "hf"), "{prompt}")
 
