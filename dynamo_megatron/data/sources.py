@@ -99,7 +99,7 @@ def load_prompts(
     if bad is not None:
         counted = f"{skipped:,} of {skipped + repeated + len(first):,} rows cannot be used"
         if skipped > repeated + len(first):
-            raise InputError(f"{bad}; {counted}")
+            raise InputError(f"{bad}; {counted}") if skipped > 1 else bad
         say(f"data.source: {config.source}: {counted} and are skipped (data.on_bad_row), the first: {bad}")
     if not first:
         raise InputError(f"data.source: {config.source} has no prompts")
