@@ -57,10 +57,10 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
     adopt_rank(os.environ)
     config, origins = compose(*_files_and_keys(options.config + rest))
-    # There is nothing to save yet. A rank keeps the default action of SIGTERM: launchers also send SIGTERM because
-    # another rank has failed, and it has to end even a rank whose interpreter is busy in C code.
     import dynamo_megatron.rollout.retention  # noqa: F401  the handler uses it, and must not find it half imported
 
+    # There is nothing to save yet. A rank keeps the default action of SIGTERM: launchers also send SIGTERM because
+    # another rank has failed, and it has to end even a rank whose interpreter is busy in C code.
     asked = (signal.SIGINT, signal.SIGUSR1) if "RANK" in os.environ else FOR_THE_RANKS
     for number in asked:
         signal.signal(number, partial(_end_start, Path(config.output_dir)))

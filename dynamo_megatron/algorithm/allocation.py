@@ -89,7 +89,10 @@ class RolloutAllocator:
                 return f"{name} is {bound}, and {prompts} prompts share {budget} rollouts: an even split"
         if not decided.history.any() or not variance.min() > 0:
             return None
-        return f"estimated variances differ by a factor of {variance.max() / variance.min():.3g}: an even split"
+        return (
+            f"estimated variances differ by a factor of {variance.max() / variance.min():.3g}, too little to move a "
+            f"rollout at {counts.mean():.3g} a prompt: an even split"
+        )
 
     def decide(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> Allocation:
         """Decides how many rollouts each prompt gets, aligned with `prompt_ids`, in which a prompt may occur twice.

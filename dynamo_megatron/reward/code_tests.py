@@ -14,11 +14,9 @@ from typing import Any
 from dynamo_megatron.types import Prompt
 
 TOLERANCE = 1e-6  # relative, below 1 absolute; for expected numbers with a decimal point or an exponent
-# Without leading zeros: "0011" may be a text of digits.
-INTEGER, NUMBER = (
-    re.compile(r"[-+]?(?:0|[1-9][0-9]*)"),
-    re.compile(r"[-+]?(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,9})?"),
-)
+# Without leading zeros: "0011" may be a string of digits.
+INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
+NUMBER = re.compile(INTEGER.pattern + r"(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,9})?")
 RUNNING = (ast.Assert, ast.For, ast.While, ast.If, ast.With, ast.Try)
 
 

@@ -24,9 +24,8 @@ from dynamo_megatron.types import Prompt
 
 # Spans of bounded length, so that opening marks without a closing one do not cost a quadratic search.
 LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
-MARKED = re.compile(
-    r"^####[ \t]*(\S{0,200}[\d\\]\S{0,200})[ \t]*$", re.MULTILINE
-)  # "#### Step 1: add" is a heading, not an answer
+# One word: "#### Step 1: add" is a heading, not an answer.
+MARKED = re.compile(r"^####[ \t]*(\S{0,200}[\d\\]\S{0,200})[ \t]*$", re.MULTILINE)
 TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 # "The final answer is", "Answer:", and the same in the languages that models answer in.
 ANSWER = re.compile(
@@ -41,8 +40,8 @@ REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|a
 # Words beside a number that make it another one, or no answer at all.
 REFUSED_BEFORE = re.compile(
     r"(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|root|square|at least|at most"
-    r"|less|more|fewer|greater|larger|smaller|above|below|between|either|or|maybe|possibly|except|but|multiple|power|raised"
-    r"|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
+    r"|less|more|fewer|greater|larger|smaller|above|below|between|either|or|maybe|possibly|except|but|multiple|power"
+    r"|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
     re.IGNORECASE,
 )
 HARMLESS = "and|at|by|of|the|to|or"  # after a number
@@ -50,7 +49,7 @@ REFUSED_AFTER = re.compile(
     rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)", re.IGNORECASE
 )
 REMARK = re.compile(r"\s+\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$")  # "160 minutes (2 hours and 40 minutes)."
-# An expression in the middle of a text: numbers, single letters and commands with signs between them.
+# An expression in the middle of a sentence: numbers, single letters and commands with signs between them.
 ATOM = (
     r"(?:\\[A-Za-z]+(?:\{[^{}\n]{0,200}\}){0,2}|(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+\b)?|\.\d+"
     r"|[√∛∞πθ½⅓⅔¼¾⅕-⅞]|\b(?:pi|sqrt|sin|cos|tan|ln|log|exp)\b|(?<![A-Za-z'’])[A-Za-z](?![A-Za-z'’])"

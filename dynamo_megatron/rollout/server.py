@@ -112,14 +112,21 @@ def check_reachable(config: RolloutConfig, hosts: Sequence[str]) -> None:
 
 
 def check_server_args(config: RolloutConfig) -> None:
-    """Raises ConfigError where SGLang's parser, in the servers' interpreter, refuses `rollout.server_args`."""
+    """Raises ConfigError where SGLang's parser, in the servers' interpreter, refuses `rollout.server_args`, or takes
+    longer than a server may take to start."""
     program = (
         "import argparse, sys\nfrom sglang.srt.server_args import ServerArgs\n"
         "parser = argparse.ArgumentParser(prog='SGLang')\nServerArgs.add_cli_args(parser)\n"
         "parser.parse_args(['--model-path', 'model', *sys.argv[1:]])"
     )
-    command = [config.python or sys.executable, "-P", "-c", program, *config.server_args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    python, limit = config.python or sys.executable, config.start_timeout
+    command = [python, "-P", "-c", program, *config.server_args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"rollout.python: {python} has not imported SGLang in rollout.start_timeout ({limit:g} s)"
+        ) from None
     lines = done.stderr.strip().splitlines()
     if done.returncode == 2 and lines and lines[-1].startswith("SGLang: error: "):
         raise ConfigError(f"rollout.server_args: {on_one_line(lines[-1], LONGEST)}")

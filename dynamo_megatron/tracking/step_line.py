@@ -66,7 +66,7 @@ def step_line(metrics: Mapping[str, float], steps: int, width: int | None = None
 
 
 def legend(steps: int, width: int | None = None, *, ahead: bool = False) -> str:
-    """A text with the meanings and units of the labels in a step line of that width. `ahead`: of a run with
+    """The meanings and units of the labels in a step line of that width. `ahead`: of a run with
     `rollout.max_staleness`."""
     metrics = defaultdict(float, {"step": steps, **({STALENESS: 0.0} if ahead else {})})
     shown = step_line(metrics, steps, width).split()

@@ -341,6 +341,6 @@ def test_extraction():
 )
 def test_a_response_that_repeats_itself_costs_no_time(unit):
     start = time.process_time()
-    score(72, unit * (100_000 // len(unit)))
-    tagged(unit * (100_000 // len(unit)))
-    assert time.process_time() - start < 10.0
+    score(72, unit * (200_000 // len(unit)))
+    tagged(unit * (200_000 // len(unit)))
+    assert time.process_time() - start < 60.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from dynamo_megatron.reward.mathematics.units import Unit
 
@@ -56,3 +58,24 @@ DOTS = Symbol("...")
 INFINITY = Symbol("infinity")
 PI = Symbol("pi")
 REALS = Symbol("mathbb R")
+
+
+def compound(items: Sequence[Node]) -> Quantity | None:
+    """5 hours (and) 20 minutes as one quantity; None where the items are not one in smaller and smaller units."""
+    quantities = [item for item in items if isinstance(item, Quantity) and item.unit.known and item.unit.powers]
+    first = quantities[0] if len(quantities) == len(items) else None
+    if first is None or any(each.unit.powers != first.unit.powers for each in quantities):
+        return None
+    if any(small.unit.factor >= large.unit.factor for large, small in pairwise(quantities)):
+        return None
+    value = first.value
+    for each in quantities[1:]:
+        value = Op("add", (value, Op("mul", (Number(each.unit.factor / first.unit.factor), each.value))))
+    return Quantity(value, first.unit, compound=True)
+
+
+def is_plain_number(node: Node) -> bool:
+    r"""A number as it is written before a noun: 7, -2.5, 3/4, 1 1/2; not 6 \times 10^5."""
+    if isinstance(node, Op) and node.name in ("neg", "div", "mul"):
+        return all(is_plain_number(part) for part in node.args)
+    return isinstance(node, Number)

@@ -6,10 +6,9 @@ Whatever the grammar does not know raises `NotMathematics`, so that nothing of a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import NoReturn
 
 from dynamo_megatron.reward.mathematics.nodes import (
@@ -23,6 +22,8 @@ from dynamo_megatron.reward.mathematics.nodes import (
     Quantity,
     Relation,
     Symbol,
+    compound,
+    is_plain_number,
 )
 from dynamo_megatron.reward.mathematics.tokens import GREEK, LONGEST, TRIGONOMETRIC, NotMathematics, Token, tokens
 from dynamo_megatron.reward.mathematics.units import MAGNITUDES, Unit, is_unit, unit_of
@@ -86,7 +87,7 @@ class _Parser:
             items.append(self.element())
         if either and all(isinstance(item, Relation) and set(item.signs) <= {"<", "<=", ">", ">="} for item in items):
             return Group("union", tuple(items))  # x < 2 or x > 3
-        return items[0] if len(items) == 1 else _compound(items) or Group("list", tuple(items))
+        return items[0] if len(items) == 1 else compound(items) or Group("list", tuple(items))
 
     def infix(self, ends: tuple[str, ...]) -> Node:
         r"""a \choose b and a \over b, which take all of their group."""
@@ -144,11 +145,11 @@ class _Parser:
         unit = self.units()
         if unit is None:
             return value
-        if not unit.known and not _plain_number(value):
+        if not unit.known and not is_plain_number(value):
             self.fail()
         if self.next.kind != "number":
             return Quantity(value, unit)
-        return _compound([Quantity(value, unit), self.quantity()]) or self.fail()  # 5 hours 20 minutes
+        return compound([Quantity(value, unit), self.quantity()]) or self.fail()  # 5 hours 20 minutes
 
     def magnitude(self, value: Node) -> Node:
         if self.next.kind == "word" and self.next.text.lower() == "percent":
@@ -204,14 +205,17 @@ class _Parser:
     # Expressions
 
     def sum(self) -> Node:
+        node = self.deeper(self.product)
+        while self.next.kind in ("+", "-", "\\pm", "\\mp"):
+            sign = self.step().kind
+            node = Op({"+": "add", "-": "sub", "\\pm": "pm", "\\mp": "mp"}[sign], (node, self.deeper(self.product)))
+        return node
+
+    def deeper(self, part: Callable[[], Node]) -> Node:
         self.depth += 1
         if self.depth > DEEPEST:
             raise NotMathematics("too deep")
-        node = self.product()
-        while self.next.kind in ("+", "-", "\\pm", "\\mp"):
-            sign = self.step().kind
-            right = self.product()
-            node = Op({"+": "add", "-": "sub", "\\pm": "pm", "\\mp": "mp"}[sign], (node, right))
+        node = part()
         self.depth -= 1
         return node
 
@@ -245,11 +249,7 @@ class _Parser:
         sign = self.next.kind
         if sign in ("-", "+", "\\pm", "\\mp"):
             self.step()
-            self.depth += 1
-            if self.depth > DEEPEST:
-                raise NotMathematics("too deep")
-            operand = self.unary()
-            self.depth -= 1
+            operand = self.deeper(self.unary)
             if sign == "+":
                 return operand
             return Op("neg", (operand,)) if sign == "-" else Op(sign[1:], (Number(Fraction(0)), operand))
@@ -277,7 +277,7 @@ class _Parser:
             return node
         if self.next.kind in ("-", "+"):
             return Op("neg", (self.exponent(),)) if self.step().kind == "-" else self.exponent()
-        node = self.atom(mixed=False)
+        node = self.atom()
         return Op("pow", (node, self.exponent())) if self.accept("^") else node
 
     def postfix(self, node: Node) -> Node:
@@ -291,12 +291,12 @@ class _Parser:
             else:
                 return node
 
-    def atom(self, mixed: bool = True) -> Node:
+    def atom(self) -> Node:
         token = self.next
         if token.kind == "number":
-            number = self.number()
-            plain = mixed and token.text.isdecimal() and isinstance(number, Number) and number.base is None
-            return self.mixed(number) if plain else number
+            return self.number()
+        if token.kind == "mixed":
+            return Number(sum(map(Fraction, self.step().text.split()), Fraction(0)))
         if token.kind == "name":
             return self.symbol(self.step().text)
         if token.kind == "function":
@@ -332,13 +332,6 @@ class _Parser:
         if name in OTHER_NAME:
             self.step()
             return self.symbol(name) if OTHER_NAME[name] == PI else OTHER_NAME[name]
-        if name in ("angle", "triangle"):
-            self.step()
-            letters = ""
-            while self.next.kind == "name":
-                part = self.symbol(self.step().text)
-                letters += part.name if isinstance(part, Symbol) else ""
-            return Symbol(f"{name} {letters}")
         if MARKS.fullmatch(name):
             self.step()
             return self.symbol(f"{name} {self.raw()}")
@@ -381,38 +374,6 @@ class _Parser:
         start = Fraction(int((whole + places) or 0), 10 ** len(places))
         return Number(start + Fraction(int(digits), (10 ** len(digits) - 1) * 10 ** len(places)))
 
-    def mixed(self, whole: Number) -> Node:
-        r"""1\frac{1}{4} and 1 1/4: a proper fraction of integers right after an integer is added."""
-        following = self.tokens[self.at : self.at + 7]
-        kinds, texts = [token.kind for token in following], [token.text for token in following]
-        if kinds[:3] == ["number", "/", "number"] and following[0].gap:
-            parts, used = [texts[0], texts[2]], 3
-        elif kinds[:1] == ["\\frac"]:
-            parts, used = self.digits_of_fraction(following)
-        else:
-            return whole
-        if len(parts) != 2 or not all(part.isdecimal() for part in parts) or not 0 < int(parts[0]) < int(parts[1]):
-            return whole
-        self.at += used
-        return Number(whole.value + Fraction(int(parts[0]), int(parts[1])))
-
-    @staticmethod
-    def digits_of_fraction(following: list[Token]) -> tuple[list[str], int]:
-        r"""The two integers of \frac{1}{4}, \frac14 or \frac1{4}, and how many tokens they are; none for others."""
-        parts: list[str] = []
-        place = 1
-        while len(parts) < 2 and place < len(following):
-            kinds = [token.kind for token in following[place : place + 3]]
-            if kinds == ["{", "number", "}"]:
-                parts.append(following[place + 1].text)
-                place += 3
-            elif kinds[:1] == ["number"] and len(following[place].text) + len(parts) <= 2:
-                parts += following[place].text
-                place += 1
-            else:
-                return [], 0
-        return parts, place
-
     def symbol(self, name: str) -> Node:
         while self.next.kind in ("_", "'"):
             name += "'" if self.step().kind == "'" else f"_{self.raw()}"
@@ -445,7 +406,7 @@ class _Parser:
         if token.kind == "number" and len(token.text) > 1 and token.text.isdecimal():
             self.tokens[self.at] = Token("number", token.text[1:])
             return Number(Fraction(token.text[0]))
-        return self.atom(mixed=False)
+        return self.atom()
 
     def arguments(self) -> tuple[Node, ...]:
         self.take("(")
@@ -459,7 +420,7 @@ class _Parser:
             if self.accept("["):
                 index = self.sum()
                 self.take("]")
-            operand = self.braces() if self.next.kind == "{" else self.atom(mixed=False)
+            operand = self.braces() if self.next.kind == "{" else self.atom()
             return Op("root", (operand, index))
         power, base = None, None
         while self.next.kind in ("^", "_", "'"):
@@ -545,24 +506,3 @@ class _Parser:
             if self.raw() != kind:
                 self.fail()
             return Group("determinant" if kind == "vmatrix" else "matrix", tuple(rows))
-
-
-def _compound(items: Sequence[Node]) -> Quantity | None:
-    """5 hours (and) 20 minutes as one quantity; None where the items are not one in smaller and smaller units."""
-    quantities = [item for item in items if isinstance(item, Quantity) and item.unit.known and item.unit.powers]
-    first = quantities[0] if len(quantities) == len(items) else None
-    if first is None or any(each.unit.powers != first.unit.powers for each in quantities):
-        return None
-    if any(small.unit.factor >= large.unit.factor for large, small in pairwise(quantities)):
-        return None
-    value = first.value
-    for each in quantities[1:]:
-        value = Op("add", (value, Op("mul", (Number(each.unit.factor / first.unit.factor), each.value))))
-    return Quantity(value, first.unit, compound=True)
-
-
-def _plain_number(node: Node) -> bool:
-    """A number as one writes it before a noun: 7, -2.5, 3/4, 1 1/2, 6 \times 10^5 is none."""
-    if isinstance(node, Op) and node.name in ("neg", "div", "mul"):
-        return all(_plain_number(part) for part in node.args)
-    return isinstance(node, Number)

@@ -45,8 +45,8 @@ SAME_COMMAND = {
 COMMAND = re.compile(r"\\([A-Za-z]+)(?![A-Za-z])[ \t]*")
 # Formatting that a reader does not see, or that does not change the value.
 REMOVED = re.compile(
-    r"\\(?:left|right|[bB]ig+[lrm]?)(?![A-Za-z])(?:\s*\.(?!\d))?|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|quad|qquad|hspace\*?\{[^{}]*\}"
-    r"|vspace\*?\{[^{}]*\}|phantom\{[^{}]*\}|tag\*?\{[^{}]*\}|label\{[^{}]*\}|color\{[^{}]*\}|bf|rm|it|sf|large|Large"
+    r"\\(?:left|right|[bB]ig+[lrm]?)(?![A-Za-z])(?:\s*\.(?!\d))?"
+    r"|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|quad|qquad|hspace\*?\{[^{}]*\}|vspace\*?\{[^{}]*\}|phantom\{[^{}]*\}|tag\*?\{[^{}]*\}|label\{[^{}]*\}|color\{[^{}]*\}|bf|rm|it|sf|large|Large"
     r"|normalsize|boldmath|null|blacksquare|square|Box|qed|checkmark|em)(?![A-Za-z])"
 )
 SPACE = re.compile(r"(?<!\\)\\[,;:>! ]|~|\\thinspace(?![A-Za-z])|[\s\u00a0\u2000-\u200a\u202f\u205f\u3000]+")
@@ -73,7 +73,8 @@ AFTER_LABEL = r"\s+(?![-+*/=^_]|\\cdot|\\times)|(?=\d|\\(?:frac|sqrt|text))"
 LABELLED = re.compile(rf"(?:{LABEL}|[A-J][).:])(?:{AFTER_LABEL})|{WORD}\s*\([A-J]\)\s*\}}")
 ONLY_LABEL = re.compile(LABEL)
 INTRODUCED = re.compile(
-    r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution|choice|option)(?:\s+is)?\s*[:=]?\s*\}?\s*"
+    r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution|choice|option)"
+    r"(?:\s+is)?\s*[:=]?\s*\}?\s*"
     r"(?=[^a-z\s}]|[a-j](?![a-z]))",
     re.IGNORECASE,
 )

@@ -23,6 +23,10 @@ GREEK = re.compile(
     "alpha|beta|[Gg]amma|[Dd]elta|epsilon|z?eta|[Tt]heta|iota|kappa|[Ll]ambda|mu|nu|[Xx]i|Pi|rho|[Ss]igma|tau|[Uu]psilon"
     "|[Pp][hs]i|chi|[Oo]mega"
 )
+MIXED = re.compile(
+    r"(?P<whole>\d+)(?: ?\\frac ?(?:\{(?P<top>\d+)\}|(?P<digit>\d)) ?(?:\{(?P<bottom>\d+)\}|(?P<last>\d)(?!\d))"
+    r"| (?P<above>\d+)/(?P<below>\d+)(?![\d.]))"
+)
 TOKEN = re.compile(
     r"(?P<time>(?<![\d:])\d{1,2}:[0-5]\d(?::[0-5]\d)?"
     r"(?: ?[AaPp]\.? ?[Mm]\b\.?| ?\\text\{ ?[AaPp]\.?[Mm]\.? ?\})?(?![\d:]))"
@@ -36,7 +40,7 @@ EXPONENT = re.compile(r"[eE]([-+]?\d{1,6})(?![\d.\w{])")
 
 @dataclass(frozen=True)
 class Token:
-    kind: str  # "number", "name", "word", "unit", "function", "time", "end", or the sign or command itself
+    kind: str  # "number", "mixed", "name", "word", "currency", "function", "time", "end", or the sign or command itself
     text: str
     gap: bool = False  # white space before it
 
@@ -69,7 +73,7 @@ class _Lexer:
         """Adds the token or tokens of `found`, and returns where the next one begins."""
         part = found[0]
         if found["number"]:
-            return self._number(text, found, gap, brackets)
+            return self._mixed(text, found.start(), gap) or self._number(text, found, gap, brackets)
         if found["text"]:
             self._text(found["inside"], gap, roman=part.startswith("\\mathrm"))
         elif found["letters"]:
@@ -80,6 +84,20 @@ class _Lexer:
             self.tokens.append(Token("function" if part[1:] in FUNCTIONS else part, part[1:], gap))
         else:
             self.tokens.append(Token("time" if found["time"] else part, part, gap))
+        return found.end()
+
+    def _mixed(self, text: str, start: int, gap: bool) -> int | None:
+        r"""1\frac{1}{4} and 1 1/4: an integer and a proper fraction of integers, where the integer is no exponent."""
+        found = MIXED.match(text, start)
+        if found is None or (self.tokens and self.tokens[-1].kind in ("^", "_", "\\frac", "\\binom", "\\sqrt")):
+            return None
+        top, bottom = (
+            found["top"] or found["digit"] or found["above"],
+            found["bottom"] or found["last"] or found["below"],
+        )
+        if not 0 < int(top) < int(bottom):
+            return None
+        self.tokens.append(Token("mixed", f"{found['whole']} {top}/{bottom}", gap))
         return found.end()
 
     def _number(self, text: str, found: re.Match[str], gap: bool, brackets: int) -> int:

@@ -16,9 +16,9 @@ MAGNITUDES = {
 NO_UNIT = re.compile(
     r"hal(?:f|ves)|(?:third|quarter)s?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand"
     r"|\w+illion)ths?|\w+illions?|squared|cubed|factorial|times|plus|minus|over|more|less|at|least|most|about|approximately"
-    r"|per|percent|base|mod|modulo|to|the|of|by|or|and|not|gross|score|couple|double[ds]?|tripled?|halved|twice|tens|point"
-    r"|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|\w+ty|ppm|permille|grand|wrong|false"
-    r"|incorrect|negative|positive|below|above|inverse|squares?|roots?"
+    r"|per|percent|base|mod|modulo|to|the|of|by|or|and|not|gross|score|couple|double[ds]?|tripled?|halved|twice|tens"
+    r"|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|ppm|permille|grand|wrong|false"
+    r"|incorrect|negative|below|above|inverse"
 )
 
 

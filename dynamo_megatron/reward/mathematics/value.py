@@ -15,7 +15,7 @@ from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC
 
 TOLERANCE = Fraction(5, 10**7)  # relative, where a side is written with a decimal point
 DIGITS = 50  # decimal digits of a value
-MOST_DIGITS = {True: 800, False: 200}  # where terms differ much in size: of a number, of an expression with variables
+MOST_DIGITS, MOST_WITH_VARIABLES = 800, 200  # where terms differ much in size
 SURE = 30  # digits that two exact values have in common if they are equal
 BITS = 100_000  # of an exact number
 HUGE = 10**12  # no value above 2^HUGE, and no argument of a function above it
@@ -200,8 +200,8 @@ def _equal_at(where: list[dict[str, Fraction]], first: Node, second: Node, toler
 
 def value_at(node: Node, point: Mapping[str, Fraction]) -> mp.mpf | mp.mpc:
     """The value at DIGITS digits or more, as many as the sums in it need. Raises Undefined."""
-    digits = DIGITS
-    while digits <= MOST_DIGITS[not point]:
+    digits, most = DIGITS, MOST_WITH_VARIABLES if point else MOST_DIGITS
+    while digits <= most:
         with mp.workdps(digits):
             evaluation = _Evaluation(point, digits)
             try:
