@@ -39,7 +39,7 @@ LEADING = re.compile(r"^(?:\s|\*|:|：|is\b|es\b|est\b|ist\b|lautet\b|是|为|�
 REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|as)\b|[,而]?不是")
 # Words beside a number that make it another one, or no answer at all.
 REFUSED_BEFORE = re.compile(
-    r"(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|root|square|at least|at most"
+    r"(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|root|square"
     r"|less|more|fewer|greater|larger|smaller|above|below|between|either|or|maybe|possibly|except|but|multiple|power"
     r"|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
     re.IGNORECASE,
@@ -56,6 +56,8 @@ ATOM = (
     r"|[(\[{][^()\[\]{}\n]{1,200}[)\]}]|[°²³⁴⁵⁶⁷⁸⁹⁰¹⁻!%])"
 )
 RUN = re.compile(rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*/^=×·⋅÷±]|\*\*)[ \t]*[-−+]?{ATOM}|[ \t]?{ATOM})*")
+JOINED = re.compile(r"\s*(?:,\s*)?(and|or|,)\s*|\s*,\s*()")
+UNIT_AFTER = re.compile(r"\s?([^\W\d_]{2,}\b|[A-Za-z](?=[.,;]|\s*$))")
 LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
 LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
 SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
@@ -94,9 +96,10 @@ def equal_answers(reference: str, answer: str) -> bool:
     if in_words(reference):
         return False
     parsed = _parsed_reference(reference)
+    given = _parsed_answer(answer)
     try:
-        return parsed is not None and equal(parsed, parse(answer))
-    except (NotMathematics, RecursionError):
+        return parsed is not None and given is not None and equal(parsed, given)
+    except RecursionError:
         return False
 
 
@@ -136,30 +139,35 @@ def _unmarked(text: str, words: bool) -> list[str]:
             continue
         if words or _parsed(normal_form(sentence)) is not None:
             return [sentence]
-        expression = last_expression(sentence)
-        if expression is not None:
-            return [expression]
+        if expressions := last_expressions(sentence):
+            return expressions
     if EMPTY_BOX.search(text):
         return []
     if words:
         line = last_line(text)
         return [line, *(next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:])]
-    expression = last_expression(text)
-    return [] if expression is None else [expression]
+    return last_expressions(text)
 
 
-def last_expression(text: str) -> str | None:
-    """The last LaTeX span or expression with a number, whichever comes later, with a unit after it."""
+def last_expressions(text: str) -> list[str]:
+    """The last LaTeX span or expression with a number, whichever comes later, with a unit after it. Of spans with only
+    "and", "or" or a comma between them the list, and unless "or" is among these, the last one."""
     text = REMARK.sub("", text[-LONGEST:])
     spans = list(LATEX.finditer(text))
     end = spans[-1].end() if spans else 0
     found = _last_run(text[end:])
     if found is not None or not spans:
-        return found
-    if refused(text, spans[-1]):
-        return None
-    span = next(filter(None, spans[-1].groups()))
-    return span if _parsed(normal_form(span)) is not None else _last_run(span) or span
+        return [] if found is None else [found]
+    first, either = len(spans) - 1, False
+    while first > 0 and (joined := JOINED.fullmatch(text, spans[first - 1].end(), spans[first].start())):
+        first, either = first - 1, either or joined[1] == "or"
+    if refused(text, spans[first]):
+        return []
+    listed = [next(filter(None, span.groups())) for span in spans[first:]]
+    last = listed[-1] if _parsed_answer(normal_form(listed[-1])) is not None else _last_run(listed[-1]) or listed[-1]
+    if (unit := UNIT_AFTER.match(text, end)) and is_unit(unit[1]):
+        last = f"{last}\\text{{ {unit[1]}}}"
+    return [last] if len(listed) == 1 else [", ".join(listed), *([] if either else [last])]
 
 
 def _last_run(text: str) -> str | None:
@@ -190,6 +198,14 @@ def _parsed(text: str) -> Node | None:
         return parse(text)
     except (NotMathematics, RecursionError):
         return None
+
+
+def _parsed_answer(text: str) -> Node | None:
+    """A chain x = ... = 3 of which a part in the middle is not understood is x = 3: its steps are no answer."""
+    node = _parsed(text)
+    if node is None and len(members := re.split(r"=|\\approx ", text)) > 2:
+        node = _parsed(f"{members[0]}={members[-1]}")
+    return node
 
 
 def _reference(answer: Any) -> str:

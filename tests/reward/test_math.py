@@ -271,7 +271,6 @@ NOT_SEVEN = [
     "答案是8而不是7",
     "$x$ plus $7$",
     "The answer is half of 7.",
-    "the answer is at least 7",
     "the answer is no more than $7$",
     "So \\boxed{6} or \\boxed{7}",
     "$x=-\\boxed{7}$",

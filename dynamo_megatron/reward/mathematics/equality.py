@@ -17,6 +17,7 @@ from dynamo_megatron.reward.mathematics.real_sets import (
     same_set,
     turned_left,
 )
+from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC
 from dynamo_megatron.reward.mathematics.units import unit_of
 from dynamo_megatron.reward.mathematics.value import Undefined, decimals, equal_values, exact, points, value_at, walk
 
@@ -52,7 +53,7 @@ def _shape(node: Node) -> Node:
     if isinstance(node, Group) and node.kind in ("list", "set"):
         items = [each for item in node.items for each in _both_signs(item)]
         return items[0] if len(items) == 1 else replace(node, items=tuple(items))
-    if not isinstance(node, Group | Relation | Quantity):
+    if isinstance(node, Op) or (isinstance(node, Group) and node.kind == "()"):
         items = _both_signs(node)
         return items[0] if len(items) == 1 else Group("list", tuple(items))
     if (
@@ -82,6 +83,9 @@ def _with_sign(node: Node, sign: int) -> Node:
         name = node.name
         if name in ("pm", "mp"):
             name = "add" if (name == "pm") == (sign == 1) else "sub"
+            if isinstance(node.args[1], Group):  # \\pm(1, 2)
+                items = node.args[1].items
+                return replace(node.args[1], items=items if name == "add" else tuple(Op("neg", (i,)) for i in items))
         return Op(name, tuple(_with_sign(arg, sign) for arg in node.args))
     if isinstance(node, Group):
         return replace(node, items=tuple(_with_sign(item, sign) for item in node.items))
@@ -143,6 +147,11 @@ def _equal_groups(reference: Node, answer: Node) -> bool:
         if "set" in kinds:
             return _contained(reference.items, answer.items) and _contained(answer.items, reference.items)
         return _equal_in_any_order(reference.items, answer.items)
+    if kinds == {"matrix", "()"}:  # a column as a tuple
+        rows = [item.items if isinstance(item, Group) and item.kind == "row" else (item,) for item in reference.items]
+        others = [item.items if isinstance(item, Group) and item.kind == "row" else (item,) for item in answer.items]
+        columns = all(len(row) == 1 for row in (*rows, *others))
+        return columns and _equal_in_order([row[0] for row in rows], [row[0] for row in others])
     if reference.kind != answer.kind:
         return False
     if reference.kind in ("union", "cap"):
@@ -244,13 +253,31 @@ def _assigned(relation: Relation, of_answer: bool) -> Node | None:
         return _element_of(relation)
     if isinstance(members[-1], Symbol) and not _is_name(members[0], True):  # 3 = x
         members = members[::-1]
-    names = _is_name(members[0], of_answer)
+    names = _is_name(members[0], of_answer) or (of_answer and isinstance(members[-1], Group))
     chain = members[1:] if names else members
     values = [_bare_value(member) for member in chain]
-    if any(isinstance(part, Group | Relation | Quantity) for part in walk(*values)):
-        return chain[-1] if names and len(chain) == 1 else None
-    checked = [value for value in values if is_constant(value)] if names else values
-    return chain[-1] if all(equal_values(checked[-1], value) for value in checked[:-1]) else None
+    checked = [value for value in values if not _is_structured(value) and (not names or is_constant(value))]
+    if not names and len(checked) < len(values):
+        return None
+    return chain[-1] if all(_rounds_to(value, checked[-1]) for value in checked[:-1]) else None
+
+
+def _rounds_to(value: Node, last: Node) -> bool:
+    """Whether a chain of equations may go from `value` to `last`: the second is the first, or the first rounded."""
+    if equal_values(value, last):
+        return True
+    places = decimals(last)
+    if not places or abs(places) > 100 or decimals(value) is not None:
+        return False
+    try:
+        exactly, about = value_at(value, {}), value_at(last, {})
+    except Undefined:
+        return False
+    return abs(exactly - about) <= min(mp.mpf(10) ** -places, abs(exactly) / 50)
+
+
+def _is_structured(node: Node) -> bool:
+    return any(isinstance(part, Group | Relation | Quantity) for part in walk(node))
 
 
 def _bare_value(node: Node) -> Node:
@@ -275,18 +302,22 @@ def _is_name(node: Node, combined: bool) -> bool:
             powers = [arg.args[0] if isinstance(arg, Op) and arg.name == "pow" else arg for arg in args]
             return combined and all(_is_name(arg, True) for arg in powers)
         case Op(name=name):
-            return name.startswith("call ")
+            return name.startswith("call ") or (combined and name in TRIGONOMETRIC)
     return False
 
 
 def _approximated(relation: Relation) -> list[Node] | None:
     """1/3 and 0.333 of x = 1/3 \\approx 0.333, if the second is the first, rounded; None for other relations."""
-    if relation.signs[-1] != "approx" or not set(relation.signs[:-1]) <= {"="}:
+    if relation.signs[-1] != "approx" or not set(relation.signs) <= {"=", "approx"}:
         return None
-    *_, value, rounded = relation.members
-    if len(relation.members) == 2 and isinstance(value, Symbol):
-        return [rounded]
-    if any(isinstance(part, Group | Relation | Quantity) for part in walk(value, rounded)):
+    *_, value, last = relation.members
+    rounded = _bare_value(last)
+    if _is_name(relation.members[0], False):
+        if len(relation.members) == 2:
+            return [last]
+        if not is_constant(value):
+            return [value, last] if is_constant(rounded) else [value]
+    if _is_structured(value) or _is_structured(rounded):
         return None
     whole = (known := exact(value)) is not None and known.denominator == 1
     if whole or decimals(value) is not None or not 1 <= (places := decimals(rounded) or 0) <= 100:
@@ -295,7 +326,7 @@ def _approximated(relation: Relation) -> list[Node] | None:
         near = abs(value_at(value, {}) - value_at(rounded, {})) <= mp.mpf(10) ** -places / 2
     except Undefined:
         return None
-    return [value, rounded] if near else [value]
+    return [value, last] if near else [value]
 
 
 def _about_one_variable(*nodes: Node) -> bool:
@@ -342,7 +373,7 @@ def _congruent(reference: Relation, answer: Relation) -> bool:
 def _proportional(reference: Relation, answer: Relation, positive: bool) -> bool:
     """Whether left - right of one is a constant times that of the other, so that both say the same."""
     mine, other = (Op("sub", each.members) for each in (reference, answer))
-    if any(isinstance(part, Group | Relation | Quantity) for part in walk(mine, other)):
+    if _is_structured(mine) or _is_structured(other):
         return False
     names = sorted({part.name for part in walk(mine, other) if isinstance(part, Symbol)} - {"pi", "e", "i"})
     ratios = []

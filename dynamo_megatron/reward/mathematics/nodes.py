@@ -75,7 +75,10 @@ def compound(items: Sequence[Node]) -> Quantity | None:
 
 
 def is_plain_number(node: Node) -> bool:
-    r"""A number as it is written before a noun: 7, -2.5, 3/4, 1 1/2; not 6 \times 10^5."""
+    r"""A number as it is written before a noun: 7, -2.5, 3/4, 1 1/2, 6 \times 10^5; not 2 \times 3."""
+    if isinstance(node, Op) and node.name == "times":  # scientific notation
+        power = node.args[1]
+        return isinstance(power, Op) and power.name == "pow" and power.args[0] == Number(Fraction(10))
     if isinstance(node, Op) and node.name in ("neg", "div", "mul"):
         return all(is_plain_number(part) for part in node.args)
     return isinstance(node, Number)

@@ -30,7 +30,7 @@ from dynamo_megatron.reward.mathematics.units import MAGNITUDES, Unit, is_unit, 
 
 DEEPEST = 60  # brackets in brackets
 OTHER_NAME = {"infty": INFINITY, "inf": INFINITY, "infinity": INFINITY, "oo": INFINITY, "ldots": DOTS, "pi": PI}
-LETTERS = re.compile(GREEK.pattern + "|hbar|ell|emptyset|odot|oplus|nabla|partial|angle|triangle|aleph|mho")
+LETTERS = re.compile(GREEK.pattern + "|hbar|ell|emptyset|odot|oplus|nabla|partial|angle|triangle|aleph|mho|top")
 MARKS = re.compile("vec|hat|bar|overline|d?dot|tilde|wide(?:hat|tilde)|overrightarrow|mathbb|mathbf")
 RELATIONS = {
     **{"=": "=", "<": "<", ">": ">", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "ne": "!=", "<=": "<=", ">=": ">="},
@@ -260,7 +260,10 @@ class _Parser:
         if self.accept("^"):
             if self.accept("\\circ"):
                 return self.postfix(self.degrees(node))
-            node = self.postfix(Op("pow", (node, self.exponent())))
+            power = self.exponent()
+            if isinstance(node, Group) and node.kind == "()" and power in (Symbol("T"), Symbol("top")):
+                return Group("matrix", tuple(Group("row", (item,)) for item in node.items))
+            node = self.postfix(Op("pow", (node, power)))
         return node
 
     def degrees(self, node: Node) -> Node:
@@ -315,6 +318,9 @@ class _Parser:
             return Op("abs", (node,))
         if token.kind == "word":
             return self.named_in_words()
+        if token.kind in ("currency", "\\dollar"):  # the second one of \$30 - \$24
+            self.step()
+            return self.number()
         name = token.kind.removeprefix("\\")
         if token.kind in ("\\frac", "\\binom"):
             self.step()

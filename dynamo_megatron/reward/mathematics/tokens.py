@@ -75,7 +75,7 @@ class _Lexer:
         if found["number"]:
             return self._mixed(text, found.start(), gap) or self._number(text, found, gap, brackets)
         if found["text"]:
-            self._text(found["inside"], gap, roman=part.startswith("\\mathrm"))
+            self._text(found["inside"], gap)
         elif found["letters"]:
             self._letters(part, gap)
         elif found["word"]:  # of a script without Latin letters
@@ -110,7 +110,7 @@ class _Lexer:
         self.tokens.append(Token("number", f"{digits}e{power[1]}" if power else digits, gap))
         return power.end() if power else end
 
-    def _text(self, inside: str, gap: bool, roman: bool) -> None:
+    def _text(self, inside: str, gap: bool) -> None:
         after_number = bool(self.tokens) and self.tokens[-1].kind in ("number", "}", ")", "name", "word", "^")
         for found in re.finditer(r"[^\W\d_]+|\d+(?:\.\d+)?|\S", inside):
             part = found[0]
@@ -122,7 +122,7 @@ class _Lexer:
                 self.tokens.append(Token(part, part, gap))
             elif part in FUNCTIONS and not (after_number and is_unit(part)):
                 self.tokens.append(Token("function", part, gap))
-            elif len(part) > 1 or (after_number and not roman and is_unit(part)):
+            elif len(part) > 1 or (after_number and is_unit(part)):
                 self.tokens.append(Token("word", part, gap))
             else:
                 self.tokens.append(Token("name", part, gap))
