@@ -22,7 +22,7 @@ setup(
         "dynamo_megatron.launcher": ["*.sh"],
         "dynamo_megatron.models": ["published.json"],
         "dynamo_megatron.reports.page": ["assets/*"],
-        "dynamo_megatron.rollout": [
+        "dynamo_megatron.rollout.servers": [
             *("sglang_cpu/**/*.py", "sglang_cpu/*.dist-info/*"),
             *("sglang_plugins/*.py", "sglang_plugins/*.dist-info/*"),
             *("sglang_fp8/*.py", "sglang_fp8/*.dist-info/*"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.rollout.client import SGLangClient, open_session
-from dynamo_megatron.rollout.server import SGLangServer
+from dynamo_megatron.rollout.servers.server import SGLangServer
 
 RUNNING, PROMPTS, TOKENS = (1, 8, 32, 64), (12, 100, 250), (1, 20, 60)
 REPETITIONS = 3

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.server import listening_address
+from dynamo_megatron.rollout.servers.server import listening_address
 from dynamo_megatron.runtime.coordination import connect_store
 from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.listening import GLOO_INTERFACE, address_of, interface_of, ranks_address

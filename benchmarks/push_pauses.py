@@ -35,9 +35,9 @@ from measure import machine
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.rollout.client import Response, SGLangClient, open_session
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.server import SGLangServer
-from dynamo_megatron.rollout.server_api import TRANSFER_TIMEOUT, call
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server import SGLangServer
+from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, call
 
 RESULTS = Path(__file__).parent / "results" / "push_pauses.json"
 MODES = ("none", "interrupt", "retract", "in_place")

@@ -32,9 +32,9 @@ from aiohttp import web
 
 from dynamo_megatron.config import Config, ModelConfig, RolloutConfig
 from dynamo_megatron.rollout.client import ANY_TOKEN, Response, open_session
-from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.sampling import Request, Sampling
-from dynamo_megatron.rollout.server import CPU_STAND_INS, SGLangServer
+from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.rollout.servers.server import CPU_STAND_INS, SGLangServer
 from dynamo_megatron.rollout.store import step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.types import Prompt

@@ -27,8 +27,8 @@ from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import Round, Selection, joined, outcomes
 from dynamo_megatron.rounds_ahead import RoundsAhead
 from dynamo_megatron.runtime.coordination import Coordinator
+from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.runtime.user_code import forks_exit
-from dynamo_megatron.seeds import derived_seed
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord

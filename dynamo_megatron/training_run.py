@@ -7,9 +7,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.config import Config
-from dynamo_megatron.failed_step import write_failed_step
+from dynamo_megatron.jobs.checkpoints import Checkpoints
+from dynamo_megatron.jobs.failed_step import write_failed_step
 from dynamo_megatron.phases import Phases
 from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.policy import Policy

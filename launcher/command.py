@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.run_folder import refuse_foreign
 from dynamo_megatron.runtime.credentials import SECRET_NAME, SECRET_OPTION, SHORTEST_SECRET, secret_in_url
+from dynamo_megatron.runtime.run_folder import refuse_foreign
 
 UNQUOTED = str.maketrans("", "", "'\"\\")  # removes all quoting, to find a value however it is quoted
 

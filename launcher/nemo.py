@@ -22,8 +22,8 @@ import fiddle
 import nemo_run as run
 from nemo_run.config import RUNDIR_NAME, get_nemorun_home
 
+from dynamo_megatron.cli.launch_options import JobOptions
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.launch_options import JobOptions
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 
 # nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed. Its

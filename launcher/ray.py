@@ -28,8 +28,8 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 from dynamo_megatron.launcher.ray_child import Child
-from dynamo_megatron.rollout import reward_servers
 from dynamo_megatron.rollout.retention import after_a_stop
+from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 

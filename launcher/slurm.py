@@ -14,9 +14,9 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
+from dynamo_megatron.cli.launch_options import JobOptions
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launch_options import JobOptions
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
 
 BODY = Path(__file__).with_name("slurm.sh")

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from dynamo_megatron.cli.launch_options import check_sbatch
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launch_options import check_sbatch
 from dynamo_megatron.launcher.command import refuse_secrets
 from dynamo_megatron.launcher.slurm import sbatch_option, sbatch_quote
 

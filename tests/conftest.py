@@ -233,7 +233,7 @@ def run_script():
 @pytest.fixture(scope="session")
 def sglang_server(tiny_model, tmp_path_factory):
     """A running SGLangServer of `tiny_model`."""
-    from dynamo_megatron.rollout.server import SGLangServer
+    from dynamo_megatron.rollout.servers.server import SGLangServer
 
     log = tmp_path_factory.mktemp("server") / "logs" / "sglang.log"
     # The log names every request, which tests count.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.command_options import EXAMPLES, parser
-from dynamo_megatron.command_parser import unknown_command, unknown_options
+from dynamo_megatron.cli.options import EXAMPLES, parser
+from dynamo_megatron.cli.parser import unknown_command, unknown_options
 from dynamo_megatron.config import shipped
 from dynamo_megatron.config.files import ConfigError, compose
 

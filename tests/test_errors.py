@@ -29,7 +29,7 @@ import sys
 from dynamo_megatron.algorithm.advantages import group_advantages
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.run import Job, run_rank
+from dynamo_megatron.jobs.run import Job, run_rank
 
 
 class Fails(Job):

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from dynamo_megatron.jobs.train import TrainJob
 from dynamo_megatron.runtime.coordination import StopRequested
-from dynamo_megatron.train_job import TrainJob
 
 
 @pytest.mark.parametrize(("ending", "closes"), [(None, 1), (StopRequested("SIGTERM"), 1), (ValueError("the cause"), 0)])

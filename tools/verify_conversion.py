@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dynamo_megatron.convert import compare_weights
+from dynamo_megatron.checkpoint.convert import compare_weights
 
 
 def main() -> int:

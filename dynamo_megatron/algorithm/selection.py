@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynamo_megatron.algorithm.arrays import torch_function
-from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.runtime.seeds import derived_seed
 
 # Rollouts of one prompt begin in the same state, so many entropies are equal except for rounding, which depends on the
 # packing. Rounded to this grid (nats) they are equal, and the lower slot decides.

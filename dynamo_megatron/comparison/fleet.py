@@ -15,11 +15,11 @@ from typing import Any
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.fleet import server_names
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server import cuda_available, listening_address
-from dynamo_megatron.rollout.supervisor import Supervisor
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.fleet import server_names
+from dynamo_megatron.rollout.servers.server import cuda_available, listening_address
+from dynamo_megatron.rollout.servers.supervisor import Supervisor
 from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.listening import http_url
 

@@ -20,7 +20,7 @@ from dynamo_megatron.comparison.spec import Run
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.command import program
-from dynamo_megatron.rollout.server import cuda_available
+from dynamo_megatron.rollout.servers.server import cuda_available
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, die_with_parent
 

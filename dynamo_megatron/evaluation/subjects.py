@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynamo_megatron.checkpoint.convert import find_checkpoint, run_config
 from dynamo_megatron.config import EVALUATION, Config
 from dynamo_megatron.config.files import ConfigError, compose, to_plain
 from dynamo_megatron.config.reward import PrimeConfig
-from dynamo_megatron.convert import find_checkpoint, run_config
 from dynamo_megatron.runtime import plain_json
 
 LONGEST_NAME = 60  # characters of a file's name; file systems allow 255 bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dynamo_megatron.cli.launch_options import JobOptions
 from dynamo_megatron.config import Config
-from dynamo_megatron.launch_options import JobOptions
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB
 from dynamo_megatron.planning.plan import RESERVED, SERVER_WORKING, SLOWEST, Plan, StageMemory

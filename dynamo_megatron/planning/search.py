@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config, ParallelConfig, shipped
 from dynamo_megatron.config.files import ConfigError, read_yaml
-from dynamo_megatron.layout_checks import check_ranks
+from dynamo_megatron.jobs.layout_checks import check_ranks
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GIB, Cluster
 from dynamo_megatron.planning.plan import Plan, Workload, make_plan

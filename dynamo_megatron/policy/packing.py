@@ -12,7 +12,7 @@ from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
-from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import Sequences
 
 Assigned = list[list[list[int]]]  # data-parallel rank, micro-batch, indices of sequences

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.layout_checks import check_layout, describe_layout
+from dynamo_megatron.jobs.layout_checks import check_layout, describe_layout
 from dynamo_megatron.preflight import (
     data_checks,
     device_checks,

@@ -18,7 +18,7 @@ import torch
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.layout_checks import check_layout
+from dynamo_megatron.jobs.layout_checks import check_layout
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.host import host_memory as planned_host_memory
@@ -27,11 +27,11 @@ from dynamo_megatron.policy.backend import Fusions
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.preflight.tested import SERVER, TRAINER, faults
-from dynamo_megatron.rollout.fleet import training_nodes
 from dynamo_megatron.rollout.retention import SHARE, stored_step
-from dynamo_megatron.rollout.server import listening_address
-from dynamo_megatron.run_folder import refuse_foreign
+from dynamo_megatron.rollout.servers.fleet import training_nodes
+from dynamo_megatron.rollout.servers.server import listening_address
 from dynamo_megatron.runtime.listening import check_port
+from dynamo_megatron.runtime.run_folder import refuse_foreign
 from dynamo_megatron.weight_sync.transports import check_transport
 
 SPEED_BYTES, SPEED_CHUNK, SPEED_SECONDS = 256 << 20, 16 << 20, 4.0  # what a measurement of the disk writes at most

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dynamo_megatron.layout_checks import check_layout
+from dynamo_megatron.jobs.layout_checks import check_layout
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.planning.plan import make_plan, workload
 from dynamo_megatron.planning.report import cautions, verdict

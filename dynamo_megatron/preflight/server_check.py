@@ -16,7 +16,7 @@ from dynamo_megatron.preflight.findings import Finding, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server import SGLangServer
+from dynamo_megatron.rollout.servers.server import SGLangServer
 
 LAYERS = 2
 TOKENS = 8  # generated

@@ -16,12 +16,12 @@ from dynamo_megatron.checkpoint.folder import checkpoint_folders, fault, read_ma
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.layout_checks import check_layout
+from dynamo_megatron.jobs.layout_checks import check_layout
+from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.non_finite import NonFiniteError
-from dynamo_megatron.run import Job
-from dynamo_megatron.run_folder import FAILED_STEPS
 from dynamo_megatron.runtime.coordination import Coordinator
+from dynamo_megatron.runtime.run_folder import FAILED_STEPS
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout

@@ -21,8 +21,8 @@ from dynamo_megatron.rollout.batching import (
     body,
     complete,
 )
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.validation import response_fault
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of

@@ -12,7 +12,7 @@ from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.sampling import Request
-from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import ProblemResult, Prompt, plain_data
 
 if TYPE_CHECKING:

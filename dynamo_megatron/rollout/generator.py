@@ -27,7 +27,6 @@ from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.dispatched import Dispatched
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.evaluated import (
     Evaluated,
     check_evaluation,
@@ -35,13 +34,14 @@ from dynamo_megatron.rollout.evaluated import (
     problem_result,
     rescored,
 )
-from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.result import Ahead, PushNeeded, RolloutError, RolloutResult
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
-from dynamo_megatron.rollout.reward_servers import RewardServers
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.scoring import Scoring
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.rollout.servers.reward_servers import RewardServers
 from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.heap import give_back_freed_memory

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import OUTCOMES, Accounted, RolloutResult, check_request, group_id, rollout_id
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.validation import rollout_fault
 from dynamo_megatron.rollout.worker import RolloutWorker

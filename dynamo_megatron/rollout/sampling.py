@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
-from dynamo_megatron.rollout.fleet import Fleet
-from dynamo_megatron.rollout.member import Member
 from dynamo_megatron.rollout.recomputation import Sampled
 from dynamo_megatron.rollout.result import ServerUse
+from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.rollout.servers.member import Member
 
 ATTEMPTS = 4  # a request fails once it has been lost with this many servers
 

@@ -13,7 +13,7 @@ from dynamo_megatron.rollout.result import Accounted, RolloutError, RolloutResul
 from dynamo_megatron.rollout.reuse import UNSCORED
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.runtime.arena import Arena
-from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
 
 LISTED = 3  # prompts named in a note

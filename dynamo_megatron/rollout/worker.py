@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward import RewardError
-from dynamo_megatron.rollout.announcements import end_run
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
-from dynamo_megatron.rollout.reward_servers import announced_in
+from dynamo_megatron.rollout.servers.announcements import end_run
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.reward_servers import announced_in
 from dynamo_megatron.rollout.shipping import receive, send
 from dynamo_megatron.runtime.log_files import log_to
 from dynamo_megatron.runtime.plain_text import on_one_line

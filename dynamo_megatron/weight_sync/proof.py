@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.server_api import CONTROL_TIMEOUT, call_for
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, call_for
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.weight_sync.tensor_hash import Sha256, TileHash
 

@@ -20,10 +20,10 @@ import torch
 
 from dynamo_megatron.models.fp8 import dequantized
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import PushNeeded
-from dynamo_megatron.rollout.server_api import CHECK_TIMEOUT, ServerError
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import CHECK_TIMEOUT, ServerError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.threads import for_each

@@ -15,10 +15,10 @@ from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_a
 from dynamo_megatron.algorithm.custom_loss import load_loss
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config.files import ConfigError, compose
+from dynamo_megatron.jobs.train import check_functions
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.runtime.user_code import UserFunction
 from dynamo_megatron.testing import check_advantage, check_allocator, check_loss, check_shaping
-from dynamo_megatron.train_job import check_functions
 from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
 
 DEFAULTS = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
@@ -82,7 +82,7 @@ def test_right_advantages_pass():
 
 
 def test_a_run_shows_the_users_frames_and_then_one_line(capsys):
-    from dynamo_megatron.run import _report
+    from dynamo_megatron.jobs.run import _report
 
     try:
         check_advantage(known_prompts)

@@ -10,7 +10,7 @@ import pytest
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.checkpoint.folder import latest_checkpoint, read_state, verify, write_manifest, write_state
 from dynamo_megatron.config import Config
-from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.tracking import metrics
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.metrics import read_rows

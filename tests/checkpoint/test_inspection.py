@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.checkpoint import inspection
+from dynamo_megatron.checkpoint.convert import hf2mcore
 from dynamo_megatron.checkpoint.inspection import describe, differences, in_bytes, inspect
 from dynamo_megatron.checkpoint.torch_dist import TorchDistWriter
 from dynamo_megatron.cli import main
-from dynamo_megatron.convert import hf2mcore
 
 
 @pytest.fixture

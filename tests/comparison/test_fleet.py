@@ -14,8 +14,8 @@ from dynamo_megatron.comparison.fleet import KEY, keeps_servers, servers
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 
 def config(model, tmp_path, **rollout) -> Config:

@@ -155,7 +155,7 @@ def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_r
 OLD_WEIGHTS = """
 import os
 if "RANK" in os.environ:
-    from dynamo_megatron import train_job
+    from dynamo_megatron.jobs import train as train_job
     set_up = train_job.TrainJob.set_up
     def patched(self, policy, coordinator):
         from dynamo_megatron.weight_sync.gather import BucketSource

@@ -16,7 +16,7 @@ from soak_site import Site
 from dynamo_megatron.checkpoint.folder import choose_checkpoint, write_manifest
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.tracking.metrics import StepLog, read_rows
 
 SAYS = {fault.name: fault.says for fault in FAULTS}

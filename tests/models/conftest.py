@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from conversion_command import SIZES
 
-from dynamo_megatron.convert import hf2mcore
+from dynamo_megatron.checkpoint.convert import hf2mcore
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from dynamo_megatron import cli
 from dynamo_megatron.checkpoint import safetensors_writer, torch_dist
+from dynamo_megatron.checkpoint.convert import compare_weights, hf2mcore, mcore2hf
 from dynamo_megatron.checkpoint.folder import read_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import companion_files
 from dynamo_megatron.checkpoint.weights import open_weights
-from dynamo_megatron.convert import compare_weights, hf2mcore, mcore2hf
 from dynamo_megatron.models import load_model_config
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dynamo_megatron.checkpoint.convert import compare_weights
 from dynamo_megatron.checkpoint.safetensors_writer import write_safetensors
-from dynamo_megatron.convert import compare_weights
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.published import PUBLISHED

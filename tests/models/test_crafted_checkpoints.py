@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from dynamo_megatron.checkpoint.convert import hf2mcore
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.cli import main
-from dynamo_megatron.convert import hf2mcore
 from dynamo_megatron.models import load_model_config
 
 RUNNING = ("reduce", "protocol 0", "protocol 2", "protocol 5", "in a list", "as a key", "eval", "a state on the list")

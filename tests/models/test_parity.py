@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo_megatron.convert import compare_weights, hf2mcore
+from dynamo_megatron.checkpoint.convert import compare_weights, hf2mcore
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m"
 SIZES = {"vocab": 104, "layers": 4}

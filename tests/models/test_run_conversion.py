@@ -8,10 +8,10 @@ import yaml
 from conversion_command import SIZES, refusal, say
 from safetensors.torch import load_file
 
+from dynamo_megatron.checkpoint.convert import compare_weights, hf2mcore, mcore2hf
 from dynamo_megatron.checkpoint.folder import read_manifest, write_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import companion_files
-from dynamo_megatron.convert import compare_weights, hf2mcore, mcore2hf
-from dynamo_megatron.layout_checks import check_reference
+from dynamo_megatron.jobs.layout_checks import check_reference
 from dynamo_megatron.models import load_model_config
 
 

@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parent))
 from checkpoint_runs import train
 from forked_ranks import fork_ranks
 
-from dynamo_megatron.checkpoints import Checkpoints
 from dynamo_megatron.config import Config
+from dynamo_megatron.jobs.checkpoints import Checkpoints
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.policy.layout import join_ranks
 from dynamo_megatron.policy.policy import Policy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dynamo_megatron.convert import hf2mcore
+from dynamo_megatron.checkpoint.convert import hf2mcore
 
 pytestmark = pytest.mark.full
 

@@ -15,7 +15,7 @@ import layout_guard
 import pytest
 import te_stand_in
 
-from dynamo_megatron.convert import hf2mcore
+from dynamo_megatron.checkpoint.convert import hf2mcore
 from dynamo_megatron.models.published import PUBLISHED
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.client import open_session
-from dynamo_megatron.rollout.fleet import Fleet
+from dynamo_megatron.rollout.servers.fleet import Fleet
 
 VOCABULARY = 128  # rows of the embedding of tools/tiny_model.py
 ABORTED = {"type": "abort", "message": "aborted by its id"}

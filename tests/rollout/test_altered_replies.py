@@ -13,10 +13,10 @@ from altering_proxy import AlteringProxy, Attempt
 from stand_ins import VOCABULARY, Server, event, external, listening, open_stream
 
 from dynamo_megatron.algorithm.rejection import rejections
-from dynamo_megatron.rollout import supervisor
 from dynamo_megatron.rollout.client import Response, open_session
-from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.sampling import Request, Sampling
+from dynamo_megatron.rollout.servers import supervisor
+from dynamo_megatron.rollout.servers.fleet import Fleet
 
 MAX_GAP = 0.3  # nats, rollout.proof.max_mean_gap's default
 

@@ -7,9 +7,9 @@ import stat
 
 import pytest
 
-from dynamo_megatron.rollout import announcements
-from dynamo_megatron.rollout.announcements import Announced, NodeSide, _Watched, servers_folder, unreachable
-from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.servers import announcements
+from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide, _Watched, servers_folder, unreachable
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 NAMES = ["server-0", "server-1"]
 

@@ -10,7 +10,7 @@ from stand_ins import Server, event, listening, open_stream, reply
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.batching import LARGEST
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 
 def run(server: Server, work, **options):

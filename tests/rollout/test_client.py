@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout import client
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.server_api import call, rest, set_version
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import call, rest, set_version
 
 END = 3  # <|im_end|>
 PROMPT = [20, 30, 40, 50, 60]

@@ -13,8 +13,8 @@ import pytest
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.preflight import memory_saver_check
 from dynamo_megatron.preflight.findings import run_checks
-from dynamo_megatron.rollout import server
-from dynamo_megatron.rollout.server import SGLangServer
+from dynamo_megatron.rollout.servers import server
+from dynamo_megatron.rollout.servers.server import SGLangServer
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="compiles a library")
 # As SGLang's engine: its ranks are started with the hook preloaded.

@@ -11,8 +11,8 @@ from aiohttp import web
 from stand_ins import Server
 
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.rollout.external import External
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.servers.external import External
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.runtime import arena
 from dynamo_megatron.types import Prompt

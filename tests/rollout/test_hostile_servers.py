@@ -11,9 +11,9 @@ from stand_ins import VOCABULARY, Server, event, listening, open_stream, reply
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.batching import BYTES_A_TOKEN, SMALLEST_LIMIT
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server_api import ServerError, call
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import ServerError, call
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07two\nlines\u202e\u2028\x9b31m" + "a" * 1000
 LIMIT = SMALLEST_LIMIT + BYTES_A_TOKEN * 6

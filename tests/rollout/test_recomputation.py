@@ -10,7 +10,7 @@ from engine_stand_in import FIRST, PROMPT, Engine, run_steps
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.client import Response, SGLangClient, open_session
 from dynamo_megatron.rollout.recomputation import TOKENS, Sampled, recomputed_gap
-from dynamo_megatron.rollout.server_api import call, rest, set_version
+from dynamo_megatron.rollout.servers.server_api import call, rest, set_version
 from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file
 from dynamo_megatron.types import Prompt
 

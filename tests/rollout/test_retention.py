@@ -10,7 +10,7 @@ import pytest
 from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.retention import Retention, after_a_stop
 from dynamo_megatron.rollout.store import RolloutStore, check_rollouts, step_file, step_files, tokens_file
@@ -173,7 +173,7 @@ opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
 from pathlib import Path
 from dynamo_megatron.config import Config
-from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.store import RolloutStore
 folder = sys.argv[1]

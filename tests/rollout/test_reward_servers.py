@@ -15,13 +15,13 @@ from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.reward import RewardPool
 from dynamo_megatron.reward.outcomes import NoScore
-from dynamo_megatron.rollout import reward_servers, serve, supervisor
 from dynamo_megatron.rollout.client import open_session
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.reward_servers import RewardServers
+from dynamo_megatron.rollout.servers import reward_servers, serve, supervisor
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.reward_servers import RewardServers
 from dynamo_megatron.rollout.worker import RolloutWorker
-from dynamo_megatron.run_folder import NewFolder, refuse_foreign
+from dynamo_megatron.runtime.run_folder import NewFolder, refuse_foreign
 from dynamo_megatron.types import Prompt
 
 SPLIT = {"placement": "split"}

@@ -9,12 +9,12 @@ from stand_ins import VOCABULARY, Server, external, fleet_of, listening, reply
 
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.config import rollout as rollout_config
-from dynamo_megatron.rollout import fleet as fleet_module
-from dynamo_megatron.rollout import supervisor
 from dynamo_megatron.rollout.client import open_session
-from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
+from dynamo_megatron.rollout.servers import fleet as fleet_module
+from dynamo_megatron.rollout.servers import supervisor
+from dynamo_megatron.rollout.servers.fleet import Fleet
 
 
 def sample(*servers: Server, requests: int = 40, deadline: float | None = None, pushed: bool = False, **rollout):

@@ -16,10 +16,10 @@ from stand_ins import VOCABULARY, external
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.rollout import announcements, supervisor
-from dynamo_megatron.rollout.announcements import Announced, NodeSide
-from dynamo_megatron.rollout.serve import NodeServers, _serve
-from dynamo_megatron.rollout.supervisor import Supervisor
+from dynamo_megatron.rollout.servers import announcements, supervisor
+from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide
+from dynamo_megatron.rollout.servers.serve import NodeServers, _serve
+from dynamo_megatron.rollout.servers.supervisor import Supervisor
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.types import Prompt
 

@@ -22,10 +22,10 @@ from living_processes import living
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.config.rollout import FP8_CONFIG
-from dynamo_megatron.rollout import server as server_module
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server import SGLangServer, check_reachable
+from dynamo_megatron.rollout.servers import server as server_module
+from dynamo_megatron.rollout.servers.server import SGLangServer, check_reachable
 
 END = 3  # <|im_end|>
 
@@ -370,7 +370,7 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
 
 
 def test_the_stand_ins_are_on_the_servers_path_only():
-    import dynamo_megatron.rollout.server as module
+    import dynamo_megatron.rollout.servers.server as module
 
     assert (module.CPU_STAND_INS / "sgl_kernel" / "__init__.py").is_file()
     assert not (module.CPU_STAND_INS / "__init__.py").exists()

@@ -14,7 +14,7 @@ import yaml
 
 from dynamo_megatron.config import Config, ModelConfig, RolloutConfig
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.rollout.server import SGLangServer
+from dynamo_megatron.rollout.servers.server import SGLangServer
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, keeping
 
 # Starts processes as SGLang does: a scheduler, which starts one of its own.
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 # The run's side of a split fleet, without servers' names: nobody listens.
 RUN = """
 import asyncio, sys
-from dynamo_megatron.rollout.announcements import Announced
+from dynamo_megatron.rollout.servers.announcements import Announced
 asyncio.run(Announced(sys.argv[1], [], None).run())
 """
 NAMES = ("server", "scheduler", "worker")

@@ -7,10 +7,10 @@ import time
 from aiohttp import web
 from stand_ins import VOCABULARY, Server, external, fleet_of, listening
 
-from dynamo_megatron.rollout import fleet, silence
 from dynamo_megatron.rollout.client import open_session
-from dynamo_megatron.rollout.fleet import Fleet
-from dynamo_megatron.rollout.silence import Silence
+from dynamo_megatron.rollout.servers import fleet, silence
+from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.rollout.servers.silence import Silence
 
 
 def test_a_late_look_begins_anew(monkeypatch):

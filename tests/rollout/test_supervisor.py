@@ -4,10 +4,10 @@ import asyncio
 
 from stand_ins import external
 
-from dynamo_megatron.rollout import supervisor
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.supervisor import Supervisor, pause
+from dynamo_megatron.rollout.servers import supervisor
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.supervisor import Supervisor, pause
 
 
 class Recorder:

@@ -40,7 +40,7 @@ def test_a_stream_shows_whatever_a_process_prints():
 
 @pytest.mark.parametrize("error", [RolloutError(HOSTILE), RuntimeError(HOSTILE), ValueError(HOSTILE)])
 def test_the_last_line_of_a_run_is_text(error, capsys):
-    from dynamo_megatron.run import _report
+    from dynamo_megatron.jobs.run import _report
 
     try:
         raise error
@@ -76,7 +76,8 @@ def test_findings_of_preflight_are_text(capsys, monkeypatch):
 def test_a_traceback_of_a_command_is_text():
     script = """
         import sys
-        from dynamo_megatron import cli, commands
+        from dynamo_megatron import cli
+        from dynamo_megatron.cli import commands
         def fails(*_): raise RuntimeError(sys.argv[1] + chr(27) + "[2J")
         commands._COMMANDS["configs"] = fails
         cli.main(["configs"])

@@ -10,8 +10,8 @@ import pytest
 from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, write_manifest
 from dynamo_megatron.config import Config
 from dynamo_megatron.evaluation.results import write_results
-from dynamo_megatron.output_dir import OutputDir
-from dynamo_megatron.rollout import announcements
+from dynamo_megatron.jobs.output_dir import OutputDir
+from dynamo_megatron.rollout.servers import announcements
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import StepLog

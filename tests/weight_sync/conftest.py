@@ -15,7 +15,7 @@ import pytest
 
 from dynamo_megatron.config import ModelConfig
 from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.rollout.server import SGLangServer
+from dynamo_megatron.rollout.servers.server import SGLangServer
 
 JOB = Path(__file__).with_name("push_job.py")
 

@@ -34,8 +34,8 @@ from dynamo_megatron.models.fp8 import dequantize, is_quantized, quantize  # noq
 from dynamo_megatron.models.mapping import OUTPUT_LAYER, global_name, huggingface_names, to_megatron  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
-from dynamo_megatron.rollout.endpoint import Endpoint  # noqa: E402
-from dynamo_megatron.rollout.server_api import ServerError, call, rest  # noqa: E402
+from dynamo_megatron.rollout.servers.endpoint import Endpoint  # noqa: E402
+from dynamo_megatron.rollout.servers.server_api import ServerError, call, rest  # noqa: E402
 from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store  # noqa: E402
 from dynamo_megatron.weight_sync.gather import BucketSource  # noqa: E402
 from dynamo_megatron.weight_sync.proof import ExpectedChecksums, mismatch  # noqa: E402

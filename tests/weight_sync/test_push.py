@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynamo_megatron.rollout.server_api import call
+from dynamo_megatron.rollout.servers.server_api import call
 
 TRANSPORTS = ("tensor", "gloo", "disk")
 LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "tp2-pp2": (4, {"tp": 2, "pp": 2})}

@@ -10,9 +10,9 @@ import time
 import pytest
 from alterations import alter
 
-from dynamo_megatron.rollout import server_api
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.server_api import ServerError, call, check_version, set_version
+from dynamo_megatron.rollout.servers import server_api
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import ServerError, call, check_version, set_version
 from dynamo_megatron.weight_sync.proof import Expected, compare, mismatch, server_device
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.server_api import ServerError
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import ServerError
 from dynamo_megatron.runtime.threads import Call, for_each
 from dynamo_megatron.weight_sync.transports import (
     Machine,

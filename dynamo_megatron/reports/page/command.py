@@ -11,7 +11,7 @@ from dynamo_megatron.reports.page.data import MOST_RUNS, page_data
 from dynamo_megatron.reports.page.render import chart_library, render, write_html
 from dynamo_megatron.reports.page.token_texts import find_decoder
 from dynamo_megatron.reports.run_record import read_config
-from dynamo_megatron.run_folder import is_held
+from dynamo_megatron.runtime.run_folder import is_held
 
 LOGS = ("metrics.jsonl", "evaluations.jsonl")
 STALLED = 2 * 3600.0  # seconds without a new line in LOGS, after which a watch ends

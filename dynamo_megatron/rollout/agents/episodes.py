@@ -19,10 +19,10 @@ from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPoo
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
 from dynamo_megatron.rollout.client import Response, SGLangClient
-from dynamo_megatron.rollout.fleet import Fleet
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.sampling import Request, Sampling
-from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import EpisodeRecord, Prompt, TurnRecord, plain_data
 
 ATTEMPTS = 2  # at an episode whose agent's process is lost

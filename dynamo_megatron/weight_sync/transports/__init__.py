@@ -13,7 +13,7 @@ import torch
 
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.server import shares_memory
+from dynamo_megatron.rollout.servers.server import shares_memory
 
 VERSION_TIMEOUT = 120.0  # seconds for an interpreter to import torch
 

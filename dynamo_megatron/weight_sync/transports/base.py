@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.server_api import close_session, open_session, set_version
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import close_session, open_session, set_version
 from dynamo_megatron.weight_sync.schedule import Bucket
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.server_api import call, check_version
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import call, check_version
 from dynamo_megatron.weight_sync.folder import empty_folder, write_bucket, write_companions
 from dynamo_megatron.weight_sync.schedule import Bucket, SendSchedule
 from dynamo_megatron.weight_sync.transports.base import Transport

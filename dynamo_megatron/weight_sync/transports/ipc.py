@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.server_api import CONTROL_TIMEOUT, TRANSFER_TIMEOUT, ServerError, call, call_for
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, TRANSFER_TIMEOUT, ServerError, call, call_for
 from dynamo_megatron.weight_sync.schedule import Bucket
 from dynamo_megatron.weight_sync.transports import is_local
 from dynamo_megatron.weight_sync.transports.base import Streamed

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.multiprocessing
 
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.server_api import TRANSFER_TIMEOUT, call
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, call
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, keeping
 from dynamo_megatron.weight_sync.transports.base import Streamed
 from dynamo_megatron.weight_sync.transports.flat import FlatBuffer

@@ -9,15 +9,15 @@ import sys
 import pytest
 import torch
 
-from dynamo_megatron import run
 from dynamo_megatron.cli import main
+from dynamo_megatron.jobs import run
 from dynamo_megatron.rollout.result import RolloutError
 
 JOB = """
 import os
 import sys
 from dynamo_megatron.config import Config
-from dynamo_megatron.run import Job, run_rank
+from dynamo_megatron.jobs.run import Job, run_rank
 
 
 class Waits(Job):

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.rollout import reward_servers
-from dynamo_megatron.rollout.announcements import NodeSide
-from dynamo_megatron.rollout.fleet import server_names
-from dynamo_megatron.rollout.supervisor import Supervisor
+from dynamo_megatron.rollout.servers import reward_servers
+from dynamo_megatron.rollout.servers.announcements import NodeSide
+from dynamo_megatron.rollout.servers.fleet import server_names
+from dynamo_megatron.rollout.servers.supervisor import Supervisor
 from dynamo_megatron.runtime.log_files import log_to
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 
 from dynamo_megatron.rollout.client import SGLangClient
-from dynamo_megatron.rollout.silence import Silence
+from dynamo_megatron.rollout.servers.silence import Silence
 
 
 async def answers(client: SGLangClient, silence: Silence, limit: float, look_every: float) -> bool:

@@ -19,8 +19,8 @@ from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
 from dynamo_megatron.rollout.store import check_rollouts, step_files
-from dynamo_megatron.run_folder import LOCK_FILE, NewFolder, has_results, is_held, refuse_foreign
 from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.runtime.run_folder import LOCK_FILE, NewFolder, has_results, is_held, refuse_foreign
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes, read_rows
 from dynamo_megatron.tracking.stopping import StopRule

@@ -1,6 +1,6 @@
 from dynamo_megatron.config import Config
-from dynamo_megatron.rollout.supervisor import seed_arguments
-from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.rollout.servers.supervisor import seed_arguments
+from dynamo_megatron.runtime.seeds import derived_seed
 
 
 def test_seeds_stay_the_same_for_ever():

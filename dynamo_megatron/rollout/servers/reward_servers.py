@@ -17,16 +17,16 @@ from dynamo_megatron.config import Config, ModelConfig
 from dynamo_megatron.reward.addresses import Address, Addresses
 from dynamo_megatron.reward.exchanges import classified
 from dynamo_megatron.reward.outcomes import NoScore
-from dynamo_megatron.rollout.announcements import Announced, servers_folder
 from dynamo_megatron.rollout.client import SGLangClient
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.health import answers
-from dynamo_megatron.rollout.member import Source
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server import SGLangServer
-from dynamo_megatron.rollout.silence import Silence
-from dynamo_megatron.rollout.supervisor import Listener, Supervisor
-from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.rollout.servers.announcements import Announced, servers_folder
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.health import answers
+from dynamo_megatron.rollout.servers.member import Source
+from dynamo_megatron.rollout.servers.server import SGLangServer
+from dynamo_megatron.rollout.servers.silence import Silence
+from dynamo_megatron.rollout.servers.supervisor import Listener, Supervisor
+from dynamo_megatron.runtime.seeds import derived_seed
 
 HEALTH_EVERY = 2.0  # seconds
 POLL_EVERY = 0.2  # seconds

@@ -27,11 +27,11 @@ from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.cuda_runtime import library_path
-from dynamo_megatron.rollout.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.guard import SHARED_MEMORY
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
+from dynamo_megatron.rollout.servers.cuda_runtime import library_path
+from dynamo_megatron.rollout.servers.endpoint import LONGEST, Endpoint
+from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.listening import GLOO_INTERFACE, family, http_url, interface_of

@@ -20,12 +20,12 @@ from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import load_tokenizer, lost_characters
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import problem_text
+from dynamo_megatron.jobs.output_dir import OutputDir
+from dynamo_megatron.jobs.run import Job
+from dynamo_megatron.jobs.sft_examples import Example, examples_of
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.model_checks import check_vocabulary
-from dynamo_megatron.run import Job
 from dynamo_megatron.runtime.coordination import Coordinator
-from dynamo_megatron.sft_examples import Example, examples_of
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.types import Prompt, Sequences
 
@@ -79,10 +79,10 @@ class SFTJob(Job):
             self.output.keep_chat_template(self._tokenizer.chat_template)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
-        from dynamo_megatron.checkpoints import Checkpoints  # these need Megatron
+        from dynamo_megatron.jobs.checkpoints import Checkpoints  # these need Megatron
+        from dynamo_megatron.jobs.sft_trainer import SFTTrainer
         from dynamo_megatron.phases import Phases
         from dynamo_megatron.policy.spikes import SPIKES
-        from dynamo_megatron.sft_trainer import SFTTrainer
         from dynamo_megatron.training_run import RunParts
 
         journal, leads = self.journal, policy.layout.rank == 0

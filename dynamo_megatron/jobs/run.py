@@ -15,9 +15,9 @@ import torch.distributed as dist
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.layout_checks import check_layout, describe_layout, missing_data
+from dynamo_megatron.jobs.layout_checks import check_layout, describe_layout, missing_data
+from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.policy import backend
 from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.spikes import GradientSpike

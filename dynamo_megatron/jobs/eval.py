@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 import torch
 import yaml
 
+from dynamo_megatron.checkpoint.convert import mcore2hf
 from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, to_plain
-from dynamo_megatron.convert import mcore2hf
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.errors import InputError
@@ -35,9 +35,9 @@ from dynamo_megatron.models.rope import check_served_rope
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
-from dynamo_megatron.run_folder import NewFolder, model_file
 from dynamo_megatron.runtime.coordination import StopFlag, StopRequested
 from dynamo_megatron.runtime.plain_text import show
+from dynamo_megatron.runtime.run_folder import NewFolder, model_file
 from dynamo_megatron.tracking.progress import Progress
 from dynamo_megatron.types import ProblemResult, Prompt
 

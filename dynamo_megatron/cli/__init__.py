@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # When one rank ends before the others, torch's store would print 30 lines of C++ frames on each of the others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        from dynamo_megatron.commands import carry_out
+        from dynamo_megatron.cli.commands import carry_out
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return carry_out(list(sys.argv[1:] if argv is None else argv))
@@ -28,7 +28,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _interrupted(_number: int, _frame: Any) -> None:
     os.write(2, b"interrupted\n")
     os._exit(130)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from dynamo_megatron.rollout.client import SGLangClient
 from dynamo_megatron.rollout.dispatch import Load
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.recomputation import Sampled
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 
 class Source(Protocol):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.server import POLL_EVERY, SGLangServer, cuda_available, shares_memory
-from dynamo_megatron.seeds import derived_seed
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server import POLL_EVERY, SGLangServer, cuda_available, shares_memory
+from dynamo_megatron.runtime.seeds import derived_seed
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled with each failure since the last push
 FAILED_STARTS = 4  # in a row, after which a server is not started again

@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.evaluation import command
+from dynamo_megatron.jobs import eval as command
 from dynamo_megatron.rollout.result import RolloutError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from dynamo_megatron.rollout.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 CACHES = ("kv_cache", "cuda_graph")  # tags of memory that a server may release and resume without losing anything
 CONTROL_TIMEOUT = 60.0  # seconds, for calls that move no weights

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.command_parser import Parser, Version
-from dynamo_megatron.launch_options import JobOptions, add_nemo_arguments, add_slurm_arguments
+from dynamo_megatron.cli.launch_options import JobOptions, add_nemo_arguments, add_slurm_arguments
+from dynamo_megatron.cli.parser import Parser, Version
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
 CONFIG_HELP = "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys, the later wins"

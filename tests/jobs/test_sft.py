@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from dynamo_megatron.checkpoint.convert import compare_weights, mcore2hf
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.convert import compare_weights, mcore2hf
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.sft_examples import examples_of
+from dynamo_megatron.jobs.sft_examples import examples_of
 from dynamo_megatron.types import Prompt
 
 pytestmark = pytest.mark.full

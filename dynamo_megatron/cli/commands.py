@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.command_options import EXAMPLES, parser
-from dynamo_megatron.command_parser import unknown_command, unknown_options
+from dynamo_megatron.cli.options import EXAMPLES, parser
+from dynamo_megatron.cli.parser import unknown_command, unknown_options
 from dynamo_megatron.config import shipped
 from dynamo_megatron.config.files import ConfigError, compose, describe
 from dynamo_megatron.errors import InputError
@@ -68,11 +68,11 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         os.environ |= {**rank_variables(config), **os.environ}  # before anything uses CUDA
     with _loading_packages():
         if options.command == "train":
-            from dynamo_megatron.train_job import TrainJob as Job
+            from dynamo_megatron.jobs.train import TrainJob as Job
         else:
-            from dynamo_megatron.sft import SFTJob as Job
-        from dynamo_megatron.layout_checks import default_ranks, on_this_machine
-        from dynamo_megatron.run import run_rank
+            from dynamo_megatron.jobs.sft import SFTJob as Job
+        from dynamo_megatron.jobs.layout_checks import default_ranks, on_this_machine
+        from dynamo_megatron.jobs.run import run_rank
 
     if "RANK" in os.environ and not options.print_config:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,7 +123,7 @@ def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str
     if not words:
         raise ConfigError("preflight: name a config, or --install")
     config, _ = compose(*_files_and_keys(words))
-    from dynamo_megatron.layout_checks import default_ranks, on_this_machine
+    from dynamo_megatron.jobs.layout_checks import default_ranks, on_this_machine
     from dynamo_megatron.preflight.command import preflight
 
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else options.ranks or default_ranks(config)
@@ -160,7 +160,7 @@ def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     config, _ = compose(*_files_and_keys(options.config + rest))
     if not 0 <= options.node < options.nodes:
         raise ConfigError(f"--node: {options.node} is not one of 0 to {options.nodes - 1}")
-    from dynamo_megatron.rollout.serve import serve
+    from dynamo_megatron.rollout.servers.serve import serve
 
     try:
         return serve(config, options.nodes, options.node)
@@ -170,13 +170,13 @@ def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
 def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     with _loading_packages():
-        from dynamo_megatron.evaluation.command import evaluate
+        from dynamo_megatron.jobs.eval import evaluate
 
     return evaluate(*_files_and_keys(options.config + rest), options.model, options.suite, options.out)
 
 
 def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.convert import hf2mcore, mcore2hf
+    from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf
 
     try:
         if options.direction == "hf2mcore":
@@ -298,8 +298,8 @@ def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
     if wrong := [word for word in options.run if "=" not in word]:
         raise ConfigError(f"replay: with --step {wrong[0]!r} is no key=value")
     with _loading_packages():
+        from dynamo_megatron.jobs.run import run_rank
         from dynamo_megatron.replay.step import StepReplay, find_failed_step, local_ranks, step_config
-        from dynamo_megatron.run import run_rank
 
     folder = find_failed_step(Path(run), int(number))
     config, had = step_config(folder, options.run)

@@ -11,9 +11,10 @@ import yaml
 from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation import command, subjects
+from dynamo_megatron.evaluation import subjects
 from dynamo_megatron.evaluation.problems import read_problems
 from dynamo_megatron.evaluation.results import read_results, summarise
+from dynamo_megatron.jobs import eval as command
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.types import ProblemResult
 

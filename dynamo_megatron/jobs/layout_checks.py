@@ -18,7 +18,7 @@ from dynamo_megatron.data.readers import DATASETS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.fp8 import check_fp8_shapes
-from dynamo_megatron.rollout.fleet import training_nodes
+from dynamo_megatron.rollout.servers.fleet import training_nodes
 
 MOST_ON_A_CORE = 8  # ranks of servers, where there are no GPUs
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.silence import Silence
-from dynamo_megatron.rollout.supervisor import Listener, Supervisor
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.silence import Silence
+from dynamo_megatron.rollout.servers.supervisor import Listener, Supervisor
 from dynamo_megatron.runtime.whole_files import replacing
 
 BEAT_EVERY = 1.0  # seconds

@@ -20,7 +20,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.policy.pass_inputs import PassInputs
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.run_folder import FAILED_STEPS
+from dynamo_megatron.runtime.run_folder import FAILED_STEPS
 
 
 def write_failed_step(

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import SGLangClient, open_session
-from dynamo_megatron.rollout.endpoint import Endpoint
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.supervisor import Listener, pause
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.supervisor import Listener, pause
 
 
 class External:

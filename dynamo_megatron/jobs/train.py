@@ -20,18 +20,18 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import problem_text
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.layout_checks import check_servers_here
+from dynamo_megatron.jobs.layout_checks import check_servers_here
+from dynamo_megatron.jobs.output_dir import OutputDir
+from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.rope import check_served_rope
-from dynamo_megatron.output_dir import OutputDir
 from dynamo_megatron.preflight.machine_checks import check_ports, trainer_version
 from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.preflight.tested import TRAINER, costs
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.serve import NodeServers
-from dynamo_megatron.rollout.server import check_reachable, check_server_args, cuda_available, shares_memory
+from dynamo_megatron.rollout.servers.serve import NodeServers
+from dynamo_megatron.rollout.servers.server import check_reachable, check_server_args, cuda_available, shares_memory
 from dynamo_megatron.rollout.worker import RolloutWorker
-from dynamo_megatron.run import Job
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.testing import check_loss, check_shaping
 from dynamo_megatron.tracking.journal import Journal
@@ -162,8 +162,8 @@ class TrainJob(Job):
 
     def set_up(self, policy: Any, coordinator: Coordinator) -> None:
         # These need Megatron, which may only be imported once the backend is set up.
-        from dynamo_megatron.checkpoints import Checkpoints
         from dynamo_megatron.controller import Controller
+        from dynamo_megatron.jobs.checkpoints import Checkpoints
         from dynamo_megatron.phases import Phases
         from dynamo_megatron.policy.backend import Fusions
         from dynamo_megatron.policy.spikes import SPIKES

@@ -17,16 +17,16 @@ import aiohttp
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.announcements import Announced
 from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
-from dynamo_megatron.rollout.endpoint import Endpoint
-from dynamo_megatron.rollout.external import External
-from dynamo_megatron.rollout.health import answers
-from dynamo_megatron.rollout.member import Member, Source
 from dynamo_megatron.rollout.recomputation import recomputed_gap
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
-from dynamo_megatron.rollout.silence import Silence
-from dynamo_megatron.rollout.supervisor import Supervisor
+from dynamo_megatron.rollout.servers.announcements import Announced
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.external import External
+from dynamo_megatron.rollout.servers.health import answers
+from dynamo_megatron.rollout.servers.member import Member, Source
+from dynamo_megatron.rollout.servers.silence import Silence
+from dynamo_megatron.rollout.servers.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
 ABORT_EVERY = 0.5  # seconds

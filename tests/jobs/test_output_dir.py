@@ -9,7 +9,7 @@ from dynamo_megatron.checkpoint.exports import best_step, exported_step
 from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.output_dir import OutputDir
+from dynamo_megatron.jobs.output_dir import OutputDir
 
 
 def settings(folder: Path, **sections) -> Config:

@@ -1,0 +1,7 @@
+"""`python -m dynamo_megatron.cli`."""
+
+import sys
+
+from dynamo_megatron.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Processes of rollout servers: start, supervision, addresses, health."""
