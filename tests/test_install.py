@@ -53,8 +53,8 @@ def test_the_interpreter_of_launch_nemo_has_what_the_command_imports(tmp_path):
     words = ("launch", "nemo", "config.yaml", "--venv", ".venv", "--tasks", "convert,train,eval")
     command = [sys.executable, "-P", "-c", IMPORTED, *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "`make nemo` sets up .venv-nemo" in done.stderr, done.stderr
-    lines = (ROOT / "requirements" / "nemo.txt").read_text().splitlines()
+    assert "`make extra` sets up .venv-extra" in done.stderr, done.stderr
+    lines = (ROOT / "requirements" / "extra.txt").read_text().splitlines()
     installed = [package(line) for line in lines if not line.startswith("#")]
     for name in installed:  # it grows by what each package needs, as far as this interpreter has them
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -62,7 +62,7 @@ def test_the_interpreter_of_launch_nemo_has_what_the_command_imports(tmp_path):
             installed += needs - set(installed)
     owners = {name: {package(owner) for owner in owners} for name, owners in metadata.packages_distributions().items()}
     missing = {name for name in done.stdout.split() if name in owners and not owners[name] & {*installed}}
-    assert not missing, f"requirements/nemo.txt lacks {missing}"
+    assert not missing, f"requirements/extra.txt lacks {missing}"
 
 
 @pytest.mark.full

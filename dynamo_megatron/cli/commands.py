@@ -147,7 +147,7 @@ def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
             from dynamo_megatron.launcher.nemo import launch
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"nemo-run: this interpreter has no {error.name}; `make nemo` sets up .venv-nemo, whose "
+                f"nemo-run: this interpreter has no {error.name}; `make extra` sets up .venv-extra, whose "
                 "dynamo-megatron has it"
             ) from None
     return launch(options, *_files_and_keys(words))

@@ -1,4 +1,4 @@
-"""`launch nemo` with nemo-run itself, which has an interpreter of its own: NEMO_PYTHON or .venv-nemo/bin/python."""
+"""`launch nemo` with nemo-run itself, which has an interpreter of its own: EXTRA_PYTHON or .venv-extra/bin/python."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEMO_PYTHON = os.environ.get("NEMO_PYTHON", str(ROOT / ".venv-nemo" / "bin" / "python"))
-pytestmark = pytest.mark.skipif(not Path(NEMO_PYTHON).is_file(), reason=f"no {NEMO_PYTHON} (make nemo)")
+NEMO_PYTHON = os.environ.get("EXTRA_PYTHON", str(ROOT / ".venv-extra" / "bin" / "python"))
+pytestmark = pytest.mark.skipif(not Path(NEMO_PYTHON).is_file(), reason=f"no {NEMO_PYTHON} (make extra)")
 VENV = Path(sys.executable).parents[1]
 SECRET = "a-key-that-must-stay-secret"
 SLURM = ("--executor", "slurm", "--account", "us", "--time", "10:00", "--nodes", "2", "--venv", "x")

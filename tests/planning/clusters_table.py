@@ -83,7 +83,7 @@ def generated() -> str:
         lines += [
             f"# {file.stem} on {plan.cluster.gpus} {plan.cluster.gpu.name}",
             f"dynamo-megatron launch slurm {words} {job} --gpu {plan.cluster.gpu.name}",
-            f".venv-nemo/bin/dynamo-megatron launch nemo {words} {job} {nemo}",
+            f".venv-extra/bin/dynamo-megatron launch nemo {words} {job} {nemo}",
             "",
         ]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -1,0 +1,46 @@
+"""Counts the repository's lines and words and compares them with the budgets; exit code 1 above one of them.
+
+Counts what git tracks, blank lines and comments included. A change that needs a larger budget raises it here and says
+in its commit message why.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CODE = r"\.(py|js|css|html|sh)$"
+# what is counted: (the most, unit, pattern of a path)
+BUDGETS = {
+    "product": (47_300, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
+    "tests": (52_700, "lines", r"^tests/.*\.py$"),
+    "benchmarks": (3_900, "lines", r"^benchmarks/.*\.py$"),
+    "docs": (95_400, "words", r"^(docs/.*|README|CONTRIBUTING|CHANGELOG)\.md$|^(README|CONTRIBUTING|CHANGELOG)\.md$"),
+}
+
+
+def counts() -> dict[str, int]:
+    """name in BUDGETS -> lines or words."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = dict.fromkeys(BUDGETS, 0)
+    for path in listed.splitlines():
+        for name, (_, unit, pattern) in BUDGETS.items():
+            if re.search(pattern, path) and (ROOT / path).is_file():
+                text = (ROOT / path).read_text()
+                found[name] += len(text.split()) if unit == "words" else text.count("\n")
+    return found
+
+
+def main() -> int:
+    found = counts()
+    for name, (most, unit, _) in BUDGETS.items():
+        above = f", {found[name] - most:,} too many" if found[name] > most else ""
+        print(f"{name:10} {found[name]:7,} of {most:7,} {unit}{above}")
+    return int(any(found[name] > most for name, (most, _, _) in BUDGETS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
