@@ -169,7 +169,7 @@ def verifiers_python() -> str:
 
 @pytest.fixture(scope="session")
 def other_megatron() -> str:
-    """A PYTHONPATH with the other supported megatron-core (requirements/megatron.txt): MEGATRON or .venv-extra/megatron."""
+    """A PYTHONPATH with the other supported megatron-core: MEGATRON or .venv-extra/megatron."""
     folder = os.environ.get("MEGATRON", str(ROOT / ".venv-extra" / "megatron"))
     if not (Path(folder) / "megatron").is_dir():
         pytest.skip(f"no {folder} (make extra)")
