@@ -1,6 +1,6 @@
 # make demo       the story: DynaMO RL on two ranks with a real SGLang server, scores before and after, a picture
-# make demo-figures  the demo's RL with three seeds, with other instructions, and from four other warm-ups, resumable:
-#                 benchmarks/results/demo.json and README's table (40 minutes)
+# make demo-figures  the demo's RL with three seeds and from four other warm-ups, resumable: benchmarks/results/demo.json
+#                 and README's table (40 minutes)
 # make runs/demo/warmup-0/hf   how configs/demo/warm_start was made; with another number, another order of the examples
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
 # make compare    GRPO, DynaMO and its two halves from the demo's warm start: 75 runs, resumable (docs/compare.md)
@@ -10,8 +10,7 @@
 # make lint       ruff, mypy over the pure packages, and the budgets of lines and words (tools/house.py)
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU, and with SERVER_PYTHON=PYTHON, that has
 #                 SGLang, steps with a server; on several GPUs also on all of them; RESUME=1 leaves out what has passed;
-#                 no network, sets nothing up. On two nodes (docs/gpu-bringup.md): NODES=2 NODE_RANK=0 MASTER_ADDR=...
-#                 PART=NAME runs one part, TINY=1 all without a GPU, OUT=FOLDER takes the JSON
+#                 no network, sets nothing up; PART=NAME runs one part, TINY=1 all without a GPU, OUT=FOLDER takes the JSON
 # make extra      .venv-extra: nemo-run and verifiers, whose pins conflict with SGLang's, for `launch nemo` and agents of
 #                 verifiers environments; and the other supported megatron-core, whose code tests put in front of .venv's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
@@ -136,7 +135,7 @@ lint: $(INSTALLED)
 gpu-check:
 	@for p in .venv/bin/python python3 python; do \
 		$$p -c 'import torch' 2>/dev/null && exec $$p -P benchmarks/gpu_check.py \
-		$(SERVER_PYTHON:%=--server-python %) $(if $(RESUME),--resume) $(NODES:%=--nodes %) $(PART:%=--part %) \
+		$(SERVER_PYTHON:%=--server-python %) $(if $(RESUME),--resume) $(PART:%=--part %) \
 		$(if $(TINY),--tiny) $(OUT:%=--out %); done; \
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 

@@ -1,22 +1,20 @@
 """The demo's RL run: scores before and after, seconds per step, peak memory of all processes. From the shipped warm
-start with three seeds, once more with other instructions of the CPU, and with the first seed from other warm-ups.
+start with three seeds, and with the first seed from other warm-ups.
 
     make demo-figures        # four warm-ups where they are missing, then this file with them
 
 A run that was interrupted is resumed, one that is finished is not repeated. When all runs are finished, the results are
-written as JSON, and the table of `make demo` in README.md is written from them. Do not run anything else meanwhile.
+written as JSON, and README's table is printed. Do not run anything else meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,12 +31,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder o
 from measure import machine
 
 ROOT = Path(__file__).parents[1]
-RESULTS, README = ROOT / "benchmarks" / "results" / "demo.json", ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "demo.json"
 CONFIGS = ("configs/demo/rl.yaml", "configs/methods/dynamo.yaml")
 PACKAGES = ("dynamo-megatron", "torch", "megatron-core", "sglang", "transformers")
 SAMPLE_EVERY = 1.0  # seconds between two samples of the memory
-# Other roundings of the last bits, as another CPU has: by torch's own operations, and by its products of matrices.
-OTHER_INSTRUCTIONS = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"}
 
 
 def tree_pss(root: psutil.Process) -> int:
@@ -52,7 +48,7 @@ def tree_pss(root: psutil.Process) -> int:
     return total
 
 
-def train(folder: Path, keys: Sequence[str], environment: dict[str, str]) -> dict[str, float]:
+def train(folder: Path, keys: Sequence[str]) -> dict[str, float]:
     """Runs or resumes the training in `folder`: the seconds of all tries together and the largest peak, which are kept
     in FOLDER.json. A run that these say is finished is not started. Raises SystemExit where the run fails."""
     kept, console = folder.with_suffix(".json"), folder.with_suffix(".log")
@@ -68,9 +64,7 @@ def train(folder: Path, keys: Sequence[str], environment: dict[str, str]) -> dic
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words]
     start, peak = time.monotonic(), 0
     with open(console, "a", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:
         root = psutil.Process(process.pid)
         while process.poll() is None:
@@ -123,8 +117,8 @@ def figures(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def readme_part(results: dict[str, Any]) -> str:
-    """What README has: of each group of runs mean, minimum and maximum."""
+def table(results: dict[str, Any]) -> str:
+    """Of each group of runs mean, minimum and maximum, as README has them."""
     runs = results["runs"]
 
     def spread(runs: list[dict[str, Any]], digits: int, of: Callable[[dict[str, Any]], float]) -> str:
@@ -132,19 +126,14 @@ def readme_part(results: dict[str, Any]) -> str:
         mean, low, high = (f"{x:.{digits}f}" for x in (np.mean(values), min(values), max(values)))
         return f"{mean} ({low} to {high})"
 
-    title = (
-        f"`make demo` on {results['machine']['cores']} CPU cores: pass@1 on {runs[0]['problems']} held-out problems in "
-        f"%, before and after {runs[0]['steps']} steps, mean and range (`benchmarks/results/demo.json`):"
-    )
     lines = [
-        textwrap.fill(title, 120),
+        f"pass@1 on {runs[0]['problems']} held-out problems in %, before and after {runs[0]['steps']} steps: mean, range",
         "",
         markdown_row(["runs", "before", "after", "gain, points"]),
         "|---|---:|---:|---:|",
     ]
     for what, group in (
         (f"the demo, {len(runs)} seeds", runs),
-        ("the same seeds, other instructions of the CPU", results["runs with other instructions"]),
         (f"{len(results['runs from other warm-ups'])} other warm-ups", results["runs from other warm-ups"]),
     ):
         if group:
@@ -160,22 +149,7 @@ def readme_part(results: dict[str, Any]) -> str:
         costs += (
             f" Problems solved 20 to 80 % of the time so far got {ratio} times the rollouts of those solved always."
         )
-    lines += ["", textwrap.fill(costs, 120)]
-    return "\n".join(lines) + "\n"
-
-
-def marks(name: str) -> tuple[str, str]:
-    """The lines around a part of a page that is written from results."""
-    return f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
-
-
-def write_part(page: Path, name: str, part: str) -> None:
-    """Raises ValueError where the page has not one part of that name."""
-    text, (begin, end) = page.read_text(encoding="utf-8"), marks(name)
-    if (text.count(begin), text.count(end)) != (1, 1):
-        raise ValueError(f"{page}: there must be one line {begin.strip()} and one line {end.strip()}")
-    before, _, rest = text.partition(begin)
-    page.write_text(before + begin + part + end + rest.partition(end)[2], encoding="utf-8")
+    return "\n".join([*lines, "", costs])
 
 
 def main() -> None:
@@ -184,15 +158,14 @@ def main() -> None:
     parser.add_argument("--warmups", type=Path, nargs="*", default=[], help="models of other warm-ups")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "demo-figures", help="folder for the runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--readme", type=Path, default=README, help="file whose table is written from the results")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="for every run, such as trainer.steps=2")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
     at_start = machine(PACKAGES)
 
-    def run(name: str, seed: int, *keys: str, **environment: str) -> dict[str, Any]:
+    def run(name: str, seed: int, *keys: str) -> dict[str, Any]:
         folder = options.runs / name
-        measured = train(folder, [f"seed={seed}", *options.keys, *keys], environment)
+        measured = train(folder, [f"seed={seed}", *options.keys, *keys])
         whole = {key: measured[key] for key in ("seconds", "peak bytes")}
         made = {**figures(folder, seed), **whole}
         print(json.dumps(made), flush=True)
@@ -202,17 +175,13 @@ def main() -> None:
         "machine": at_start,
         "keys": options.keys,
         "runs": [run(f"seed-{seed}", seed) for seed in options.seeds],
-        "other instructions": OTHER_INSTRUCTIONS,
-        "runs with other instructions": [
-            run(f"other-instructions-{seed}", seed, **OTHER_INSTRUCTIONS) for seed in options.seeds
-        ],
         "runs from other warm-ups": [
             run(f"warm-up-{number}", options.seeds[0], f"model.path={model}")
             for number, model in enumerate(options.warmups, start=1)
         ],
     }
     options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    write_part(options.readme, "demo", readme_part(results))
+    print(table(results))
 
 
 if __name__ == "__main__":

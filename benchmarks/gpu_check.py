@@ -8,11 +8,10 @@ tests: the kernels' tests with the compiled kernels; head: benchmarks/head.py on
 the peak of its tensors is held to what `dynamo-megatron plan` says of it; live-disk, live-memory, live-turns: five
 steps of that shape with an SGLang server on the same GPU (live_steps.py), where `--server-python` names an interpreter
 that has SGLang. With several GPUs also layouts: the training on all of them, data parallel and with tensor parallelism
-of two, whose gradient norms must agree; live-ranks: live-turns on all of them, with servers on each. With --nodes 2,
-the command on both nodes, the parts of node_parts.py alone: nodes-network, nodes-layouts, nodes-live.
+of two, whose gradient norms must agree; live-ranks: live-turns on all of them, with servers on each.
 Writes gpu_check.json after each part, with what the planner expects beside what was measured; `--part` runs one and
 leaves what the file says of the others, `--resume` leaves out the parts that have passed. A part is ended after ten
-minutes, of those on two nodes each run. Exits 1 where a part fails, 2 where something that it needs is missing.
+minutes. Exits 1 where a part fails, 2 where something that it needs is missing.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from node_job import Job
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 
@@ -45,7 +41,7 @@ TRAINING = (
 )
 NEEDED = {
     "tests": (*SHARED, "pytest"),
-    "head": (*SHARED, "matplotlib", "megatron.core"),
+    "head": (*SHARED, "megatron.core"),
     "training": TRAINING,
     "live-disk": TRAINING,
     "live-memory": TRAINING,
@@ -53,7 +49,6 @@ NEEDED = {
     "layouts": TRAINING,
     "live-ranks": TRAINING,
 }
-OF_NODES = ("nodes-network", "nodes-layouts", "nodes-live")  # node_parts.py, whose imports may be missing here
 OF_SEVERAL_GPUS = ("layouts", "live-ranks")
 DISTRIBUTIONS = {"dynamo_megatron.kernels": "dynamo-megatron", "megatron.core": "megatron-core", "yaml": "pyyaml"}
 HEAD_CASES = "14B/8192/tp[18]"
@@ -191,12 +186,9 @@ def run_part(part: str, tiny: bool, scratch: Path, server_python: str | None) ->
 def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small shapes; runs on a CPU")
-    parser.add_argument("--part", choices=(*NEEDED, *OF_NODES), help="default: all, one after another")
+    parser.add_argument("--part", choices=tuple(NEEDED), help="default: all, one after another")
     parser.add_argument("--resume", action="store_true", help="leaves out the parts that the file says have passed")
     parser.add_argument("--server-python", metavar="PYTHON", help="an interpreter with SGLang, for the live parts")
-    parser.add_argument(
-        "--nodes", metavar="2", help="the parts on two nodes; NODE_RANK, MASTER_ADDR, MASTER_PORT say which (or SLURM)"
-    )
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="default: benchmarks/results; with --tiny runs/gpu-check"
     )
@@ -208,12 +200,8 @@ def options_of() -> argparse.Namespace:
 
 def parts_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """(the parts to run, those that are left out because no interpreter for servers is given). Raises ValueError."""
-    own, others = (OF_NODES, tuple(NEEDED)) if options.nodes else (tuple(NEEDED), OF_NODES)
-    if options.part in others:
-        how = "runs on one node: leave NODES out" if options.nodes else "runs on two nodes: NODES=2 (--nodes 2)"
-        raise ValueError(f"{options.part} {how}")
-    parts = [options.part] if options.part else list(own)
-    if not options.nodes and options.part is None and not options.tiny and "torch" not in missing(["tests"]):
+    parts = [options.part] if options.part else list(NEEDED)
+    if options.part is None and not options.tiny and "torch" not in missing(["tests"]):
         parts = [part for part in parts if ranks_here(False) > 1 or part not in OF_SEVERAL_GPUS]
     serverless = [part for part in parts if "live" in part and not (options.tiny or options.server_python)]
     if serverless and options.part:
@@ -236,8 +224,7 @@ def place_of(options: argparse.Namespace, parts: list[str]) -> tuple[Path, Path]
     scratch = out / "scratch" if options.tiny else SCRATCH
     for folder in (out, scratch):
         folder.mkdir(parents=True, exist_ok=True)
-    trains = "training" in parts or "nodes-layouts" in parts
-    if not options.tiny and trains and shutil.disk_usage(scratch).free < DISK_BYTES:
+    if not options.tiny and "training" in parts and shutil.disk_usage(scratch).free < DISK_BYTES:
         raise ValueError(f"needs {DISK_BYTES / 1e9:.0f} GB of disk in {scratch}; link runs/ elsewhere")
     return out, scratch
 
@@ -261,58 +248,19 @@ class Figures:
         print(said(part, result), flush=True)
 
 
-def job_here(nodes: str) -> Job:
-    """This node's place among them. Raises ValueError."""
-    from node_job import NodesError, job_of
-
-    try:
-        return job_of(nodes, os.environ)
-    except NodesError as error:
-        raise ValueError(str(error)) from None
-
-
-def on_nodes(job: Job, options: argparse.Namespace, due: list[str], figures: Figures, scratch: Path) -> int | None:
-    """Meets the other node, and on node 0 runs the parts that are due. Returns node 0's exit code on node 1; on node 0
-    None, or 1 where the nodes could not go on."""
-    import torch
-    from node_job import Meeting, NodesError
-    from node_parts import run_of_nodes
-
-    try:
-        meeting = Meeting(job, 1 if options.tiny else torch.cuda.device_count(), scratch / "nodes")
-        if not job.leads:
-            code = meeting.follow()
-            print(f"node {job.node}: node 0 has ended with exit code {code}; it has written the figures")
-            return code
-        code = 1  # the figures of an earlier run may have passed
-        try:
-            run_of_nodes(meeting, due, (options.tiny, options.server_python, TIMEOUT), scratch, figures.keep)
-            code = 0 if all(figures.passed(part) for part in due) else 1
-        finally:
-            meeting.end(code)
-    except NodesError as error:
-        print(f"gpu-check: {error}", file=sys.stderr)
-        return 1
-    return None
-
-
 def main() -> int:
     options = options_of()
     try:
         parts, serverless = parts_of(options)
         out, scratch = place_of(options, parts)
-        job = job_here(options.nodes) if options.nodes else None
     except ValueError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
     written = out / "gpu_check.json"
-    figures = Figures(written, tiny=options.tiny, keeps=options.part or options.resume or options.nodes)
+    figures = Figures(written, tiny=options.tiny, keeps=options.part or options.resume)
     due = [part for part in parts if not (options.resume and figures.passed(part))]
-    if job is None:
-        for part in due:
-            figures.keep(part, run_part(part, options.tiny, scratch, options.server_python))
-    elif (code := on_nodes(job, options, due, figures, scratch)) is not None:
-        return code
+    for part in due:
+        figures.keep(part, run_part(part, options.tiny, scratch, options.server_python))
     if serverless:
         print(f"left out: {', '.join(serverless)}, which need --server-python")
     print(f"written: {written}")

@@ -17,22 +17,6 @@ def plan_line(found: dict[str, Any]) -> str:
     return f"plan for {found['gpu']}: {'; '.join(pairs)}"
 
 
-def of_nodes(result: dict[str, Any]) -> list[str]:
-    """Who the two nodes are, and what their all-reduces took."""
-    lines = [
-        f"node {i}: {one['host']}, {one['address']} on {one['interface']}, ranks: {one['ranks']}"
-        for i, one in enumerate(result["hosts"])
-    ]
-    first = result.get("reports", {}).get("0")
-    return lines + [
-        f"all-reduce over {backend}: {first[backend]['bytes'] / 1e6:.0f} MB in "
-        f"{1e3 * first[backend]['seconds']:.1f} ms, bus bandwidth "
-        f"{first[backend]['bus bytes a second'] / 1e9:.2f} GB a second"
-        for backend in ("nccl", "gloo")
-        if first is not None and first[backend] is not None
-    ]
-
-
 def said(part: str, result: dict[str, Any]) -> str:
     """A part's outcome in a few lines for the terminal."""
     lines = [f"{part}: {'passed' if result['passed'] else 'FAILED'}, exit code {result['exit code']}"]
@@ -58,8 +42,6 @@ def said(part: str, result: dict[str, Any]) -> str:
             )
         if plan := ran.get("plan"):
             lines.append(f"{name}, {plan_line(plan)}")
-    if "hosts" in result:
-        lines[1:1] = of_nodes(result)
     if plan := result.get("plan"):
         lines.append(plan_line(plan))
     lines += result.get("wrong", [])

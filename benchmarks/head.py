@@ -3,7 +3,7 @@
     python -P benchmarks/head.py [--only '14B/8192/*'] [--out benchmarks/results]
     python -P benchmarks/head.py --tiny                   # without a GPU: that it works, no figures about speed
 
-Writes head.json (figures, machine, versions), head.md and head.png, and prints the table. A call is a forward and
+Writes head.json (figures, machine, versions), head.md, and prints the table. A call is a forward and
 backward pass from hidden states, weight and labels to loss and both gradients, or to statistics where the name says so.
 One GPU: a tensor-parallel shard is a vocabulary of the shard's size, and communication is in no figure. "of floor": the
 time of three bare GEMMs of the same shapes (one for statistics) through the contender's, both measured in turns in one
@@ -30,7 +30,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 from head_cases import Case, Inputs, accuracy_inputs, all_cases, errors, in_float64, make_inputs, tiny_cases
 from head_contenders import PACKAGES, Contender, contenders, peer_errors, why_not
-from head_report import draw, markdown
+from head_report import markdown
 from measure import clocks, interleaved, machine, peak_bytes
 
 HERE = Path(__file__).parent
@@ -161,7 +161,6 @@ def main() -> int:
         result["kernels"] = kernel_figures(device, tiny=options.tiny)
     (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (out / "head.md").write_text(markdown(result) + "\n", encoding="utf-8")
-    draw(result, out / "head.png")
     print(markdown(result))
     dist.destroy_process_group()
     for line in (found := wrong(result)):

@@ -1,16 +1,12 @@
-"""benchmarks/head.py's table and picture."""
+"""benchmarks/head.py's table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from dynamo_megatron.evaluation.results import markdown_row
 
-SHOWN = ("14B/8192/tp1", "14B/8192/tp1/peaked", "14B/8192/tp8", "7B/8192/tp1")  # in the picture
 COLUMNS = ("ms", "p10", "p90", "of floor", "GB", "logprob", "entropy", "dX", "dW")
 
 
@@ -37,7 +33,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     if "kernels" in result:
         lines += _kernels(result["kernels"])
     machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items() if value is not None)
-    return "\n".join([*lines, "", f"Measured on: {machine}.", "", "![time and memory](head.png)"])
+    return "\n".join([*lines, "", f"Measured on: {machine}."])
 
 
 def _row(name: str, figures: Mapping[str, Any]) -> list[str]:
@@ -66,35 +62,3 @@ def _kernels(kernels: Mapping[str, Any]) -> list[str]:
     repeated = kernels["in place"]
     found = ", ".join(f"{name} {count} times" for name, count in repeated["different"].items())
     return [*lines, "", f"Other bits in place than out of place, of {repeated['repeats']} times: {found}."]
-
-
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Time and memory of loss and gradients for the cases of `SHOWN`, or the first ones. Writes a PNG."""
-    by_name = {case["case"]: case for case in result["cases"]}
-    cases = [by_name[name] for name in SHOWN if name in by_name] or result["cases"][:4]
-    figure = Figure(figsize=(12, 2.2 + 3.0 * len(cases)), dpi=110, layout="constrained")
-    title = "The policy head: loss and gradients" + (" (tiny shapes: no figures)" if result["tiny"] else "")
-    figure.suptitle(title, weight="bold")
-    panels = figure.subplots(len(cases), 2, squeeze=False)
-    for (times, memory), case in zip(panels, cases, strict=True):
-        shown = {n: f for n, f in case["contenders"].items() if "seconds" in f and f["gemms"] > 1}
-        names, places = list(shown), range(len(shown))
-        seconds = [f["seconds"] for f in shown.values()]
-        median = [1000 * s["median"] for s in seconds]
-        spread = [
-            [m - 1000 * s["p10"] for m, s in zip(median, seconds, strict=True)],
-            [1000 * s["p90"] - m for m, s in zip(median, seconds, strict=True)],
-        ]
-        colours = ["#0072b2" if n.startswith(("eager", "recompute")) else "#999999" for n in names]
-        times.barh(places, median, xerr=spread, color=colours)
-        if "3 GEMMs" in names:
-            times.axvline(median[names.index("3 GEMMs")], color="black", linewidth=1, linestyle="--")
-        times.set_yticks(places, names)
-        times.set(title=f"{case['case']}: milliseconds, p10 to p90", xlim=(0, None))
-        memory.barh(places, [f["peak bytes"] / 1e9 for f in shown.values()], color=colours)
-        memory.set_yticks(places, [""] * len(names))
-        memory.set(title="peak GB beyond the inputs", xlim=(0, None))
-        for axes in (times, memory):
-            axes.invert_yaxis()
-            axes.grid(alpha=0.3, axis="x")
-    figure.savefig(path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 from planned import Tokens, compared
-from training_steps import TEMPLATE, Start, Work, start_here, write_model
+from training_steps import TEMPLATE, Work, start_here, write_model
 
 GAP_BAR = 0.05  # nats, mean |policy - engine logprob| of a step, in bfloat16
 STEPS, MEMORY_FRACTION = 5, 0.3
@@ -26,20 +26,16 @@ WAYS = {  # transport on a GPU, on a CPU; whether server and rank take turns wit
     "live-turns": ("ipc", "tensor", True),
     "live-ranks": ("ipc", "tensor", True),  # on all GPUs of the machine, with servers on each
 }
-OF_NODES = {"nodes-live": ("ipc", "gloo", True)}  # on all GPUs of two nodes, a pipeline stage and servers on each
-ALL_WAYS = {**WAYS, **OF_NODES}
 
 
 def servers_of(way: str) -> int | None:
     """How many servers a run has; None: as many as fill the ranks' GPUs."""
-    if way in OF_NODES and not torch.cuda.is_available():
-        return 2  # one a node: without GPUs there would be one in all
-    return None if way in OF_NODES or way == "live-ranks" else 1
+    return None if way == "live-ranks" else 1
 
 
 def prepare(way: str, work: Work, folder: Path, server_python: str | None) -> Path:
     """Model, problems, reward and config of a run, in an empty folder; returns the config's path."""
-    on_gpu, on_cpu, turns = ALL_WAYS[way]
+    on_gpu, on_cpu, turns = WAYS[way]
     servers = servers_of(way)
     model, problems = write_model(work, folder)
     (folder / "live_reward.py").write_text(REWARD, encoding="utf-8")
@@ -54,7 +50,6 @@ def prepare(way: str, work: Work, folder: Path, server_python: str | None) -> Pa
             "offload": turns,
             "sync": {"transport": on_gpu if torch.cuda.is_available() else on_cpu},
         },
-        "parallel": {"pp": 2} if way in OF_NODES else {},
         "reward": {"functions": ["live_reward:parity"], "workers": 1},
         "algorithm": {"allocation": {"kind": "uniform", "budget": work.prompts * work.rollouts}},
         "optimizer": {"warmup_steps": 0},
@@ -102,7 +97,7 @@ def wrong_with(way: str, steps: list[dict[str, Any]], cuda: bool) -> list[str]:
             found.append(f"step {step['step']}: gap {step['gap']:.3g} is above {GAP_BAR}")
         if step["rejected"]:
             found.append(f"step {step['step']}: {step['rejected']:g} rollouts rejected")
-        for side in ("released bytes", "server released bytes") if ALL_WAYS[way][2] else ():
+        for side in ("released bytes", "server released bytes") if WAYS[way][2] else ():
             if not step[side] and (cuda or side == "released bytes"):
                 found.append(f"step {step['step']}: {side} {step[side]}")
     return found
@@ -115,16 +110,13 @@ def run(
     server_python: str | None,
     timeout: float,
     ranks: int = 1,
-    nodes: int = 1,
-    start: Start = start_here,
 ) -> dict[str, Any]:
     """Runs the steps on `ranks` ranks in `folder`, which is emptied first and left with the logs, and returns the
-    figures. "headline" is the last step: the first ones compile and fill caches. `start`: how the ranks, on `nodes`
-    nodes, are started."""
+    figures. "headline" is the last step: the first ones compile and fill caches."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = prepare(way, work, folder, server_python)
-    ended = start(["train", str(config)], folder, timeout, ranks)
+    ended = start_here(["train", str(config)], folder, timeout, ranks)
     metrics = folder / "run" / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     steps = [step_figures(json.loads(line), ranks) for line in lines]
@@ -134,7 +126,7 @@ def run(
         most = max(work.response_tokens)  # nothing ends a response before
         tokens = Tokens(work.prompt_tokens, most, work.prompt_tokens + most)
         flops = 3 * dataclasses.replace(work, response_tokens=(most,)).forward_flops
-        of_last = {"headline": steps[-1], "plan": compared(config, tokens, flops, steps[-1], ranks, nodes)}
+        of_last = {"headline": steps[-1], "plan": compared(config, tokens, flops, steps[-1], ranks)}
     shutil.rmtree(folder / "model")
     shutil.rmtree(folder / "run" / "push", ignore_errors=True)
-    return {**ended, "way": way, "ranks": ranks, "nodes": nodes, "steps": steps, **of_last, "wrong": wrong}
+    return {**ended, "way": way, "ranks": ranks, "steps": steps, **of_last, "wrong": wrong}

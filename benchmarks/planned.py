@@ -40,11 +40,11 @@ def gpu_here() -> tuple[GPU | None, str]:
     return gpu, "" if gpu else f"the planner knows {', '.join(GPUS)}, and this is {found.name} of {size}"
 
 
-def plan_of(config_file: Path, tokens: Tokens, gpu: GPU, ranks: int, nodes: int = 1) -> Plan:
-    """The plan of the config on `ranks` GPUs of that kind on `nodes` nodes."""
+def plan_of(config_file: Path, tokens: Tokens, gpu: GPU, ranks: int) -> Plan:
+    """The plan of the config on `ranks` GPUs of that kind of one node."""
     config, _ = compose([str(config_file)], [])
     work = Workload(tokens.prompt, tokens.response, tokens.longest)
-    return make_plan(config, load_model_config(config.model.path), Cluster(gpu, ranks, ranks // nodes), work)
+    return make_plan(config, load_model_config(config.model.path), Cluster(gpu, ranks, ranks), work)
 
 
 def training_peak(plan: Plan) -> float:
@@ -73,12 +73,12 @@ def planned(plan: Plan, update_flops: float) -> dict[str, float]:
 
 
 def compared(
-    config_file: Path, tokens: Tokens, update_flops: float, measured: Mapping[str, Any], ranks: int, nodes: int = 1
+    config_file: Path, tokens: Tokens, update_flops: float, measured: Mapping[str, Any], ranks: int
 ) -> dict[str, Any]:
     """What was measured in a step beside what its plan expects: {"gpu", "reason", "figures": {name: {"measured",
     "planned", "measured over planned"}}}; "planned" is null, with a reason, where the planner knows no such GPU."""
     gpu, reason = gpu_here()
-    plan = plan_of(config_file, tokens, gpu or GPUS["h100-80"], ranks, nodes)  # else for the names alone
+    plan = plan_of(config_file, tokens, gpu or GPUS["h100-80"], ranks)  # else for the names alone
     figures = {}
     for name, value in planned(plan, update_flops).items():
         if name not in measured:

@@ -13,7 +13,6 @@ import os
 import runpy
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -251,9 +250,6 @@ def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[s
     }
 
 
-Start = Callable[[list[str], Path, float, int], dict[str, Any]]
-
-
 def start_here(words: list[str], folder: Path, timeout: float, ranks: int) -> dict[str, Any]:
     """`dynamo-megatron WORDS` on ranks of this machine, its output in `folder`/train.log; returns as `run_logged`."""
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words, "--ranks", str(ranks)]
@@ -267,11 +263,9 @@ def run(
     timeout: float,
     ranks: int = 1,
     parallel: dict[str, int] | None = None,
-    nodes: int = 1,
-    start: Start = start_here,
 ) -> dict[str, Any]:
     """Runs the steps on `ranks` ranks in the layout `parallel`, in `folder`, which is emptied first and left with the
-    log, and returns the figures. `start`: how the ranks, on `nodes` nodes, are started.
+    log, and returns the figures.
 
     "headline" is the last step: the first ones compile and fill caches. A run that fails, or takes more than `timeout`
     seconds, gives what `run_logged` does.
@@ -279,36 +273,35 @@ def run(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = prepare(work, folder, backend, parallel)
-    ended = start(["train", str(config)], folder, timeout, ranks)
+    ended = start_here(["train", str(config)], folder, timeout, ranks)
     result: dict[str, Any] = {
         "parameters": work.parameters,
         "tokens a step": sum(work.lengths),
         "work": {**work.__dict__},
         "backend": backend,
         "ranks": ranks,
-        "nodes": nodes,
         "layout": parallel or {},
         **ended,
     }
     if ended["exit code"] == 0:
-        result |= _figures(work, folder, config, ranks, nodes)
+        result |= _figures(work, folder, config, ranks)
         for heavy in ("model", "run", "recorded"):
             shutil.rmtree(folder / heavy, ignore_errors=True)
     return result
 
 
-def _figures(work: Work, folder: Path, config: Path, ranks: int, nodes: int) -> dict[str, Any]:
+def _figures(work: Work, folder: Path, config: Path, ranks: int) -> dict[str, Any]:
     """Of a run that has ended well: its steps, and the last one beside the plan."""
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     peak = peak_flops(name)
     steps = [step_figures(work, json.loads(line), peak and peak * ranks) for line in lines]
-    planned = training_peak(plan_of(config, work.tokens, GPUS["h100-80"], ranks, nodes))
+    planned = training_peak(plan_of(config, work.tokens, GPUS["h100-80"], ranks))
     measured = steps[-1]["peak GPU bytes"]
     return {
         "planned peak GPU bytes": planned,
         "steps": steps,
         "headline": steps[-1],
         "peak over plan": measured / planned if measured else None,
-        "plan": compared(config, work.tokens, 3 * work.forward_flops, steps[-1], ranks, nodes),
+        "plan": compared(config, work.tokens, 3 * work.forward_flops, steps[-1], ranks),
     }

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import subprocess
 import sys
@@ -82,77 +81,6 @@ def test_the_whole_command_at_tiny_size(tmp_path):
     assert dp["headline"]["gradient norm"] == pytest.approx(tp2["headline"]["gradient norm"], rel=1e-3)
 
 
-def test_parts_run_one_by_one_go_into_one_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "run_part", lambda part, tiny, *_: {**outcomes[part], "tiny": tiny})
-    outcomes = {part: {"passed": part != "head", "exit code": 0} for part in gpu_check.NEEDED}
-    codes = []
-    for part in ("tests", "head", "training"):
-        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--part", part, "--out", str(tmp_path)])
-        codes.append(gpu_check.main())
-    result = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert codes == [0, 1, 0] and list(result) == ["tests", "head", "training"]
-    assert not result["head"]["passed"] and "head: FAILED" in capsys.readouterr().out
-
-
-def test_what_has_passed_is_left_out_on_resume(tmp_path, monkeypatch):
-    ran, passes = [], {"head": False}
-
-    def run_part(part, tiny, *_):
-        ran.append(part)
-        return {"passed": passes.get(part, True), "exit code": 0, "tiny": tiny}
-
-    monkeypatch.setattr(gpu_check, "run_part", run_part)
-    codes = []
-    for words, passes["head"] in (([], False), (["--resume"], True), (["--resume"], True), ([], True)):
-        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--out", str(tmp_path), *words])
-        codes.append(gpu_check.main())
-        ran.append("-")
-    parts = list(gpu_check.NEEDED)
-    assert codes == [1, 0, 0, 0] and ran == [*parts, "-", "head", "-", "-", *parts, "-"]
-
-
-def test_layouts_that_train_differently_fail():
-    def ran(norm, code=0):
-        return {"exit code": code, "steps": [{"gradient norm": norm}]}
-
-    assert gpu_check.wrong_layouts({"dp": ran(2.0), "tp2": ran(2.01)}) == []
-    for norm in (2.1, 1.9, float("nan")):
-        (said,) = gpu_check.wrong_layouts({"dp": ran(2.0), "tp2": ran(norm)})
-        assert "gradient norm 2 data parallel" in said
-    assert gpu_check.wrong_layouts({"dp": ran(2.0, code=1)}) == ["dp: exit code 1"]
-
-
-@pytest.mark.parametrize(("gpus", "runs"), [(1, False), (8, True)])
-def test_parts_of_several_gpus_run_where_there_are_some(tmp_path, monkeypatch, gpus, runs):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(gpu_check, "SCRATCH", tmp_path / "scratch")
-    monkeypatch.setattr(gpu_check, "DISK_BYTES", 0)
-    monkeypatch.setattr(gpu_check, "run_part", lambda part, *_: {"passed": True, "exit code": 0, "tiny": False})
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path), "--server-python", sys.executable])
-    assert gpu_check.main() == 0
-    ran = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert {"layouts", "live-ranks"} <= ran.keys() if runs else not {"layouts", "live-ranks"} & ran.keys()
-
-
-def test_without_a_servers_interpreter_the_live_parts_are_left_out_and_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "SCRATCH", tmp_path / "scratch")
-    monkeypatch.setattr(gpu_check, "DISK_BYTES", 0)
-    monkeypatch.setattr(gpu_check, "run_part", lambda part, *_: {"passed": True, "exit code": 0, "tiny": False})
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path)])
-    assert gpu_check.main() == 0
-    assert list(json.loads((tmp_path / "gpu_check.json").read_text())) == ["tests", "head", "training"]
-    assert "left out: live-disk, live-memory, live-turns, which need --server-python" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--part", "live-disk", "--out", str(tmp_path)])
-    assert gpu_check.main() == 2
-    assert "live-disk needs --server-python" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--server-python", "python", "--out", str(tmp_path)])
-    assert gpu_check.main() == 0
-    of_one = [part for part in gpu_check.NEEDED if part not in gpu_check.OF_SEVERAL_GPUS]
-    assert list(json.loads((tmp_path / "gpu_check.json").read_text())) == of_one
-
-
 LIVE_STEP = {"gap": 0.01, "rejected": 0, "released bytes": 1, "server released bytes": 1}
 
 
@@ -181,31 +109,3 @@ def test_what_is_missing_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--part", "tests"])
     assert gpu_check.main() == 2
     assert capsys.readouterr().err.endswith(" has no no-such.module, which tests need\n")
-
-
-@pytest.mark.full
-def test_a_failed_run_is_told(tmp_path):
-    """The log's end, and no headline: here a response is longer than the model's positions."""
-    work = dataclasses.replace(TINY, response_tokens=(2100,))
-    result = training_steps.run(work, tmp_path / "training", "torch", 200)
-    assert result["exit code"] != 0 and result["log"] and "headline" not in result
-
-
-def test_kernel_tests_are_there():
-    assert all((SCRIPT.parents[1] / path).is_file() for path in gpu_check.KERNEL_TESTS)
-
-
-def test_failed_tests_are_counted(tmp_path):
-    (tmp_path / "test_one.py").write_text("def test_good(): pass\ndef test_bad(): assert 0\n")
-    result = gpu_check.kernel_tests("cpu", (str(tmp_path / "test_one.py"), "--rootdir", str(tmp_path)), tmp_path)
-    assert (result["exit code"], result["tests"], result["failures"], result["errors"]) == (1, 2, 1, 0)
-    assert any("test_bad" in line for line in result["log"])
-    assert not result["passed"]
-
-
-@pytest.mark.parametrize("body", ["pass", "pytest.skip('no GPU')"])
-def test_the_gpus_own_tests_must_run(tmp_path, body):
-    (tmp_path / "test_gpu.py").write_text(f"import pytest\ndef test_race(): {body}\n")
-    result = gpu_check.kernel_tests("cuda", (str(tmp_path / "test_gpu.py"), "--rootdir", str(tmp_path)), tmp_path)
-    assert result["exit code"] == 0 and result["passed"] == (body == "pass")
-    assert result["skipped because"] == ([] if body == "pass" else ["no GPU"])
