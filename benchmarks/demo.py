@@ -127,7 +127,7 @@ def table(results: dict[str, Any]) -> str:
         return f"{mean} ({low} to {high})"
 
     lines = [
-        f"pass@1 on {runs[0]['problems']} held-out problems in %, before and after {runs[0]['steps']} steps: mean, range",
+        f"pass@1 on {runs[0]['problems']} held-out problems in %, before and after {runs[0]['steps']} steps",
         "",
         markdown_row(["runs", "before", "after", "gain, points"]),
         "|---|---:|---:|---:|",
