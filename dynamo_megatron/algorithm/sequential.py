@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.algorithm.allocators.uniform import spread
+from dynamo_megatron.algorithm.allocators.solvers import spread
 from dynamo_megatron.config.allocation import SequentialConfig
 
 

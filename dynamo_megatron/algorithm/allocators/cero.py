@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dynamo_megatron.algorithm.allocators.base import Allocator
-from dynamo_megatron.algorithm.allocators.largest_gains import largest_gains
+from dynamo_megatron.algorithm.allocators.solvers import largest_gains
 from dynamo_megatron.algorithm.history import Statistics
 
 
@@ -25,8 +25,8 @@ class Cero(Allocator):
     def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
         value = variance if variance.any() else np.ones(len(variance))
 
-        def gain(i: np.ndarray, n: np.ndarray) -> np.ndarray:
-            so_far = prompts.trials[i] + n
-            return value[i] / ((so_far + 1) * (so_far + 2))
+        def gain(n: np.ndarray) -> np.ndarray:
+            so_far = prompts.trials[:, None] + n
+            return value[:, None] / ((so_far + 1) * (so_far + 2))
 
-        return largest_gains(gain, len(value), budget, low, high)
+        return largest_gains(gain, np.ones(len(value)), budget, low, high)

@@ -6,7 +6,7 @@ import numpy as np
 
 from dynamo_megatron.algorithm.allocators.base import Allocator
 from dynamo_megatron.algorithm.allocators.gvm import observed_rate
-from dynamo_megatron.algorithm.allocators.proportional import proportional
+from dynamo_megatron.algorithm.allocators.solvers import proportional
 from dynamo_megatron.algorithm.energy_variance import measured_energies
 from dynamo_megatron.algorithm.history import Statistics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dynamo_megatron.algorithm.allocators.base import Allocator
-from dynamo_megatron.algorithm.allocators.largest_gains import largest_gains
+from dynamo_megatron.algorithm.allocators.solvers import largest_gains
 from dynamo_megatron.algorithm.history import Statistics
 from dynamo_megatron.algorithm.success import success_rate
 
@@ -26,10 +26,10 @@ class Knapsack(Allocator):
         return success_rate(prompts, pool)
 
     def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
-        p, q = variance, 1 - variance
-        log_p, log_q, worth = np.log(p), np.log(q), p * q * p * q * q  # p^n q + q^n p = p q (p^(n-1) + q^(n-1))
+        p = variance[:, None]
+        q = 1 - p
 
-        def gain(i: np.ndarray, n: np.ndarray) -> np.ndarray:
-            return worth[i] * (np.exp((n - 1) * log_p[i]) + np.exp((n - 1) * log_q[i]))
+        def gain(n: np.ndarray) -> np.ndarray:  # p^n q + q^n p, times the worth p q^2
+            return p * q * q * (p**n * q + q**n * p)
 
-        return largest_gains(gain, len(p), budget, low, high)
+        return largest_gains(gain, np.ones(len(p)), budget, low, high)

@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 
 from dynamo_megatron.algorithm.allocators.base import Allocator
-from dynamo_megatron.algorithm.allocators.checks import checked, settle
+from dynamo_megatron.algorithm.allocators.solvers import checked, settle
 from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
 from dynamo_megatron.algorithm.history import Statistics
 from dynamo_megatron.algorithm.success import success_variance

@@ -9,7 +9,7 @@ import pytest
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.allocators import BUILT_IN, Allocator
 from dynamo_megatron.algorithm.allocators.contract import check_allocator
-from dynamo_megatron.algorithm.allocators.uniform import spread
+from dynamo_megatron.algorithm.allocators.solvers import spread
 from dynamo_megatron.config.allocation import ALLOCATORS
 
 CONFIGS = [

@@ -1,6 +1,5 @@
 import functools
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -102,24 +101,6 @@ def test_cost_tokens_is_for_neyman():
         RolloutAllocator({"kind": "uniform", "cost": "tokens"})
 
 
-def continuous_optimum(variance, budget, low, high):
-    """The same without whole numbers: n ~ sigma, clipped to the bounds."""
-    sigma, below, above = np.sqrt(variance), 0.0, 1e9
-    for _ in range(200):
-        scale = (below + above) / 2
-        below, above = (below, scale) if np.clip(scale * sigma, low, high).sum() > budget else (scale, above)
-    return np.clip(below * sigma, low, high)
-
-
-@pytest.mark.parametrize(("low", "high"), [(8, 24), (2, 64)])
-@pytest.mark.parametrize("a", [0.1, 0.3, 1.0])
-def test_whole_numbers_cost_less_than_a_thousandth(a, low, high):
-    p = np.random.default_rng(0).beta(a, 1.0, 10**5)
-    v = p * (1 - p)
-    whole, continuous = (f(v, 16 * 10**5, low, high) for f in (neyman, continuous_optimum))
-    assert 1 <= (v / whole).sum() / (v / continuous).sum() < 1.001
-
-
 def variance_ratio(p, counts):
     """sum p(1-p)/n against the same budget spread evenly: what the premise promises, not the gradient's variance."""
     v = p * (1 - p)
@@ -159,15 +140,6 @@ def test_gives_ties_to_the_lower_index():
         budget = int(rng.integers(size * low, size * high + 1))
         variance = random_variance(rng, size)
         assert neyman(variance, budget, low, high).tolist() == greedy(variance, budget, low, high)
-
-
-def test_a_million_prompts_in_two_seconds():
-    rng = np.random.default_rng(0)
-    for variance in (rng.beta(0.3, 0.3, 10**6), np.ones(10**6), rng.choice([0.0, 0.1, 0.2], 10**6)):
-        start = time.process_time()
-        n = neyman(variance, 16 * 10**6, 2, 64)
-        assert time.process_time() - start < 2, "seconds"
-        assert n.sum() == 16 * 10**6 and n.min() >= 2 and n.max() <= 64
 
 
 def test_torch_in_torch_out_and_no_prompts():

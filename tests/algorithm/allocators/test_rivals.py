@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from dynamo_megatron.algorithm.allocation import RolloutAllocator, neyman
-from dynamo_megatron.algorithm.allocators.largest_gains import largest_gains
-from dynamo_megatron.algorithm.allocators.proportional import proportional
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.allocators.solvers import proportional
 from dynamo_megatron.algorithm.success import success_rate
 
 
@@ -39,30 +38,6 @@ def every_allocation(size, budget, low, high):
 )
 def test_proportional(weight, budget, low, high, want):
     assert proportional(np.array(weight, float), budget, low, high).tolist() == want
-
-
-def test_largest_gains_are_neymans_for_neymans_value():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        size, low = int(rng.integers(1, 400)), int(rng.integers(1, 3))
-        high = low + int(rng.integers(1, 40))
-        budget = size * low + int(rng.integers(0, [high, size * (high - low)][rng.integers(2)]))
-        variance = [
-            rng.beta(0.3, 0.3, size),
-            rng.choice([0.1, 0.2, 0.6], size),  # ties
-            np.where(np.arange(size) == 0, 1.0, 1e-6),  # the last rollouts are all of one prompt
-        ][rng.integers(3)]
-        n = largest_gains(lambda i, n, v=variance: v[i] / (n * (n + 1)), size, budget, low, high)
-        assert n.tolist() == neyman(variance, budget, low, high).tolist()
-
-
-@pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_largest_gains_of_many_prompts(spread):
-    """Of which a sample says where the threshold is; sorted ones, of which a prompt in the middle has most."""
-    variance = np.sort(np.random.default_rng(0).lognormal(0, spread, 20_000))
-    variance[10_001] = 1e6
-    n = largest_gains(lambda i, n: variance[i] / (n * (n + 1)), len(variance), 8 * len(variance), 2, 24)
-    assert n.tolist() == neyman(variance, 8 * len(variance), 2, 24).tolist()
 
 
 def test_knapsack_is_the_maximum_over_every_allocation():
