@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.batch_shape import BatchShape
-from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.energy import rollout_energies
 from dynamo_megatron.algorithm.gradient_noise import Noise
 from dynamo_megatron.algorithm.premises import premise_warnings

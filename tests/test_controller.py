@@ -9,9 +9,9 @@ import pytest
 import yaml
 from step_sampling import BATCH, Alone, Answering, Policy, batch_of, make_controller, sample
 
+from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.batch_shape import PATIENCE
-from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.controller import Controller

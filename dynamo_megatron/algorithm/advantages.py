@@ -144,6 +144,33 @@ def _of_groups(values: Array, name: str, index: np.ndarray, groups: int) -> np.n
     return group
 
 
+def informative(rewards: Array, group_ids: Sequence[Hashable]) -> np.ndarray:
+    """Whether a rollout's group has different rewards, bool [S]: DAPO's dynamic sampling (arXiv 2503.14476, Eq. 11).
+
+    rewards: float [S]. In other groups reward minus group mean is always 0. DAPO keeps the groups in which some
+    rollouts succeed and some do not, which is the same for rewards of 0 and 1.
+    """
+    values = to_numpy(rewards, "rewards")
+    index, groups = group_index(group_ids, len(values))
+    low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
+    np.minimum.at(low, index, values)
+    np.maximum.at(high, index, values)
+    return (low < high)[index]
+
+
+def overlong_penalty(lengths: Array, max_length: int, buffer: float, most: float) -> Array:
+    """Returns the value to add to each reward, float64 [S]: 0 up to the buffer, falling to -`most` at `max_length`
+    (Eq. 13).
+
+    lengths: int [S], response tokens. The buffer is the last share `buffer` (0 to 1) of `max_length` tokens. A
+    truncated response has max_length tokens, so it gets -`most`. `most` is 1 in the paper, whose rewards are -1 and 1;
+    0.5 has the same effect with rewards of 0 and 1.
+    """
+    tokens = buffer * max_length
+    excess = to_numpy(lengths, "lengths") - (max_length - tokens)
+    return like(most * np.clip(-excess / tokens, -1.0, 0.0), lengths)
+
+
 def weighted(advantages: np.ndarray, positive_weight: float) -> np.ndarray:
     """Multiplies the positive advantages by `positive_weight` (W-REINFORCE)."""
     return np.where(advantages > 0, positive_weight * advantages, advantages)

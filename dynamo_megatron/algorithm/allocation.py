@@ -12,9 +12,8 @@ from dynamo_megatron.algorithm.allocators import BUILT_IN, load_allocator
 from dynamo_megatron.algorithm.allocators.neyman import Neyman, neyman
 from dynamo_megatron.algorithm.allocators.waterfill import waterfill
 from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
-from dynamo_megatron.algorithm.cost import expected_tokens
 from dynamo_megatron.algorithm.history import COLUMNS, History, Observed
-from dynamo_megatron.algorithm.success import success_variance
+from dynamo_megatron.algorithm.success import expected_tokens, success_variance
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
 

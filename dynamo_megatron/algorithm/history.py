@@ -13,7 +13,7 @@ from dynamo_megatron.algorithm.energy import EnergyLine
 from dynamo_megatron.errors import InputError
 
 REWARDS = ("trials", "successes", "reward_mean", "reward_squares")
-# Sums of measurements of rollouts. A state without these columns is one in which nothing was measured.
+# Sums of measurements of rollouts; 0 where nothing was measured.
 MEASURES = ("energy_right_trials", "energy_right", "energy_wrong_trials", "energy_wrong", "token_trials", "tokens")
 COLUMNS = (*REWARDS, *MEASURES)
 # A rollout's energy is a sum of squares that float32 may leave this far below 0.
@@ -174,42 +174,30 @@ class History:
         return {"prompt_ids": self._ids, **columns, "energy_line": self.energy_line.sums, **outside}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the history; the columns may also be lists. Raises ValueError naming the prompt whose statistics
-        contradict each other. If nothing was measured, all of MEASURES may be missing."""
-        measured = any(name in state for name in MEASURES)
-        if missing := [name for name in ("prompt_ids", *(COLUMNS if measured else REWARDS)) if name not in state]:
+        """Replaces the history; the columns may also be lists. Raises ValueError naming the column that is not one
+        finite number per prompt, or the prompt whose statistics contradict each other."""
+        if missing := [name for name in ("prompt_ids", *COLUMNS, "energy_line") if name not in state]:
             raise InputError(f"state: no {', '.join(missing)} in it, only {', '.join(sorted(state))}")
         ids = state["prompt_ids"]
-        if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
-            raise InputError("state: prompt_ids is not a list of texts")
-        if len(set(ids)) != len(ids):
-            raise InputError("state: prompt_ids has a duplicate")
-        columns = [state[name] if name in state else np.zeros(len(ids)) for name in COLUMNS]
-        for name, column in zip(COLUMNS, columns, strict=True):
-            _check_column(ids, name, column)
+        if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids) or len(set(ids)) != len(ids):
+            raise InputError("state: prompt_ids is not a list of distinct texts")
+        columns = [_column(state[name], name, len(ids)) for name in COLUMNS]
+        line = _column(state["energy_line"], "energy_line", len(self.energy_line.sums))
         numbers = np.array(columns, np.float64).reshape(len(COLUMNS), len(ids))
         _check(ids, numbers)
-        line = np.array(state.get("energy_line", [0.0] * 5), np.float64)  # earlier versions have none
-        if line.shape != (5,) or not np.isfinite(line).all():
-            raise InputError("state: energy_line is not 5 finite numbers")
-        outside = state.get("rewards_outside", 0)
-        if type(outside) is not int or outside < 0:
-            raise InputError(f"state: rewards_outside is {outside}, not a number of rollouts")
-        self.energy_line = EnergyLine(line, outside)
+        self.energy_line = EnergyLine(line, int(state.get("rewards_outside", 0)))
         self._start(ids, np.concatenate([np.zeros((len(COLUMNS), 1)), numbers], axis=1))
 
 
-def _check_column(prompt_ids: Sequence[str], name: str, column: list | np.ndarray) -> None:
-    if isinstance(column, np.ndarray):
-        fits = column.dtype == np.float64 and column.shape == (len(prompt_ids),)
-    else:
-        fits = isinstance(column, list) and len(column) == len(prompt_ids)
-    if not fits:
-        raise InputError(f"state: {name} does not have one number for each of the {len(prompt_ids)} prompts")
-    if isinstance(column, list):
-        for prompt_id, number in zip(prompt_ids, column, strict=True):
-            if not isinstance(number, int | float):
-                raise InputError(f"prompt {prompt_id!r}: {name} is {number!r}, not a number")
+def _column(values: Any, name: str, length: int) -> np.ndarray:
+    """float64 [length]. Raises ValueError naming the column."""
+    try:
+        column = np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        column = np.zeros((0, 0))
+    if column.shape != (length,) or not np.isfinite(column).all():
+        raise InputError(f"state: {name} is not {length} finite numbers")
+    return column
 
 
 def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarray) -> Statistics:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.arrays import group_index
-from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.history import History
 from dynamo_megatron.algorithm.success import success_rate
 from dynamo_megatron.config.data import SelectionConfig

@@ -14,11 +14,11 @@ import torch
 
 from dynamo_megatron.algorithm.advantages import entropy_advantages
 from dynamo_megatron.algorithm.arrays import group_index
-from dynamo_megatron.algorithm.custom_shaping import TokenInputs, custom_shaping, load_shaping
 from dynamo_megatron.algorithm.energy import token_baselines, token_energies
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.selection import clip_cov, covariance, kl_cov, random_keys, top_entropy
+from dynamo_megatron.algorithm.user_functions import TokenInputs, custom_shaping, load_shaping
 from dynamo_megatron.config import AlgorithmConfig
 from dynamo_megatron.config.method import AdvantageConfig, EntropyShapingConfig
 from dynamo_megatron.types import RolloutBatch, TokenStats

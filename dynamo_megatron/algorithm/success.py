@@ -14,7 +14,7 @@ from dynamo_megatron.algorithm.history import NO_STRATUM, Statistics
 # Prior strength a + b in rollouts: the bounds of a fit, and the value if nothing can be fitted.
 STRENGTH_RANGE = (0.1, 1000.0)
 STRENGTH_UNKNOWN = 1.0
-# The weight, in rollouts, of the pool's variance in every prompt's `empirical` variance.
+# The weight, in rollouts, of the pool's variance and mean length in those of every prompt.
 POOL_ROLLOUTS = 4.0
 # A stratum with at least this many prompts with history has a prior of its own. Measured on eight strata, 8 rollouts
 # per prompt: compared with the pool's prior, the variance changes by -3 % with 8 prompts and -5 % with 16 where strata
@@ -94,6 +94,14 @@ def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.n
     for own, peers in large_strata(prompts, pool):
         variance[own] = _variance(model, prompts.take(own), pool.take(peers))
     return variance
+
+
+def expected_tokens(prompts: Statistics, pool: Statistics) -> np.ndarray:
+    """Expected response tokens of a rollout of each of `prompts`, float64 [N] above 0: the prompt's mean length shrunk
+    to the pool's; 1 for all if no length is known."""
+    trials, tokens = pool.token_trials.sum(), pool.tokens.sum()
+    mean = tokens / trials if tokens > 0 and trials > 0 else 1.0
+    return (prompts.tokens + POOL_ROLLOUTS * mean) / (prompts.token_trials + POOL_ROLLOUTS)
 
 
 def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:

@@ -7,7 +7,8 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.custom_advantage import load_advantage
+from dynamo_megatron.algorithm.testing import check_loss, check_shaping
+from dynamo_megatron.algorithm.user_functions import load_advantage
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
@@ -33,7 +34,6 @@ from dynamo_megatron.rollout.servers.serve import NodeServers
 from dynamo_megatron.rollout.servers.server import check_reachable, check_server_args, cuda_available, shares_memory
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
-from dynamo_megatron.testing import check_loss, check_shaping
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.weight_sync.transports import check_transport
 

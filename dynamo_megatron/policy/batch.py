@@ -10,13 +10,18 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from dynamo_megatron.algorithm.advantages import batch_normalised, group_advantages, history_advantages, weighted
+from dynamo_megatron.algorithm.advantages import (
+    batch_normalised,
+    group_advantages,
+    history_advantages,
+    overlong_penalty,
+    weighted,
+)
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.algorithm.gradient_noise import Split
-from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.algorithm.process_rewards import process_advantages
+from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.policy.transfer import to_device

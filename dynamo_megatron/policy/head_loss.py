@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamo_megatron.algorithm.custom_loss import LossInputs, custom_losses
 from dynamo_megatron.algorithm.losses import kl_estimate
+from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses
 from dynamo_megatron.config import KLConfig
 from dynamo_megatron.kernels import PolicyLossOutput, TokenLogprobs
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch

@@ -19,10 +19,10 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamo_megatron import kernels
-from dynamo_megatron.algorithm.custom_loss import load_loss
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
+from dynamo_megatron.algorithm.user_functions import load_loss
 from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dynamo_megatron.algorithm.allocators.gvm import ALPHA, BETA
-from dynamo_megatron.algorithm.cost import expected_tokens
 from dynamo_megatron.algorithm.energy_variance import measured_energies
 from dynamo_megatron.algorithm.history import History, Observed
+from dynamo_megatron.algorithm.success import expected_tokens
 from dynamo_megatron.replay.recording import RecordedStep
 
 # name -> formula; lower is better, except for knapsack

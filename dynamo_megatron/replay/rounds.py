@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynamo_megatron.algorithm.dynamic_sampling import informative
+from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.sequential import Rule, simulated
 from dynamo_megatron.config.allocation import SequentialConfig
 from dynamo_megatron.replay.recording import RecordedStep

@@ -36,9 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynamo_megatron.algorithm.dynamic_sampling import informative
+from dynamo_megatron.algorithm.advantages import informative, overlong_penalty
 from dynamo_megatron.algorithm.gradient_noise import PREFIX
-from dynamo_megatron.algorithm.overlong import overlong_penalty
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.result import KINDS

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from dynamo_megatron.algorithm.advantages import group_advantages
-from dynamo_megatron.algorithm.custom_advantage import AdvantageInputs, custom_advantages, load_advantage
-from dynamo_megatron.algorithm.custom_loss import load_loss
 from dynamo_megatron.algorithm.shaping import shape_tokens
+from dynamo_megatron.algorithm.testing import check_advantage, check_allocator, check_loss, check_shaping
+from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage, load_loss
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.jobs.train import check_functions
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.runtime.user_code import UserFunction
-from dynamo_megatron.testing import check_advantage, check_allocator, check_loss, check_shaping
 from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
 
 DEFAULTS = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from dynamo_megatron.algorithm.advantages import group_advantages
-from dynamo_megatron.algorithm.overlong import overlong_penalty
+from dynamo_megatron.algorithm.advantages import group_advantages, overlong_penalty
 
 
 def test_the_published_sizes():

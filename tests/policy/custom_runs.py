@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from layout_runs import rollouts  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
-from dynamo_megatron.algorithm.custom_loss import load_loss  # noqa: E402
+from dynamo_megatron.algorithm.user_functions import load_loss  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402

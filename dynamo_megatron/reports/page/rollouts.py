@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.algorithm.advantages import batch_normalised, group_advantages
-from dynamo_megatron.algorithm.overlong import overlong_penalty
+from dynamo_megatron.algorithm.advantages import batch_normalised, group_advantages, overlong_penalty
 from dynamo_megatron.config.method import GROUP_ADVANTAGES
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reports.page.curves import plain

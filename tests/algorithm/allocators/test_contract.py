@@ -1,15 +1,12 @@
 """Every allocator, and the user's, keeps the contract; one that does not is named."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.allocators import BUILT_IN, Allocator
-from dynamo_megatron.algorithm.allocators.contract import check_allocator
 from dynamo_megatron.algorithm.allocators.solvers import spread
+from dynamo_megatron.algorithm.testing import check_allocator
 from dynamo_megatron.config.allocation import ALLOCATORS
 
 CONFIGS = [
@@ -29,20 +26,20 @@ CONFIGS = [
 ]
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "allocation.md"
-own, call = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-page: dict = {"__name__": __name__}
-exec(own, page)
-HardestFirst = page["HardestFirst"]
+class HardestFirst(Allocator):
+    """The prompts with the lowest success rates get as much as they may have."""
+
+    def counts(self, prompts, variance, budget, low, high):
+        rate = prompts.successes / np.maximum(prompts.trials, 1)
+        counts = np.full(len(prompts), low)
+        left = budget - len(prompts) * low - (high - low) * np.arange(len(prompts))
+        counts[np.argsort(rate, kind="stable")] += np.clip(left, 0, high - low)
+        return counts
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, c.values())))
 def test_contract(config):
     check_allocator(config)
-
-
-def test_the_pages_call():
-    exec(call.replace("my_module", __name__))
 
 
 def test_built_in_names_are_those_of_the_configuration():

@@ -1,0 +1,183 @@
+"""A user's own advantages, shaping of token advantages, and losses; `testing.py` has the checks of them.
+
+The keys `algorithm.advantage.kind`, `algorithm.advantage.entropy_shaping` and `algorithm.loss.kind` name them as
+"module:function".
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dynamo_megatron.runtime.user_code import UserFunction
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """The S rollouts of a step; the arrays are read-only. A group is the rollouts of one draw of a prompt, any number.
+
+    A prompt that was drawn twice is two groups of one prompt_id. The rollouts of a group need not follow each other.
+    """
+
+    rewards: np.ndarray  # float64 [S], with the penalty of overlong_buffer where that is set
+    successes: np.ndarray  # bool [S], by reward.success_threshold, without that penalty
+    group: np.ndarray  # int64 [S], 0, 1, ...: groups counted in the order of their first rollout
+    prompt_ids: tuple[str, ...]  # [S]
+    response_lengths: np.ndarray  # int64 [S], tokens
+
+    def __post_init__(self) -> None:
+        for name in ("rewards", "successes", "group", "response_lengths"):
+            view = getattr(self, name).view()
+            view.setflags(write=False)
+            object.__setattr__(self, name, view)
+
+
+@functools.cache
+def load_advantage(spec: str) -> UserFunction:
+    """Loads the function "module:name". Raises ValueError (one line)."""
+    return UserFunction.load(spec, "algorithm.advantage.kind", "inputs")
+
+
+def custom_advantages(
+    function: UserFunction, inputs: AdvantageInputs, gather: Callable[[str], list[str]] | None = None
+) -> np.ndarray:
+    """Returns the advantages of `function` for `inputs`, float64 [S]. Without rollouts `function` is not called.
+
+    Every rank calls it, and all must get the same advantages. `gather` collects a text of every rank, in rank order;
+    None: there is one rank. Raises UserCodeError naming the function if it raises, returns anything but finite float64
+    [S], or returns other values when called again or on another rank.
+    """
+    rollouts = len(inputs.rewards)
+    if rollouts == 0:
+        return np.zeros(0)
+    with function.named():
+        advantages = function.function(inputs)
+        again = function.function(inputs)
+    fits = isinstance(advantages, np.ndarray) and advantages.dtype == np.float64 and advantages.shape == (rollouts,)
+    given = (
+        f"{advantages.dtype} {advantages.shape}" if isinstance(advantages, np.ndarray) else type(advantages).__name__
+    )
+    function.hold(fits, f"returned {given}, not a numpy array of float64 ({rollouts},)")
+    if (bad := np.flatnonzero(~np.isfinite(advantages))).size:
+        which = f"rollout {bad[0]}, of prompt {inputs.prompt_ids[bad[0]]!r}"
+        function.hold(False, f"returned {advantages[bad[0]]} for {which}; advantages have to be finite")
+    function.hold(np.array_equal(advantages, again), "returned other advantages when called again with the same inputs")
+    if gather is not None:
+        digests = gather(hashlib.sha256(advantages.tobytes()).hexdigest())
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        function.hold(other is None, f"returned other advantages on rank {other} than on rank 0 from the same inputs")
+    return advantages
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """The n response tokens of a mini-batch, response by response, the same on every rank.
+
+    float32 [n] on the CPU unless said otherwise, of the policy that the step began with: p = softmax(logits /
+    rollout.temperature), natural logs.
+    """
+
+    advantages: torch.Tensor  # float64, of the token's rollout; with kind otb or process rewards of the token
+    logprobs: torch.Tensor
+    entropy: torch.Tensor  # H, nats
+    expected_pi_lambda: torch.Tensor  # sum_v p_v^2 (log p_v + H)
+    collision: torch.Tensor  # sum_v p_v^2
+    response: torch.Tensor  # int64, ascending: which of `rollout_ids` a token belongs to
+    rollout_ids: tuple[str, ...]  # of the mini-batch's rollouts; a step has each once
+
+
+@functools.cache
+def load_shaping(spec: str) -> UserFunction:
+    """Loads the function "module:name". Raises ValueError (one line)."""
+    return UserFunction.load(spec, "algorithm.advantage.entropy_shaping", "inputs")
+
+
+def custom_shaping(function: UserFunction, inputs: TokenInputs) -> torch.Tensor:
+    """Returns the tokens' advantages from `function`, float64 [n]. Without tokens `function` is not called.
+
+    Raises UserCodeError naming the function if it raises, returns anything but finite float64 [n], or returns other
+    values when called again with the same inputs.
+    """
+    if len(inputs.advantages) == 0:
+        return inputs.advantages
+    with function.named():
+        advantages = function.function(inputs)
+        again = function.function(inputs)
+    given, wanted = described(advantages), described(inputs.advantages)
+    function.hold(given == wanted, f"returned {given}, not a tensor of {wanted}")
+    if len(bad := (~torch.isfinite(advantages)).nonzero()[:, 0]):
+        name = inputs.rollout_ids[int(inputs.response[bad[0]])]
+        function.hold(False, f"returned {float(advantages[bad[0]])} for a token of rollout {name}; give finite numbers")
+    function.hold(torch.equal(advantages, again), "returned other advantages when called again with the same inputs")
+    return advantages
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The r >= 1 response tokens that a rank has of one micro-batch, response by response.
+
+    float32 [r] unless said otherwise; logprobs are natural logs, of softmax(logits / rollout.temperature).
+    """
+
+    logprobs: torch.Tensor  # of the policy that is trained; the only tensor with a gradient
+    entropy: torch.Tensor  # nats, of the same policy
+    old_logprobs: torch.Tensor  # of the policy that the step began with
+    engine_logprobs: torch.Tensor  # of the server that sampled the tokens
+    reference_logprobs: torch.Tensor | None  # of the reference policy; None where algorithm.kl.coef is 0
+    advantages: torch.Tensor  # after entropy_shaping, where that is set
+    weights: torch.Tensor  # normalised over the mini-batch, after entropy_top_ratio and rollout_correction; may be 0
+    response: torch.Tensor  # int64 [r], ascending: which response of the micro-batch a token belongs to
+    kl_coef: float = 0.0  # algorithm.kl.coef where kl.where is `function`; 0: there is no KL term, or it is added later
+
+
+class TokenLosses(NamedTuple):
+    loss: torch.Tensor  # floating point [r], no gradient
+    gradient: torch.Tensor  # float32 [r]: the derivative of sum(weights * loss) with respect to the logprobs
+
+
+@functools.cache
+def load_loss(spec: str) -> UserFunction:
+    """Loads the function "module:name". Raises ValueError (one line)."""
+    return UserFunction.load(spec, "algorithm.loss.kind", "inputs")
+
+
+def custom_losses(function: UserFunction, inputs: LossInputs) -> TokenLosses:
+    """Returns the losses that `function` gives and their derivative. `inputs.logprobs` is a leaf that requires grad.
+
+    Raises UserCodeError naming the function if it or its backward pass raises, or if it returns anything but floating
+    point [r] that depends on the logprobs. Does not check that values are finite, which would wait for the GPU.
+    """
+    logprobs = inputs.logprobs
+    assert logprobs.is_leaf and logprobs.requires_grad
+    with torch.enable_grad():
+        with function.named():
+            loss = function.function(inputs)
+        function.hold(_fits(loss, logprobs), f"returned {described(loss)}, not a tensor of {described(logprobs)}")
+        function.hold(loss.requires_grad, "returned losses that have no gradient by inputs.logprobs")
+        with function.named():
+            summed = (inputs.weights * loss).sum()
+            (gradient,) = torch.autograd.grad(summed, logprobs, allow_unused=True)
+    function.hold(gradient is not None, "returned losses that have no gradient by inputs.logprobs")
+    return TokenLosses(loss.detach(), gradient)
+
+
+def _fits(loss: Any, like: torch.Tensor) -> bool:
+    return (
+        isinstance(loss, torch.Tensor)
+        and loss.shape == like.shape
+        and loss.is_floating_point()
+        and loss.device == like.device
+    )
+
+
+def described(value: Any) -> str:
+    """Describes a value that a user's function returned, for messages."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
