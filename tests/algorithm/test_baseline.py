@@ -31,15 +31,6 @@ def test_by_hand():
     np.testing.assert_allclose(strength, [3, 1, 5, 3], rtol=1e-12)
 
 
-def test_a_stronger_prior_by_hand():
-    """As above with a prior of 4 rollouts, by which the pool's mean weighs them too: t / (t + 4)."""
-    allocator = observed(("a", [1, 1, 1, 0]), ("b", [0, 0]))
-    pool = (0.5 * 0.75) / (0.5 + 1 / 3)
-    mean, strength = allocator.baseline(["a", "new"], 4.0)
-    np.testing.assert_allclose(mean, [(3 + 4 * pool) / 8, pool], rtol=1e-12)
-    np.testing.assert_allclose(strength, [8, 4], rtol=1e-12)
-
-
 def test_no_prompt_is_given_up_nor_held_for_solved():
     assert observed(("a", [0] * 8)).baseline(["new"])[0] == pytest.approx(0.02)
     assert observed(("a", [1] * 8)).baseline(["new"])[0] == pytest.approx(0.98)
@@ -77,13 +68,6 @@ def test_rewards_that_are_not_0_or_1_by_hand():
     np.testing.assert_allclose(known.mean, [(c * 0.45 + 2 * 0.2) / (c + 2), 0.45])
 
 
-def test_prompts_that_do_not_differ_are_shrunk_most():
-    rng = np.random.default_rng(0)
-    allocator = observed(*((f"p{i}", rng.normal(5, 1, 4).tolist()) for i in range(400)))
-    mean, strength = allocator.baseline(["p0"])
-    assert strength > 12 and abs(mean[0] - 5) < 0.5
-
-
 def test_the_fit_finds_the_ratio_of_variances():
     """Rewards with variance 1 within and 0.5 between prompts: 2 rollouts' worth."""
     rng = np.random.default_rng(0)
@@ -101,18 +85,6 @@ def test_the_state_survives_json():
     allocator.observe(["a"], [-1], [False], 4, energy=[1.0])
     again.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
     assert [x.reward_baseline(["a"], score_ratio=None).score_ratio for x in (allocator, again)] == [1, 1]
-
-
-def test_a_state_without_energies_is_of_an_earlier_version():
-    state = observed(("a", [1, 0])).state_dict()
-    del state["energy_line"]
-    allocator = RolloutAllocator({})
-    allocator.load_state_dict(state)
-    assert allocator.reward_baseline(["a"], score_ratio=None).score_ratio == 1
-    with pytest.raises(ValueError, match="rewards_outside is -1, not a number of rollouts"):
-        allocator.load_state_dict({**state, "rewards_outside": -1})
-    with pytest.raises(ValueError, match="energy_line is not 5 finite numbers"):
-        allocator.load_state_dict({**state, "energy_line": [1.0, 2.0]})
 
 
 def test_rounds_are_joined_in_order():

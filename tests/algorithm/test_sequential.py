@@ -126,21 +126,16 @@ PILOT, ADA = {"kind": "pilot", "round_n": 4}, {"kind": "reinforce_ada", "round_n
     ("sequential", "algorithm", "said"),
     [
         (PILOT | {"keep": 8}, {}, "keep: no option of kind pilot; set it to 4"),
-        (ADA | {"explore": 0.1}, {}, "explore: no option of kind reinforce_ada; set it to 0.0"),
         (PILOT | {"lower": 0.6, "upper": 0.5}, {}, "more than 1"),
-        (PILOT | {"round_n": 1}, {}, "round_n: 1 is outside allocation.rollout_n_min and rollout_n_max, 2 to 24"),
         (PILOT | {"round_n": 23}, {}, "round_n: 23 leaves no second round"),
-        (PILOT | {"round_n": 10}, {}, "leave 0 of the budget of 40; give allocation.budget 42 or more"),
         (PILOT | {"round_n": 9, "explore": 0.1}, {}, "leave 4 of the budget of 40; give allocation.budget 44 or more"),
         (ADA | {"round_n": 7}, {}, "round_n: 7 does not divide allocation.rollout_n_max, 24"),
-        (ADA | {"keep": 9}, {}, "keep: 9 rollouts of a prompt, and a first round has 8"),
         (PILOT, {"dynamic_sampling": {}}, "does not go with algorithm.dynamic_sampling"),
         (
             PILOT,
             {"allocation": {"kind": "neyman", "budget": 40}},
             "set algorithm.allocation.kind to uniform, not neyman",
         ),
-        (ADA, {"advantage": {"kind": "grpo"}}, "reinforce_ada needs a baseline of other rollouts"),
         (PILOT | {"explore": 0.1}, {"advantage": {"kind": "grpo"}}, "explore needs a baseline of other rollouts"),
         (ADA, {"advantage": {"kind": "rloo", "overlong_buffer": 0.2}}, "advantage.overlong_buffer: reinforce_ada has"),
         (
