@@ -130,21 +130,21 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
     number. Checked: the result is finite float64 [S]; a second call returns the same values; the inputs are not
     modified; a rollout's value does not depend on the order of the rollouts in the batch, beyond rounding.
     """
-    function = load_advantage(function) if isinstance(function, str) else _named(function)
+    user = load_advantage(function) if isinstance(function, str) else _named(function)
     rng = np.random.default_rng(0)
     for sizes in GROUPS:
         group = np.repeat(np.arange(len(sizes)), sizes)
         count = len(group)
         rewards = {"0": np.zeros(count), "1": np.ones(count), "0 and 1": rng.integers(0, 2, count).astype(np.float64)}
         for kind, values in {**rewards, "any": rng.normal(0, 3, count)}.items():
-            names = tuple(prompt_ids[g % len(prompt_ids)] for g in group)
+            names = tuple(prompt_ids[g % len(prompt_ids)] for g in group.tolist())
             inputs = AdvantageInputs(values, values >= 1, group, names, rng.integers(0, 50, count))
-            advantages = custom_advantages(function, inputs)
+            advantages = custom_advantages(user, inputs)
             order = rng.permutation(count)
-            moved = custom_advantages(function, _reordered(inputs, order))
+            moved = custom_advantages(user, _reordered(inputs, order))
             same = np.allclose(advantages[order], moved, rtol=1e-9, atol=1e-9)
             case = f"groups of {', '.join(map(str, sizes))} rollouts with rewards of {kind}"
-            function.hold(same, f"gives a rollout another advantage where the batch is in another order ({case})")
+            user.hold(same, f"gives a rollout another advantage where the batch is in another order ({case})")
 
 
 def check_shaping(function: Callable | str) -> None:
@@ -153,16 +153,16 @@ def check_shaping(function: Callable | str) -> None:
     Advantages: of both signs, and all 0. Checked: the result is finite float64 [n]; a second call returns the same
     values; the inputs are not modified.
     """
-    function = load_shaping(function) if isinstance(function, str) else _named(function)
+    user = load_shaping(function) if isinstance(function, str) else _named(function)
     rng = np.random.default_rng(0)
     for lengths in RESPONSES:
         response = np.repeat(np.arange(len(lengths)), lengths)
         for size in (0.0, 1.0):
             inputs = _token_inputs(response, size * rng.normal(size=len(lengths))[response], rng)
             before = {name: t.clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
-            custom_shaping(function, inputs)
+            custom_shaping(user, inputs)
             for name, tensor in before.items():
-                function.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name}")
+                user.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name}")
 
 
 def check_loss(
@@ -177,23 +177,23 @@ def check_loss(
     response's losses do not depend on the other responses of its micro-batch, beyond rounding. `context_parallel`: a
     token's loss must not depend on the other tokens of its response either, since other ranks may have them.
     """
-    function = load_loss(function) if isinstance(function, str) else _named(function)
+    user = load_loss(function) if isinstance(function, str) else _named(function)
     for case, inputs in _loss_cases(reference, kl_coef):
         before = {name: t.detach().clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
-        found = custom_losses(function, inputs)
+        found = custom_losses(user, inputs)
         for name, tensor in before.items():
-            function.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name} ({case})")
-        _hold_finite(function, inputs, found, case)
-        again = custom_losses(function, _part(inputs, torch.ones(len(before["weights"]), dtype=torch.bool)))
+            user.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name} ({case})")
+        _hold_finite(user, inputs, found, case)
+        again = custom_losses(user, _part(inputs, torch.ones(len(before["weights"]), dtype=torch.bool)))
         same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-        function.hold(same, f"gives other losses when called again with the same inputs ({case})")
+        user.hold(same, f"gives other losses when called again with the same inputs ({case})")
         alone = [inputs.response == i for i in inputs.response.unique()]
         why = "a loss has to be a function of its own response, or it would depend on micro_batch_tokens"
-        _hold_parts(function, inputs, found, alone, f"by itself than beside others: {why} ({case})")
+        _hold_parts(user, inputs, found, alone, f"by itself than beside others: {why} ({case})")
         if context_parallel:
             halves = torch.arange(len(inputs.response)) % 2 == 0
             why = "with parallel.cp above 1 a rank has only a part of its tokens; use cp 1"
-            _hold_parts(function, inputs, found, [halves, ~halves], f"whose tokens are apart: {why} ({case})")
+            _hold_parts(user, inputs, found, [halves, ~halves], f"whose tokens are apart: {why} ({case})")
 
 
 def _named(function: Callable) -> UserFunction:
@@ -218,10 +218,14 @@ def _token_inputs(response: np.ndarray, advantages: np.ndarray, rng: np.random.G
     p = logprobs.exp()
     entropy = -(p * logprobs).sum(1)
     expected_pi_lambda = (p.square() * (logprobs + entropy[:, None])).sum(1)
-    statistics = (logprobs[:, 0], entropy, expected_pi_lambda, p.square().sum(1))
-    names = tuple(f"000001-{i:04}-000" for i in range(int(response[-1]) + 1))
     return TokenInputs(
-        torch.from_numpy(advantages), *(x.float() for x in statistics), torch.from_numpy(response), names
+        advantages=torch.from_numpy(advantages),
+        logprobs=logprobs[:, 0].float(),
+        entropy=entropy.float(),
+        expected_pi_lambda=expected_pi_lambda.float(),
+        collision=p.square().sum(1).float(),
+        response=torch.from_numpy(response),
+        rollout_ids=tuple(f"000001-{i:04}-000" for i in range(int(response[-1]) + 1)),
     )
 
 
