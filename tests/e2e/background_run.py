@@ -90,9 +90,9 @@ class Run:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def left_behind(self, within: float) -> list[psutil.Process]:
-        """The run's processes still alive after at most `within` seconds."""
-        deadline = time.monotonic() + within
+    def left_behind(self) -> list[psutil.Process]:
+        """The run's processes still alive after at most two minutes."""
+        deadline = time.monotonic() + 120
         while True:
             alive = living(self.family)
             if not alive or time.monotonic() > deadline:

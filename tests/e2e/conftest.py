@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,7 @@ def live(workspace) -> tuple[Path, dict]:
     run.wait_until(lambda: "server-1 left the rotation" in run.text, "word of the server that was killed")
     run.wait_until(lambda: len(rollout_lines(output, KILL_STEP)) >= 22, f"90 % of the rollouts of step {KILL_STEP}")
     run.kill()
-    left, finished = run.left_behind(within=30), rollout_lines(output, KILL_STEP)[:22]
+    left, finished = run.left_behind(), rollout_lines(output, KILL_STEP)[:22]
     run = Run(workspace, *command)
     assert run.wait() == 0, run.text[-3000:]
     return output, {"torch": importing, "left": left, "finished": finished, "said": first.text, "ended": run.text}
@@ -109,6 +110,28 @@ def start_run():
 @pytest.fixture(scope="session")
 def step_lines():
     return metrics
+
+
+@pytest.fixture(scope="session")
+def problems_on_disk():
+    """problems_on_disk(output, steps): a line for each step where not every rollout that was allocated is on disk once,
+    or where what was not trained is not what the metrics count."""
+
+    def check(output: Path, steps) -> list[str]:
+        allocated, rows, found = Counter(), {row["step"]: row for row in metrics(output)}, []
+        for line in (output / "allocation.jsonl").read_text().splitlines():
+            allocated[json.loads(line)["step"]] += json.loads(line)["n"]
+        for step in steps:
+            rollouts = [r for r in RolloutStore(output).lines(step) if r.status != "partial"]
+            final = {r.rollout_id: r.status for r in rollouts}
+            twice = max(Counter(r.rollout_id for r in rollouts if r.status != "rejected").values(), default=0) > 1
+            lost = sum(status in ("aborted", "failed", "rejected") for status in final.values())
+            shares = sum(rows[step][f"rollout/{kind}"] for kind in ("aborted", "failed", "rejected"))
+            if len(final) != allocated[step] or twice or lost != round(shares * allocated[step]):
+                found.append(f"step {step}: {len(final)} of {allocated[step]} rollouts, {lost} lost, twice: {twice}")
+        return found
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -36,12 +36,11 @@ async def agent(prompt, session):
 STEPS = 3
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["synchronous", "ahead"])
-def ran(request, workspace, command_line, step_lines, tiny_model):
-    """(staleness, rollouts of all steps, metrics, the model of each version)."""
-    staleness = request.param
+@pytest.fixture(scope="module")
+def ran(workspace, command_line, step_lines, tiny_model):
+    """(rollouts of all steps, metrics, the model of each version)."""
     (workspace / "live_agents.py").write_text(AGENT)
-    output = workspace / f"agents-{staleness}"
+    output = workspace / "agents"
     settings = [
         "rollout.agent=live_agents:agent",
         "rollout.max_new_tokens=64",
@@ -49,18 +48,18 @@ def ran(request, workspace, command_line, step_lines, tiny_model):
         "data.template=chat",
         "trainer.micro_batch_tokens=1024",
         f"trainer.steps={STEPS}",
-        f"rollout.max_staleness={staleness}",
+        "rollout.max_staleness=1",
         "checkpoint.every=1",
         "checkpoint.export_hf=every",
         f"output_dir={output}",
-        *(["algorithm.rollout_correction.kind=truncate"] if staleness else []),
+        "algorithm.rollout_correction.kind=truncate",
     ]
     code, said = command_line(workspace, "train", workspace / "config.yaml", *settings)
     assert code == 0, said[-4000:]
     rollouts = [r for step in range(1, STEPS + 1) for r in read_rollouts(step_file(output, step))]
     models = {step: AutoModelForCausalLM.from_pretrained(every_export(output, step)) for step in range(1, STEPS)}
     models[0] = AutoModelForCausalLM.from_pretrained(tiny_model)
-    return staleness, rollouts, step_lines(output), models
+    return rollouts, step_lines(output), models
 
 
 def gap(rollout, models) -> float:
@@ -81,7 +80,7 @@ def gap(rollout, models) -> float:
 
 
 def test_every_trained_token_was_sampled_there_with_that_logprob(ran):
-    _, rollouts, rows, models = ran
+    rollouts, rows, models = ran
     assert len(rollouts) == 24 * STEPS and {r.status for r in rollouts} == {"ok"}
     gaps = [gap(rollout, models) for rollout in rollouts]
     print(f"{len(rollouts)} episodes, largest gap {max(gaps):.2g}")
@@ -91,7 +90,7 @@ def test_every_trained_token_was_sampled_there_with_that_logprob(ran):
 
 
 def test_an_episode_counts_once(ran):
-    _, rollouts, rows, _ = ran
+    rollouts, rows, _ = ran
     for row in rows:
         assert row["rollout/requested"] == 24 and row["agent/turns"] == 6 and row["agent/segments"] >= 4
         assert row["rollout/failed"] == row["rollout/rejected"] == row.get("rollout/dropped", 0) == 0
@@ -102,6 +101,6 @@ def test_an_episode_counts_once(ran):
 
 
 def test_versions_hold_the_bound(ran):
-    staleness, rollouts, _, _ = ran
+    rollouts, _, _ = ran
     for rollout in rollouts:
-        assert all(rollout.step - 1 - staleness <= v <= rollout.step - 1 for v, _, _ in rollout.weight_versions)
+        assert all(rollout.step - 2 <= v <= rollout.step - 1 for v, _, _ in rollout.weight_versions)

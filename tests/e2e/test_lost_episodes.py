@@ -70,4 +70,4 @@ def test_episodes_of_a_killed_server_go_on_on_another_from_their_ids(workspace, 
     rollouts = read_rollouts(step_file(output, LOSE_STEP))
     assert {r.server for r in rollouts} == {"server-0"} and {r.status for r in rollouts} == {"ok"}
     assert all(len(r.episode.turns) == TURNS for r in rollouts)
-    assert run.left_behind(within=10) == []
+    assert run.left_behind() == []

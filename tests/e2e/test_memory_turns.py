@@ -1,6 +1,5 @@
 """Servers and ranks that take turns with memory through whole runs, on the CPU: not a bit changes, no server dies."""
 
-import json
 import os
 import re
 import signal
@@ -21,22 +20,6 @@ def exported(output: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.full
-def test_a_run_that_takes_turns_is_the_same_run(replay):
-    runs = {how: replay(f"turns-{how}", lambda r: r, f"rollout.offload={how}") for how in ("on", "off")}
-    rows, weights = {}, {}
-    for how, (code, text, output) in runs.items():
-        assert code == 0, text[-3000:]
-        rows[how] = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        weights[how] = exported(output)
-    assert all(torch.equal(tensor, weights["off"][name]) for name, tensor in weights["on"].items())
-    for on, off in zip(rows["on"], rows["off"], strict=True):
-        same = {k for k in off if not k.startswith(("time/", "throughput/", "resources/"))}
-        assert {k: on[k] for k in same} == {k: off[k] for k in same}
-        assert on["memory/released_bytes"] > 0 and on["memory/resumed_bytes"] > 0 and on["time/memory"] > 0
-        assert not any(k.startswith("memory/") for k in off)
-
-
-@pytest.mark.full
 def test_servers_live_through_every_phase_and_a_stop(workspace, start_run, step_lines, tmp_path):
     """On a CPU they free nothing, but die of the same calls: a release in generation, a second one, two ranks'."""
     output = tmp_path / "run"
@@ -46,7 +29,7 @@ def test_servers_live_through_every_phase_and_a_stop(workspace, start_run, step_
     stopped_in = step_file(output, 3)
     run.wait_until(lambda: stopped_in.is_file() and stopped_in.stat().st_size, "rollouts of step 3")
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(timeout=60) == 75, run.text[-3000:]
+    assert run.wait() == 75, run.text[-3000:]
     assert "left the rotation" not in run.text
     again = start_run(workspace, *command)
     assert again.wait() == 0, again.text[-3000:]
@@ -114,11 +97,10 @@ if os.environ.get("RANK"):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("poisoned", [True, False], ids=["poisoned", "plain"])
-def test_a_parameter_that_every_push_leaves_out(colocated, tmp_path, poisoned):
-    """Nothing else tells where weights are not proved: a server that frees nothing keeps the parameter it has."""
+def test_a_parameter_that_every_push_leaves_out(colocated, tmp_path):
+    """Without checksums only a server that has freed its memory tells."""
     (tmp_path / "sitecustomize.py").write_text(LEAVE_OUT)
     keys = ("rollout.proof.full_every=null", "trainer.steps=2")
-    run = colocated("run", *keys, poisoned=poisoned, path=(tmp_path,))
+    run = colocated("run", *keys, poisoned=True, path=(tmp_path,))
     assert run.wait() == 0, run.text[-3000:]
-    assert ("server-0 left the rotation" in run.text) == poisoned, run.text
+    assert "server-0 left the rotation" in run.text, run.text

@@ -103,4 +103,4 @@ def test_a_run_trains_on_a_reward_model_whose_server_is_killed(
         for r in rollouts[::6]:
             problem = r.prompt.removesuffix("\n")
             assert r.reward == pytest.approx(transformers_score(problem, r.response), rel=1e-3, abs=1e-3), r.rollout_id
-    assert run.left_behind(within=30) == []
+    assert run.left_behind() == []

@@ -7,7 +7,7 @@ from dynamo_megatron.evaluation.results import read_results, results_file
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
 pytestmark = pytest.mark.full
-STEPS = 4
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
