@@ -21,7 +21,7 @@ setup(
         "dynamo_megatron.configs": ["**/*.yaml"],
         "dynamo_megatron.launcher": ["*.sh"],
         "dynamo_megatron.models": ["published.json"],
-        "dynamo_megatron.reports.page": ["assets/*"],
+        "dynamo_megatron.reports": ["page.html"],
         "dynamo_megatron.rollout.servers": [
             *("sglang_cpu/**/*.py", "sglang_cpu/*.dist-info/*"),
             *("sglang_plugins/*.py", "sglang_plugins/*.dist-info/*"),
@@ -46,6 +46,7 @@ setup(
         "mpmath==1.3.0",
         "matplotlib",
         "plotly>=6",
+        "jinja2",
         "pyarrow",
         "regex",
     ],

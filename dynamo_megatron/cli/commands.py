@@ -215,41 +215,22 @@ def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
 
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.reports.page.command import watch
-    from dynamo_megatron.reports.page.data import MOST_RUNS
-    from dynamo_megatron.reports.report import write_report
-    from dynamo_megatron.reports.side_by_side import write_side_by_side
+    from dynamo_megatron.reports.page import watch, write_report
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     out = options.out or options.run[0]
-    if len(options.run) > MOST_RUNS:
-        show(f"report.html has the first {MOST_RUNS} of the {len(options.run)} runs")
     try:
         if options.watch is not None:
             watch(options.run, out, options.watch, options.rollout, lambda line: show(line, sys.stdout))
             return 0
-        text = write_report(options.run[0], out) if len(options.run) == 1 else write_side_by_side(options.run, out)
-        print(wrapped(printable(text), terminal_width(sys.stdout)))
-        _write_page(options.run, out, options.rollout)
+        text = write_report(options.run, out, options.rollout)
     except InputError as error:
         raise ConfigError(str(error)) from None
+    text += (
+        f"\n\nThe page with all charts and rollouts is {out / 'report.html'}; report.md and report.png are beside it."
+    )
+    print(wrapped(printable(text), terminal_width(sys.stdout)))
     return 0
-
-
-def _write_page(runs: Sequence[Path], out: Path, asked: Sequence[str]) -> None:
-    """Writes report.html. Text and picture are written already, so a failure is only a warning, unless rollouts were
-    requested by id; a missing library is always only a warning."""
-    from dynamo_megatron.reports.page.command import write_page
-    from dynamo_megatron.reports.page.render import MissingLibrary
-
-    try:
-        show(f"The page with all charts and rollouts is {write_page(runs, out, asked)}.", sys.stdout)
-    except MissingLibrary as error:
-        show(str(error))
-    except (InputError, OSError) as error:
-        if asked:
-            raise
-        show(f"warning: report.html is not written: {escaped_line(str(error))}")
 
 
 def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from dynamo_megatron.comparison.curves import finished
 from dynamo_megatron.comparison.table import SHARE_NAMES, Measured
-from dynamo_megatron.reports.picture import COLOURS, GREY
+from dynamo_megatron.reports.figures import COLOURS, GREY
 
 WIDEST = 4.0  # the largest ratio on the axis; a longer interval ends in an arrow
 TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)

@@ -14,7 +14,7 @@ from dynamo_megatron.replay.objectives import OBJECTIVES
 from dynamo_megatron.replay.outcomes import Outcomes, outcomes
 from dynamo_megatron.replay.recording import Recording, read_run
 from dynamo_megatron.replay.rounds import DRAWS
-from dynamo_megatron.reports.report import rate_classes
+from dynamo_megatron.reports.figures import rate_classes
 
 
 def write_replay(

@@ -9,18 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot a figure is drawn by Agg, with no screen
 
 from dynamo_megatron.replay.outcomes import Outcomes
-from dynamo_megatron.reports.picture import BLUE, GREY, ORANGE, moving_average, rate_bins, window_of
+from dynamo_megatron.reports.figures import COLOURS, GREY, moving_average, rate_bins, window_of
 
-COLOURS = (
-    BLUE,
-    ORANGE,
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#882255",
-    "#999933",
-)  # distinguishable for the colour-blind, too
 ORACLE = "#000000"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -37,6 +37,12 @@ class RunRecord:
         """The metric's value at every step, [steps]. Raises KeyError where a step lacks it."""
         return np.array([m[key] for m in self.metrics])
 
+    def series(self, key: str) -> np.ndarray:
+        """The metric at every step, float64 [steps]; NaN where a step lacks it, or has no finite number."""
+        values = [m.get(key) for m in self.metrics]
+        found = np.array([v if isinstance(v, int | float) else np.nan for v in values], np.float64)
+        return np.where(np.isfinite(found), found, np.nan)
+
     def pass_at(self, k: int) -> np.ndarray:
         """float64 [evaluations, 4]: step, pass@k and the ends of its interval, for the evaluations that have pass@k."""
         name = f"eval/pass@{k}"
@@ -63,12 +69,6 @@ class Revisits:
     uniform: float  # rollouts per visit with an even split
 
 
-def gaps(steps: np.ndarray, width: int = 1) -> np.ndarray:
-    """The indices of the entries of `steps`, int64 and ascending, that follow the one before at more than `width`: the
-    steps in between are lost, and no line is drawn there."""
-    return np.flatnonzero(np.diff(steps) > width) + 1
-
-
 def read_run(folder: Path) -> RunRecord:
     """The record of the run in `folder`. Raises ValueError where it is not a run's folder or has no step, and
     (path:line) for a broken line."""
@@ -78,12 +78,18 @@ def read_run(folder: Path) -> RunRecord:
         raise InputError(f"{folder}: no step in metrics.jsonl; a report needs at least one finished step")
     if "reward/mean" not in metrics[-1]:
         raise InputError(f"{folder}: a run of sft; a report is about a run of train (metrics.jsonl has the losses)")
-    return RunRecord(
-        folder,
-        config,
-        metrics,
-        list(read_rows(folder / "evaluations.jsonl", "step")),
-    )
+    return RunRecord(folder, config, metrics, list(read_rows(folder / "evaluations.jsonl", "step")))
+
+
+def read_runs(folders: Sequence[Path]) -> dict[str, RunRecord]:
+    """name -> record; a name is the folder's last part where these differ, else the path. Raises ValueError as
+    `read_run`, and for a run that is named twice."""
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise InputError("report: a run is named twice; name each run once")
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    return dict(zip(names, map(read_run, folders), strict=True))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -122,7 +128,7 @@ def read_revisits(folder: Path) -> Revisits | None:
     rows = read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n")
     trials: Counter[str] = Counter()
     successes: Counter[str] = Counter()
-    steps, rates, given = array("q"), array("d"), array("q")  # compact: there may be millions of visits
+    found: list[tuple[int, float, int]] = []
     visited = asked = 0
     for step, group in groupby(rows, key=lambda row: row["step"]):
         if not (path := step_file(folder, step)).is_file():
@@ -132,19 +138,18 @@ def read_revisits(folder: Path) -> Revisits | None:
         for visit in visits:
             name = visit["prompt_id"]
             if trials[name]:
-                steps.append(step)
-                rates.append(successes[name] / trials[name])
-                given.append(visit["n"])
+                found.append((step, successes[name] / trials[name], visit["n"]))
         for (name, position), (n, right) in trained_outcomes(path, path.stat().st_mtime_ns).items():
             if position < len(visits):  # other positions were left by a killed run with other allocations
                 trials[name] += n
                 successes[name] += right
     if not visited:
         return None
+    steps, rates, given = np.array(found, np.float64).reshape(-1, 3).T
     return Revisits(
-        steps=np.array(steps, np.int64),
-        success_rates=np.array(rates, np.float64),
-        rollouts=np.array(given, np.int64),
-        first_visits=visited - len(given),
+        steps=steps.astype(np.int64),
+        success_rates=rates,
+        rollouts=given.astype(np.int64),
+        first_visits=visited - len(found),
         uniform=asked / visited,
     )

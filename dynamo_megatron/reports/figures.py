@@ -1,0 +1,287 @@
+"""The figures of one or several runs, in plotly's format; report.html shows all of them, report.png some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynamo_megatron.reports.run_record import Revisits, RunRecord
+
+Figure = dict[str, Any]  # `data` (plotly's traces), `layout`, and `note`: a text below the title
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")  # of Okabe and Ito
+GREY = "#666666"
+DASHES = ("solid", "dash", "dot", "dashdot")
+MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+POINTS = 500  # of a curve, at most
+COLUMNS = 40  # of the map of rollouts over time, at most
+RATE_BINS = 10
+PHASES = {"reshard": "weight sync"}  # names of phases that differ from their metrics'
+TIMES = ("generate", "logprobs", "update", "reshard", "other", "evaluate", "save")
+
+
+class Chart(NamedTuple):
+    """One figure of metrics over the steps."""
+
+    title: str
+    unit: str
+    series: dict[str, str]  # metric -> what the legend calls it
+    note: str = ""
+    log: bool = False
+
+
+CHARTS = (
+    Chart("Success", "share of rollouts", {"reward/success": "solved"}),
+    Chart("Policy entropy", "nats per token", {"policy/entropy": "entropy"}),
+    Chart("Response length", "tokens, mean", {"rollout/response_length_mean": "length"}),
+    Chart(
+        "KL",
+        "nats per token",
+        {"policy/kl": "policy to reference", "rollout_correction/kl": "policy to engine"},
+        "The KL to a reference is measured where algorithm.kl.coef is above 0.",
+    ),
+    Chart(
+        "Gap of the logprobs, policy and engine",
+        "nats",
+        {"rollout/logprob_gap_mean": "mean", "rollout/logprob_gap_max": "largest"},
+        log=True,
+    ),
+    Chart(
+        "Incomplete responses",
+        "share of rollouts",
+        {f"rollout/{name}": name for name in ("truncated", "aborted", "failed", "rejected")},
+    ),
+    Chart("Gradient norm", "norm, before clipping", {"policy/grad_norm": "gradient"}),
+    Chart("Clipped tokens", "share of tokens", {"policy/clip_share": "clipped", "policy/clip_c_share": "by dual clip"}),
+    Chart(
+        "Modulated tokens",
+        "share of tokens",
+        {"policy/boosted_share": "boosted (above 1.1)", "policy/damped_share": "damped (below 0.9)"},
+    ),
+    Chart("Throughput", "tokens per second", {"throughput/tokens_per_second": "all tokens"}),
+    Chart(
+        "Utilisation",
+        "share",
+        {"fleet/idle_share": "servers idle, of all time", "resources/cpu": "processor cores busy, of all time"},
+    ),
+    Chart(
+        "Age of the weights",
+        "steps",
+        {"rollout/staleness_mean": "mean of the tokens", "rollout/staleness_max": "oldest token"},
+    ),
+    Chart(
+        "Groups of equal rewards",
+        "share of the groups",
+        {"rollout/zero_variance_groups": "all rewards equal"},
+        "With a baseline of the group alone their advantages are 0.",
+    ),
+    Chart("Rollouts of a prompt", "rollouts", {"allocation/n_max": "most", "allocation/n_min": "fewest"}),
+)
+
+
+def moving_average(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of each value and its neighbours, (window - 1) / 2 on either side as far as there are any, float64 [N];
+    NaN for a value that is not finite, which counts nowhere."""
+    known, near = np.isfinite(values), np.ones(window)
+    middle = slice(window // 2, window // 2 + len(values))
+    sums = np.convolve(np.where(known, values, 0.0), near)[middle]
+    counts = np.convolve(known, near)[middle]
+    return np.where(known, sums / np.maximum(counts, 1.0), np.nan)
+
+
+def window_of(steps: int) -> int:
+    """Steps of a curve's moving average, an odd number; 1: too few steps for one."""
+    return 2 * min(5, steps // 8) + 1
+
+
+def rate_bins(rate: np.ndarray) -> np.ndarray:
+    """The bin of each success rate, [V]. Rates of exactly 0 and exactly 1 have bins of their own."""
+    return np.where(rate == 0, -1, np.where(rate == 1, RATE_BINS, np.floor(rate * RATE_BINS)))
+
+
+def rate_classes(rate: np.ndarray) -> dict[str, np.ndarray]:
+    """The rows of a table by success rate, float [V]: name -> its members, bool [V]."""
+    return {
+        "never solved (0)": rate == 0,
+        "rarely (below .2)": (rate > 0) & (rate < 0.2),
+        "sometimes (.2 to .8)": (rate >= 0.2) & (rate <= 0.8),
+        "mostly (above .8)": (rate > 0.8) & (rate < 1),
+        "always solved (1)": rate == 1,
+    }
+
+
+def plain(values: Sequence[float] | np.ndarray, digits: int = 5) -> list[float | None]:
+    """`values` for JSON: rounded to `digits` significant digits, None for NaN and infinity."""
+    return [float(f"{v:.{digits}g}") if np.isfinite(v) else None for v in values]
+
+
+def curve(run: RunRecord, values: np.ndarray, *, largest: bool = False) -> tuple[list[int], list[float | None]]:
+    """(steps, values) of a curve of at most POINTS points, each the mean (or maximum) of as many steps; None, which no
+    line crosses, where steps are lost or have no value."""
+    first, count = int(run.steps[0]), int(run.steps[-1] - run.steps[0]) + 1
+    width = -(-count // POINTS)
+    every = np.full(-(-count // width) * width, np.nan)
+    every[run.steps - first] = values
+    points = every.reshape(-1, width)
+    known = np.isfinite(points)
+    if largest:
+        found = np.where(known, points, -np.inf).max(axis=1)
+    else:
+        found = np.where(known, points, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
+    found[~known.any(axis=1)] = np.nan
+    steps = np.minimum(first + width * np.arange(1, len(points) + 1) - 1, run.steps[-1])
+    return steps.tolist(), plain(found)
+
+
+def metric_figures(runs: Mapping[str, RunRecord]) -> list[Figure]:
+    """Reward with evaluations, the CHARTS, and the time of a step; a figure whose values are all 0 or missing is left
+    out."""
+    reward = Chart("Reward", "reward, mean of a step", {"reward/mean": "training reward"})
+    note = "Points: share of held-out problems solved, with the 95 % interval over problems."
+    points = _passes(runs)
+    figures = [figure(reward.title, reward.unit, [*_lines(reward, runs), *points], note if points else "")]
+    for chart in CHARTS:
+        traces = _lines(chart, runs)
+        if any(any(trace["y"]) for trace in traces):
+            made = figure(chart.title, chart.unit, traces, chart.note)
+            made["layout"]["yaxis"] |= {"type": "log"} if chart.log else {"rangemode": "tozero"}
+            figures.append(made)
+    return figures + [_times(name, run) for name, run in runs.items() if "time/step" in run.metrics[-1]]
+
+
+def figure(title: str, unit: str, traces: list[dict[str, Any]], note: str = "", x: str = "training step") -> Figure:
+    axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": unit}}}
+    return {"title": title, "note": note, "data": traces, "layout": axes}
+
+
+def _lines(chart: Chart, runs: Mapping[str, RunRecord]) -> list[dict[str, Any]]:
+    """A colour a run, or with one run a colour a metric; each step as a thin line below its moving average."""
+    traces = []
+    for r, (name, run) in enumerate(runs.items()):
+        for s, (key, label) in enumerate(chart.series.items()):
+            values = run.series(key)
+            if not np.isfinite(values).any():
+                continue
+            if len(runs) > 1:
+                label = name if len(chart.series) == 1 else f"{name}: {label}"
+            line = {"color": COLOURS[(r if len(runs) > 1 else s) % len(COLOURS)], "dash": DASHES[s % len(DASHES)]}
+            window = 1 if key.endswith("_max") else window_of(len(values))
+            x, y = curve(run, values, largest=key.endswith("_max"))
+            if window > 1:
+                thin = {"x": x, "y": y, "opacity": 0.4, "line": {**line, "width": 1}}
+                traces.append({**thin, "mode": "lines", "name": f"{label}, each step", "showlegend": False})
+                x, y = curve(run, moving_average(values, window))
+            mode = "lines" if len(x) > 1 else "markers"
+            traces.append({"x": x, "y": y, "mode": mode, "name": label, "line": {**line, "width": 2}})
+    return traces
+
+
+def _passes(runs: Mapping[str, RunRecord]) -> list[dict[str, Any]]:
+    """Points with intervals, for every k of the evaluations."""
+    traces = []
+    for r, (name, run) in enumerate(runs.items()):
+        for i, k in enumerate(run.k):
+            steps, mean, low, high = run.pass_at(k).T
+            spread = {"array": plain(high - mean), "arrayminus": plain(mean - low), "symmetric": False, "type": "data"}
+            colour = COLOURS[(r if len(runs) > 1 else i + 1) % len(COLOURS)]
+            symbol = ("circle", "square", "diamond", "cross")[i % 4]
+            traces.append(
+                {
+                    **{"x": steps.astype(int).tolist(), "y": plain(mean), "mode": "markers", "error_y": spread},
+                    **{"name": f"{name}: pass@{k}" if len(runs) > 1 else f"pass@{k}"},
+                    "marker": {"color": colour, "size": 8, "symbol": symbol},
+                }
+            )
+    return traces
+
+
+def _times(name: str, run: RunRecord) -> Figure:
+    traces = []
+    for phase, colour in zip(TIMES, COLOURS, strict=False):
+        x, y = curve(run, run.series(f"time/{phase}"))
+        shown = {"name": PHASES.get(phase, phase), "stackgroup": "time", "fillcolor": colour}
+        traces.append({"x": x, "y": [v or 0.0 for v in y], "line": {"width": 0.5, "color": colour}, **shown})
+    made = figure(f"Time of a step by phase: {name}", "seconds", traces, "The phases add up to the step.")
+    seconds = run.series("time/step")
+    highest = float(min(np.nanmax(seconds), 2 * np.nanquantile(seconds, 0.95)))
+    made["layout"]["yaxis"]["range"] = [0, 1.1 * highest]  # one long step does not flatten all others
+    return made
+
+
+def allocation_figures(revisits: Mapping[str, Revisits]) -> list[Figure]:
+    """Rollouts by the success rate that a prompt had before, of all runs; and for each run by class over the steps."""
+    visited = {name: seen for name, seen in revisits.items() if len(seen.rollouts)}
+    return [_by_rate(visited), *(_over_time(name, each) for name, each in visited.items())] if visited else []
+
+
+def _by_rate(revisits: Mapping[str, Revisits]) -> Figure:
+    traces = []
+    for (name, seen), colour in zip(revisits.items(), COLOURS * len(revisits), strict=False):
+        bins = rate_bins(seen.success_rates)
+        members = [bins == b for b in np.unique(bins)]
+        x, y = ([values[its].mean() for its in members] for values in (seen.success_rates, seen.rollouts))
+        text = [f"{its.sum()} visits" for its in members]
+        traces.append({"x": plain(x), "y": plain(y), "text": text, "mode": "lines+markers", "name": name})
+        traces[-1]["line"] = {"color": colour, "width": 2}
+        even = {"x": [0, 1], "y": [seen.uniform] * 2, "mode": "lines", "name": f"{name}: an even split"}
+        traces.append({**even, "line": {"color": colour, "width": 1, "dash": "dot"}})
+    note = "A visit is a step that draws the prompt; first visits, of which nothing is known before, are left out."
+    x = "earlier success rate of the prompt"
+    made = figure("Rollouts by earlier success rate", "rollouts of a visit, mean", traces, note, x)
+    made["layout"]["yaxis"]["rangemode"] = "tozero"
+    return made
+
+
+def _over_time(name: str, seen: Revisits) -> Figure:
+    first, last = seen.steps[0], seen.steps[-1]
+    width = -(-(last - first + 1) // COLUMNS)
+    column = (seen.steps - first) // width
+    classes = rate_classes(seen.success_rates)
+    count = np.array([np.bincount(column[its], minlength=column[-1] + 1) for its in classes.values()])
+    given = np.array([np.bincount(column[its], seen.rollouts[its], column[-1] + 1) for its in classes.values()])
+    mean = np.divide(given, count, out=np.full(given.shape, np.nan), where=count > 0)
+    steps = np.minimum(first + width * np.arange(1, column[-1] + 2) - 1, last)
+    trace = {
+        **{"type": "heatmap", "x": steps.tolist(), "y": list(classes), "z": [plain(row) for row in mean]},
+        **{"colorscale": "Cividis", "xgap": 1, "ygap": 1, "colorbar": {"title": {"text": "rollouts"}, "thickness": 12}},
+        "text": [[f"{n} visits" for n in row] for row in count],
+        "hovertemplate": "up to step %{x}, %{y}: %{z:.3g} rollouts, %{text}<extra></extra>",
+    }
+    note = f"Rows: the prompt's success rate before. Colour: mean rollouts; an even split gives {seen.uniform:.3g}."
+    return figure(f"Rollouts by difficulty over time: {name}", "", [trace], note, "training step (end of the column)")
+
+
+def draw(figures: Sequence[Figure], title: str, path: Path) -> None:
+    """Writes a PNG of figures with lines and points, two in a row, readable at a width of 1000 pixels."""
+    from matplotlib.figure import Figure as Picture  # takes a second; without pyplot it needs no screen
+
+    rows = -(-len(figures) // 2)
+    picture = Picture(figsize=(10, 4 * rows), dpi=150, layout="constrained")
+    picture.suptitle(title, weight="bold")
+    panels = picture.subplots(rows, 2, squeeze=False).ravel()
+    for axes, shown in zip(panels, figures, strict=False):
+        for trace in shown["data"]:
+            line = trace.get("line", {})
+            style = {
+                **{"color": line.get("color") or trace["marker"]["color"], "alpha": trace.get("opacity")},
+                "label": trace["name"] if trace.get("showlegend", True) else None,
+            }
+            x, y = (np.array(trace[name], np.float64) for name in ("x", "y"))
+            if "error_y" in trace:
+                spread = [np.maximum(trace["error_y"][name], 0) for name in ("arrayminus", "array")]
+                axes.errorbar(x, y, spread, fmt="o", capsize=3, **style)
+            else:
+                mark = "o" if "markers" in trace["mode"] else None
+                axes.plot(x, y, MATPLOTLIB_DASHES[line.get("dash", "solid")], marker=mark, lw=line["width"], **style)
+        layout = shown["layout"]
+        labels = {f"{axis}label": layout[f"{axis}axis"]["title"]["text"] for axis in "xy"}
+        axes.set(title=shown["title"], **labels)
+        if layout["yaxis"].get("rangemode") == "tozero":
+            axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    for axes in panels[len(figures) :]:
+        axes.set_axis_off()
+    picture.savefig(path)

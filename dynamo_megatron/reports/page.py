@@ -1,0 +1,261 @@
+"""`dynamo-megatron report`: report.md and report.png, and report.html, once or while runs go on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from plotly.offline import get_plotlyjs
+
+from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.evaluation.results import markdown
+from dynamo_megatron.reports.figures import allocation_figures, draw, metric_figures, plain
+from dynamo_megatron.reports.run_record import Revisits, RunRecord, read_revisits, read_runs
+from dynamo_megatron.reports.samples import message_text
+from dynamo_megatron.reports.tables import sections
+from dynamo_megatron.rollout.store import read_rollouts, step_files, tokens_file
+from dynamo_megatron.runtime.run_folder import is_held
+from dynamo_megatron.runtime.whole_files import replacing
+from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash
+from dynamo_megatron.types import Rollout
+
+IN_PICTURE = ("Reward", "Policy entropy", "Response length", "Rollouts by earlier success rate")
+ROLLOUT_BYTES = 3_000_000  # of the JSON of all rollouts in a page
+STEPS, EACH = 12, 2  # steps that rollouts are shown of; best, worst, truncated and failed ones of each
+MOST_TOKENS, MOST_TEXT = 4000, 20_000  # of a response, and characters of a text, that are shown
+POLL, IDLE = 1.0, 60.0  # seconds between two looks of a watch, and without a new step until it asks for the runs' locks
+BROKEN, LONGEST = "\ufffd", 16  # what decoders give for a part of a character; tokens that are held back for one
+HTML_IN_JSON = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def write_report(folders: Sequence[Path], out: Path, asked: Collection[str] = ()) -> str:
+    """Writes OUT/report.md, OUT/report.png and OUT/report.html; returns the text of report.md. `asked`: ids of rollouts
+    of the first run that must be in the page.
+
+    Runs may differ in anything. Raises ValueError for a folder that is not a run's, has no step or is named twice, for
+    a broken line in a run's files, and for an asked rollout that is not there.
+    """
+    runs, revisits = _read(folders)
+    title = f"Report of {', '.join(runs)}"
+    parts = [[f"## {s.title}", s.text, markdown(s.rows) if s.rows else ""] for s in sections(runs, revisits)]
+    text = "\n\n".join([f"# {title}", *(part for section in parts for part in section if part)])
+    out.mkdir(parents=True, exist_ok=True)
+    figures = [*metric_figures(runs), *allocation_figures(revisits)]
+    draw([each for each in figures if each["title"] in IN_PICTURE], title, out / "report.png")
+    (out / "report.md").write_text(f"{text}\n\n![curves](report.png)\n", encoding="utf-8")
+    write_page(runs, revisits, out / "report.html", asked)
+    return text
+
+
+def watch(
+    folders: Sequence[Path],
+    out: Path,
+    seconds: float,
+    asked: Collection[str] = (),
+    say: Callable[[str], None] = print,
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Writes OUT/report.html at most every `seconds`, when the runs have made a step or an evaluation, until all have
+    made their last step, or no process has trained in their folders for IDLE seconds. Raises ValueError as
+    `write_report`."""
+    seen, idle, written = None, 0.0, False
+    while True:
+        sizes = [[_size(folder / name) for name in ("metrics.jsonl", "evaluations.jsonl")] for folder in folders]
+        if sizes != seen and all(metrics for metrics, _ in sizes):
+            begin = time.monotonic()
+            try:
+                runs, revisits = _read(folders)
+                ended = all(map(_ended, runs.values()))
+                write_page(runs, revisits, out / "report.html", asked, None if ended else seconds)
+            except FileNotFoundError:  # the run has removed rollouts of an old step meanwhile (rollout.keep_last)
+                wait(POLL)
+                continue
+            if not written:
+                say(f"{out / 'report.html'} is written, and again about every {seconds:g} s; Ctrl-C ends this")
+            if ended:
+                say(f"{out / 'report.html'}: the last step is in it")
+                return
+            seen, idle, written = sizes, 0.0, True
+            wait(max(seconds, 10 * (time.monotonic() - begin)))
+            continue
+        if idle >= IDLE:
+            if not any(map(is_held, folders)):
+                names = ", ".join(map(str, folders))
+                raise InputError(f"report --watch: no process trains in {names}; call it again when the run goes on")
+            idle = 0.0
+        wait(POLL)
+        idle += POLL
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _ended(run: RunRecord) -> bool:
+    """Returns True where the run has made its last step, and has evaluated it if the config has evaluations."""
+    last = run.metrics[-1]["step"]
+    evaluates = run.config.get("eval", {}).get("every") is not None
+    return last >= run.config["trainer"]["steps"] and (
+        not evaluates or any(evaluation["step"] == last for evaluation in run.evaluations)
+    )
+
+
+def _read(folders: Sequence[Path]) -> tuple[dict[str, RunRecord], dict[str, Revisits]]:
+    runs = read_runs(folders)
+    revisits = {name: read_revisits(run.folder) for name, run in runs.items()}
+    return runs, {name: seen for name, seen in revisits.items() if seen is not None}
+
+
+def write_page(
+    runs: Mapping[str, RunRecord],
+    revisits: Mapping[str, Revisits],
+    path: Path,
+    asked: Collection[str] = (),
+    refresh: float | None = None,
+) -> None:
+    """Writes one HTML file that loads nothing from elsewhere. `refresh`: seconds after which an open page is read
+    again; a browser gets the old or the new file, never a part of one."""
+    shown, size = [], 0
+    for r, (name, run) in enumerate(runs.items()):
+        decode = _decoder(run)
+        for rollout, labels, values in _chosen(run, asked if r == 0 else ()):
+            labels += [name] if len(runs) > 1 else []
+            view = {"run": name, "labels": labels, **rollout_view(rollout, values, decode)}
+            size += (more := len(json.dumps(view)))
+            if size > ROLLOUT_BYTES:
+                if "asked for" in labels:
+                    raise InputError(f"--rollout: those named take more than {ROLLOUT_BYTES:,} bytes; name fewer")
+                size -= more
+            else:
+                shown.append(view)
+    data = {
+        "figures": {"metrics": metric_figures(runs), "allocation": allocation_figures(revisits)},
+        "rollouts": shown,
+        "refresh": refresh,
+    }
+    source = (resources.files("dynamo_megatron.reports") / "page.html").read_text(encoding="utf-8")
+    html = (
+        jinja2.Environment(autoescape=True)
+        .from_string(source)
+        .render(
+            title=", ".join(runs),
+            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            sections=sections(runs, revisits),
+            data=json.dumps(data, allow_nan=False).translate(HTML_IN_JSON),
+            plotly=get_plotlyjs(),
+            refresh=refresh,
+        )
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(html.encode())
+
+
+def _chosen(run: RunRecord, asked: Collection[str]) -> Iterator[tuple[Rollout, list[str], dict[str, list[float]]]]:
+    """Yields (rollout, why it is shown, its statistics by name, one number a response token): those asked for, then of
+    the newest step, of the first, and of steps between them the best, the worst and what else stands out."""
+    source = Path(run.config["rollout"].get("recorded") or run.folder)
+    files = {step: path for step, path in step_files(source).items() if step <= run.metrics[-1]["step"]}
+    places = np.linspace(0, len(files) - 1, min(STEPS, len(files))).round().astype(int)
+    steps = [list(files)[place] for place in places[::-1]]
+    of_asked = {int(name.split("-")[0]) for name in asked if name.split("-")[0].isdecimal()} & files.keys()
+    later, missing = [], set(asked)
+    for step in dict.fromkeys([*of_asked, *steps]):
+        rollouts = sorted(read_rollouts(files[step]), key=lambda r: r.rollout_id)
+        rows = read_token_rows(tokens_file(run.folder, step))
+        for rollout, labels in _labelled(rollouts, asked, rows):
+            row, ids = rows.get(rollout.rollout_id), rollout.response_tokens
+            values = row.lists if row is not None and row.response == response_hash(ids) else {}
+            if rollout.rollout_id in missing:
+                missing.remove(rollout.rollout_id)
+                yield rollout, labels, values
+            else:
+                later.append((rollout, labels, values))
+    if missing:
+        raise InputError(f"--rollout: {source} has no rollout {min(missing)!r}; ids begin with the step")
+    yield from later
+
+
+def _labelled(
+    rollouts: Sequence[Rollout], asked: Collection[str], measured: Collection[str]
+) -> list[tuple[Rollout, list[str]]]:
+    scored = [r for r in rollouts if r.status == "ok"]
+    by_reward = list({r.group_id: r for r in sorted(scored, key=lambda r: r.reward)}.values())
+    kinds = {
+        "asked for": [r for r in rollouts if r.rollout_id in asked],
+        "best": sorted(by_reward, key=lambda r: -r.reward)[:EACH],
+        "worst": sorted(scored, key=lambda r: r.reward)[:EACH],
+        "truncated": [r for r in rollouts if r.finish_reason == "length"][:EACH],
+        "not trained on": [r for r in rollouts if r.status != "ok"][:EACH],
+        "token statistics": [r for r in rollouts if r.rollout_id in measured],
+    }
+    labels = [(r, [kind for kind, its in kinds.items() if r in its]) for r in rollouts]
+    shown = [(r, its) for r, its in labels if its]
+    return sorted(shown, key=lambda each: "token statistics" not in each[1])
+
+
+def rollout_view(rollout: Rollout, statistics: Mapping[str, list[float]], decode: Decode | None) -> dict[str, Any]:
+    """Plain data of one rollout. `values`: name -> a number for each response token shown (`texts`)."""
+    ids = rollout.response_tokens[:MOST_TOKENS]
+    engine = np.array(rollout.engine_logprobs[: len(ids)], np.float64)
+    numbers = {name: np.array(values[: len(ids)], np.float64) for name, values in statistics.items()}
+    if "logprob" in numbers:
+        numbers["gap, policy - engine"] = numbers.pop("logprob") - engine
+    versions = np.full(len(ids), np.nan)
+    for version, start, end in rollout.weight_versions:
+        versions[start:end] = version
+    episode = rollout.episode
+    return {
+        **{"id": rollout.rollout_id, "prompt_id": rollout.prompt_id, "step": rollout.step, "reward": rollout.reward},
+        **{"status": rollout.status, "finish": rollout.finish_reason, "parts": rollout.reward_parts},
+        "length": len(rollout.response_tokens),
+        "prompt": _cut(rollout.prompt or ""),
+        "answer": _cut(rollout.answer if isinstance(rollout.answer, str) else json.dumps(rollout.answer)),
+        "conversation": [] if episode is None else [_cut(message_text(m)) for m in episode.messages or []],
+        "texts": [f"[{i}]" for i in ids] if decode is None else token_texts(ids, decode),
+        "values": {
+            **{name: plain(each) for name, each in sorted(numbers.items())},
+            "surprise, -logprob of the engine": plain(-engine),
+            "version of the weights": plain(versions),
+        },
+    }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n[cut: {len(text) - MOST_TEXT:,} more characters]"
+
+
+def _decoder(run: RunRecord) -> Decode | None:
+    """Of the tokenizer of the run's model, or of its exported model; None where neither loads here."""
+    for place in (Path(run.config["model"]["path"]), run.folder / "hf"):
+        try:
+            tokenizer = load_tokenizer(place)
+        except InputError:
+            continue
+        return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return None
+
+
+def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
+    """One piece of text per token; joined they are the whole text. Where several tokens form a character, the last of
+    them gets it and the others get "". Decoders treat the first token of a text differently, so each token is decoded
+    with those before it."""
+    texts: list[str] = []
+    start = done = 0  # of the tokens before, and the number of tokens whose text is final
+    for end in range(1, len(ids) + 1):
+        before, now = decode(ids[start:done]), decode(ids[start:end])
+        whole = not now.endswith(BROKEN) or end == len(ids) or end - done == LONGEST
+        texts.append(now[len(before) :] if whole else "")
+        if whole:
+            start, done = done, end
+    return texts

@@ -1,0 +1,81 @@
+"""Runs' folders made by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import to_plain
+from dynamo_megatron.evaluation.results import results_file, summarise, write_results
+from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.types import ProblemResult, Rollout
+
+
+def made_rollout(step: int, position: int, index: int, reward: float = 0.0, **fields) -> Rollout:
+    """A prompt of two tokens, a response of two."""
+    group = f"{step:06d}-{position:04d}"
+    defaults = {
+        "tokens": [20, 21, 30 + position, 31],
+        "response_mask": [0, 0, 1, 1],
+        "engine_logprobs": [-1.0, -2.0],
+        "weight_versions": [(step - 1, 0, 2)],
+        "finish_reason": "stop",
+        "success": reward > 0.5,
+        "reward_parts": {"math": reward},
+        "prompt": f"What is {position}?",
+        "response": f"I say {index}.\nNo more.",
+        "answer": str(position),
+    }
+    prompt_id = fields.pop("prompt_id", f"p{position}")
+    return Rollout(f"{group}-{index:03d}", group, prompt_id, step, reward=reward, **{**defaults, **fields})
+
+
+class Folders:
+    """Makes runs' folders, and adds steps and evaluations to them."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def run(self, name: str, rollouts: list[Rollout] = (), steps: int = 4, **config) -> Path:
+        """A run whose rollouts' steps have lines in metrics.jsonl and, by groups, in allocation.jsonl."""
+        folder = self._path / name
+        folder.mkdir()
+        trainer = {"steps": steps}
+        made = Config(model={"path": "gone"}, data={"source": "d"}, trainer=trainer, output_dir=str(folder), **config)
+        (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(made)))
+        for step in sorted({r.step for r in rollouts}):
+            self.step(folder, step, [r for r in rollouts if r.step == step])
+        return folder
+
+    def step(self, folder: Path, step: int, rollouts: list[Rollout] = (), **metrics) -> None:
+        for each in rollouts:
+            RolloutStore(folder).append(each)
+        groups = {r.group_id: r.prompt_id for r in rollouts}
+        counts = {g: sum(r.group_id == g for r in rollouts) for g in groups}
+        rows = [{"step": step, "prompt_id": p, "n": counts[g], "variance": 0.25} for g, p in groups.items()]
+        self._append(folder / "allocation.jsonl", *rows)
+        row = {"step": step, "reward/mean": 0.5, "policy/entropy": 1.0, "data/epoch": 0, "time/step": 2.0}
+        self._append(folder / "metrics.jsonl", row | metrics)
+
+    def evaluation(self, folder: Path, step: int, right: list[bool], prefix: str = "p") -> None:
+        fields = {"lengths": [3], "finish_reasons": ["stop"], "statuses": ["ok"], "responses": ["r"]}
+        results = [ProblemResult(f"{prefix}{i}", "d", [float(r)], [r], **fields) for i, r in enumerate(right)]
+        write_results(results_file(folder, step), results)
+        self._append(folder / "evaluations.jsonl", {"step": step, **summarise(results, [1])})
+
+    @staticmethod
+    def _append(path: Path, *rows: dict) -> None:
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return Folders(tmp_path)
+
+
+@pytest.fixture
+def new_rollout():
+    return made_rollout

@@ -1,0 +1,126 @@
+"""The numbers of a report: tables, findings, figures, and what prompts had shown before a visit."""
+
+import numpy as np
+import pytest
+
+from dynamo_megatron.reports.figures import allocation_figures, curve, metric_figures, moving_average
+from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run, read_runs
+from dynamo_megatron.reports.tables import sections
+
+
+def table(runs, title: str, revisits=None) -> list[list[str]]:
+    return next(s.rows for s in sections(runs, revisits or {}) if s.title == title)
+
+
+def record(rows: list[dict], path, **algorithm) -> RunRecord:
+    config = {"model": {"path": "m"}, "data": {"source": "d"}, "trainer": {"steps": 99}, "rollout": {}}
+    config["algorithm"] = {"allocation": {"kind": "neyman"}, **algorithm}
+    return RunRecord(path, config, [{"step": i + 1, **row} for i, row in enumerate(rows)], [])
+
+
+def test_before_and_after_are_of_the_same_problems(folders):
+    run = folders.run("run")
+    folders.step(run, 1)
+    folders.evaluation(run, 0, [False, True, False, True])
+    assert table(read_runs([run]), "Held-out problems")[0] == ["%", "step 0"]
+    folders.evaluation(run, 1, [True, True, False, True])
+    head, row = table(read_runs([run]), "Held-out problems")
+    assert head == ["%", "step 0", "step 1", "step 1 - step 0"]
+    assert row[0] == "pass@1" and row[1].startswith("50.0 (") and row[3].startswith("+25.0 (")
+    folders.evaluation(run, 2, [True] * 4, prefix="others")
+    assert table(read_runs([run]), "Held-out problems")[1][3] == "-"
+
+
+def test_runs_side_by_side(folders):
+    """Of other lengths: compared also at the last step that all have; differences are to the first run."""
+    runs = [folders.run(name, seed=seed) for seed, name in enumerate(("a", "b"))]
+    for run, steps in zip(runs, (6, 12), strict=True):
+        for step in range(1, steps + 1):
+            folders.step(run, step, **{"reward/mean": step / 10})
+        folders.evaluation(run, steps, [run is runs[1]] * 3)
+    both = read_runs(runs)
+    assert list(both) == ["a", "b"]
+    head, reward = table(both, "Training")[:2]
+    assert head == ["mean of steps", *("a: 1 to 5", "a: 2 to 6"), *("b: 1 to 5", "b: 2 to 6", "b: 8 to 12")]
+    assert reward == ["reward", "0.300", "0.400", "0.300", "0.400", "1.000"]
+    assert table(both, "Held-out problems")[1][3].startswith("+100.0 (")
+    assert table(both, "Settings that differ") == [["key", "a", "b"], ["seed", "0", "1"]]
+    with pytest.raises(ValueError, match="named twice"):
+        read_runs([runs[0], runs[0]])
+
+
+def test_revisits_count_earlier_steps_only(folders, new_rollout):
+    """A prompt twice in a step has no history in either place; failed rollouts say nothing of a prompt."""
+    first = [
+        new_rollout(1, g, k, reward, prompt_id="a") for g, k, reward in ((0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0))
+    ]
+    others = [
+        new_rollout(2, 0, 0, 1, prompt_id="b", status="failed"),
+        *(new_rollout(3, 0, k, 1 - k, prompt_id="a", status=("ok", "failed")[k]) for k in (0, 1)),
+        new_rollout(4, 0, 0, 1, prompt_id="b"),
+        *(new_rollout(4, 1, k, 1, prompt_id="a") for k in range(6)),
+    ]
+    run = folders.run("run", first + others)
+    revisits = read_revisits(run)
+    assert revisits.success_rates.tolist() == [0.25, 0.4] and revisits.rollouts.tolist() == [2, 6]
+    assert (revisits.steps.tolist(), revisits.first_visits, revisits.uniform) == ([3, 4], 4, 14 / 6)
+    rows = table(read_runs([run]), "Rollouts by difficulty: run", {"run": revisits})
+    assert rows[3] == ["sometimes (.2 to .8)", "2", "4.00", "100.0%", "100.0%"]
+    by_rate, over_time = allocation_figures({"run": revisits})
+    assert (by_rate["data"][0]["x"], by_rate["data"][0]["y"]) == ([0.25, 0.4], [2.0, 6.0])
+    (heat,) = over_time["data"]
+    assert heat["x"] == [3, 4] and heat["z"][2] == [2.0, 6.0] and heat["z"][0] == [None, None]
+    (run / "rollouts" / "step-000002.jsonl.zst").unlink()
+    assert read_revisits(run) is None
+
+
+def test_findings_warn(tmp_path):
+    falling = [{"policy/entropy": 1.0 - 0.033 * i, "rollout/logprob_gap_mean": 1e-4 * 1.2**i} for i in range(31)]
+    longer = [{"reward/mean": i / 30, "rollout/response_length_mean": 100.0 + 3 * i} for i in range(31)]
+    rows = [a | b for a, b in zip(falling, longer, strict=True)]
+    fine = [{**row, "policy/entropy": 1.0, "rollout/logprob_gap_mean": 1e-4, "reward/mean": 0.5} for row in rows]
+    runs = {"bad": record(rows, tmp_path), "good": record(fine, tmp_path), "short": record(rows[:19], tmp_path)}
+    found = [row[1:3] for row in table(runs, "Findings")[1:]]
+    assert found == [
+        [name, said] for name, said in zip(runs, ("WARNING", "fine", "not measured"), strict=True) for _ in range(3)
+    ]
+
+
+def test_lost_steps_are_named_and_are_gaps_of_curves(folders):
+    run = folders.run("run", steps=8)
+    for step in (1, 2, 5, 6):
+        folders.step(run, step)
+    runs = read_runs([run])
+    assert table(runs, "Runs")[1][-2:] == ["6 of 8", "3 to 4"]
+    assert metric_figures(runs)[0]["data"][0]["y"] == [0.5, 0.5, None, None, 0.5, 0.5]
+
+
+def test_a_long_curve_has_few_points_of_means_or_maxima(tmp_path):
+    run = record([{"x": float(i % 4)} for i in range(1999)], tmp_path)
+    steps, means = curve(run, run.series("x"))
+    assert (len(steps), steps[0], steps[-1]) == (500, 4, 1999) and means[0] == 1.5 and means[-1] == 1.0
+    assert set(curve(run, run.series("x"), largest=True)[1][:-1]) == {3.0}
+
+
+def test_moving_average():
+    assert moving_average(np.array([1.0, 3.0, 5.0, 10.0]), 3).tolist() == [2, 3, 6, 7.5]
+    np.testing.assert_equal(moving_average(np.array([1.0, np.nan, 5.0]), 11), [3, np.nan, 3])
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("folder", "no config.yaml"),
+        ("steps", "no step in metrics.jsonl"),
+        ("sft", "a run of sft"),
+        ("line", r"metrics.jsonl:2: not JSON"),
+    ],
+)
+def test_what_is_no_run_is_one_clear_line(folders, tmp_path, fault, message):
+    if fault != "folder":
+        folder = folders.run("run")
+        rows = {"steps": "", "sft": '{"step": 1, "sft/loss": 2.0}\n', "line": '{"step": 1}\nnonsense\n'}
+        (folder / "metrics.jsonl").write_text(rows[fault])
+    with pytest.raises(ValueError, match=message) as error:
+        read_run(tmp_path / "run")
+    assert "\n" not in str(error.value)
