@@ -57,9 +57,6 @@ setup(
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard"],
         "mlflow": ["mlflow-skinny>=3.17", "sqlalchemy", "alembic"],  # these two for a local database
-        "swanlab": ["swanlab>=0.10"],
-        "trackio": ["trackio>=0.43"],
-        "openmetrics": ["prometheus_client"],
         "datasets": ["datasets"],
         "reasoning-gym": ["reasoning-gym==0.1.25"],
         "test": [
@@ -67,7 +64,6 @@ setup(
             "hypothesis",
             "mypy",
             "playwright",
-            "prometheus_client",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

@@ -70,7 +70,6 @@ def _check_shared(runs: Sequence[Run], jobs: int) -> None:
     for config in (run.config for run in runs):
         reward_servers = config.reward.servers
         ports = {
-            "tracking.openmetrics": config.tracking.openmetrics,
             "rollout.port": config.rollout.port,
             "reward.servers.port": reward_servers.port if reward_servers is not None else None,
         }

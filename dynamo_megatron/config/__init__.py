@@ -28,6 +28,7 @@ from dynamo_megatron.config.method import (
     RolloutCorrectionConfig,
     Seconds,
     Section,
+    built_in_or_function,
     check_loss_fits,
 )
 from dynamo_megatron.config.reward import COMPARING, RewardConfig
@@ -202,15 +203,22 @@ class EvalConfig(Section):
         return self
 
 
+TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
+
+
 class TrackingConfig(Section):
     # metrics.jsonl is always written
-    backends: list[Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]] = ["jsonl"]
-    project: str = "dynamo-megatron"  # of wandb, swanlab and trackio; mlflow's experiment
+    backends: list[str] = ["jsonl"]  # jsonl, tensorboard, wandb, mlflow, or module:Class of yours
+    project: str = "dynamo-megatron"  # of wandb; mlflow's experiment
     name: str | None = None  # of the run there; None: the name of output_dir
-    openmetrics: Annotated[int, Field(gt=0, lt=65536)] | None = None  # port on 127.0.0.1 that serves the last metrics
     # Steps that torch's profiler records, on the ranks of one replica of the model: Chrome traces in output_dir/profile
     profile_steps: list[Positive] = []
     token_rollouts: Annotated[int, Field(ge=0)] = 0  # rollouts of a step whose tokens' statistics are kept, in tokens/
+
+    @field_validator("backends")
+    @classmethod
+    def _known(cls, backends: list[str]) -> list[str]:
+        return [built_in_or_function(name, TRACKERS) for name in backends]
 
 
 class Config(Section):

@@ -102,6 +102,17 @@ def _as_json(rollout: Rollout) -> str:
     return json.dumps({**fields, "response": rollout.response, "answer": rollout.answer})
 
 
+def _in_openai_format(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [{**call, "function": {**call["function"]}} for call in message["tool_calls"]]
+    for call in calls:
+        if not isinstance(given := call["function"]["arguments"], str):
+            call["function"]["arguments"] = json.dumps(given, ensure_ascii=False)
+    return {**message, "tool_calls": calls}
+
+
 def message_text(message: dict[str, Any]) -> str:
     """Role, content and tool calls of a message of an agent's conversation, in OpenAI's format."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]

@@ -1,5 +1,5 @@
-"""Decides on which address this package's processes listen: torch's stores, gloo, which opens a socket for each group,
-and the OpenMetrics endpoint.
+"""Decides on which address this package's processes listen: torch's stores, and gloo, which opens a socket for each
+group.
 
 torch's own TCPStore listens on every interface, and gloo on whatever the host's name resolves to. Here both listen only
 on the address that the processes that connect were given (docs/security.md: what listens, and who may connect).
@@ -12,7 +12,7 @@ import datetime
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import psutil
@@ -21,7 +21,6 @@ from dynamo_megatron.errors import InputError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from prometheus_client import CollectorRegistry
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
@@ -42,21 +41,6 @@ def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-
-
-def serve_openmetrics(port: int, registry: CollectorRegistry) -> Callable[[], None]:
-    """Serves the metrics of `registry` at http://127.0.0.1:PORT/metrics from a daemon thread; returns a function that
-    stops it. Raises OSError where it cannot listen there."""
-    from prometheus_client import start_http_server  # an optional package
-
-    server, thread = start_http_server(port, addr=LOOPBACK, registry=registry)
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return close
 
 
 def check_port(host: str, port: int, message: str) -> None:

@@ -17,7 +17,7 @@ _OF_A_RUN = (
     *("config.yaml", "*.tmp", "metrics.jsonl", "allocation.jsonl", "evaluations.jsonl", "eval", "tokens"),
     *("checkpoints", "rollouts", "logs", "hf", "hf-step-*", "tensorboard", "wandb", "wandb-id", "servers", "push"),
     *("mcore", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
-    *(FAILED_STEPS, "profile", "mlflow-id", "mlflow.db*", "swanlab", "swanlab-id", "trackio-id"),
+    *(FAILED_STEPS, "profile", "mlflow-id", "mlflow.db*"),
 )
 _OF_A_START = {LOCK_FILE, "logs", "rollouts", "servers", "chat_template.jinja"}  # that has not come to training
 

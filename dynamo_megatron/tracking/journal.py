@@ -17,10 +17,7 @@ from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, lost_steps, rea
 from dynamo_megatron.tracking.progress import Progress, terminal_width
 from dynamo_megatron.tracking.stopping import StopRule
 from dynamo_megatron.tracking.token_rows import write_token_rows
-from dynamo_megatron.tracking.trackers import Tracker, close_trackers, open_trackers
-
-LAST_ROWS = 60.0  # seconds that the end of a run waits for its trackers
-LAST_ROWS_OF_A_FAILURE = 10.0  # the same after a stop or a failure
+from dynamo_megatron.tracking.trackers import Trackers
 
 
 def last_line(config: Config, step: int, *, evaluated: bool, supervised: bool = False) -> str:
@@ -56,13 +53,11 @@ class Journal:
         """`supervised`: as `last_line`."""
         self._config, self._folder, self._supervised = config, Path(config.output_dir), supervised
         self.progress = Progress(config.trainer.steps)
-        self._trackers: list[Tracker] = []
+        self._trackers: Trackers | None = None
         self._rule = StopRule(config.trainer.stop_when) if config.trainer.stop_when else None
         self._why: str | None = None
         self._last_line: str | None = None  # of a run that is complete
-        self._closing = False
-        self._without_tokens: int | None = None  # the first step whose statistics of tokens could not be written
-        self._pending = ""  # the line that says so
+        self._warned = False  # that statistics of tokens could not be written
 
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines and statistics of later steps are dropped. Lines of earlier steps
@@ -74,7 +69,7 @@ class Journal:
         for step, path in step_files(self._folder, "tokens").items():
             if step > start:
                 path.unlink()
-        self._trackers = open_trackers(self._config, start, self._say_of_tracker)
+        self._trackers = Trackers(self._config, start, self.say)
         self._evaluations = list(read_rows(self._folder / "evaluations.jsonl", "step"))
         if self._rule is not None:  # a resumed run decides as the straight one: it sees what that one has seen
             metrics = read_rows(self._folder / "metrics.jsonl", "step")
@@ -84,28 +79,21 @@ class Journal:
         """A step's metrics and allocation; `line` is what the screen gets of it."""
         self._logs["metrics"].write([metrics])
         self._logs["allocation"].write(allocation)
-        for tracker in self._trackers:
-            tracker.write(metrics)
+        self._trackers.write(metrics)
         if line is not None:
             self.say(line)
-        if self._pending and metrics["step"] != self._without_tokens:
-            self._say_pending()
         self.progress.step_done(metrics["step"], metrics.get("reward/mean"))
         self._judge(metrics)
 
     def tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Statistics of a step's tokens, as `token_rows`. Where they cannot be written the run goes on. One line says
-        so, after the next step: a full disk ends the run before that, with a line of its own."""
+        """Statistics of a step's tokens, as `token_rows`. Where they cannot be written the run goes on, and one line
+        says so."""
         try:
             write_token_rows(tokens_file(self._folder, step), rows)
         except OSError as error:
-            if self._without_tokens is None:
-                self._without_tokens, where = step, self._folder / "tokens"
-                self._pending = f"warning: {where}: {error.strerror}; step {step} has no statistics of tokens"
-
-    def _say_pending(self) -> None:
-        self.say(self._pending)
-        self._pending = ""
+            if not self._warned:
+                where, self._warned = self._folder / "tokens", True
+                self.say(f"warning: {where}: {error.strerror}; step {step} has no statistics of tokens")
 
     def evaluated(self, step: int) -> bool:
         return any(e["step"] == step for e in self._evaluations)
@@ -116,8 +104,7 @@ class Journal:
     def evaluation(self, summary: Mapping[str, Any]) -> None:
         self._evaluations.append(summary)
         self._logs["evaluations"].write([summary])
-        for tracker in self._trackers:
-            tracker.write(summary)
+        self._trackers.write(summary)
         scores = "  ".join(
             f"pass@{k} {summary[f'eval/pass@{k}']:.3f} "
             f"[{summary[f'eval/pass@{k}_low']:.3f}, {summary[f'eval/pass@{k}_high']:.3f}]"
@@ -147,19 +134,12 @@ class Journal:
         return terminal_width(sys.stdout)
 
     def close(self) -> None:
-        """Waits for the trackers' last rows, for a bounded time. The last line of a run that was stopped or has failed
-        is on the screen before, and stays the last one: trackers that fail now say so in their logs alone."""
+        """Closes the trackers, then prints the last line of a run that is complete."""
         self.progress.close()
-        self._closing = True
-        close_trackers(self._trackers, LAST_ROWS_OF_A_FAILURE if self._last_line is None else LAST_ROWS)
+        if self._trackers is not None:
+            self._trackers.close()
         if self._last_line is not None:
-            if self._pending:
-                self._say_pending()
             self.say(self._last_line)
-
-    def _say_of_tracker(self, line: str) -> None:
-        if not self._closing or self._last_line is not None:
-            self.say(line)
 
     def _judge(self, metrics: Mapping[str, Any]) -> None:
         if self._rule is not None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +9,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.runtime.whole_files import replacing
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
@@ -40,17 +36,11 @@ class StepProfiler:
             return None
         self.close()
         trace = self._folder / f"step-{step:06d}-rank-{self._layout.rank}.json.gz"
-        plain = trace.with_suffix("")  # torch's own compression needs space in TMPDIR, which may be small
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(plain))
-            with plain.open("rb") as source, replacing(trace) as file, gzip.open(file, "wb") as target:
-                shutil.copyfileobj(source, target)
+            recorded.export_chrome_trace(str(trace))
         except OSError as error:
             return f"the profile {trace} was not written: {error}"
-        finally:
-            with suppress(OSError):
-                plain.unlink()
         return None
 
     def close(self) -> None:

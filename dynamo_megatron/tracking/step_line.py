@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dynamo_megatron.tracking.metrics import fit_fields
+from dynamo_megatron.tracking.progress import fit_fields
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,13 @@
 """What one step reports: the keys of metrics.jsonl. Fractions unless the name says otherwise; times in seconds.
 
 `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about what
-was trained on, the gap about its tokens of the newest weights, and absent without any. `allocation/n_min` and `n_max`
-are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the updates that had a gradient, those
-that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that measures it has `gradient_noise/`.
+was trained on, the gap about its tokens of the newest weights, and absent without any. `policy/grad_norm` and
+`policy/loss` are means over the updates that had a gradient, those that `optimizer.spike` skipped included.
 
-Of each reward function: `reward/FUNCTION/mean` of its scores, where it gave any, and, as shares of what was requested,
-`scored`, `wrong_format`, `timed_out` and `crashed`. With process rewards: `reward/steps` and `reward/prime`, of a
-rollout, the sum over its steps, or tokens.
-
-An option brings its own: `policy/selected_share`, `reward/overlong_penalty`, `rollout_correction/truncated`,
-`advantage/score_ratio`, `rollout/refill_rounds` and `rollout/missing_groups` (of the batch, for want of rounds),
-`sequential/rounds` and `sequential/trained_share` (of the rollouts asked for).
-
-`agent/`, with an agent, of a requested episode: `turns`, `segments`; segments that began because the history was
-`branched` or another one (`history`), because of the `template` or the `tools` (docs/agents.md); whether it reached a
-limit (`limit_turns`, `limit_tokens`, `limit_context`, `limit_size`); requests whose answer it did not get
-(`abandoned`); how often it started again (`restarts`).
-
-With `rollout.max_staleness`: `rollout/staleness_mean` and `staleness_max` (of a token: steps between the weights that
-sampled it and those that it trains), `rollout/mixed_versions` (share of the responses), `rollout/dropped` (always 0),
-`rollout/groups_ready` and `groups_under_way` (of later steps), `fleet/idle_share` (of the servers' time since the step
-before, without a request) and `time/wait_rollouts` (the same as `time/generate`).
-
-`time/generate`, `logprobs`, `update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`, the seconds of
-the run's `Clock`. Evaluation and save are those after the previous step, and are no part of the throughput.
+Of each reward function: `reward/FUNCTION/mean` of its scores, where it gave any, and as shares of what was requested
+its states. `agent/`, with an agent: means over the requested episodes (docs/agents.md). `time/generate`, `logprobs`,
+`update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`; evaluation and save are those after the
+previous step, and are no part of the throughput.
 """
 
 from __future__ import annotations
@@ -37,15 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynamo_megatron.algorithm.advantages import informative, overlong_penalty
-from dynamo_megatron.algorithm.gradient_noise import PREFIX
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.result import KINDS
-from dynamo_megatron.tracking.fleet_metrics import fleet_metrics
-from dynamo_megatron.tracking.variance_proxy import variance_proxy
 from dynamo_megatron.types import REWARD_STATES
 
-if TYPE_CHECKING:  # names only: tracking does not depend on what it reports of
+if TYPE_CHECKING:
     from dynamo_megatron.algorithm.allocation import Allocation
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.rollout.result import RolloutResult
@@ -62,7 +42,6 @@ SHARES = {
     "damped": "damped",
     "boosted": "boosted",
 }  # of an update's counts
-
 OF_EPISODES = (
     *("turns", "segments", "branched", "history", "template", "tools"),
     *("limit_turns", "limit_tokens", "limit_context", "limit_size", "abandoned", "restarts"),
@@ -126,14 +105,14 @@ def step_metrics(
         "rollout/weight_version_min": int(sampled.weight_versions.min()) if len(sampled.weight_versions) else -1,
         "rollout/weight_version_max": int(sampled.weight_versions.max(initial=-1)),
         **({"rollout/logprob_gap_max": float(gap.max()), "rollout/logprob_gap_mean": _mean(gap)} if len(gap) else {}),
-        **fleet_metrics(result),
+        **_of_servers(result),
         **{f"rollout_correction/{name}": value for name, value in apart.items()},
         "allocation/prompts": len(counts),
         "allocation/n_min": int(counts.min()),
         "allocation/n_max": int(counts.max()),
         "allocation/history_share": record.history_share,
         **record.drawing,
-        **_of_policy(record.step, batch, stats, updates, config),
+        **_of_policy(record.step, stats, updates, config),
         "reshard/bytes": pushed.bytes,
         "reshard/floor_bytes": pushed.floor_bytes,
         **times,
@@ -141,7 +120,6 @@ def step_metrics(
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
         **_of_options(record, differing, len(rollouts.rollout_ids), times["time/generate"], config),
         **_of_process_rewards(sampled, batch),
-        **{name: value for u in updates for name, value in u.items() if name.startswith(PREFIX)},
     }
 
 
@@ -166,17 +144,37 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
     }
 
 
+def _of_servers(result: RolloutResult) -> dict[str, float]:
+    """Of each server SERVER `fleet/SERVER/`: `tokens_per_second`, `busy_share` (the share of the generation time with a
+    request under way; both of the time since the step before if rollouts are generated ahead), `kv_cache` (the largest
+    share in use that was seen; absent where it was not measured) and `rollouts` (how many it answered). Of all:
+    requests that were lost with a server and sent again, restarts, and the seconds after 90 % of the responses."""
+    seconds = max(1e-9, result.times.get("generate", 0.0) if result.ahead is None else result.ahead.seconds)
+    metrics = {
+        "fleet/retries": sum(use.retries for use in result.uses.values()),
+        "fleet/restarts": sum(use.restarts for use in result.uses.values()),
+        "time/generate_tail": result.times.get("tail", 0.0),
+    }
+    answered = result.counts_by_server
+    for name, use in sorted(result.uses.items()):
+        if name:
+            metrics[f"fleet/{name}/tokens_per_second"] = use.tokens / seconds
+            metrics[f"fleet/{name}/busy_share"] = use.busy / seconds
+            if use.kv_cache is not None:
+                metrics[f"fleet/{name}/kv_cache"] = use.kv_cache
+            metrics[f"fleet/{name}/rollouts"] = sum(answered.get(name, {}).values())
+    return metrics
+
+
 def _of_policy(
-    step: int, batch: TrainBatch, stats: TokenStats, updates: Sequence[Mapping[str, float]], config: Config
+    step: int, stats: TokenStats, updates: Sequence[Mapping[str, float]], config: Config
 ) -> dict[str, float]:
     with_gradient, tokens = [u for u in updates if not u["skipped"] or "spike" in u], len(stats.entropy)
-    grad_norm = sum(u["grad_norm"] for u in with_gradient) / max(1, len(with_gradient))
     return {
-        "policy/loss": sum(u["loss"] for u in with_gradient) / max(1, len(with_gradient)),
+        "policy/loss": _mean([u["loss"] for u in with_gradient]),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
         **_shares(updates, tokens, config),
-        "policy/grad_norm": grad_norm,
-        **variance_proxy(batch, stats, grad_norm, config.algorithm.advantage),
+        "policy/grad_norm": _mean([u["grad_norm"] for u in with_gradient]),
         "policy/skipped_updates": sum(u["skipped"] > 0 for u in updates),
         **spike_count(updates, config),
         "policy/learning_rate": config.learning_rate(step),

@@ -107,15 +107,7 @@ def read_token_rows(path: Path) -> dict[str, TokenRow]:
     for number, line in enumerate(read_raw_lines(path) if path.is_file() else (), 1):
         try:
             row = json.loads(line)
-            name, response = row.pop("rollout_id"), row.pop("response")
-            sound = isinstance(name, str) and isinstance(response, str) and all(map(_are_numbers, row.values()))
+            found[row.pop("rollout_id")] = TokenRow(row.pop("response"), row)
         except (ValueError, KeyError, AttributeError, TypeError):
-            sound = False
-        if not sound:
-            raise InputError(f"{path}:{number}: no token statistics of a rollout; remove the file")
-        found[name] = TokenRow(response, row)
+            raise InputError(f"{path}:{number}: no token statistics of a rollout; remove the file") from None
     return found
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) in (int, float) for v in values)

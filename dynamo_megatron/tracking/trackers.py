@@ -1,88 +1,170 @@
-"""The trackers that get the metrics besides metrics.jsonl. Their packages are optional, and imported when needed."""
+"""The trackers that get the metrics besides metrics.jsonl. Their packages are optional, and imported when needed.
+
+A resumed run continues each tracker's run, whose id is in output_dir/NAME-id. wandb and mlflow cannot remove points:
+those of steps after the checkpoint, which the run repeats, stay there.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.errors import InputError
-from dynamo_megatron.runtime.listening import LOOPBACK, check_port
-from dynamo_megatron.tracking.tracker_process import TrackerProcess
+from dynamo_megatron.config.files import ConfigError, to_plain
+from dynamo_megatron.runtime.user_code import load_callable
+from dynamo_megatron.runtime.whole_files import replacing
 
-POLL_EVERY = 0.05  # seconds
-PACKAGES = {"openmetrics": "prometheus_client"}  # tracker -> package, where the names differ
+LONGEST_PARAM = 500  # characters of a configuration value; the limit of mlflow's file store
+Row = Mapping[str, Any]  # `step` and metrics by name
 
 
 class Tracker(Protocol):
-    def write(self, metrics: Mapping[str, float]) -> None:
-        """Takes one row: `step` and numbers by name. A step may have several rows with different names."""
+    """What `module:Class` names: it is called with (config, start), the run's configuration and the step after which it
+    continues (0: a new run)."""
 
-    def ended(self) -> bool:
-        """Sends the last rows as far as possible without waiting; no row may be written after this call. Returns True
-        once everything is sent and the tracker is closed."""
+    def write(self, row: Row) -> None:
+        """Takes one row. A step may have several rows with different names. Must not block for long: the run waits."""
 
     def close(self) -> None:
-        """Closes the tracker, even where `ended` has not returned True yet."""
+        """Sends what is left."""
 
 
 class TensorBoardTracker:
-    """Writes event files in output_dir/tensorboard, one scalar per metric. Warns once where they cannot be written."""
+    """Writes event files in output_dir/tensorboard, one scalar per metric."""
 
-    def __init__(self, config: Config, start: int, say: Callable[[str], None]):
+    def __init__(self, config: Config, start: int):
         from torch.utils.tensorboard import SummaryWriter
 
         # Also at start 0: a run that died before its first checkpoint may have left points.
         self._writer = SummaryWriter(str(Path(config.output_dir) / "tensorboard"), purge_step=start + 1)
-        self._say, self._failed = say, False
+        self.close = self._writer.close
 
-    def write(self, metrics: Mapping[str, float]) -> None:
-        self._attempt(lambda: self._add(metrics))
-
-    def ended(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._attempt(self._writer.close)
-
-    def _add(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, metrics["step"])
+    def write(self, row: Row) -> None:
+        for name, value in numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
         self._writer.flush()
 
-    def _attempt(self, call: Callable[[], None]) -> None:
-        if self._failed:
+
+class WandbTracker:
+    """A wandb run. wandb ignores rows of earlier steps than the last one that it received, so the rows of steps that a
+    run repeats after a kill. Rows of evaluations have no step of wandb's, since an evaluation may end after later steps
+    (`rollout.max_staleness`); `eval/step` is their step."""
+
+    def __init__(self, config: Config, start: int):
+        import wandb
+
+        self._run = wandb.init(
+            project=config.tracking.project,
+            name=run_name(config),
+            id=kept_id(config, "wandb"),
+            resume="allow",
+            dir=config.output_dir,
+            config=to_plain(config),
+            allow_val_change=True,
+            settings=wandb.Settings(console="off", quiet=True),
+        )
+        self._run.define_metric("eval/*", step_metric="eval/step")
+        keep_id(config, "wandb", self._run.id)
+        self.close = self._run.finish
+
+    def write(self, row: Row) -> None:
+        values = numbers(row)
+        if any(name.startswith("eval/") for name in values):
+            self._run.log(values | {"eval/step": row["step"]})
+        else:
+            self._run.log(values, step=row["step"])
+
+
+class MlflowTracker:
+    """A run of the experiment `tracking.project`, at MLFLOW_TRACKING_URI (default: the database output_dir/mlflow.db).
+    Its parameters are the configuration at the first start. Rows are sent by mlflow's own thread."""
+
+    def __init__(self, config: Config, start: int):
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric, self._sent = Metric, []
+        default = f"sqlite:///{Path(config.output_dir).resolve() / 'mlflow.db'}"
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", default))
+        if (kept := kept_id(config, "mlflow")) is not None:
+            self._id = kept
+            self._client.update_run(self._id, status="RUNNING")
             return
-        try:
-            call()
-        except OSError as error:
-            self._failed = True
-            self._say(f"warning: tensorboard failed ({error}); metrics.jsonl has all metrics")
+        project = config.tracking.project
+        experiment = self._client.get_experiment_by_name(project)
+        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(project)
+        self._id = self._client.create_run(number, run_name=run_name(config)).info.run_id
+        keep_id(config, "mlflow", self._id)
+        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat(to_plain(config)).items()]
+        for first in range(0, len(params), 100):  # mlflow's limit per request
+            self._client.log_batch(self._id, params=params[first : first + 100])
+
+    def write(self, row: Row) -> None:
+        now, step = round(1000 * time.time()), row["step"]
+        # mlflow allows only letters, digits and _-. :/ in names: eval/pass@1 becomes eval/pass_1
+        metrics = [self._metric(re.sub(r"[^\w\-. :/]", "_", k), v, now, step) for k, v in numbers(row).items()]
+        self._sent.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
+
+    def close(self) -> None:
+        for sent in self._sent:
+            sent.wait()
+        self._client.set_terminated(self._id)
 
 
-def asked_for(config: Config) -> list[str]:
-    """The names of the run's trackers, without jsonl."""
-    tracking = config.tracking
-    return [*(b for b in tracking.backends if b != "jsonl"), *(["openmetrics"] if tracking.openmetrics else [])]
+KINDS: dict[str, Callable[[Config, int], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+}
+
+
+def run_name(config: Config) -> str:
+    return config.tracking.name or Path(config.output_dir).resolve().name
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """The metrics of a row, without its step."""
+    return {name: float(v) for name, v in row.items() if name != "step" and isinstance(v, int | float)}
+
+
+def flat(section: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """The nested mapping `section` as dotted key -> value; `at` is a prefix of the keys."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        found |= flat(value, f"{at}{name}.") if isinstance(value, Mapping) else {f"{at}{name}": value}
+    return found
+
+
+def kept_id(config: Config, service: str) -> str | None:
+    file = Path(config.output_dir) / f"{service}-id"
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def keep_id(config: Config, service: str, run: str) -> None:
+    with replacing(Path(config.output_dir) / f"{service}-id") as file:
+        file.write(run.encode())
+
+
+def _backends(config: Config) -> list[str]:
+    return [name for name in config.tracking.backends if name != "jsonl"]
 
 
 def check_trackers(config: Config) -> None:
-    """Raises ConfigError where a package that a tracker needs is not installed, wandb has no API key, or the port of
-    `tracking.openmetrics` cannot be listened to here."""
-    for name in asked_for(config):
-        key = "tracking.openmetrics" if name == "openmetrics" else "tracking.backends"
-        if importlib.util.find_spec(package := PACKAGES.get(name, name)) is None:
-            raise ConfigError(f"{key}: {package} is not installed; pip install 'dynamo-megatron[{name}]'")
-    if (port := config.tracking.openmetrics) is not None:
-        try:
-            check_port(LOOPBACK, port, "tracking.openmetrics: {}; name another one")
-        except InputError as error:
-            raise ConfigError(str(error)) from None
+    """Raises ConfigError where a tracker's package is not installed, its class is not there, or wandb has no API
+    key."""
+    for name in _backends(config):
+        if name not in KINDS:
+            try:
+                load_callable(name, "tracking.backends")
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+        elif importlib.util.find_spec(name) is None:
+            raise ConfigError(f"tracking.backends: {name} is not installed; pip install 'dynamo-megatron[{name}]'")
     if "wandb" in config.tracking.backends:
         import wandb
 
@@ -91,20 +173,27 @@ def check_trackers(config: Config) -> None:
             raise ConfigError("tracking.backends: wandb has no API key; run `wandb login` or set WANDB_MODE=offline")
 
 
-def open_trackers(config: Config, start: int, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers of a run that continues after step `start` (0: a new run). TensorBoard's only writes files and runs
-    in this process. The others send metrics to services, and each has a process of its own. `say` gets a line for the
-    user where a tracker fails."""
-    return [
-        TensorBoardTracker(config, start, say) if name == "tensorboard" else TrackerProcess(name, config, say)
-        for name in asked_for(config)
-    ]
+class Trackers:
+    """The trackers of a run that continues after step `start` (0: a new run). One that raises gets no more rows, with
+    one line to `say`; the run goes on."""
 
+    def __init__(self, config: Config, start: int, say: Callable[[str], None]):
+        self._say, self._open = say, {}
+        for name in _backends(config):
+            make = KINDS.get(name) or load_callable(name, "tracking.backends")
+            self._attempt(name, lambda name=name, make=make: self._open.update({name: make(config, start)}))
 
-def close_trackers(trackers: Sequence[Tracker], within: float) -> None:
-    """Waits at most `within` seconds in total until all trackers have sent their last rows, then closes them."""
-    deadline, waiting = time.monotonic() + within, list(trackers)
-    while (waiting := [tracker for tracker in waiting if not tracker.ended()]) and time.monotonic() < deadline:
-        time.sleep(POLL_EVERY)
-    for tracker in trackers:
-        tracker.close()
+    def write(self, row: Row) -> None:
+        for name, tracker in list(self._open.items()):
+            self._attempt(name, lambda tracker=tracker: tracker.write(row))
+
+    def close(self) -> None:
+        for name, tracker in list(self._open.items()):
+            self._attempt(name, tracker.close)
+
+    def _attempt(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # a library may raise anything
+            self._open.pop(name, None)
+            self._say(f"warning: {name} failed ({type(error).__name__}: {error}); metrics.jsonl has all metrics")

@@ -73,7 +73,7 @@ def refused(capsys, *arguments) -> str:
         ("trainer.stop_when.above=1", "metric: name the metric that above is about"),
         (
             "tracking.backends=[comet]",
-            "tracking.backends.0: Input should be 'jsonl', 'tensorboard', 'wandb', 'mlflow', 'swanlab' or 'trackio'",
+            "tracking.backends: 'comet' is unknown; give jsonl, tensorboard, wandb, mlflow or module:function",
         ),
         ("model.family=gpt5", "model_type 'qwen2' is of family qwen2, model.family is 'gpt5'; leave it out"),
         ("model.path=/no/such/model", "/no/such/model: no such folder"),

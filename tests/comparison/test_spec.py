@@ -132,7 +132,6 @@ def test_words_that_do_not_fit_are_one_line(capsys, words, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["tracking.openmetrics=9400"], "tracking.openmetrics: 9400: with --jobs 2 several runs would listen there at"),
         (["rollout.port=30000"], "rollout.port: 30000: with --jobs 2 several runs would listen there at once; set it"),
         (
             ["rollout.placement=external", "rollout.urls=[http://h:1]"],

@@ -150,4 +150,5 @@ def test_an_episode_is_shown_as_a_conversation(make_run, new_rollout):
     ):
         assert part in text, part
     shown = json.loads(next(iter(read_samples(folder, Choice(), as_json=True))))
+    call["function"]["arguments"] = '{"a": 1}'
     assert shown["messages"] == messages and shown["counts"]["turns"] == 2 and shown["reason"] == "the agent failed"

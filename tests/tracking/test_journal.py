@@ -1,7 +1,7 @@
 """The last line of a run, what its trackers say at its end, and its statistics of tokens."""
 
 import shlex
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +10,6 @@ from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.rollout.store import step_files, tokens_file
-from dynamo_megatron.tracking import journal
 from dynamo_megatron.tracking.journal import Journal, last_line
 
 
@@ -59,48 +58,25 @@ def test_without_an_export_the_checkpoint_is_named_with_its_conversion(tmp_path)
     assert line == f"model: {folder} (Megatron checkpoint); next: dynamo-megatron convert mcore2hf {run} {run}/hf"
 
 
-@pytest.mark.parametrize(("evaluated", "words"), [(True, ["report"]), (False, ["eval", "--model"])])
-def test_the_next_command_can_be_pasted_where_the_folder_has_a_blank(tmp_path, evaluated, words):
-    line = last_line(made(tmp_path / "my runs", "final", "hf"), 64, evaluated=evaluated)
-    command = shlex.split(line.partition("; next: ")[2])
-    assert command[: len(words) + 2] == ["dynamo-megatron", *words, str(tmp_path / "my runs" / "run")]
+class Fails:
+    def __init__(self, config, start):
+        pass
+
+    def write(self, row):
+        pass
+
+    def close(self):
+        raise RuntimeError("late")
 
 
-@pytest.fixture
-def closed(tmp_path, monkeypatch, capsys):
-    """closed(ended) -> (lines on the screen, seconds that the trackers had) of a journal whose tracker fails when it is
-    closed."""
-
-    def close(ended: bool) -> tuple[list[str], list[float]]:
-        limits, tell = [], []
-        monkeypatch.setattr(
-            journal, "open_trackers", lambda config, start, say: tell.append(say) or [SimpleNamespace()]
-        )
-        monkeypatch.setattr(
-            journal, "close_trackers", lambda trackers, within: (limits.append(within), tell[0]("warning: at the end"))
-        )
-        made_of = made(tmp_path, "final", "hf")
-        kept = Journal(made_of)
-        kept.open(0)
-        tell[0]("warning: in the run")
-        if ended:
-            kept.ended(48)
-        else:
-            kept.say("the error")
-        kept.close()
-        return capsys.readouterr().out.splitlines(), limits
-
-    return close
-
-
-def test_the_last_line_of_a_run_stands_after_its_trackers_warnings(closed):
-    lines, limits = closed(True)
-    assert lines[:2] == ["warning: in the run", "warning: at the end"] and limits == [60.0]
-    assert lines[2].startswith("model: ") and len(lines) == 3
-
-
-def test_nothing_is_said_after_the_last_line_of_a_run_that_failed(closed):
-    assert closed(False) == (["warning: in the run", "the error"], [10.0])
+def test_the_last_line_of_a_run_stands_after_its_trackers_warnings(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    journal = Journal(made(tmp_path, "final", "hf", tracking={"backends": ["test_journal:Fails"]}))
+    journal.open(0)
+    journal.ended(48)
+    journal.close()
+    warning, last = capsys.readouterr().out.splitlines()
+    assert warning.startswith("warning: test_journal:Fails failed (RuntimeError: late)") and last.startswith("model: ")
 
 
 ROW = {"rollout_id": "a", "response": "f0", "entropy": [0.5]}
@@ -130,40 +106,14 @@ def test_a_resume_names_the_steps_whose_lines_are_lost(tmp_path, capsys, supervi
     assert capsys.readouterr().out.splitlines() == said
 
 
-@pytest.fixture
-def lost(tmp_path):
-    """A run whose first two steps have no statistics of tokens."""
+def test_statistics_that_cannot_be_written_end_no_run_and_are_told_once(tmp_path, capsys):
     journal = Journal(made(tmp_path, "never", ""))
     journal.open(0)
-    journal.progress.start(0)
     (tmp_path / "run" / "tokens").touch()  # not a folder
     for step in (1, 2):
         journal.tokens(step, [ROW])
-        if step == 1:
-            journal.step({"step": 1}, None)
-    return journal
-
-
-def test_statistics_that_cannot_be_written_end_no_run(tmp_path, lost, capsys):
-    assert not capsys.readouterr().out  # a full disk may end the run before the next step, and says so itself
-    lost.step({"step": 2}, None)
     said = f"warning: {tmp_path / 'run' / 'tokens'}: File exists; step 1 has no statistics of tokens"
     assert capsys.readouterr().out.splitlines() == [said]
     (tmp_path / "run" / "tokens").unlink()
-    lost.tokens(3, [ROW])
-    lost.step({"step": 3}, None)
-    lost.close()
-    assert not capsys.readouterr().out
+    journal.tokens(3, [ROW])
     assert tokens_file(tmp_path / "run", 3).is_file() and list(step_files(tmp_path / "run", "tokens")) == [3]
-
-
-def test_a_run_that_fails_before_the_next_step_says_nothing_of_them(lost, capsys):
-    lost.close()
-    assert not capsys.readouterr().out
-
-
-def test_a_run_that_ends_before_the_next_step_says_so(tmp_path, lost, capsys):
-    lost.ended(2)
-    lost.close()
-    first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("warning: ") and last.startswith("model: ")

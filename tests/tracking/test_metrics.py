@@ -1,27 +1,17 @@
 """The files of a run that grow with every step, and what a resume reads of them."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.tracking.metrics import CHECKED_BYTES, StepLog, kept_bytes, lost_steps, read_rows
+from dynamo_megatron.tracking.metrics import StepLog, kept_bytes, lost_steps, read_rows
 
 
-def write(path: Path, steps: int, lines: int = 1, size: int = 0) -> list[str]:
-    rows = [
-        json.dumps({"step": s, "prompt_id": f"p{i}", "x": "x" * size})
-        for s in range(1, steps + 1)
-        for i in range(lines)
-    ]
+def write(path: Path, steps: int, lines: int = 1) -> list[str]:
+    rows = [json.dumps({"step": s, "prompt_id": f"p{i}"}) for s in range(1, steps + 1) for i in range(lines)]
     path.write_text("".join(row + "\n" for row in rows))
     return rows
-
-
-def bytes_read() -> int:
-    """By system calls of this process."""
-    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 7, "prom'])
@@ -47,21 +37,6 @@ def test_a_file_that_is_empty_or_has_no_whole_line(tmp_path):
         path.write_text(text)
         StepLog(path, keep_to=5).close()
         assert path.read_text() == ""
-
-
-def test_a_resume_reads_the_end_of_a_large_file_and_rewrites_nothing(tmp_path):
-    """50 MB, of which the last step goes."""
-    path = tmp_path / "allocation.jsonl"
-    rows = write(path, 1000, 100, 500)
-    size, inode = path.stat().st_size, path.stat().st_ino
-    assert size > 10 * CHECKED_BYTES
-    before = bytes_read()
-    StepLog(path, keep_to=999).close()
-    read = bytes_read() - before
-    assert 0 < read < CHECKED_BYTES + 2_200_000
-    assert path.stat().st_ino == inode
-    assert path.stat().st_size == size - sum(len(row) + 1 for row in rows[-100:])
-    assert os.listdir(tmp_path) == ["allocation.jsonl"]
 
 
 def test_a_link_in_the_place_of_a_log_is_not_followed(tmp_path):
@@ -93,12 +68,11 @@ def test_rows_come_one_at_a_time_and_a_broken_one_is_named(tmp_path):
         (range(2, 14, 2), "2, 4, 6, 8, 10, ..."),
     ],
 )
-@pytest.mark.parametrize("broken", ["", "\0" * 200])
 @pytest.mark.parametrize("lines", [1, 3])
-def test_steps_whose_lines_are_lost_are_named(tmp_path, lines, broken, deleted, said):
+def test_steps_whose_lines_are_lost_are_named(tmp_path, lines, deleted, said):
     path = tmp_path / "allocation.jsonl"
-    rows = [broken if json.loads(row)["step"] in deleted else row for row in write(path, 20, lines)]
-    path.write_text("".join(row + "\n" for row in rows if row))
+    rows = [row for row in write(path, 20, lines) if json.loads(row)["step"] not in deleted]
+    path.write_text("".join(row + "\n" for row in rows))
     assert lost_steps(path, 20) == said
     path.unlink()
     assert lost_steps(path, 2) == "1 to 2"

@@ -111,45 +111,21 @@ def test_a_gap_is_reported_only_of_tokens_of_the_newest_weights():
     assert not any("logprob_gap" in key for key in metrics(version=-1))
 
 
-def test_the_variance_proxy_by_hand():
-    found = metrics()
-    pi = np.exp(np.linspace(-1, -2, 10) + 0.1)
-    energies = [(1.5 - 2 * pi[:2]).sum(), (1.5 - 2 * pi[2:]).sum()]
-    power = np.mean(energies)  # advantages of -1 and 1
-    assert found["variance_proxy/proxy1_signal_strength"] == 4.0
-    assert found["variance_proxy/proxy2_total_power"] == pytest.approx(power, rel=1e-6)
-    assert found["variance_proxy/proxy3_pure_noise"] == pytest.approx(max(0, power - 4), rel=1e-6)
-    assert found["variance_proxy/expected_a_squared"] == 1
-    assert found["variance_proxy/expected_w"] == pytest.approx(power, rel=1e-6)
-
-
-def test_the_variance_proxy_of_token_baselines_has_their_mean_advantage():
-    """Given rewards -1 and 1: B_t weighs them by their energies so far, and is 0 past the shorter response."""
-    found = metrics(advantage={"kind": "otb"})
-    energy = 1.5 - 2 * np.exp(np.linspace(-1, -2, 10) + 0.1)
-    short, long = np.cumsum(energy[:2]), np.cumsum(energy[2:])
-    baselines = (long[:2] - short) / (long[:2] + short)
-    advantages = np.array([-1 - baselines.mean(), 1 - baselines.sum() / 8])
-    assert found["variance_proxy/expected_a_squared"] == pytest.approx(np.mean(advantages**2), rel=1e-6)
-    power = np.mean(advantages**2 * [short[-1], long[-1]])
-    assert found["variance_proxy/proxy2_total_power"] == pytest.approx(power, rel=1e-6)
-
-
-def test_the_parts_of_a_step_add_up_to_its_time():
+def test_the_parts_of_a_step_add_up_to_its_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     clock = Clock()
     # An evaluation and a save come after the metrics of the step before. A try that lost its servers counts, too.
     for phase in ("evaluate", "save", "read data", "generate", "push weights", "generate", "logprobs", "update"):
         clock.begin(phase)
-        time.sleep(0.02)
+        now[0] += 2.0
     clock.begin("push weights")
-    time.sleep(0.05)
-    found = metrics(clock, PushReport(seconds=0.07))
+    now[0] += 5.0
+    found = metrics(clock, PushReport(seconds=7.0))
     parts = ("generate", "logprobs", "update", "reshard", "evaluate", "save", "other")
     assert sum(found[f"time/{part}"] for part in parts) == pytest.approx(found["time/step"], abs=1e-9)
-    assert found["time/generate"] >= 0.04 and found["time/reshard"] == 0.07 and found["time/other"] > 0.01
-    rate = found["throughput/tokens_per_second"]
-    trained = found["time/step"] - found["time/evaluate"] - found["time/save"]
-    assert found["time/save"] >= 0.02 and rate * trained == pytest.approx(12)
+    assert (found["time/step"], found["time/generate"], found["time/reshard"], found["time/other"]) == (21, 4, 7, 2)
+    assert found["throughput/tokens_per_second"] == pytest.approx(12 / 17)
 
 
 def test_what_was_asked_for_counts_whatever_became_of_it():
@@ -184,12 +160,6 @@ def test_rewards_of_steps_and_of_tokens_are_means_of_sums_over_rollouts():
     found = metrics(steps=steps, implicit=np.full(10, 0.1))
     assert found["reward/steps"] == 0.875 and found["reward/prime"] == pytest.approx(0.5)
     assert not {"reward/steps", "reward/prime"} & metrics().keys()
-
-
-def test_the_variance_proxy_has_the_mean_advantage_of_a_rollouts_tokens():
-    """Outcomes -1 and 1; process rewards add .5 on average to the first and nothing to the second."""
-    found = metrics(process=np.array([0.0, 1.0, *[0.0] * 8]))
-    assert found["variance_proxy/expected_a_squared"] == (0.25 + 1) / 2
 
 
 def test_states_and_means_are_counted_by_reward_function_over_all_rounds():

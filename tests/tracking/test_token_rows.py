@@ -1,5 +1,4 @@
 import dataclasses
-import json
 from importlib import import_module
 from pathlib import Path
 
@@ -134,14 +133,9 @@ def test_what_is_written_is_read_and_replaced(tmp_path):
     assert read_token_rows(path) == {"a": ("f0", {"entropy": [0.5, 1e-9]}), "b": ("f1", {})}
 
 
-SOUND = {"rollout_id": "a", "response": "f0"}
-LINES = ["[]", "{", '{"response": "f0"}', '{"rollout_id": "a"}', json.dumps({**SOUND, "rollout_id": 1})]
-LINES += [json.dumps({**SOUND, "response": 1}), json.dumps({**SOUND, "x": ["1"]}), json.dumps({**SOUND, "x": 1})]
-
-
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", ["[]", "{", '{"response": "f0"}', '{"rollout_id": "a"}'])
 def test_a_line_of_something_else_is_named(tmp_path, line):
     path = tmp_path / "step-000001.jsonl.zst"
-    path.write_bytes(compressed(json.dumps(SOUND).encode() + b"\n") + compressed(line.encode() + b"\n"))
+    path.write_bytes(compressed(b'{"rollout_id": "a", "response": "f0"}\n') + compressed(line.encode() + b"\n"))
     with pytest.raises(ValueError, match=r"step-000001.jsonl.zst:2: no token statistics"):
         read_token_rows(path)
