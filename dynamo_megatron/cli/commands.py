@@ -299,7 +299,7 @@ def _local_ranks(ranks: int, output_dir: str, arguments: Sequence[str]) -> list[
 
 
 def _compare(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.comparison.command import compare
+    from dynamo_megatron.comparison.runs import compare
 
     return compare(options)
 

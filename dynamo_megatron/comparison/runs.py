@@ -1,33 +1,81 @@
-"""Carries out a comparison's runs one after the other, each with `dynamo-megatron train`."""
+"""`dynamo-megatron compare`: trains what is left of a comparison's runs, each with `dynamo-megatron train`.
+
+    python -P -m dynamo_megatron.comparison.runs SPEC PART JOBS RANKS
+
+is what one of JOBS processes side by side carries out: every JOBS-th run from PART on, with servers of its own.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
-import fcntl
 import os
+import secrets
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.comparison.curves import Outcome, console_file, outcome_file, to_do, write_outcome
-from dynamo_megatron.comparison.fleet import keeps_servers, servers
-from dynamo_megatron.comparison.spec import Run
+from dynamo_megatron.comparison.spec import Outcome, Run, planned_runs, read_outcome, read_spec, write_outcome
+from dynamo_megatron.comparison.table import write_comparison
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.command import program
-from dynamo_megatron.rollout.servers.server import cuda_available
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.fleet import server_names
+from dynamo_megatron.rollout.servers.server import cuda_available, listening_address
+from dynamo_megatron.rollout.servers.supervisor import Supervisor
+from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.listening import http_url
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
+from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, die_with_parent
+from dynamo_megatron.runtime.run_folder import is_held
 
-RESUMABLE = (75, 130)  # exit codes of a run that stopped on request
+KEY = "DYNAMO_MEGATRON_COMPARE_KEY"  # the environment variable with the API key of servers and runs
 REFUSED = 2  # exit code of a run whose configuration is refused
 RELEASED_WITHIN = 60.0  # seconds to wait for the ranks of a killed comparison to release a run's folder
 POLL_EVERY = 0.5  # seconds
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Returns the exit code. Raises ConfigError."""
+    spec, ranks = read_spec(options.spec), str(options.ranks or "")
+    runs = planned_runs(spec, ["--ranks", ranks] if ranks else [])
+    for line in spec.wide():
+        print(f"warning: {line}; the best one may lie between them", file=sys.stderr)
+    if options.dry_run:
+        for run in runs:
+            print(shlex.join(["dynamo-megatron", "train", *run.words]))
+        return 0
+    if not options.table:
+        if options.jobs > 1:
+            check_side_by_side(runs, options.jobs)
+            command = [sys.executable, "-P", "-m", "dynamo_megatron.comparison.runs", options.spec]
+            code = asyncio.run(side_by_side(command, options.jobs, ranks, Stop()))
+        else:
+            code = asyncio.run(carry_out(runs, Path(spec.output_dir) / "servers", Stop()))
+        if code:
+            return code
+    return write_comparison(spec, runs)
+
+
+def check_side_by_side(runs: Sequence[Run], jobs: int) -> None:
+    """Raises ConfigError where runs side by side would listen at one port, or push to the same servers."""
+    for config in (run.config for run in runs):
+        shared = [f"rollout.port: {config.rollout.port}"] if config.rollout.port is not None else []
+        if config.reward.servers is not None and config.reward.servers.port is not None:
+            shared.append(f"reward.servers.port: {config.reward.servers.port}")
+        if config.rollout.placement == "external":
+            shared.append("rollout.placement: external")
+        if shared:
+            raise ConfigError(f"{shared[0]}: with --jobs {jobs} several runs would use it at once; leave --jobs out")
 
 
 class Stop:
@@ -47,9 +95,9 @@ class Stop:
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(number)
 
-    @property
     def code(self) -> int:
-        """The exit code after a request to stop."""
+        """The exit code after a request to stop, which it reports."""
+        print("stopped; the same command goes on", file=sys.stderr, flush=True)
         return 130 if self.asked == signal.SIGINT else 75
 
     async def child(
@@ -85,15 +133,15 @@ def _begin(parent: int, cores: Sequence[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-async def carry_out(runs: Sequence[Run], every: int, folder: Path, stop: Stop) -> None:
-    """Trains the unfinished runs among `runs`, until all have ended or `stop` gets a signal. The comparison has `every`
-    runs in all its parts.
+async def carry_out(runs: Sequence[Run], folder: Path, stop: Stop) -> int:
+    """Trains those of `runs` that have not ended or have failed but not diverged, one after the other, until all have
+    ended or `stop` gets a signal. Returns 0 or the exit code.
 
     Servers that can stay up do so until a run needs other servers, or has failed: the servers may be the reason.
-    `folder` gets their logs. Raises ConfigError where a run is refused, ValueError as `to_do`, RolloutError where
-    servers do not come up.
+    `folder` gets their logs. Raises ConfigError where a run is refused.
     """
-    left = to_do(runs)
+    stop.watch()
+    left = [run for run in runs if (outcome := read_outcome(run)) is None or not outcome.final]
     if len(left) < len(runs):
         print(f"{len(runs) - len(left)} of {len(runs)} runs have ended before", flush=True)
     up_for, keys = None, None
@@ -103,61 +151,56 @@ async def carry_out(runs: Sequence[Run], every: int, folder: Path, stop: Stop) -
                 await stack.aclose()
                 keys = None
                 if keeps_servers(run.config):
-                    count = run.config.rollout.servers
-                    print(f"starting {count} server{'s' * (count > 1)} for the runs that follow", flush=True)
-                    made = servers(run.config, folder, partial(print, flush=True), lambda: stop.asked is not None)
-                    keys = await stack.enter_async_context(made)
+                    print("starting the servers for the runs that follow", flush=True)
+                    try:
+                        keys = await stack.enter_async_context(servers(run.config, folder, stop))
+                    except RolloutError as error:
+                        show(str(error))
+                        return 1
                 up_for = run.server_options
             if stop.asked is not None:
-                return
-            share = f" ({every} in all parts)" if every > len(runs) else ""
-            print(f"run {number} of {len(runs)}{share}, {run.name}: started", flush=True)
+                return stop.code()
+            print(f"run {number} of {len(runs)}, {run.name}: started", flush=True)
             outcome = await _train(run, keys, stop)
             if outcome is None:
-                return
+                return stop.code()
             how = "finished" if outcome.finished else f"failed (exit code {outcome.code}): {outcome.said}"
-            print(f"run {number} of {len(runs)}{share}, {run.name}: {how}", flush=True)
+            print(f"run {number} of {len(runs)}, {run.name}: {how}", flush=True)
             if not outcome.finished:
                 up_for = None
+    return 0
 
 
 async def _train(run: Run, keys: dict[str, Any] | None, stop: Stop) -> Outcome | None:
     """Trains one run. Returns None where it stopped on request. Raises ConfigError where the run is refused."""
-    await _released(run.folder)
-    console = console_file(run)
-    outcome_file(run).unlink(missing_ok=True)  # the outcome of an earlier, failed attempt
+    await released(run.folder)
+    console = run.folder.with_name(f"{run.folder.name}.log")
+    run.outcome_file.unlink(missing_ok=True)  # the outcome of an earlier, failed attempt
     own = [f"rollout.{key}={value}" for key, value in (keys or {}).items()]
     environment = {**os.environ, **(_gpus_left(run.config) if keys is not None else {})}
     descriptor, start = open_log(console, 0o644), mark(console)
-    began = time.monotonic()
     try:
         code = await stop.child(program(sys.executable, "train", [*run.words, *own]), environment, descriptor)
     finally:
         os.close(descriptor)
     lines = [line for line in text_since(console, start).splitlines() if line.strip()]
-    said = lines[-1] if lines else "it said nothing"
+    said = lines[-1] if lines else "no output"
     if stop.asked is not None and code != 0:
         return None
     if code == REFUSED:
         raise ConfigError(f"{run.name}: {said} (more in {console})")
-    if code in RESUMABLE:
-        said = f"{said} (after {time.monotonic() - began:.0f} s)"
-    outcome = Outcome(code, said)
-    write_outcome(run, outcome)
+    write_outcome(run, outcome := Outcome(code, said))
     return outcome
 
 
-def _gpus_left(config: Config) -> dict[str, str]:
-    """The environment variables with which a run leaves the first GPUs to the servers that stay up."""
-    if not cuda_available():
-        return {}
-    visible, taken = visible_gpus(), config.rollout.servers * config.rollout.tp
-    if taken >= len(visible):
-        raise ConfigError(
-            f"rollout.servers: {config.rollout.servers} of {config.rollout.tp} ranks need {taken} of {len(visible)} "
-            "GPUs and leave none to train; use fewer, or rollout.placement=colocated"
-        )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[taken:])}
+async def released(folder: Path) -> None:
+    """Waits until no process trains in the run's folder. Raises ConfigError after RELEASED_WITHIN seconds."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + RELEASED_WITHIN
+    while is_held(folder):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{folder}: another process trains there; end it")
+        await asyncio.sleep(POLL_EVERY)
 
 
 def visible_gpus() -> list[str]:
@@ -170,32 +213,25 @@ def visible_gpus() -> list[str]:
     return names.split(",") if names else [str(i) for i in range(torch.cuda.device_count())]
 
 
-async def _released(folder: Path) -> None:
-    """Waits until no process trains in the run's folder. Raises ConfigError after RELEASED_WITHIN seconds."""
-    lock, deadline = folder / ".lock", time.monotonic() + RELEASED_WITHIN
-    if not lock.is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return
-    with lock.open("r+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return  # closing the file releases the lock
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"{folder}: waited {RELEASED_WITHIN:g} s for another process to stop training there; end it"
-                    ) from None
-            await asyncio.sleep(POLL_EVERY)
+def _gpus_left(config: Config) -> dict[str, str]:
+    """The environment variables with which a run leaves the first GPUs to the servers that stay up."""
+    visible, taken = visible_gpus(), config.rollout.servers * config.rollout.tp
+    if visible and taken >= len(visible):
+        raise ConfigError(
+            f"rollout.servers: {config.rollout.servers} of {config.rollout.tp} ranks need {taken} of {len(visible)} "
+            "GPUs and leave none to train; use fewer, or rollout.placement=colocated"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[taken:])} if visible else {}
 
 
-async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
-    """Runs `command` `jobs` times with `--part I/JOBS`, each with its share of the GPUs or cores. Returns REFUSED where
-    a part was refused, else the highest exit code. Raises ConfigError where there are fewer GPUs (or, without GPUs,
+async def side_by_side(command: Sequence[str], jobs: int, ranks: str, stop: Stop) -> int:
+    """Runs `command PART JOBS RANKS` for every part, each with its share of the GPUs or cores. Returns REFUSED where a
+    part was refused, else the highest exit code. Raises ConfigError where there are fewer GPUs (or, without GPUs,
     cores) than jobs."""
     cores, gpus = sorted(os.sched_getaffinity(0)), visible_gpus()
     if jobs > len(gpus or cores):
         raise ConfigError(f"--jobs: {jobs} for {len(gpus or cores)} {'GPUs' if gpus else 'cores'}; give fewer")
+    stop.watch()
 
     async def part(i: int) -> int:
         environment, share = dict(os.environ), len(gpus) // jobs
@@ -203,8 +239,82 @@ async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i * share : (i + 1) * share])
         else:
             environment.setdefault("OMP_NUM_THREADS", "1")  # else a rank would take a share of all cores
-        words = [*command, "--part", f"{i + 1}/{jobs}"]
-        return await stop.child(words, environment, cores=cores[i::jobs])
+        return await stop.child([*command, str(i), str(jobs), ranks], environment, cores=cores[i::jobs])
 
     codes = await asyncio.gather(*(part(i) for i in range(jobs)))
     return REFUSED if REFUSED in codes else max(codes)
+
+
+def keeps_servers(config: Config) -> bool:
+    """Returns True where the servers can stay up between runs: where they do not share GPUs with the ranks."""
+    rollout = config.rollout
+    if rollout.engine != "sglang" or rollout.placement == "external":
+        return False
+    return rollout.placement == "split" or not cuda_available()
+
+
+class _Listener:
+    """Records which servers are up; the supervisor calls it."""
+
+    def __init__(self) -> None:
+        self.up_now: set[str] = set()
+        self.lost: dict[str, str] = {}  # servers that will not be restarted: name -> reason
+
+    def up(self, endpoint: Endpoint) -> None:
+        self.up_now.add(endpoint.name)
+
+    def down(self, name: str, why: str, final: bool) -> None:
+        print(f"{name} is {'not started again' if final else 'started again'}: {why}", flush=True)
+        self.up_now.discard(name)
+        if final:
+            self.lost[name] = why
+
+
+@contextlib.asynccontextmanager
+async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dict[str, Any]]:
+    """Starts `rollout.servers` servers, with logs in FOLDER/logs, each at an address that it keeps when it is
+    restarted. They end with the block, or with this process however it ends. Once all are up, or `stop` got a signal,
+    yields the `rollout` keys for the runs that use them, with `rollout.placement: external`: each run's first push
+    gives the servers its weights.
+
+    Raises RolloutError where a server does not come up, ConfigError where host or port cannot be used.
+    """
+    names = server_names(config.rollout.servers, 1, 0)
+    try:
+        port, host = config.rollout.port or free_port(len(names)), listening_address(config.rollout.host)
+        urls = [http_url(host, port + i) for i in range(len(names))]
+        keys = {"placement": "external", "urls": urls, "api_key_env": KEY, "port": port}
+        os.environ[KEY] = secrets.token_hex(32)
+        rollout, listener = config.rollout.model_copy(update=keys), _Listener()
+        own = config.model_copy(update={"rollout": rollout, "output_dir": str(folder)})
+        supervisor = Supervisor(own, names, listener)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    running = asyncio.create_task(supervisor.run())
+    limit = config.rollout.start_timeout
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                while listener.up_now != set(names) and not listener.lost and stop.asked is None:
+                    await asyncio.sleep(POLL_EVERY)
+        if (missing := sorted(set(names) - listener.up_now)) and stop.asked is None:
+            why = next(iter(listener.lost.values()), f"not up within rollout.start_timeout ({limit:g} s)")
+            raise RolloutError(f"{', '.join(missing)}: {why}; see {folder / 'logs'}")
+        yield keys
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def main(word: str, part: int, jobs: int, ranks: str) -> int:
+    spec = read_spec(word)
+    runs = planned_runs(spec, ["--ranks", ranks] if ranks else [])
+    try:
+        return asyncio.run(carry_out(runs[part::jobs], Path(spec.output_dir) / "servers" / str(part), Stop()))
+    except ConfigError as error:
+        show(str(error))
+        return REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

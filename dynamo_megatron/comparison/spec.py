@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +18,14 @@ from dynamo_megatron.config.files import ConfigError, compose, identity, read_ya
 from dynamo_megatron.config.method import Section
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.runtime.whole_files import replacing
 
 SET_BY_RUN = {"seed": "seeds", "optimizer.lr": "learning_rates", "output_dir": "output_dir"}  # run's key -> spec's key
 # Scores are comparable only where these keys are equal.
 SHARED = ("model.path", *(f"eval.{key}" for key in ("data", "limit", "samples", "k", "temperature", "max_new_tokens")))
 # These keys depend on the servers that a run uses, not on the run.
 ADDRESS = tuple(f"rollout.{key}" for key in ("placement", "urls", "api_key_env", "port", "servers"))
+NOT_FINITE = "NonFiniteError"  # in the last line of a run that failed with NaN or infinity
 WIDEST_FACTOR = 1.5  # the largest factor between neighbouring learning rates without a note
 
 
@@ -82,6 +86,23 @@ class Spec(Section):
         ]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a run's process ended: its exit code, and `said`, the last line of its output."""
+
+    code: int
+    said: str
+
+    @property
+    def finished(self) -> bool:
+        return self.code == 0
+
+    @property
+    def final(self) -> bool:
+        """True where another attempt would end in the same way: the run finished, or failed with NaN or infinity."""
+        return self.finished or NOT_FINITE in self.said
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     arm: str
@@ -99,6 +120,10 @@ class Run:
         return Path(self.config.output_dir)
 
     @property
+    def outcome_file(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.json")
+
+    @property
     def server_options(self) -> tuple[Any, ...]:
         """Runs with equal values can use the same servers."""
         return self.config.rollout, self.config.model, self.config.trainer.deterministic
@@ -114,24 +139,15 @@ def read_spec(word: str) -> Spec:
     try:
         return Spec.model_validate(read_yaml(path, word))
     except ValidationError as error:
-        raise ConfigError("\n".join(dict.fromkeys(on_one_line(f"{word}: {line}") for line in _lines(error)))) from None
+        lines = []
+        for fault in error.errors():
+            key = ".".join(str(part) for part in fault["loc"])
+            near = _near(key, Spec.model_fields) if fault["type"] == "extra_forbidden" else ""
+            lines.append(on_one_line(f"{word}: {key}: {fault['msg'].removeprefix('Value error, ')}{near}"))
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def _lines(error: ValidationError) -> Iterator[str]:
-    for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"])
-        if key.startswith("learning_rates"):  # pydantic reports a fault for each of the two types
-            yield "learning_rates: not numbers; give a list for all arms, or a list for each arm by its name"
-        elif fault["type"] == "extra_forbidden":
-            yield f"unknown key {key}{_near(key, Spec.model_fields)}; the keys are {', '.join(Spec.model_fields)}"
-        elif fault["type"] == "missing":
-            yield f"{key}: missing; docs/compare.md has an example"
-        else:
-            given = "" if fault["type"] == "value_error" else f", got {fault['input']!r}"
-            yield f"{key}: {fault['msg'].removeprefix('Value error, ')}{given}".removeprefix(": ")
-
-
-def _near(name: str, known: Any) -> str:
+def _near(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -147,7 +163,7 @@ def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[Run]:
     reference = configs[spec.control]
     for arm, config in configs.items():
         for key in SHARED:
-            here, there = _value(config, key), _value(reference, key)
+            here, there = attrgetter(key)(config), attrgetter(key)(reference)
             if here != there:
                 raise ConfigError(f"arms.{arm}: {key} is {here}, of {spec.control} {there}; compare scores of one task")
     runs = [
@@ -163,6 +179,19 @@ def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[Run]:
     for run in runs:
         _check_on_disk(run)
     return sorted(runs, key=lambda run: kinds.index(run.server_options))
+
+
+def write_outcome(run: Run, outcome: Outcome) -> None:
+    with replacing(run.outcome_file) as file:
+        file.write(json.dumps({"exit code": outcome.code, "said": outcome.said}).encode())
+
+
+def read_outcome(run: Run) -> Outcome | None:
+    """The run's outcome; None where it has not ended, or its folder is gone."""
+    if not (run.outcome_file.is_file() and run.folder.is_dir()):
+        return None
+    read = json.loads(run.outcome_file.read_text(encoding="utf-8"))
+    return Outcome(read["exit code"], read["said"])
 
 
 def _compose(spec: Spec, arm: str) -> Config:
@@ -189,13 +218,6 @@ def _run(spec: Spec, arm: str, seed: int, rate: float, config: Config, options: 
     optimizer = config.optimizer.model_copy(update={"lr": rate})
     update = {"seed": seed, "optimizer": optimizer, "output_dir": str(folder)}
     return Run(arm, seed, rate, words, config.model_copy(update=update))
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _check_on_disk(run: Run) -> None:

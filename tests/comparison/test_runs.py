@@ -1,91 +1,148 @@
-"""Processes of a comparison: parts side by side, signals, the folder that a killed comparison's ranks still hold."""
+"""Processes of a comparison: its runs one after the other and side by side, signals, servers that outlive runs."""
 
 import asyncio
 import fcntl
 import os
-import signal
+import socket
 import sys
-import time
 
 import pytest
+import yaml
 
 from dynamo_megatron.comparison import runs
-from dynamo_megatron.comparison.runs import Stop, side_by_side
+from dynamo_megatron.comparison.runs import Stop, carry_out, keeps_servers, released, servers, side_by_side
+from dynamo_megatron.comparison.spec import planned_runs, read_outcome, read_spec
+from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
+from dynamo_megatron.rollout.result import RolloutError
 
-REFUSED_WITHIN = 60.0  # seconds for a refusal after 0.2 s, on a machine that holds this process up
+# In place of train: it says what it was given, and ends as its folder's name says.
+TRAIN = """
+import os, pathlib, signal, sys
+words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+folder = pathlib.Path(words["output_dir"])
+folder.mkdir(parents=True, exist_ok=True)
+print("trained", words["seed"], flush=True)
+if "stops" in folder.name:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+sys.exit(1 if "fails" in folder.name else 2 if "refused" in folder.name else 0)
+"""
 PART = """
-import os, pathlib, signal, sys, time
-folder, part = pathlib.Path(sys.argv[1]), sys.argv[3]
-assert sys.argv[2] == "--part"
-name = part.replace("/", "-of-")
+import os, pathlib, signal, sys
+folder, part, jobs, ranks = sys.argv[1:]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-(folder / f"{name}.started").write_text(" ".join(map(str, sorted(os.sched_getaffinity(0)))))
-if (folder / "wait").exists():
-    time.sleep(60)
-sys.exit(1 if name == "2-of-2" else 0)
+(pathlib.Path(folder) / part).write_text(" ".join(map(str, sorted(os.sched_getaffinity(0)))))
+if ranks:
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+sys.exit(int(part))
 """
 
 
-def started(folder) -> dict[str, set[int]]:
-    return {file.stem: set(map(int, file.read_text().split())) for file in folder.glob("*.started") if file.read_text()}
-
-
-async def watched(work, stop: Stop, until=None) -> int:
-    stop.watch()
-    running = asyncio.ensure_future(work)
-    deadline = time.monotonic() + 60
-    while until is not None and not until():
-        assert time.monotonic() < deadline, "the parts did not start within 60 s"
-        await asyncio.sleep(0.05)
-    if until is not None:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return await running
-
-
 @pytest.fixture
-def part(tmp_path):
-    (tmp_path / "part.py").write_text(PART)
-    return [sys.executable, "-P", str(tmp_path / "part.py"), str(tmp_path)]
+def planned(tmp_path, monkeypatch):
+    """planned(arm, ...) -> runs of one seed that `TRAIN` carries out."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.setattr(runs, "program", lambda python, command, words: [python, "-P", "train.py", *words])
+    base = {"model": {"path": "m"}, "data": {"source": "d"}, "eval": {"data": "d", "every": 1}}
+    base["rollout"] = {"engine": "recorded", "recorded": "run"}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+
+    def plan(*arms):
+        spec = {"base": ["base.yaml"], "arms": {arm: [] for arm in arms}, "control": arms[0], "seeds": [7]}
+        spec |= {"learning_rates": [1e-6], "output_dir": "out"}
+        (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+        return planned_runs(read_spec("spec.yaml"))
+
+    return plan
+
+
+def test_runs_one_after_the_other_and_again_those_that_failed(planned, tmp_path, capsys):
+    made = planned("fails", "well", "refused")
+    assert asyncio.run(carry_out(made[:2], tmp_path, Stop())) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "run 1 of 2, fails-lr1e-06-seed7: started",
+        "run 1 of 2, fails-lr1e-06-seed7: failed (exit code 1): trained 7",
+        "run 2 of 2, well-lr1e-06-seed7: started",
+        "run 2 of 2, well-lr1e-06-seed7: finished",
+    ]
+    assert [read_outcome(run).code for run in made[:2]] == [1, 0]
+    with pytest.raises(ConfigError, match=r"refused-lr1e-06-seed7: trained 7 \(more in "):
+        asyncio.run(carry_out(made, tmp_path, Stop()))
+    out = capsys.readouterr().out
+    assert out.startswith("1 of 3 runs have ended before\nrun 2 of 3, fails") and read_outcome(made[2]) is None
+
+
+def test_a_signal_stops_the_run_and_the_comparison(planned, tmp_path):
+    made = planned("stops", "well")
+    assert asyncio.run(carry_out(made, tmp_path, Stop())) == 75
+    assert [read_outcome(run) for run in made] == [None, None] and not made[1].folder.exists()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_parts_have_cores_of_their_own_and_the_worst_exit_code_counts(part, tmp_path):
-    assert asyncio.run(watched(side_by_side(part, 2, Stop()), Stop())) == 1
-    first, second = started(tmp_path)["1-of-2"], started(tmp_path)["2-of-2"]
-    assert first and second and not first & second and first | second == os.sched_getaffinity(0)
-
-
-def test_a_signal_reaches_every_part(part, tmp_path):
-    (tmp_path / "wait").touch()
-    stop, before = Stop(), time.monotonic()
-    jobs = min(2, len(os.sched_getaffinity(0)))
-    code = asyncio.run(watched(side_by_side(part, jobs, stop), stop, until=lambda: len(started(tmp_path)) == jobs))
-    assert code == 75 and stop.asked == signal.SIGTERM and stop.code == 75 and time.monotonic() - before < 50
-
-
-def test_more_jobs_than_cores_are_refused(part):
+@pytest.mark.parametrize(("ranks", "code"), [("", 1), ("2", 75)])
+def test_parts_have_cores_of_their_own_the_worst_exit_code_counts_and_a_signal_reaches_all(tmp_path, ranks, code):
+    (tmp_path / "part.py").write_text(PART)
+    command = [sys.executable, "-P", str(tmp_path / "part.py"), str(tmp_path)]
+    assert asyncio.run(side_by_side(command, 2, ranks, Stop())) == code
+    if not ranks:
+        first, second = (set((tmp_path / part).read_text().split()) for part in ("0", "1"))
+        assert first and second and not first & second
     with pytest.raises(ConfigError, match=r"--jobs: 9999 for \d+ cores; give fewer"):
-        asyncio.run(side_by_side(part, 9999, Stop()))
+        asyncio.run(side_by_side(command, 9999, "", Stop()))
 
 
 def test_a_run_s_folder_is_waited_for(tmp_path, monkeypatch):
     folder = tmp_path / "runs" / "grpo"
-    asyncio.run(runs._released(folder))
+    asyncio.run(released(folder))
     assert folder.parent.is_dir() and not folder.exists()
     folder.mkdir()
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(runs, "RELEASED_WITHIN", 0.0)
+        with pytest.raises(ConfigError, match="grpo: another process trains there; end it"):
+            asyncio.run(released(folder))
+        monkeypatch.undo()
 
-    async def waits(seconds: float) -> bool:
-        """Whether it goes on waiting for so long while the folder is in use."""
-        with open(folder / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            waiting = asyncio.create_task(runs._released(folder))
-            await asyncio.wait([waiting], timeout=seconds)
-            waited = not waiting.done()
-        await waiting
-        return waited
+        async def freed(seconds):
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
-    assert asyncio.run(waits(1.0))
-    monkeypatch.setattr(runs, "RELEASED_WITHIN", 0.2)
-    with pytest.raises(ConfigError, match=r"grpo: waited 0.2 s for another process to stop training there; end it"):
-        asyncio.run(waits(REFUSED_WITHIN))
+        monkeypatch.setattr(runs.asyncio, "sleep", freed)
+        asyncio.run(released(folder))
+
+
+def config(tmp_path, **rollout) -> Config:
+    return Config(model={"path": "m"}, data={"source": "d"}, output_dir=str(tmp_path / "run"), rollout=rollout)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "on_cpu", "on_gpu"),
+    [
+        ({}, True, False),
+        ({"placement": "split"}, True, True),
+        ({"placement": "external", "urls": ["http://127.0.0.1:9"]}, False, False),
+        ({"engine": "recorded", "recorded": "run"}, False, False),
+    ],
+)
+def test_whose_servers_stay_up(rollout, on_cpu, on_gpu, tmp_path, monkeypatch):
+    for cuda, kept in ((False, on_cpu), (True, on_gpu)):
+        monkeypatch.setattr(runs, "cuda_available", lambda cuda=cuda: cuda)
+        assert keeps_servers(config(tmp_path, **rollout)) is kept
+
+
+def test_servers_that_cannot_start_end_it(tmp_path):
+    async def start(**rollout) -> None:
+        async with servers(config(tmp_path, **rollout), tmp_path, Stop()):
+            raise AssertionError("it started")
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"rollout.port: port \d+ of 127.0.0.1 cannot be used"):
+            asyncio.run(start(port=taken.getsockname()[1]))
+    with pytest.raises(RolloutError, match=r"^server-0: .*; see .*/logs$"):
+        asyncio.run(start(python="/bin/false", start_timeout=2))
