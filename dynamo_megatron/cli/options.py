@@ -263,7 +263,7 @@ def _add_replay(commands: Any) -> None:
         action="append",
         metavar="KIND[,key=value...]",
         help="a kind with keys of algorithm.allocation, the others as the run has them; may be given several times "
-        "(default: uniform, waterfill and neyman)",
+        "(default: each of them)",
     )
     sub.add_argument("--out", type=Path, help="folder to write to (default: RUN)")
     sub.add_argument(

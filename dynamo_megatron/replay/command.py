@@ -7,14 +7,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.evaluation.results import markdown_row
+from dynamo_megatron.evaluation.results import markdown
+from dynamo_megatron.replay import what_if
+from dynamo_megatron.replay.allocators import base_allocator, parse_allocator
 from dynamo_megatron.replay.dumps import read_slime, read_verl, slime_files, verl_files
-from dynamo_megatron.replay.objectives import OBJECTIVES
-from dynamo_megatron.replay.outcomes import Outcomes, outcomes
 from dynamo_megatron.replay.recording import Recording, read_run
-from dynamo_megatron.replay.rounds import DRAWS
-from dynamo_megatron.reports.figures import rate_classes
+from dynamo_megatron.reports.figures import (
+    COLOURS,
+    DASHES,
+    draw,
+    figure,
+    moving_average,
+    plain,
+    rate_bins,
+    rate_classes,
+    window_of,
+)
+
+DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "neyman,variance=energy", "knapsack", "cero", "gvm", "cures")
+MEANING = (
+    "p is a prompt's success rate over the whole record, known only afterwards; the rollouts that an allocator learned "
+    "from are among those that it is evaluated on. Expected variance is sum p(1-p)/n, not the gradient's. The oracle "
+    "knows p; it has the step's budget and {} to {} rollouts for a prompt. Every allocator saw what was sampled, not "
+    "what it would have asked for."
+)
 
 
 def write_replay(
@@ -26,20 +46,22 @@ def write_replay(
     `threshold` and `reward_key` are for the dumps of other trainers. Raises ValueError (one line) for a folder without
     rollouts, for a broken line in it, and for an allocator that cannot be parsed.
     """
-    result = outcomes(_read(folder, threshold, reward_key), allocators)
+    recording = _read(folder, threshold, reward_key)
+    base = base_allocator(recording)
+    counts, difference = replay_all(recording, base, allocators or DEFAULT_ALLOCATORS)
+    rates = what_if.success_rates(recording.steps)
+    measures = _measures(rates, counts)
+    text = "\n\n".join([_heading(recording, rates, difference), _tables(rates, counts, measures, base)])
+    found = _plain(recording, rates, counts, measures, difference)
     out = out or folder
     try:
         out.mkdir(parents=True, exist_ok=True)
-        text = _text(result)
-        picture = out / "replay.png"
-        (out / "replay.md").write_text(f"{text}\n\n![the replay in three panels]({picture.name})\n", encoding="utf-8")
-        (out / "replay.json").write_text(json.dumps(_plain(result), ensure_ascii=False) + "\n", encoding="utf-8")
-        from dynamo_megatron.replay.picture import draw_replay  # matplotlib takes a second to import
-
-        draw_replay(result, picture)
+        (out / "replay.md").write_text(f"{text}\n\n![variance and rollouts](replay.png)\n", encoding="utf-8")
+        (out / "replay.json").write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
+        draw(_figures(recording, rates, counts), f"What each allocator would have given: {folder}", out / "replay.png")
     except OSError as error:
         raise ConfigError(f"{out}: {error.strerror}; name a folder to write to with --out") from None
-    return f"{text}\n\nThis text is in {out}/replay.md, every prompt in {out}/replay.json, the picture in {picture}."
+    return f"{text}\n\nThis text is in {out}/replay.md, every prompt in replay.json, the picture in replay.png."
 
 
 def _read(folder: Path, threshold: float | None, reward_key: str | None) -> Recording:
@@ -61,135 +83,124 @@ def _read(folder: Path, threshold: float | None, reward_key: str | None) -> Reco
     )
 
 
-def _text(result: Outcomes) -> str:
-    return "\n\n".join([_heading(result), _measures(result), _objectives(result), _classes(result), _rounds(result)])
+def replay_all(
+    recording: Recording, base: AllocationConfig, asked: Sequence[str]
+) -> tuple[dict[str, np.ndarray], what_if.Difference | str]:
+    """(name -> rollouts of every visit, int64 [V], of the record, the allocators `asked` and the oracle; the first
+    visit at which a replay of the run's own allocator differs from the record, "none", or "not checked").
+
+    Raises ValueError for an allocator that cannot be parsed or does not fit the budget.
+    """
+    steps, difference = recording.steps, "not checked"
+    # Not reproducible: a record has only estimates of energies, and with cost: tokens not the step's budget in tokens.
+    by_energy = base.kind in ("gvm", "cures") or base.variance == "energy"
+    if recording.trainer == "dynamo-megatron" and not by_energy and base.cost == "rollouts":
+        difference = what_if.first_difference(steps, what_if.replay(steps, base, recording.strata)) or "none"
+    counts = {"as recorded": what_if.given(steps)}
+    for text in asked:
+        counts[text] = what_if.replay(steps, parse_allocator(text, recording), recording.strata)
+    counts["oracle"] = what_if.oracle(steps, what_if.success_rates(steps), base)
+    return counts, difference
 
 
-def _heading(result: Outcomes) -> str:
-    recording, steps = result.recording, result.recording.step_numbers
-    visits, prompts = len(result.rates), len(set(recording.prompt_ids))
+def _measures(rates: np.ndarray, counts: dict[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    """name -> plain numbers, the variance also relative to the record's and the oracle's (None where that is 0)."""
+    variance = {name: float(what_if.expected_variance(rates, each).sum()) for name, each in counts.items()}
+    recorded, least = variance["as recorded"], variance["oracle"]
+    return {
+        name: {
+            "rollouts": int(each.sum()),
+            "expected_variance": variance[name],
+            "to_recorded": variance[name] / recorded if recorded else None,
+            "to_oracle": variance[name] / least if least else None,
+            "degenerate_expected": float(what_if.degenerate_chance(rates, each).mean()),
+        }
+        for name, each in counts.items()
+    }
+
+
+def _heading(recording: Recording, rates: np.ndarray, difference: what_if.Difference | str) -> str:
+    steps, prompts = len(recording.step_numbers), len(set(recording.prompt_ids))
     lines = [
-        f"{len(steps)} {'steps' if len(steps) > 1 else 'step'} of {recording.trainer} with "
-        f"{sum(step.budget for step in recording.steps)} rollouts: {visits} visits to {prompts} prompts. "
-        f"On a first visit nothing is known of a prompt; {visits - prompts} visits are later ones."
+        f"{steps} step{'s' * (steps > 1)} of {recording.trainer} with {sum(s.budget for s in recording.steps)} "
+        f"rollouts: {len(rates)} visits to {prompts} prompts. On a first visit nothing is known of a prompt; "
+        f"{len(rates) - prompts} visits are later ones."
     ]
-    if result.difference is not None:
-        step, prompt_id, given, replayed = result.difference
+    if isinstance(difference, what_if.Difference):
         lines.append(
-            f"NOT REPRODUCED: replaying the run's own allocator first differs at step {step}, prompt {prompt_id!r}: "
-            f"{given} in allocation.jsonl, {replayed} replayed; other code or other files than those of the run."
+            f"NOT REPRODUCED: replaying the run's own allocator first differs at step {difference.step}, prompt "
+            f"{difference.prompt_id!r}: {difference.given} in allocation.jsonl, {difference.replayed} replayed; other "
+            "code or other files than those of the run."
         )
-    elif result.checked:
-        lines.append(f"Replaying the run's own allocator gives all {visits} counts of allocation.jsonl exactly.")
-    lines.extend(recording.notes)
-    return f"# Replay of {recording.folder}\n\n" + "\n\n".join(lines)
+    elif difference == "none":
+        lines.append(f"Replaying the run's own allocator gives all {len(rates)} counts of allocation.jsonl exactly.")
+    return f"# Replay of {recording.folder}\n\n" + "\n\n".join(lines + recording.notes)
 
 
-def _measures(result: Outcomes) -> str:
-    head = [
-        "allocator",
-        "rollouts",
-        "expected variance, uniform = 1",
-        "oracle = 1",
-        "groups all right or all wrong, expected, %",
-        "rank correlation with difficulty",
-    ]
-    lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
-    for name, m in result.measures.items():
-        cells = [_number(m["to_uniform"]), _number(m["to_oracle"]), f"{100 * m['degenerate_expected']:.1f}"]
-        lines.append(markdown_row([name, str(m["rollouts"]), *cells, _number(m["rank_correlation"], "+.2f")]))
+def _tables(
+    rates: np.ndarray, counts: dict[str, np.ndarray], measures: dict[str, dict[str, Any]], base: AllocationConfig
+) -> str:
+    head = ["allocator", "rollouts", "expected variance, as recorded = 1", "oracle = 1", "all right or all wrong, %"]
+    rows = [head]
+    for name, m in measures.items():
+        ratios = ("-" if m[key] is None else f"{m[key]:.3f}" for key in ("to_recorded", "to_oracle"))
+        rows.append([name, str(m["rollouts"]), *ratios, f"{100 * m['degenerate_expected']:.1f}"])
+    classes = [["success rate p", "visits", *counts]]
+    for name, members in rate_classes(rates).items():
+        means = [f"{each[members].mean():.2f}" if members.any() else "-" for each in counts.values()]
+        classes.append([name, str(members.sum()), *means])
+    meaning = MEANING.format(base.rollout_n_min, base.rollout_n_max)
     return (
-        "## Allocators on the same rollouts\n\n"
-        + "\n".join(lines)
-        + f"\n\nOf the groups that were sampled, {100 * result.degenerate_share:.1f} % have equal rewards throughout; "
-        "more than expected means that success rates moved while the policy learned.\n\n"
-        "p is a prompt's success rate over the whole record, known only afterwards; the rollouts that an allocator "
-        "learned from are among those that it is judged by. Expected variance is sum p(1-p)/n, not the gradient's. "
-        f"The oracle knows p; it has the step's budget and {result.base.rollout_n_min} to {result.base.rollout_n_max} "
-        "rollouts for a prompt. Every allocator saw what was sampled: what more rollouts would have shown it, nobody "
-        "knows. Difficulty is 1 - p."
+        f"## Allocators on the same rollouts\n\n{markdown(rows)}\n\n{meaning}\n\n"
+        f"## Mean rollouts of a visit\n\n{markdown(classes)}"
     )
 
 
-def _objectives(result: Outcomes) -> str:
-    lines = [markdown_row(["allocator", *OBJECTIVES]), markdown_row(["---"] + ["---:"] * len(OBJECTIVES))]
-    for name, m in result.measures.items():
-        lines.append(markdown_row([name, *(_number(m["objectives_to_uniform"][key]) for key in OBJECTIVES)]))
-    meaning = "\n".join(f"- {name}: {text}" for name, text in OBJECTIVES.items())
-    source = "from the server's logprobs, within a factor of 2 for a token" if result.energies else "not in the record"
-    return (
-        "## What each of them optimises, uniform = 1\n\n"
-        + "\n".join(lines)
-        + f"\n\nOf the whole record's p, energies and lengths. Energies are {source}.\n\n{meaning}"
-    )
-
-
-def _classes(result: Outcomes) -> str:
-    lines = [
-        markdown_row(["success rate p", "visits", *result.counts]),
-        markdown_row(["---"] + ["---:"] * (len(result.counts) + 1)),
-    ]
-    for name, members in rate_classes(result.rates).items():
-        means = [f"{counts[members].mean():.2f}" if members.any() else "-" for counts in result.counts.values()]
-        lines.append(markdown_row([name, str(members.sum()), *means]))
-    return "## Mean rollouts of a visit\n\n" + "\n".join(lines)
-
-
-def _rounds(result: Outcomes) -> str:
-    head = ["rule", "rollouts", "trained on, %", "groups whose rewards differ, for 100 rollouts"]
-    lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
-    for name, r in result.rounds.items():
-        trained, groups = 100 * r["trained"] / r["rollouts"], 100 * r["groups"] / r["rollouts"]
-        lines.append(markdown_row([name, f"{r['rollouts']:.0f}", f"{trained:.0f}", f"{groups:.2f}"]))
-    return (
-        "## Rules that look at a step's outcomes\n\n"
-        + "\n".join(lines)
-        + f"\n\nTheir outcomes are drawn with p, {DRAWS} times: the record has a fixed number of rollouts of a visit, "
-        "and these rules ask for more where they like. pilot has the step's budget, half of it in the first round; "
-        "reinforce_ada rounds of 8, at most 4, whatever the budget. Groups are of what is trained on, expected ones "
-        "for the allocators. Their number says nothing about the gradient's variance, nor about the bias that these "
-        "rules have and allocators do not; and no record says what a prompt that is put off would give later."
-    )
-
-
-def _number(value: float | None, form: str = ".3f") -> str:
-    return "-" if value is None else f"{value:{form}}"
-
-
-def _plain(result: Outcomes) -> dict[str, Any]:
-    """The content of replay.json. Lists of counts have an entry per visit of a prompt, lists of variances per step."""
-    recording = result.recording
+def _plain(
+    recording: Recording,
+    rates: np.ndarray,
+    counts: dict[str, np.ndarray],
+    measures: dict[str, dict[str, Any]],
+    difference: what_if.Difference | str,
+) -> dict[str, Any]:
+    """The content of replay.json. Lists of counts have an entry per visit of a prompt."""
     visits: dict[str, list[int]] = {}
     for visit, prompt_id in enumerate(recording.prompt_ids):
         visits.setdefault(prompt_id, []).append(visit)
-    step_numbers = recording.step_numbers
-    prompts = []
-    for prompt_id, its in visits.items():
-        prompts.append(
-            {
-                "prompt_id": prompt_id,
-                **({"prompt": recording.texts[prompt_id]} if prompt_id in recording.texts else {}),
-                "success_rate": float(result.rates[its[0]]),
-                "steps": step_numbers[recording.step_index[its]].tolist(),
-                "rollouts": {name: counts[its].tolist() for name, counts in result.counts.items()},
-            }
-        )
+    prompts = [
+        {
+            "prompt_id": prompt_id,
+            "prompt": recording.texts.get(prompt_id),
+            "success_rate": float(rates[its[0]]),
+            "steps": recording.step_numbers[recording.step_index[its]].tolist(),
+            "rollouts": {name: each[its].tolist() for name, each in counts.items()},
+        }
+        for prompt_id, its in visits.items()
+    ]
+    differs = isinstance(difference, what_if.Difference)
     return {
-        "folder": str(recording.folder),
-        "trainer": recording.trainer,
-        "reproduced": result.difference is None if result.checked else None,
-        "first_difference": None if result.difference is None else result.difference._asdict(),
-        "notes": recording.notes,
-        "degenerate_observed": result.degenerate_share,
-        "allocators": {
-            name: {
-                **({"config": result.configs[name].model_dump(mode="json")} if name in result.configs else {}),
-                **result.measures[name],
-                "expected_variance_by_step": result.variance(counts).tolist(),
-            }
-            for name, counts in result.counts.items()
-        },
-        "rounds": result.rounds,
-        "steps": step_numbers.tolist(),
-        "prompts": prompts,
+        **{"folder": str(recording.folder), "trainer": recording.trainer, "notes": recording.notes},
+        "reproduced": None if difference == "not checked" else not differs,
+        "first_difference": difference._asdict() if differs else None,
+        **{"allocators": measures, "prompts": prompts},
     }
+
+
+def _figures(recording: Recording, rates: np.ndarray, counts: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    steps, of_step = recording.step_numbers, recording.step_index
+    bins, window = rate_bins(rates), window_of(len(steps))
+    members = [bins == b for b in np.unique(bins)]
+    by_step = {name: np.bincount(of_step, what_if.expected_variance(rates, each)) for name, each in counts.items()}
+    even, variance, rollouts = moving_average(by_step["as recorded"], window), [], []
+    for i, (name, each) in enumerate(counts.items()):
+        line = {"color": COLOURS[i % len(COLOURS)], "width": 2, "dash": DASHES[i // len(COLOURS) % len(DASHES)]}
+        shown = {"name": name, "mode": "lines+markers", "line": line}
+        smooth = moving_average(by_step[name], window)
+        ratio = np.divide(smooth, even, out=np.ones(len(even)), where=even > 0)
+        variance.append({"x": steps.tolist(), "y": plain(ratio), **shown, "mode": "lines"})
+        x, y = ([values[its].mean() for its in members] for values in (rates, each))
+        rollouts.append({"x": plain(x), "y": plain(y), **shown})
+    return [
+        figure("Expected variance from the same budget", "sum p(1-p)/n, as recorded = 1", variance),
+        figure("Rollouts by success rate", "rollouts of a visit, mean", rollouts, x="success rate p of a prompt"),
+    ]

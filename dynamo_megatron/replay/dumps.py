@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import re
-import zipfile
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,19 +81,16 @@ def read_slime(folder: Path, threshold: float, reward_key: str | None) -> Record
 
 
 def _load(path: Path) -> Any:
-    if not zipfile.is_zipfile(path):
-        raise InputError(f"{path}: not a file of torch.save, or cut short; remove it or copy it again")
-    import torch  # seconds
+    import torch  # takes seconds
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
+    except Exception as error:  # of broken bytes it raises anything
+        why = str(error).partition("\n")[0]
         raise InputError(
-            f"{path}: holds more than plain data; if you trust it, load it with torch.load(..., weights_only=False) "
-            "and save it again with only prompt, reward and group_index of its samples"
+            f"{path}: torch.load refuses it ({why}); remove it or copy it again, or save it with only prompt, reward "
+            "and group_index of its samples"
         ) from None
-    except RuntimeError as error:
-        raise InputError(f"{path}: an archive that torch.load refuses ({str(error).splitlines()[0]})") from None
 
 
 def _slime_reward(sample: dict[str, Any], key: str | None, where: str) -> float | None:

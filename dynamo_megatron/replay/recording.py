@@ -17,9 +17,6 @@ from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.types import NOT_TRAINED
 
-# In the folder of a run: a line for each prompt whose gradient was measured, by benchmarks/gradient_variance.py.
-GRADIENTS_FILE = "gradients.jsonl"
-
 
 @dataclass(frozen=True)
 class RecordedStep:
@@ -51,7 +48,6 @@ class Recording:
     texts: dict[str, str] = field(default_factory=dict)  # prompt_id -> prompt, where the id is a hash of it
     notes: list[str] = field(default_factory=list)  # one line for each thing that was left out
     strata: dict[str, Hashable] | None = None  # prompt_id -> the prompt's stratum (algorithm.allocation.prior_by)
-    gradients: dict[str, float] = field(default_factory=dict)  # prompt_id -> s^2, the measured variance of its gradient
 
     @property
     def prompt_ids(self) -> list[str]:
@@ -81,31 +77,15 @@ def read_run(folder: Path) -> Recording:
     rows = list(read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n"))
     by_step = [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
     whole = by_step and (folder / "allocation.jsonl").read_bytes().endswith(b"\n")
-    if by_step and not (whole and len(by_step[-1]) >= _prompts_of(folder, config, by_step[-1][0]["step"])):
+    if by_step and not (whole and len(by_step[-1]) >= config["data"]["batch_prompts"]):
         notes.append(f"Step {by_step.pop()[0]['step']} is left out: a kill tore its allocation.")
     if not by_step:
         raise InputError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
     source = Path(config["rollout"]["recorded"] or folder)
     steps = [part for rows in by_step for part in _read_step(source, rows)]
     strata = {row["prompt_id"]: row["stratum"] for row in rows} if "stratum" in rows[0] else None
-    measured = read_rows(folder / GRADIENTS_FILE, "prompt_id", "variance")
-    return Recording(
-        folder,
-        "dynamo-megatron",
-        steps,
-        config["algorithm"]["allocation"],
-        notes=notes,
-        strata=strata,
-        gradients={row["prompt_id"]: row["variance"] for row in measured},
-    )
-
-
-def _prompts_of(folder: Path, config: dict[str, Any], step: int) -> int:
-    """The number of prompts that `step` has drawn at least."""
-    if (prompts := config["data"]["batch_prompts"]) != "auto":
-        return prompts
-    rows = read_rows(folder / "metrics.jsonl", "step", "allocation/prompts")
-    return next((row["allocation/prompts"] for row in rows if row["step"] == step), 0)
+    allocation = config["algorithm"]["allocation"]
+    return Recording(folder, "dynamo-megatron", steps, allocation, notes=notes, strata=strata)
 
 
 def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:

@@ -53,14 +53,12 @@ def given(steps: Sequence[RecordedStep]) -> np.ndarray:
 
 def first_difference(steps: Sequence[RecordedStep], counts: np.ndarray) -> Difference | None:
     """The first visit whose recorded count differs from `counts`, int64 [V]; None where there is none."""
-    place = 0
-    for step in steps:
-        replayed = counts[place : place + len(step.given)]
-        if (other := np.flatnonzero(replayed != step.given)).size:
-            i = other[0]
-            return Difference(step.step, step.prompt_ids[i], int(step.given[i]), int(replayed[i]))
-        place += len(step.given)
-    return None
+    recorded = given(steps)
+    if not (other := np.flatnonzero(recorded != counts)).size:
+        return None
+    visit = int(other[0])
+    step, prompt_id = [(step.step, prompt_id) for step in steps for prompt_id in step.prompt_ids][visit]
+    return Difference(step, prompt_id, int(recorded[visit]), int(counts[visit]))
 
 
 def success_rates(steps: Sequence[RecordedStep]) -> np.ndarray:
@@ -94,25 +92,3 @@ def expected_variance(rates: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def degenerate_chance(rates: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The probability that all of n rollouts succeed or all fail, p^n + (1-p)^n, float64 [V]."""
     return rates**counts + (1 - rates) ** counts
-
-
-def degenerate_share(steps: Sequence[RecordedStep]) -> float:
-    """The share of the recorded groups whose rewards are all equal. A visit without rollouts is not a group."""
-    equal = []
-    for step in steps:
-        low, high = np.full(len(step.given), np.inf), np.full(len(step.given), -np.inf)
-        np.minimum.at(low, step.dispatch, step.rewards)
-        np.maximum.at(high, step.dispatch, step.rewards)
-        equal.extend((low == high)[low <= high])
-    return float(np.mean(equal))
-
-
-def rank_correlation(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Spearman's rank correlation of two arrays [V], with mean ranks for ties; None where one of them is constant."""
-    ranks = []
-    for values in (x, y):
-        _, place, times = np.unique(values, return_inverse=True, return_counts=True)
-        if len(times) < 2:
-            return None
-        ranks.append((np.cumsum(times) - (times - 1) / 2)[place])
-    return float(np.corrcoef(*ranks)[0, 1])

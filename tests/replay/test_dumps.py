@@ -1,7 +1,6 @@
 """The dumps of verl and slime, written as their trainers write them."""
 
 import json
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -85,18 +84,9 @@ def test_rewards_of_slime_that_are_several(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (
-            '{"input": "q"}',
-            r"7.jsonl:1: 'score' is None, not a finite number; remove the line",
-        ),
+        ('{"input": "q"}', r"7.jsonl:1: 'score' is None, not a finite number; remove the line"),
         ('{"output": "q", "score": 1}', r"7.jsonl:1: no 'input'; expected a line of verl's trainer.rollout_data_dir"),
-        ('{"input": ["q"], "score": 1}', r"7.jsonl:1: no 'input'; expected a line"),
-        (
-            '{"input": "q", "score": NaN}',
-            r"7.jsonl:1: 'score' is nan, not a finite number; remove the line",
-        ),
-        ('{"input": "q", "score": 1e400}', r"7.jsonl:1: 'score' is inf, not a finite number"),
-        ('{"input": "q", "score": 1' + "0" * 400 + "}", r"7.jsonl:1: 'score' is 10{39}, not a finite number"),
+        ('{"input": "q", "score": NaN}', r"7.jsonl:1: 'score' is nan, not a finite number; remove the line"),
         ("nonsense", r"7.jsonl:1: not JSON"),
         ("", r"7.jsonl: no rollout with a reward"),
     ],
@@ -110,18 +100,14 @@ def test_a_broken_line_of_verl_is_named(tmp_path, line, says):
 
 def test_a_broken_file_of_slime_is_named(tmp_path):
     path = write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0, "routed": np.arange(3)}])
-    with pytest.raises(ValueError, match=r"data_0.pt: holds more than plain data; if you trust it") as error:
+    with pytest.raises(ValueError, match=r"data_0.pt: torch.load refuses it \(Weights only load failed") as error:
         read_slime(tmp_path, 1.0, None)
     assert "\n" not in str(error.value)
     whole = write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0}]).read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"text"):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"data_0.pt: not a file of torch.save, or cut short"):
+        with pytest.raises(ValueError, match=r"data_0.pt: torch.load refuses it"):
             read_slime(tmp_path, 1.0, None)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("data_0/notes.txt", "no tensors")
-    with pytest.raises(ValueError, match=r"data_0.pt: an archive that torch.load refuses \(.*\)$"):
-        read_slime(tmp_path, 1.0, None)
     torch.save({"weights": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match=r"data_0.pt: no 'rollout_id' and 'samples'"):
         read_slime(tmp_path, 1.0, None)

@@ -1,7 +1,6 @@
 """The figures of a replay against numbers computed by hand."""
 
 import numpy as np
-import pytest
 from recorded import recorded_step
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -28,19 +27,6 @@ def test_expected_variance():
 def test_degenerate_chance():
     rates, counts = np.array([0.5, 0.25, 0.0, 1.0, 0.5]), np.array([2, 3, 1, 8, 1])
     assert what_if.degenerate_chance(rates, counts).tolist() == [0.5, 28 / 64, 1, 1, 1]
-
-
-def test_degenerate_share_is_about_rewards_and_groups_that_came():
-    """[1, 0, 0] and [1, .5] are mixed, [0] is not; two groups did not come."""
-    assert what_if.degenerate_share(STEPS) == pytest.approx(1 / 3)
-
-
-def test_rank_correlation():
-    """Ranks 1, 2.5, 2.5, 4, 5 and 2.5, 2.5, 5, 4, 1."""
-    x, y = np.array([1, 2, 2, 5, 9.0]), np.array([3, 3, 8, 4, 0.5])
-    assert what_if.rank_correlation(x, y) == pytest.approx(-2.75 / 9.5, abs=1e-12)
-    assert what_if.rank_correlation(np.arange(5), np.arange(5) ** 3) == pytest.approx(1)
-    assert what_if.rank_correlation(np.full(5, 8), y) is None
 
 
 def test_oracle():
