@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,62 +22,22 @@ PHASES = {"reshard": "weight sync"}  # names of phases that differ from their me
 TIMES = ("generate", "logprobs", "update", "reshard", "other", "evaluate", "save")
 
 
-class Chart(NamedTuple):
-    """One figure of metrics over the steps."""
-
-    title: str
-    unit: str
-    series: dict[str, str]  # metric -> what the legend calls it
-    note: str = ""
-    log: bool = False
-
-
-CHARTS = (
-    Chart("Success", "share of rollouts", {"reward/success": "solved"}),
-    Chart("Policy entropy", "nats per token", {"policy/entropy": "entropy"}),
-    Chart("Response length", "tokens, mean", {"rollout/response_length_mean": "length"}),
-    Chart(
-        "KL",
-        "nats per token",
-        {"policy/kl": "policy to reference", "rollout_correction/kl": "policy to engine"},
-        "The KL to a reference is measured where algorithm.kl.coef is above 0.",
-    ),
-    Chart(
-        "Gap of the logprobs, policy and engine",
-        "nats",
-        {"rollout/logprob_gap_mean": "mean", "rollout/logprob_gap_max": "largest"},
-        log=True,
-    ),
-    Chart(
-        "Incomplete responses",
-        "share of rollouts",
-        {f"rollout/{name}": name for name in ("truncated", "aborted", "failed", "rejected")},
-    ),
-    Chart("Gradient norm", "norm, before clipping", {"policy/grad_norm": "gradient"}),
-    Chart("Clipped tokens", "share of tokens", {"policy/clip_share": "clipped", "policy/clip_c_share": "by dual clip"}),
-    Chart(
-        "Modulated tokens",
-        "share of tokens",
-        {"policy/boosted_share": "boosted (above 1.1)", "policy/damped_share": "damped (below 0.9)"},
-    ),
-    Chart("Throughput", "tokens per second", {"throughput/tokens_per_second": "all tokens"}),
-    Chart(
-        "Utilisation",
-        "share",
-        {"fleet/idle_share": "servers idle, of all time", "resources/cpu": "processor cores busy, of all time"},
-    ),
-    Chart(
-        "Age of the weights",
-        "steps",
-        {"rollout/staleness_mean": "mean of the tokens", "rollout/staleness_max": "oldest token"},
-    ),
-    Chart(
-        "Groups of equal rewards",
-        "share of the groups",
-        {"rollout/zero_variance_groups": "all rewards equal"},
-        "With a baseline of the group alone their advantages are 0.",
-    ),
-    Chart("Rollouts of a prompt", "rollouts", {"allocation/n_max": "most", "allocation/n_min": "fewest"}),
+# title, unit, metrics and what the legend calls them; a unit that ends in "log" has a logarithmic axis
+CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("Success", "share of rollouts", {"reward/success": "solved"}),
+    ("Policy entropy", "nats per token", {"policy/entropy": "entropy"}),
+    ("Response length", "tokens, mean", {"rollout/response_length_mean": "length"}),
+    ("KL", "nats per token", {"policy/kl": "to the reference", "rollout_correction/kl": "to the engine"}),
+    ("Logprobs, policy - engine", "nats, log", {"rollout/logprob_gap_mean": "mean", "rollout/logprob_gap_max": "max"}),
+    ("Incomplete responses", "share", {f"rollout/{s}": s for s in ("truncated", "aborted", "failed", "rejected")}),
+    ("Gradient norm", "norm, before clipping", {"policy/grad_norm": "gradient"}),
+    ("Clipped tokens", "share", {"policy/clip_share": "clipped", "policy/clip_c_share": "by the dual clip"}),
+    ("Modulated tokens", "share", {"policy/boosted_share": "above 1.1", "policy/damped_share": "below 0.9"}),
+    ("Throughput", "tokens per second", {"throughput/tokens_per_second": "all tokens"}),
+    ("Utilisation", "share of all time", {"fleet/idle_share": "servers idle", "resources/cpu": "cores busy"}),
+    ("Age of the weights", "steps", {"rollout/staleness_mean": "mean", "rollout/staleness_max": "oldest token"}),
+    ("Groups of equal rewards", "share of the groups", {"rollout/zero_variance_groups": "all rewards equal"}),
+    ("Rollouts of a prompt", "rollouts", {"allocation/n_max": "most", "allocation/n_min": "fewest"}),
 )
 
 
@@ -138,16 +98,14 @@ def curve(run: RunRecord, values: np.ndarray, *, largest: bool = False) -> tuple
 def metric_figures(runs: Mapping[str, RunRecord]) -> list[Figure]:
     """Reward with evaluations, the CHARTS, and the time of a step; a figure whose values are all 0 or missing is left
     out."""
-    reward = Chart("Reward", "reward, mean of a step", {"reward/mean": "training reward"})
-    note = "Points: share of held-out problems solved, with the 95 % interval over problems."
-    points = _passes(runs)
-    figures = [figure(reward.title, reward.unit, [*_lines(reward, runs), *points], note if points else "")]
-    for chart in CHARTS:
-        traces = _lines(chart, runs)
+    reward = [*_lines({"reward/mean": "training reward"}, runs), *_passes(runs)]
+    note = "Points: share of held-out problems solved, with the 95 % interval over problems." if _passes(runs) else ""
+    figures = [figure("Reward", "reward, mean of a step", reward, note)]
+    for title, unit, series in CHARTS:
+        traces = _lines(series, runs)
         if any(any(trace["y"]) for trace in traces):
-            made = figure(chart.title, chart.unit, traces, chart.note)
-            made["layout"]["yaxis"] |= {"type": "log"} if chart.log else {"rangemode": "tozero"}
-            figures.append(made)
+            figures.append(figure(title, unit, traces))
+            figures[-1]["layout"]["yaxis"] |= {"type": "log"} if unit.endswith("log") else {"rangemode": "tozero"}
     return figures + [_times(name, run) for name, run in runs.items() if "time/step" in run.metrics[-1]]
 
 
@@ -156,16 +114,16 @@ def figure(title: str, unit: str, traces: list[dict[str, Any]], note: str = "", 
     return {"title": title, "note": note, "data": traces, "layout": axes}
 
 
-def _lines(chart: Chart, runs: Mapping[str, RunRecord]) -> list[dict[str, Any]]:
+def _lines(series: Mapping[str, str], runs: Mapping[str, RunRecord]) -> list[dict[str, Any]]:
     """A colour a run, or with one run a colour a metric; each step as a thin line below its moving average."""
     traces = []
     for r, (name, run) in enumerate(runs.items()):
-        for s, (key, label) in enumerate(chart.series.items()):
+        for s, (key, label) in enumerate(series.items()):
             values = run.series(key)
             if not np.isfinite(values).any():
                 continue
             if len(runs) > 1:
-                label = name if len(chart.series) == 1 else f"{name}: {label}"
+                label = name if len(series) == 1 else f"{name}: {label}"
             line = {"color": COLOURS[(r if len(runs) > 1 else s) % len(COLOURS)], "dash": DASHES[s % len(DASHES)]}
             window = 1 if key.endswith("_max") else window_of(len(values))
             x, y = curve(run, values, largest=key.endswith("_max"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -161,29 +161,24 @@ def write_page(
         file.write(html.encode())
 
 
-def _chosen(run: RunRecord, asked: Collection[str]) -> Iterator[tuple[Rollout, list[str], dict[str, list[float]]]]:
-    """Yields (rollout, why it is shown, its statistics by name, one number a response token): those asked for, then of
+def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[str], dict[str, list[float]]]]:
+    """Returns (rollout, why it is shown, its statistics by name, one number a response token): those asked for, then of
     the newest step, of the first, and of steps between them the best, the worst and what else stands out."""
     source = Path(run.config["rollout"].get("recorded") or run.folder)
     files = {step: path for step, path in step_files(source).items() if step <= run.metrics[-1]["step"]}
-    places = np.linspace(0, len(files) - 1, min(STEPS, len(files))).round().astype(int)
-    steps = [list(files)[place] for place in places[::-1]]
+    places = np.linspace(len(files) - 1, 0, min(STEPS, len(files))).round().astype(int)
     of_asked = {int(name.split("-")[0]) for name in asked if name.split("-")[0].isdecimal()} & files.keys()
-    later, missing = [], set(asked)
-    for step in dict.fromkeys([*of_asked, *steps]):
+    found = []
+    for step in dict.fromkeys([*of_asked, *(list(files)[place] for place in places)]):
         rollouts = sorted(read_rollouts(files[step]), key=lambda r: r.rollout_id)
         rows = read_token_rows(tokens_file(run.folder, step))
         for rollout, labels in _labelled(rollouts, asked, rows):
             row, ids = rows.get(rollout.rollout_id), rollout.response_tokens
             values = row.lists if row is not None and row.response == response_hash(ids) else {}
-            if rollout.rollout_id in missing:
-                missing.remove(rollout.rollout_id)
-                yield rollout, labels, values
-            else:
-                later.append((rollout, labels, values))
-    if missing:
+            found.append((rollout, labels, values))
+    if missing := set(asked) - {rollout.rollout_id for rollout, _, _ in found}:
         raise InputError(f"--rollout: {source} has no rollout {min(missing)!r}; ids begin with the step")
-    yield from later
+    return sorted(found, key=lambda each: "asked for" not in each[1])
 
 
 def _labelled(

@@ -91,14 +91,9 @@ def _as_json(rollout: Rollout) -> str:
     keys = ("step", "rollout_id", "prompt_id", "reward", "success", "reward_parts", "reward_failures", "status")
     fields = {key: getattr(rollout, key) for key in (*keys, "finish_reason")}
     fields |= {"length": sum(rollout.response_mask), "prompt": rollout.prompt}
-    if rollout.episode is not None:
-        episode = rollout.episode
-        fields |= {
-            "messages": episode.messages,
-            "tools": episode.tools,
-            "counts": episode.counts,
-            "reason": episode.reason,
-        }
+    if (episode := rollout.episode) is not None:
+        fields |= {key: getattr(episode, key) for key in ("tools", "counts", "reason")}
+        fields["messages"] = episode.messages and [_in_openai_format(message) for message in episode.messages]
     return json.dumps({**fields, "response": rollout.response, "answer": rollout.answer})
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynamo_megatron.config.files import identity
 from dynamo_megatron.evaluation.estimates import Interval, paired_bootstrap
 from dynamo_megatron.evaluation.results import align, in_percent, problem_pass_at_k, read_results, results_file
 from dynamo_megatron.reports.figures import moving_average, rate_classes
@@ -135,7 +136,7 @@ def _rollouts(name: str, seen: Revisits) -> Section:
 
 
 def _settings(runs: Mapping[str, RunRecord]) -> Section:
-    flat = [_flat(run.config) for run in runs.values()]
+    flat = [identity(run.config, list(run.config)) for run in runs.values()]
     rows = [["key", *runs]]
     for key in sorted(set().union(*flat) - {"output_dir"}):
         values = [repr(each[key]) if key in each else "-" for each in flat]
@@ -144,27 +145,17 @@ def _settings(runs: Mapping[str, RunRecord]) -> Section:
     return Section("Settings that differ", "" if rows[1:] else "None but output_dir.", rows if rows[1:] else ())
 
 
-def _flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(section, dict) or not section:
-        return {prefix: section}
-    parts = [_flat(part, f"{prefix}.{name}" if prefix else name) for name, part in section.items()]
-    return {key: value for part in parts for key, value in part.items()}
-
-
 def _findings(runs: Mapping[str, RunRecord]) -> Section:
     """Checks of the metrics with the numbers behind them; a warning asks a person to look."""
     rows = [["check", "run", "result", "numbers"]]
     for name, run in runs.items():
-        for check, (warns, numbers) in {
-            "entropy collapse": _entropy(run),
-            "reward by length": _length(run),
-            "gap between policy and engine": _gap(run),
-        }.items():
-            rows.append([check, name, "not measured" if warns is None else "WARNING" if warns else "fine", numbers])
+        for check in (_entropy, _length, _gap):
+            title, warns, numbers = check(run)
+            rows.append([title, name, "not measured" if warns is None else "WARNING" if warns else "fine", numbers])
     return Section("Findings", f"First and last are means over {ENDS} steps; a check needs {FEWEST} steps.", rows)
 
 
-Found = tuple[bool | None, str]  # None: not measured
+Found = tuple[str, bool | None, str]  # the check; does it warn (None: not measured); the numbers behind it
 
 
 def _ends(run: RunRecord, key: str) -> tuple[float, float]:
@@ -177,7 +168,8 @@ def _ends(run: RunRecord, key: str) -> tuple[float, float]:
 def _entropy(run: RunRecord) -> Found:
     first, last = _ends(run, "policy/entropy")
     warns = None if np.isnan(first) else bool(last < 0.25 * first)
-    return warns, f"policy/entropy {first:.3g} -> {last:.3g} nats per token; a warning below a quarter of the beginning"
+    said = f"policy/entropy {first:.3g} -> {last:.3g} nats per token; a warning below a quarter of the beginning"
+    return "entropy collapse", warns, said
 
 
 def _length(run: RunRecord) -> Found:
@@ -186,16 +178,18 @@ def _length(run: RunRecord) -> Found:
     smooth = np.array([moving_average(run.series(key), ENDS + 1) for key in keys])
     smooth = smooth[:, np.isfinite(smooth).all(axis=0)]
     if smooth.shape[1] < FEWEST:
-        return None, ""
+        return "reward by length", None, ""
     together = float(np.corrcoef(smooth)[0, 1]) if (smooth.std(axis=1) > 0).all() else 0.0
     warns = length[1] > 1.2 * length[0] and reward[1] > reward[0] and together > 0.8
-    return bool(warns), (
+    said = (
         f"reward {reward[0]:.3g} -> {reward[1]:.3g}, length {length[0]:.4g} -> {length[1]:.4g} tokens, correlation "
         f"{together:.2f}; a warning where the length grows by a fifth with the reward and a correlation above 0.8"
     )
+    return "reward by length", bool(warns), said
 
 
 def _gap(run: RunRecord) -> Found:
     first, last = _ends(run, "rollout/logprob_gap_mean")
     warns = None if np.isnan(first) else bool(last > max(1e-3, 3 * first))
-    return warns, f"{first:.2g} -> {last:.2g} nats on average; a warning above 3 times the beginning and 0.001 nats"
+    said = f"{first:.2g} -> {last:.2g} nats on average; a warning above 3 times the beginning and 0.001 nats"
+    return "gap between policy and engine", warns, said

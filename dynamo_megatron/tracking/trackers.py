@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, to_plain
+from dynamo_megatron.config.files import ConfigError, identity, to_plain
 from dynamo_megatron.runtime.user_code import load_callable
 from dynamo_megatron.runtime.whole_files import replacing
 
@@ -24,11 +24,11 @@ Row = Mapping[str, Any]  # `step` and metrics by name
 
 
 class Tracker(Protocol):
-    """What `module:Class` names: it is called with (config, start), the run's configuration and the step after which it
-    continues (0: a new run)."""
+    """What `module:Class` names is called with the run's configuration and the step after which the run continues (0: a
+    new run), and gives this."""
 
     def write(self, row: Row) -> None:
-        """Takes one row. A step may have several rows with different names. Must not block for long: the run waits."""
+        """Takes one row. A step may have several rows with different names. The run waits for it."""
 
     def close(self) -> None:
         """Sends what is left."""
@@ -100,7 +100,8 @@ class MlflowTracker:
         number = experiment.experiment_id if experiment is not None else self._client.create_experiment(project)
         self._id = self._client.create_run(number, run_name=run_name(config)).info.run_id
         keep_id(config, "mlflow", self._id)
-        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat(to_plain(config)).items()]
+        plain = to_plain(config)
+        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in identity(plain, list(plain)).items()]
         for first in range(0, len(params), 100):  # mlflow's limit per request
             self._client.log_batch(self._id, params=params[first : first + 100])
 
@@ -130,14 +131,6 @@ def run_name(config: Config) -> str:
 def numbers(row: Row) -> dict[str, float]:
     """The metrics of a row, without its step."""
     return {name: float(v) for name, v in row.items() if name != "step" and isinstance(v, int | float)}
-
-
-def flat(section: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """The nested mapping `section` as dotted key -> value; `at` is a prefix of the keys."""
-    found: dict[str, Any] = {}
-    for name, value in section.items():
-        found |= flat(value, f"{at}{name}.") if isinstance(value, Mapping) else {f"{at}{name}": value}
-    return found
 
 
 def kept_id(config: Config, service: str) -> str | None:
