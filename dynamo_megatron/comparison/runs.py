@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.comparison.spec import Outcome, Run, planned_runs, read_outcome, read_spec, write_outcome
+from dynamo_megatron.comparison.spec import PlannedRun, RunOutcome, planned_runs, read_outcome, read_spec, write_outcome
 from dynamo_megatron.comparison.table import write_comparison
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
@@ -48,8 +48,6 @@ def compare(options: argparse.Namespace) -> int:
     """Returns the exit code. Raises ConfigError."""
     spec, ranks = read_spec(options.spec), str(options.ranks or "")
     runs = planned_runs(spec, ["--ranks", ranks] if ranks else [])
-    for line in spec.wide():
-        print(f"warning: {line}; the best one may lie between them", file=sys.stderr)
     if options.dry_run:
         for run in runs:
             print(shlex.join(["dynamo-megatron", "train", *run.words]))
@@ -66,7 +64,7 @@ def compare(options: argparse.Namespace) -> int:
     return write_comparison(spec, runs)
 
 
-def check_side_by_side(runs: Sequence[Run], jobs: int) -> None:
+def check_side_by_side(runs: Sequence[PlannedRun], jobs: int) -> None:
     """Raises ConfigError where runs side by side would listen at one port, or push to the same servers."""
     for config in (run.config for run in runs):
         shared = [f"rollout.port: {config.rollout.port}"] if config.rollout.port is not None else []
@@ -133,7 +131,7 @@ def _begin(parent: int, cores: Sequence[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-async def carry_out(runs: Sequence[Run], folder: Path, stop: Stop) -> int:
+async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int:
     """Trains those of `runs` that have not ended or have failed but not diverged, one after the other, until all have
     ended or `stop` gets a signal. Returns 0 or the exit code.
 
@@ -171,7 +169,7 @@ async def carry_out(runs: Sequence[Run], folder: Path, stop: Stop) -> int:
     return 0
 
 
-async def _train(run: Run, keys: dict[str, Any] | None, stop: Stop) -> Outcome | None:
+async def _train(run: PlannedRun, keys: dict[str, Any] | None, stop: Stop) -> RunOutcome | None:
     """Trains one run. Returns None where it stopped on request. Raises ConfigError where the run is refused."""
     await released(run.folder)
     console = run.folder.with_name(f"{run.folder.name}.log")
@@ -189,7 +187,7 @@ async def _train(run: Run, keys: dict[str, Any] | None, stop: Stop) -> Outcome |
         return None
     if code == REFUSED:
         raise ConfigError(f"{run.name}: {said} (more in {console})")
-    write_outcome(run, outcome := Outcome(code, said))
+    write_outcome(run, outcome := RunOutcome(code, said))
     return outcome
 
 

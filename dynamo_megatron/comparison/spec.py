@@ -26,7 +26,6 @@ SHARED = ("model.path", *(f"eval.{key}" for key in ("data", "limit", "samples", 
 # These keys depend on the servers that a run uses, not on the run.
 ADDRESS = tuple(f"rollout.{key}" for key in ("placement", "urls", "api_key_env", "port", "servers"))
 NOT_FINITE = "NonFiniteError"  # in the last line of a run that failed with NaN or infinity
-WIDEST_FACTOR = 1.5  # the largest factor between neighbouring learning rates without a note
 
 
 class Spec(Section):
@@ -61,9 +60,7 @@ class Spec(Section):
             raise InputError("seeds: a seed stands there twice; a second run with it is the same run")
         by_arm = self.learning_rates
         if isinstance(by_arm, dict) and (odd := by_arm.keys() ^ self.arms.keys()):
-            name = min(odd)
-            hint = "has no rates" if name in self.arms else f"is none of the arms{_near(name, self.arms)}"
-            raise InputError(f"learning_rates: {name} {hint}; give a list for all arms, or one for each of them")
+            raise InputError(f"learning_rates: {min(odd)}: give a list for all arms, or one for each of them")
         for name in self.arms:
             rates = self.rates(name)
             if not rates or min(rates) <= 0 or len(set(rates)) < len(rates):
@@ -76,18 +73,9 @@ class Spec(Section):
         """The arm's learning rates, ascending."""
         return sorted(self.learning_rates[arm] if isinstance(self.learning_rates, dict) else self.learning_rates)
 
-    def wide(self) -> list[str]:
-        """A line for each pair of neighbouring rates that are so far apart that the best one may lie between them."""
-        return [
-            f"{arm}: learning rates {low:g} and {high:g} are more than a factor {WIDEST_FACTOR:g} apart"
-            for arm in self.arms
-            for low, high in zip(self.rates(arm), self.rates(arm)[1:], strict=False)
-            if high > WIDEST_FACTOR * low * (1 + 1e-9)
-        ]
-
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run's process ended: its exit code, and `said`, the last line of its output."""
 
     code: int
@@ -104,7 +92,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class PlannedRun:
     arm: str
     seed: int
     rate: float
@@ -152,7 +140,7 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[Run]:
+def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[PlannedRun]:
     """All runs; their `words` have these `options` of `train`. Those that can use the same servers come together, and
     among them seed after seed, so that a comparison that is stopped early has complete seeds.
 
@@ -172,26 +160,23 @@ def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[Run]:
         for arm in configs
         for rate in spec.rates(arm)
     ]
-    kinds: list[tuple[Any, ...]] = []
-    for run in runs:
-        if run.server_options not in kinds:
-            kinds.append(run.server_options)
     for run in runs:
         _check_on_disk(run)
+    kinds = [run.server_options for run in runs]
     return sorted(runs, key=lambda run: kinds.index(run.server_options))
 
 
-def write_outcome(run: Run, outcome: Outcome) -> None:
+def write_outcome(run: PlannedRun, outcome: RunOutcome) -> None:
     with replacing(run.outcome_file) as file:
         file.write(json.dumps({"exit code": outcome.code, "said": outcome.said}).encode())
 
 
-def read_outcome(run: Run) -> Outcome | None:
+def read_outcome(run: PlannedRun) -> RunOutcome | None:
     """The run's outcome; None where it has not ended, or its folder is gone."""
     if not (run.outcome_file.is_file() and run.folder.is_dir()):
         return None
     read = json.loads(run.outcome_file.read_text(encoding="utf-8"))
-    return Outcome(read["exit code"], read["said"])
+    return RunOutcome(read["exit code"], read["said"])
 
 
 def _compose(spec: Spec, arm: str) -> Config:
@@ -210,29 +195,26 @@ def _compose(spec: Spec, arm: str) -> Config:
     return config
 
 
-def _run(spec: Spec, arm: str, seed: int, rate: float, config: Config, options: Sequence[str]) -> Run:
-    run = Run(arm, seed, rate, (), config)
+def _run(spec: Spec, arm: str, seed: int, rate: float, config: Config, options: Sequence[str]) -> PlannedRun:
+    run = PlannedRun(arm, seed, rate, (), config)
     folder = Path(spec.output_dir) / "runs" / run.name
     own = {"seed": seed, "optimizer.lr": rate, "output_dir": folder}
     words = (*spec.base, *spec.arms[arm], *(f"{key}={value}" for key, value in own.items()), *options)
     optimizer = config.optimizer.model_copy(update={"lr": rate})
     update = {"seed": seed, "optimizer": optimizer, "output_dir": str(folder)}
-    return Run(arm, seed, rate, words, config.model_copy(update=update))
+    return PlannedRun(arm, seed, rate, words, config.model_copy(update=update))
 
 
-def _check_on_disk(run: Run) -> None:
+def _check_on_disk(run: PlannedRun) -> None:
     """Raises ConfigError where the run's folder has another run's config.yaml."""
     file = run.folder / "config.yaml"
     if not file.is_file():
         return
-    saved, asked = _comparable(read_yaml(file, str(file))), _comparable(to_plain(run.config))
-    if differ := sorted(key for key in saved.keys() | asked.keys() if saved.get(key) != asked.get(key)):
+    trees = read_yaml(file, str(file)), to_plain(run.config)
+    saved, asked = (identity(tree, list(tree)) for tree in trees)
+    keys = (saved.keys() | asked.keys()) - set(ADDRESS)
+    if differ := sorted(key for key in keys if saved.get(key) != asked.get(key)):
         raise ConfigError(
             f"{run.folder}: the run there has another {', '.join(differ)} than the spec asks for; remove that folder, "
             "or name another output_dir"
         )
-
-
-def _comparable(plain: dict[str, Any]) -> dict[str, Any]:
-    """dotted key -> value of the keys that identify a run, without those of the servers' addresses."""
-    return {key: value for key, value in identity(plain, list(plain)).items() if key not in ADDRESS}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.comparison.spec import Outcome, Run, Spec, read_outcome
+from dynamo_megatron.comparison.spec import PlannedRun, RunOutcome, Spec, read_outcome
 from dynamo_megatron.comparison.statistics import SHARES, UNITS, Arm, Estimate, Findings, cost_to, find
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
@@ -26,10 +26,10 @@ BETWEEN = ("time/evaluate", "time/save")  # seconds of a step that are not train
 LEAST_SEEDS = 5  # for a ratio and its interval
 SHARE_NAMES = {0.5: "half", 0.9: "90 %"}
 
-Curves = Mapping[Run, Sequence[Mapping[str, Any]]]
+Curves = Mapping[PlannedRun, Sequence[Mapping[str, Any]]]
 
 
-def write_comparison(spec: Spec, runs: Sequence[Run]) -> int:
+def write_comparison(spec: Spec, runs: Sequence[PlannedRun]) -> int:
     """Writes curves.jsonl of all runs, and comparison.md, .json and .png of the seeds whose runs have all ended; prints
     the tables.
 
@@ -68,7 +68,7 @@ def _write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def read_curve(run: Run) -> list[dict[str, Any]]:
+def read_curve(run: PlannedRun) -> list[dict[str, Any]]:
     """One row for each evaluation so far: the run's cost until then, and the evaluation's metrics.
 
     `rollouts` counts every rollout that was requested, including those of dropped groups and those that were aborted,
@@ -92,7 +92,9 @@ def read_curve(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def arrays(spec: Spec, seeds: Sequence[int], outcomes: Mapping[Run, Outcome | None], curves: Curves) -> dict[str, Arm]:
+def arrays(
+    spec: Spec, seeds: Sequence[int], outcomes: Mapping[PlannedRun, RunOutcome | None], curves: Curves
+) -> dict[str, Arm]:
     """The scores and costs of the arms' runs of `seeds`. Raises ValueError where a finished run lacks evaluations of
     the metric."""
     longest = max(2, *(len(rows) for rows in curves.values()))
@@ -221,9 +223,9 @@ def _interval(estimate: dict[str, float | None] | None, form: str, factor: float
     return f"{value} ({low or '-inf'} to {high or 'inf'})"
 
 
-def notes(spec: Spec, outcomes: Mapping[Run, Outcome | None], found: dict[str, Any]) -> list[str]:
-    """Remarks on the runs: wide steps between rates, missing seeds, failures, best rates at an end."""
-    lines = spec.wide()
+def notes(spec: Spec, outcomes: Mapping[PlannedRun, RunOutcome | None], found: dict[str, Any]) -> list[str]:
+    """Remarks on the runs: missing seeds, failures, best rates at an end."""
+    lines = []
     if left := found["seeds left out"]:
         ended = sum(outcome is not None for outcome in outcomes.values())
         lines.append(f"{ended} of {len(outcomes)} runs have ended; left out: seeds {', '.join(map(str, left))}")

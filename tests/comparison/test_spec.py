@@ -81,11 +81,7 @@ def test_runs_of_other_server_options_come_after_each_other():
         ({"seeds": [1, 1]}, "seeds: a seed stands there twice"),
         ({"seeds": []}, "spec.yaml: seeds: List should have at least 1 item"),
         ({"learning_rates": []}, "learning_rates: []: give distinct rates above 0"),
-        ({"learning_rates": {"grpo": [1e-6], "wild": [1]}}, "learning_rates: wide has no rates; give a list for all"),
-        (
-            {"learning_rates": {"grpo": [1e-6], "wide": [1e-6], "wde": [1]}},
-            "learning_rates: wde is none of the arms; did you mean wide?",
-        ),
+        ({"learning_rates": {"grpo": [1e-6], "wild": [1]}}, "learning_rates: wide: give a list for all arms"),
         ({"metric": "eval/pass@2"}, "metric: eval.k of grpo gives eval/pass@1, eval/pass@4, not eval/pass@2"),
         ({"metric": "reward/mean"}, "metric: reward/mean is no figure of an evaluation; name one such as eval/pass@1"),
     ],
@@ -151,12 +147,6 @@ def test_a_run_on_disk_that_is_another_one_is_refused():
     )
 
 
-def test_rates_far_apart_are_named():
-    assert spec().wide() == [] and spec(learning_rates=[2.8e-4, 2e-4, 1.4e-4]).wide() == []
-    (line,) = spec(learning_rates={"grpo": [1e-6, 1.6e-6], "wide": [1e-6, 1.5e-6]}).wide()
-    assert line == "grpo: learning rates 1e-06 and 1.6e-06 are more than a factor 1.5 apart"
-
-
 @pytest.mark.parametrize("name", [name for name in shipped.names() if name.startswith("compare/")])
 def test_every_shipped_spec_has_valid_runs(name):
     spec = read_spec(name)
@@ -166,7 +156,7 @@ def test_every_shipped_spec_has_valid_runs(name):
 def test_the_shipped_spec_names_its_arms_and_good_rates(capsys):
     spec = read_spec("compare/demo")
     assert list(spec.arms) == ["grpo", "grpo_wide", "dynamo", "allocation_only", "modulation_only"]
-    assert spec.wide() == [] and len(spec.seeds) >= 5
+    assert len(spec.seeds) >= 5
     by_arm = {run.arm: run.config.algorithm for run in planned_runs(spec)}
     assert by_arm["allocation_only"].modulation is None and by_arm["modulation_only"].allocation.kind == "uniform"
     assert main(["compare", "compare/demo", "--dry-run"]) == 0

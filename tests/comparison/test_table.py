@@ -7,7 +7,7 @@ import yaml
 from PIL import Image
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.comparison.spec import Outcome, planned_runs, read_outcome, read_spec, write_outcome
+from dynamo_megatron.comparison.spec import RunOutcome, planned_runs, read_outcome, read_spec, write_outcome
 from dynamo_megatron.comparison.table import read_curve
 
 RATES, STEPS = (1e-6, 1.5e-6), 4
@@ -35,7 +35,7 @@ def write_run(run, final: float, *, start: float = 0.2, said: str = "done", code
     ]
     for name, rows in (("metrics", metrics), ("evaluations", evaluations)):
         (run.folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    write_outcome(run, Outcome(code, said))
+    write_outcome(run, RunOutcome(code, said))
 
 
 @pytest.fixture
@@ -162,8 +162,8 @@ def test_what_has_ended_is_not_run_again_unless_it_may_go_well(made, capsys):
 def test_a_nan_is_known_by_the_name_of_its_error():
     from dynamo_megatron.policy.non_finite import NonFiniteError
 
-    assert Outcome(1, f"rank 0, step 3: {NonFiniteError.__name__}: loss").final and Outcome(0, "done").final
-    assert not Outcome(1, "rank 0, step 3: OSError: no space").final
+    assert RunOutcome(1, f"rank 0, step 3: {NonFiniteError.__name__}: loss").final and RunOutcome(0, "done").final
+    assert not RunOutcome(1, "rank 0, step 3: OSError: no space").final
 
 
 def test_broken_files_are_one_line(made, capsys):
