@@ -12,7 +12,6 @@ from dynamo_megatron.evaluation.estimates import Interval, paired_bootstrap
 from dynamo_megatron.evaluation.results import align, in_percent, problem_pass_at_k, read_results, results_file
 from dynamo_megatron.reports.figures import moving_average, rate_classes
 from dynamo_megatron.reports.run_record import Revisits, RunRecord
-from dynamo_megatron.tracking.metrics import lost_steps
 
 WINDOW = 5  # steps whose mean is a run's beginning, and its end
 METRICS = (  # name in the table, key of metrics.jsonl, format
@@ -40,14 +39,11 @@ def sections(runs: Mapping[str, RunRecord], revisits: Mapping[str, Revisits]) ->
 
 
 def _runs(runs: Mapping[str, RunRecord]) -> Section:
-    rows = [["run", "folder", "model", "data", "allocator", "steps", "steps missing in metrics.jsonl"]]
+    rows = [["run", "folder", "model", "data", "allocator", "steps"]]
     for name, run in runs.items():
         config, last = run.config, run.metrics[-1]["step"]
         words = [config["model"]["path"], config["data"]["source"], config["algorithm"]["allocation"]["kind"]]
-        steps = f"{last} of {config['trainer']['steps']}"
-        rows.append(
-            [name, str(run.folder), *map(str, words), steps, lost_steps(run.folder / "metrics.jsonl", last) or "none"]
-        )
+        rows.append([name, str(run.folder), *map(str, words), f"{last} of {config['trainer']['steps']}"])
     return Section("Runs", "", rows)
 
 

@@ -13,7 +13,7 @@ from dynamo_megatron.checkpoint.exports import best_step, every_export, exported
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.store import step_files, tokens_file
-from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, lost_steps, read_rows
+from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress, terminal_width
 from dynamo_megatron.tracking.stopping import StopRule
 from dynamo_megatron.tracking.token_rows import write_token_rows
@@ -60,12 +60,8 @@ class Journal:
         self._warned = False  # that statistics of tokens could not be written
 
     def open(self, start: int) -> None:
-        """The run goes on after step `start`: lines and statistics of later steps are dropped. Lines of earlier steps
-        that are lost are reported."""
+        """The run goes on after step `start`: lines and statistics of later steps are dropped."""
         self._logs = {name.removesuffix(".jsonl"): StepLog(self._folder / name, keep_to=start) for name in STEP_LOGS}
-        for name in ("metrics.jsonl",) if self._supervised else ("metrics.jsonl", "allocation.jsonl"):
-            if lost := lost_steps(self._folder / name, start):
-                self.say(f"warning: {self._folder / name} has no line of these steps: {lost}; reports have a gap there")
         for step, path in step_files(self._folder, "tokens").items():
             if step > start:
                 path.unlink()
@@ -110,10 +106,10 @@ class Journal:
             f"[{summary[f'eval/pass@{k}_low']:.3f}, {summary[f'eval/pass@{k}_high']:.3f}]"
             for k in self._config.eval.k
         )
-        failed = (
-            f", {summary['eval/failed']:.1%} of responses failed and count as wrong" if summary["eval/failed"] else ""
-        )
-        self.say(f"evaluation at step {summary['step']}: {scores}  ({summary['eval/problems']} problems{failed})")
+        problems = f"{summary['eval/problems']} problems"
+        if summary["eval/failed"]:
+            problems += f", {summary['eval/failed']:.1%} of responses failed and count as wrong"
+        self.say(f"evaluation at step {summary['step']}: {scores}  ({problems})")
         self._judge(summary)
 
     def finished(self) -> str | None:

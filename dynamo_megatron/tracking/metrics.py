@@ -14,7 +14,6 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.whole_files import naming
 
 STEP_LOGS = ("metrics.jsonl", "allocation.jsonl", "evaluations.jsonl")
-LISTED = 5  # ranges of lost steps
 
 
 class StepLog:
@@ -44,21 +43,6 @@ def kept_bytes(path: Path, keep_to: int) -> int:
         if row["step"] <= keep_to:
             kept += len(line)
     return kept
-
-
-def lost_steps(path: Path, last: int) -> str:
-    """Names the steps from 1 to `last` of which a file of JSON lines has no line, as in "3 to 7, 9"; "" if it has them
-    all."""
-    there = {row["step"] for row in read_rows(path, "step")}
-    lost = [step for step in range(1, last + 1) if step not in there]
-    ranges: list[list[int]] = []
-    for step in lost:
-        if ranges and ranges[-1][1] == step - 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    names = [f"{first} to {end}" if first < end else f"{first}" for first, end in ranges]
-    return ", ".join(names[:LISTED] + ["..."] * (len(names) > LISTED))
 
 
 def read_rows(path: Path, *keys: str) -> Iterator[dict[str, Any]]:

@@ -93,19 +93,6 @@ def test_a_resume_drops_the_statistics_of_later_steps(tmp_path):
     assert list(step_files(tmp_path / "run", "tokens")) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("supervised", [True, False])
-def test_a_resume_names_the_steps_whose_lines_are_lost(tmp_path, capsys, supervised):
-    run, config = tmp_path / "run", made(tmp_path, "never", "")
-    Journal(config).open(0)
-    assert not capsys.readouterr().out
-    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 4}\n{"step": 5}\n')
-    Journal(config, supervised=supervised).open(4)
-    said = [f"warning: {run / 'metrics.jsonl'} has no line of these steps: 2 to 3; reports have a gap there"]
-    if not supervised:
-        said += [f"warning: {run / 'allocation.jsonl'} has no line of these steps: 1 to 4; reports have a gap there"]
-    assert capsys.readouterr().out.splitlines() == said
-
-
 def test_statistics_that_cannot_be_written_end_no_run_and_are_told_once(tmp_path, capsys):
     journal = Journal(made(tmp_path, "never", ""))
     journal.open(0)

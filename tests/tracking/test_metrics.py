@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.tracking.metrics import StepLog, kept_bytes, lost_steps, read_rows
+from dynamo_megatron.tracking.metrics import StepLog, kept_bytes, read_rows
 
 
 def write(path: Path, steps: int, lines: int = 1) -> list[str]:
@@ -56,23 +56,3 @@ def test_rows_come_one_at_a_time_and_a_broken_one_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"metrics\.jsonl:3: no 'step'; restore the file"):
         next(rows)
     assert len(list(read_rows(path))) == 4
-
-
-@pytest.mark.parametrize(
-    ("deleted", "said"),
-    [
-        ([], ""),
-        ([3, 4, 5, 9], "3 to 5, 9"),
-        (range(13, 21), "13 to 20"),
-        (range(1, 21), "1 to 20"),
-        (range(2, 14, 2), "2, 4, 6, 8, 10, ..."),
-    ],
-)
-@pytest.mark.parametrize("lines", [1, 3])
-def test_steps_whose_lines_are_lost_are_named(tmp_path, lines, deleted, said):
-    path = tmp_path / "allocation.jsonl"
-    rows = [row for row in write(path, 20, lines) if json.loads(row)["step"] not in deleted]
-    path.write_text("".join(row + "\n" for row in rows))
-    assert lost_steps(path, 20) == said
-    path.unlink()
-    assert lost_steps(path, 2) == "1 to 2"
