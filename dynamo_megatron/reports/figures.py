@@ -186,8 +186,8 @@ def _by_rate(revisits: Mapping[str, Revisits]) -> Figure:
         even = {"x": [0, 1], "y": [seen.uniform] * 2, "mode": "lines", "name": f"{name}: an even split"}
         traces.append({**even, "line": {"color": colour, "width": 1, "dash": "dot"}})
     note = "A visit is a step that draws the prompt; first visits, of which nothing is known before, are left out."
-    x = "earlier success rate of the prompt"
-    made = figure("Rollouts by earlier success rate", "rollouts of a visit, mean", traces, note, x)
+    axis = "earlier success rate of the prompt"
+    made = figure("Rollouts by earlier success rate", "rollouts of a visit, mean", traces, note, axis)
     made["layout"]["yaxis"]["rangemode"] = "tozero"
     return made
 
