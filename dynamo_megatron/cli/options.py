@@ -276,7 +276,7 @@ def _add_compare(commands: Any) -> None:
     sub = _command(
         commands,
         "compare",
-        "train arms x seeds x learning rates, resumable; what each arm costs, as a table; docs/compare.md",
+        "train arms x seeds x learning rates, resumable; what each arm costs, as a table; docs/analysis.md",
     )
     sub.add_argument("spec", metavar="SPEC.yaml", help="arms, control, seeds, learning rates, metric and output_dir")
     sub.add_argument("--ranks", type=_positive, help="local processes of each run (default: as train)")

@@ -1,4 +1,4 @@
-"""Scores and costs of a comparison's arms, with intervals: pure functions of numbers. docs/compare.md has the reasons.
+"""Scores and costs of a comparison's arms, with intervals: pure functions of numbers. docs/analysis.md has the reasons.
 
 An arm has R learning rates, all arms have the same S seeds, and every run has up to E evaluations, the first before
 training. A choice of seeds (int [n], with repetitions where it is a resample) determines everything below:
