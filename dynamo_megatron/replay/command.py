@@ -86,8 +86,8 @@ def _read(folder: Path, threshold: float | None, reward_key: str | None) -> Reco
 def replay_all(
     recording: Recording, base: AllocationConfig, asked: Sequence[str]
 ) -> tuple[dict[str, np.ndarray], what_if.Difference | str]:
-    """(name -> rollouts of every visit, int64 [V], of the record, the allocators `asked` and the oracle; the first
-    visit at which a replay of the run's own allocator differs from the record, "none", or "not checked").
+    """(name -> rollouts of every visit, int64 [V], of the record, uniform, the allocators `asked` and the oracle; the
+    first visit at which a replay of the run's own allocator differs from the record, "none", or "not checked").
 
     Raises ValueError for an allocator that cannot be parsed or does not fit the budget.
     """
@@ -97,21 +97,21 @@ def replay_all(
     if recording.trainer == "dynamo-megatron" and not by_energy and base.cost == "rollouts":
         difference = what_if.first_difference(steps, what_if.replay(steps, base, recording.strata)) or "none"
     counts = {"as recorded": what_if.given(steps)}
-    for text in asked:
+    for text in dict.fromkeys(["uniform", *asked]):
         counts[text] = what_if.replay(steps, parse_allocator(text, recording), recording.strata)
     counts["oracle"] = what_if.oracle(steps, what_if.success_rates(steps), base)
     return counts, difference
 
 
 def _measures(rates: np.ndarray, counts: dict[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    """name -> plain numbers, the variance also relative to the record's and the oracle's (None where that is 0)."""
+    """name -> plain numbers, the variance also relative to uniform's and the oracle's (None where that is 0)."""
     variance = {name: float(what_if.expected_variance(rates, each).sum()) for name, each in counts.items()}
-    recorded, least = variance["as recorded"], variance["oracle"]
+    even, least = variance["uniform"], variance["oracle"]
     return {
         name: {
             "rollouts": int(each.sum()),
             "expected_variance": variance[name],
-            "to_recorded": variance[name] / recorded if recorded else None,
+            "to_uniform": variance[name] / even if even else None,
             "to_oracle": variance[name] / least if least else None,
             "degenerate_expected": float(what_if.degenerate_chance(rates, each).mean()),
         }
@@ -140,10 +140,10 @@ def _heading(recording: Recording, rates: np.ndarray, difference: what_if.Differ
 def _tables(
     rates: np.ndarray, counts: dict[str, np.ndarray], measures: dict[str, dict[str, Any]], base: AllocationConfig
 ) -> str:
-    head = ["allocator", "rollouts", "expected variance, as recorded = 1", "oracle = 1", "all right or all wrong, %"]
+    head = ["allocator", "rollouts", "expected variance, uniform = 1", "oracle = 1", "all right or all wrong, %"]
     rows = [head]
     for name, m in measures.items():
-        ratios = ("-" if m[key] is None else f"{m[key]:.3f}" for key in ("to_recorded", "to_oracle"))
+        ratios = ("-" if m[key] is None else f"{m[key]:.3f}" for key in ("to_uniform", "to_oracle"))
         rows.append([name, str(m["rollouts"]), *ratios, f"{100 * m['degenerate_expected']:.1f}"])
     classes = [["success rate p", "visits", *counts]]
     for name, members in rate_classes(rates).items():
@@ -191,7 +191,7 @@ def _figures(recording: Recording, rates: np.ndarray, counts: dict[str, np.ndarr
     bins, window = rate_bins(rates), window_of(len(steps))
     members = [bins == b for b in np.unique(bins)]
     by_step = {name: np.bincount(of_step, what_if.expected_variance(rates, each)) for name, each in counts.items()}
-    even, variance, rollouts = moving_average(by_step["as recorded"], window), [], []
+    even, variance, rollouts = moving_average(by_step["uniform"], window), [], []
     for i, (name, each) in enumerate(counts.items()):
         line = {"color": COLOURS[i % len(COLOURS)], "width": 2, "dash": DASHES[i // len(COLOURS) % len(DASHES)]}
         shown = {"name": name, "mode": "lines+markers", "line": line}
@@ -201,6 +201,6 @@ def _figures(recording: Recording, rates: np.ndarray, counts: dict[str, np.ndarr
         x, y = ([values[its].mean() for its in members] for values in (rates, each))
         rollouts.append({"x": plain(x), "y": plain(y), **shown})
     return [
-        figure("Expected variance from the same budget", "sum p(1-p)/n, as recorded = 1", variance),
+        figure("Expected variance from the same budget", "sum p(1-p)/n, uniform = 1", variance),
         figure("Rollouts by success rate", "rollouts of a visit, mean", rollouts, x="success rate p of a prompt"),
     ]

@@ -145,7 +145,7 @@ def _findings(runs: Mapping[str, RunRecord]) -> Section:
     """Checks of the metrics with the numbers behind them; a warning asks a person to look."""
     rows = [["check", "run", "result", "numbers"]]
     for name, run in runs.items():
-        for check in (_entropy, _length, _gap):
+        for check in (_entropy, _length, _gap, _damped):
             title, warns, numbers = check(run)
             rows.append([title, name, "not measured" if warns is None else "WARNING" if warns else "fine", numbers])
     return Section("Findings", f"First and last are means over {ENDS} steps; a check needs {FEWEST} steps.", rows)
@@ -189,3 +189,11 @@ def _gap(run: RunRecord) -> Found:
     warns = None if np.isnan(first) else bool(last > max(1e-3, 3 * first))
     said = f"{first:.2g} -> {last:.2g} nats on average; a warning above 3 times the beginning and 0.001 nats"
     return "gap between policy and engine", warns, said
+
+
+def _damped(run: RunRecord) -> Found:
+    shares = run.series("policy/damped_share")
+    shares = shares[np.isfinite(shares)]
+    measured = run.config["algorithm"].get("modulation") is not None and len(shares) >= FEWEST
+    said = f"damped at {(shares > 0).sum()} of {len(shares)} steps; a warning at none" if measured else ""
+    return "modulation that damps nothing", not shares.any() if measured else None, said

@@ -14,7 +14,7 @@ def table(runs, title: str, revisits=None) -> list[list[str]]:
 
 def record(rows: list[dict], path, **algorithm) -> RunRecord:
     config = {"model": {"path": "m"}, "data": {"source": "d"}, "trainer": {"steps": 99}, "rollout": {}}
-    config["algorithm"] = {"allocation": {"kind": "neyman"}, **algorithm}
+    config["algorithm"] = {"allocation": {"kind": "neyman"}, "modulation": {}, **algorithm}
     return RunRecord(path, config, [{"step": i + 1, **row} for i, row in enumerate(rows)], [])
 
 
@@ -77,12 +77,21 @@ def test_revisits_count_earlier_steps_only(folders, new_rollout):
 def test_findings_warn(tmp_path):
     falling = [{"policy/entropy": 1.0 - 0.033 * i, "rollout/logprob_gap_mean": 1e-4 * 1.2**i} for i in range(31)]
     longer = [{"reward/mean": i / 30, "rollout/response_length_mean": 100.0 + 3 * i} for i in range(31)]
-    rows = [a | b for a, b in zip(falling, longer, strict=True)]
-    fine = [{**row, "policy/entropy": 1.0, "rollout/logprob_gap_mean": 1e-4, "reward/mean": 0.5} for row in rows]
+    rows = [a | b | {"policy/damped_share": 0.0} for a, b in zip(falling, longer, strict=True)]
+    fine = [
+        {
+            **row,
+            "policy/entropy": 1.0,
+            "rollout/logprob_gap_mean": 1e-4,
+            "reward/mean": 0.5,
+            "policy/damped_share": 0.01,
+        }
+        for row in rows
+    ]
     runs = {"bad": record(rows, tmp_path), "good": record(fine, tmp_path), "short": record(rows[:19], tmp_path)}
     found = [row[1:3] for row in table(runs, "Findings")[1:]]
     assert found == [
-        [name, said] for name, said in zip(runs, ("WARNING", "fine", "not measured"), strict=True) for _ in range(3)
+        [name, said] for name, said in zip(runs, ("WARNING", "fine", "not measured"), strict=True) for _ in range(4)
     ]
 
 
