@@ -149,7 +149,7 @@ class RewardModelConfig(Section):
     urls: list[str] = []  # servers of it that run already; none: those of reward.servers
     api_key_env: str | None = None  # of `urls`: environment variable with their key
     range: Range | None = None  # scores that become 0 and 1, those beyond are cut off; None: the score as it is
-    concurrency: Positive = 8  # requests under way at once, of up to 64 responses each
+    concurrency: Positive = 64  # requests under way at once, of one response each
     requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
 
     @field_validator("urls")
