@@ -72,7 +72,6 @@ class CodeConfig(Section):
     seconds: Seconds = 6.0  # a test; the tests after one that takes longer are not run and count as failed
     cpu_seconds: Annotated[int, Field(ge=1, le=1_000_000)] = 4  # a test
     memory: Annotated[int, Field(ge=64 << 20)] = 1 << 30  # bytes of address space
-    file_size: Positive = 16 << 20  # bytes of all files in the program's temporary folder
     python: str | None = None  # interpreter of the programs; None: the trainer's, without any packages
 
 
