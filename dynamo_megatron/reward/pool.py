@@ -56,7 +56,6 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, servers: Addresses | None = None) -> None:
         """`servers`: the addresses of the servers of `config.servers`, which the caller starts and stops."""
-        self.notes: list[str] = []  # messages for the user since the list was last emptied
         self._config, self._servers = config, servers
         self._local = [name for name in config.outcomes if not name.startswith(URLS) and name not in SERVICES]
         self._services: list[HttpReward] = []
@@ -108,7 +107,7 @@ class RewardPool:
         except ModuleNotFoundError as error:
             lacks = f"this interpreter has no {error.name}"
             raise InputError(f"reward.placement: ray: {lacks}; pip install 'dynamo-megatron[ray]'") from None
-        return RayWorkers(self._local, self._config, self.notes)
+        return RayWorkers(self._local, self._config)
 
     def _service(self, name: str) -> HttpReward:
         # Not at the top: the workers import this file too, and aiohttp would slow their start.
