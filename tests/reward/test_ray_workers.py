@@ -75,7 +75,7 @@ def test_samples_of_a_node_that_is_killed_are_scored_on_the_other_and_once(clust
     killer.join()
     assert [(score.status, score.reward) for score in scores] == [("ok", float(n)) for n in range(30)]
     asked = [row.split() for row in log.read_text().splitlines()]
-    assert len({raylets.get(int(pid)) for _, pid in asked}) == 2 and 30 < len(asked) <= 34  # lost ones: twice
+    assert {raylets.get(int(pid)) for _, pid in asked} >= set(raylets.values()) and len(asked) > 30  # lost ones: twice
     assert scored(p, "7", prompt=prompt)[0].reward == 7.0
     p.close()
     wait_until_all_end()
