@@ -72,7 +72,6 @@ class CodeConfig(Section):
     seconds: Seconds = 6.0  # a test; the tests after one that takes longer are not run and count as failed
     cpu_seconds: Annotated[int, Field(ge=1, le=1_000_000)] = 4  # a test
     memory: Annotated[int, Field(ge=64 << 20)] = 1 << 30  # bytes of address space
-    file_size: Positive = 16 << 20  # bytes of all files in the program's temporary folder
     python: str | None = None  # interpreter of the programs; None: the trainer's, without any packages
 
 
@@ -149,7 +148,7 @@ class RewardModelConfig(Section):
     urls: list[str] = []  # servers of it that run already; none: those of reward.servers
     api_key_env: str | None = None  # of `urls`: environment variable with their key
     range: Range | None = None  # scores that become 0 and 1, those beyond are cut off; None: the score as it is
-    concurrency: Positive = 8  # requests under way at once, of up to 64 responses each
+    concurrency: Positive = 64  # requests under way at once, of one response each
     requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
 
     @field_validator("urls")

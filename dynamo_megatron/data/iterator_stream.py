@@ -5,23 +5,64 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data.reading import ReadingThread
 from dynamo_megatron.data.sources import content_digest, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 
+POLL_EVERY = 0.1  # seconds
 SKIPPED_IN_A_ROW = 10_000  # skipped items in a row are an error: an endless iterator may have no others
 
 
 def _nothing() -> None:
     pass
+
+
+class _ReadingThread:
+    """Takes items from iterators on a separate thread, which does not keep the process alive, so that a request to stop
+    ends the wait for an item. At most one item is read ahead: that of an interrupted wait."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Iterator] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
+        self._waits = False
+        threading.Thread(target=self._read, name="data", daemon=True).start()
+
+    def next(self, items: Iterator[Any], on_poll: Callable[[], None]) -> Any:
+        """The next item of `items`, None at their end. Raises what the iterator raises.
+
+        `on_poll` is called every POLL_EVERY seconds of the wait. An exception of `on_poll` ends the wait, and the next
+        call gets the item that this call requested.
+        """
+        if not self._waits:
+            self._asked.put(items)
+            self._waits = True
+        while True:
+            try:
+                item, error = self._answers.get(timeout=POLL_EVERY)
+            except queue.Empty:
+                on_poll()
+                continue
+            self._waits = False
+            if error is not None:
+                raise error
+            return item
+
+    def _read(self) -> None:
+        while True:
+            items = self._asked.get()
+            try:
+                self._answers.put((next(items, None), None))
+            except BaseException as error:  # any exception is for the thread that called `next`
+                self._answers.put((None, error))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +79,11 @@ class _Place:
 class IteratorStream:
     """Prompts without end, in the order in which the function `config.source` yields them.
 
-    Where the iterator ends, the function is called again, and a new epoch begins. Only the first batch is read ahead,
-    so that errors in the data show before the run. The ids of all items, also of skipped ones, stay in memory with a
-    hash of the content (docs/data.md has the bytes). An id that occurs again is the same problem; it is an error where
-    its content differs. Items are read on a separate thread (`ReadingThread`). `encode`, `max_prompt_length` and errors
-    are as for `PromptStream`. `on_progress` is called with the number of prompts that the first batch has so far.
+    If the iterator ends, the function is called again, and a new epoch begins. Only the first batch is read ahead, so
+    that errors in the data show before the run. The ids of all items, also of skipped ones, stay in memory with a hash
+    of the content. An id that occurs again is the same problem; it is an error if its content differs. Items are read
+    on a separate thread. `encode`, `max_prompt_length` and errors are as for `PromptStream`. `on_progress` is called
+    with the number of prompts that the first batch has so far.
 
     The state is the number of items taken. A resumed run calls the function again and skips that number of items, so
     the function has to yield the same items each time.
@@ -64,7 +105,7 @@ class IteratorStream:
         self._needs_answer = needs_answer
         self._bad: InputError | None = None  # what is wrong with the first row that was skipped as no problem
         self._known: dict[str, int] = {}
-        self._thread = ReadingThread()
+        self._thread = _ReadingThread()
         self._drawn = self._read = _Place()
         self._items = self._opened()
         self._ahead: deque[tuple[Prompt, _Place]] = deque()

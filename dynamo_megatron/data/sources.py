@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from dynamo_megatron.types import Prompt
 log = logging.getLogger(__name__)
 
 REASONING_GYM = "reasoning_gym:"
+REPEATS_IN_A_ROW = 10_000
 WAYS = "data.chat_template to plain (lines of User: and Assistant:) or to a Jinja file"
 NEEDS_CHAT = (
     f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
 )
-REPEATS_IN_A_ROW = 10_000
 # Where a key is not configured, the first of these that the row has is used: the usual columns, then verl's.
 USUAL_KEYS = {
     "prompt_key": ("problem", "question", "prompt"),
@@ -118,11 +118,11 @@ def located_prompts(
     if source.startswith(REASONING_GYM):
         items = _reasoning_gym_prompts(source)
     elif source.startswith(DATASETS):
-        items, in_arrow = _checked(dataset_rows(source)), True
+        items, in_arrow = dataset_rows(source), True
     elif source.endswith(".jsonl"):
         items = jsonl_rows(Path(source))
     elif source.endswith(".parquet"):
-        items, in_arrow = _checked(parquet_rows(Path(source))), True
+        items, in_arrow = parquet_rows(Path(source)), True
     elif SPEC.fullmatch(source):
         items = _user_items(source)
     else:
@@ -132,6 +132,8 @@ def located_prompts(
         )
     for where, item in items:
         try:
+            if (why := plain_json.fault(vars(item) if isinstance(item, Prompt) else item)) is not None:
+                raise InputError(f"{where}: {why}")
             prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
             _check_content(prompt, where, needs_answer)
         except InputError as error:
@@ -158,14 +160,10 @@ def _is_new(prompt: Prompt, first: dict[str, Prompt], where: str, id_key: str) -
     return False
 
 
-def _has_digest_as_id(prompt: Prompt) -> bool:
-    """Returns True where the id is the hash of prompt and answer. Other columns (row numbers) may then differ."""
-    return prompt.prompt_id == _digest(prompt.messages or prompt.text, prompt.answer)
-
-
 def content_digest(prompt: Prompt) -> str:
     """A hash (16 hexadecimal digits) that is equal for rows that may share an id."""
-    columns = [] if _has_digest_as_id(prompt) else [prompt.meta]
+    from_content = prompt.prompt_id == _digest(prompt.messages or prompt.text, prompt.answer)
+    columns = [] if from_content else [prompt.meta]  # else other columns (row numbers) may differ
     return _digest(prompt.messages, prompt.text, prompt.answer, *columns)
 
 
@@ -198,23 +196,8 @@ def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None
     if columns:
         return next((column for column in columns if not _is_empty(column[1])), columns[0])
     looked_for = " or ".join(map(repr, keys))
-    has = f"the row has {', '.join(map(str, row))}"
-    if configured is not None:
-        has = _inside(row, configured) or has
-    raise InputError(f"{where}: no {looked_for}; {on_one_line(has, 300)} (set data.{name})")
-
-
-def _inside(row: dict[str, Any], key: str) -> str | None:
-    """Describes for an error message the deepest column on the path `key` that the row has; None where it has none."""
-    while "." in key:
-        key = key.rpartition(".")[0]
-        found, value = look_up(row, key)
-        if found and isinstance(value, dict):
-            return f"{key!r} has {', '.join(map(str, value)) or 'nothing in it'}"
-        if found:
-            kind = "text" if isinstance(value, str) else "null" if value is None else type(value).__name__
-            return f"{key!r} is {kind} and has no columns"
-    return None
+    has = on_one_line(", ".join(map(str, row)), 300)
+    raise InputError(f"{where}: no {looked_for}; the row has {has} (set data.{name})")
 
 
 def _answer(row: dict[str, Any], where: str, content: list[Any] | str, configured: str | None) -> tuple[str, Any]:
@@ -290,45 +273,26 @@ def _check_content(prompt: Prompt, where: str, needs_answer: bool) -> None:
 
 
 def _user_items(source: str) -> Iterator[tuple[str, Any]]:
-    """(place, `Prompt` or row) of what the user's function yields."""
-    function = load_callable(source, "data.source")
+    """(place, `Prompt` or row) of what the user's function yields. Raises ValueError (one line) if it or its iterator
+    raises anything."""
+    function, taken = load_callable(source, "data.source"), 0
     try:
         items = function()
-    except Exception as error:  # the user's function may raise anything
-        raise InputError(f"data.source: {source} failed: {failure(error)[0]}") from error
-    if not isinstance(items, Iterable):
-        raise InputError(f"data.source: {source} returned {type(items).__name__}, not prompts one after another")
-    for number, item in enumerate(_guarded(items, source), 1):
-        where, values = f"{source} row {number}", item
-        if isinstance(item, Prompt):
-            values = (item.prompt_id, item.messages, item.text, item.answer, item.meta)
-        _check_values(values, where)
-        yield where, item
-
-
-def _checked(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for where, row in rows:
-        _check_values(row, where)
-        yield where, row
-
-
-def _check_values(value: Any, where: str) -> None:
-    if (why := plain_json.fault(value)) is not None:
-        raise InputError(f"{where}: {why}")
-
-
-def _guarded(items: Iterable[Any], source: str) -> Iterator[Any]:
-    """Yields `items`. Raises ValueError (one line) where the user's iterator raises anything."""
-    iterator, taken = iter(items), 0
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:  # the user's iterator may raise anything
-            raise InputError(f"data.source: {source} failed after {taken} items: {failure(error)[0]}") from error
-        taken += 1
-        yield item
+        if not isinstance(items, Iterable):
+            raise InputError(f"data.source: {source} returned {type(items).__name__}, not prompts one after another")
+        iterator = iter(items)
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            taken += 1
+            yield f"{source} row {taken}", item
+    except InputError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        after = f" after {taken} items" if taken else ""
+        raise InputError(f"data.source: {source} failed{after}: {failure(error)[0]}") from error
 
 
 def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:
@@ -383,3 +347,25 @@ def _digest(*values: Any) -> str:
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
     return f"; the nearest is {close[0]!r}" if close else ""
+
+
+def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, str | int | float] | None:
+    """prompt_id -> the value of the prompt's column `algorithm.allocation.prior_by`; None if `prior_by` is None.
+
+    `prior_by="source"` is `Prompt.source` if the prompt has no column of that name. Raises ValueError naming a prompt
+    that has no such column, or whose value there is not a string or a number.
+    """
+    if prior_by is None:
+        return None
+    strata = {}
+    for prompt in prompts:
+        found, value = look_up(prompt.meta, prior_by)
+        if not found and prior_by == "source":
+            found, value = True, prompt.source
+        where = f"algorithm.allocation.prior_by: prompt {prompt.prompt_id!r}"
+        if not found:
+            raise InputError(f"{where} has no column {prior_by!r}; it has {', '.join(prompt.meta) or 'none'}")
+        if not isinstance(value, str | int | float) or value != value:  # NaN is what Parquet has for an empty cell
+            raise InputError(f"{where} has {value!r:.80} in {prior_by!r}; expected a string or a number")
+        strata[prompt.prompt_id] = value
+    return strata

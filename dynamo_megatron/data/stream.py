@@ -27,14 +27,13 @@ def open_stream(
     *,
     needs_answer: bool = False,
 ) -> PromptStream | IteratorStream:
-    """The stream of `config.source`, continued from the state `before`; None for a new run. A run that began with a
-    `PromptStream` over an iterator, as older versions did, continues with one. `on_progress` is called with the number
-    of problems read so far; `needs_answer`: as for `load_prompts`.
+    """The stream of `config.source`, continued from the state `before` (None: a new run). `on_progress` is called with
+    the number of problems read so far; `needs_answer`: as for `load_prompts`.
 
     Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do, and for a `before` of other data.
     """
     stream: PromptStream | IteratorStream
-    if config.streamed and (before is None or "taken" in before):
+    if config.streamed:
         log.warning(
             "data.source: %s is read as the run goes on, in its order; data.limit reads that number at the start and "
             "shuffles them",

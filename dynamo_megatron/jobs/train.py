@@ -14,7 +14,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.selection import PromptSelection
-from dynamo_megatron.data.strata import prompt_strata
+from dynamo_megatron.data.sources import prompt_strata
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, lost_characters
 from dynamo_megatron.errors import InputError

@@ -6,19 +6,22 @@ value. A function that also rewards the steps of a response returns
     {"reward": number, "steps": [(start, end, number), ...]}
 
 The steps are spans of characters of the response, in order and without overlap (`checked_steps`). A function that runs
-behind HTTP is named by its URL (`http.py`).
+behind HTTP is named by its URL (`services.py`).
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.user_code import UserFunction, load_callable
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
@@ -32,11 +35,38 @@ BUILT_IN = {
 }
 # These functions are built from the configuration: they have settings of their own.
 CONFIGURED = {
-    "format": "dynamo_megatron.reward.response_format:format_reward",
-    "code": "dynamo_megatron.reward.code_answer:code_reward",
+    "format": "dynamo_megatron.reward.functions:format_reward",
+    "code": "dynamo_megatron.reward.code:code_reward",
 }
 Step = tuple[int, int, float]  # (start, end, reward): the response's characters [start, end)
 SERVICES = ("judge", "reward_model")  # also behind HTTP; their configuration sections have the addresses
+
+
+@dataclass(frozen=True)
+class FunctionResult:
+    """What one reward function gave one response. `state` is one of `types.REWARD_STATES`. If it is "scored", `value`
+    is the score and `steps` has the scores of steps, if any. Otherwise `text` says in one line what went wrong, and
+    `frames` where in the user's files."""
+
+    function: str
+    state: str
+    value: float = 0.0
+    steps: Sequence[Step] = ()
+    text: str = ""
+    frames: str = ""
+
+
+class RewardError(InputError):
+    """A reward function failed. The last line of the message has the function, the prompt id, and the error's type and
+    text; the lines before it have the user's stack frames, the prompt and the response."""
+
+
+class NoScore(Exception):
+    """A service gave no score. The message is one line; `state` is the state of the result."""
+
+    def __init__(self, text: str, state: str = "wrong_format") -> None:
+        super().__init__(text)
+        self.state = state
 
 
 def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], Any]:
@@ -87,3 +117,25 @@ def checked_steps(value: Any, characters: int) -> tuple[float, list[Step]]:
         except ValueError as error:
             raise ValueError(f"{error}, as the reward of step {number}") from None
     return checked(value["reward"]), steps
+
+
+def format_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
+    """The built-in reward `format`: 1.0 for a response of the form `config.format`, else 0.0. `reward.deadline` stops a
+    pattern that takes exponential time."""
+    tags, pattern = config.format.tags, config.format.pattern
+    if pattern is not None:
+        compiled = re.compile(pattern, re.DOTALL)
+        return lambda prompt, response: float(compiled.fullmatch(response) is not None)
+    return lambda prompt, response: float(has_tags(response, tags))
+
+
+def has_tags(response: str, tags: Sequence[str]) -> bool:
+    """Returns True if `response` opens and closes each of `tags` exactly once, one after the other, with only white
+    space outside the tags."""
+    rest = response.strip()
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if response.count(opening) != 1 or response.count(closing) != 1 or not rest.startswith(opening):
+            return False
+        rest = rest.partition(closing)[2].lstrip()
+    return not rest

@@ -1,16 +1,17 @@
-"""Runs inside the sandbox, as a script without this package (any Python from 3.8 on): `harness.py MODE CPU MEMORY`,
-with CPU in seconds and MEMORY in bytes.
+"""Runs inside the sandbox, as a script without this package (any Python from 3.8 on): `harness.py MODE CPU MEMORY
+FILES`, with CPU in seconds, MEMORY and FILES (the size of a file) in bytes.
 
 MODE `run`: runs the program in /program.py as a script.
 `call`: calls the program's function that stdin names, {"name": text, "args": [...]}, and writes its result to stdout as
 JSON.
 `serve`: reads requests about the program's names from stdin and answers on stdout, one JSON line each.
-`check`: runs the tests in /test.py, and writes "passed" to stderr where they raise nothing. Their free names belong to
-the program, which another sandbox serves at the other end of stdin and stdout. This process runs no code of the
-program, and only plain data comes back from it. So the program cannot read the tests, change what they call, or write
-the verdict.
+`check`: runs the tests in /test.py, and writes "passed" to stderr if they raise nothing. Their free names belong to the
+program, which another sandbox serves at the other end of stdin and stdout. This process runs no code of the program,
+and only plain data comes back from it. So the program cannot read the tests, change what they call, or write the
+verdict.
 """
 
+import ast
 import builtins
 import os
 import resource
@@ -19,7 +20,6 @@ import types
 
 PROGRAM, TESTS, VERDICT = "/program.py", "/test.py", "passed\n"
 OPEN_FILES, THREADS = 64, 64
-OWN_PROCESS_COUNT = (5, 14)  # Linux: from this version on a user namespace counts its processes separately
 # Solutions to LeetCode's problems use these names without importing them.
 USUAL_IMPORTS = """
 from typing import *
@@ -33,20 +33,15 @@ import bisect, collections, functools, heapq, itertools, math, operator, random,
 SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 
 
-def main(mode, cpu_seconds, memory):
+def main(mode, cpu_seconds, memory, file_size):
     del sys.path[0]
-    limits = {
-        resource.RLIMIT_CPU: cpu_seconds,
-        resource.RLIMIT_AS: memory,
-        resource.RLIMIT_NOFILE: OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
-    }
-    if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= OWN_PROCESS_COUNT:
-        limits[resource.RLIMIT_NPROC] = THREADS
     for name in ("exit", "quit"):  # normally the module site adds them, and it is not imported
         setattr(builtins, name, sys.exit)
+    limits = {"CPU": cpu_seconds, "AS": memory, "FSIZE": file_size, "NOFILE": OPEN_FILES, "CORE": 0}
+    if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (5, 14):
+        limits["NPROC"] = THREADS  # from this version on a user namespace counts its processes separately
     for name, value in limits.items():
-        resource.setrlimit(name, (value, value))
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
     {"run": run, "call": call, "serve": serve, "check": check}[mode]()
 
 
@@ -63,6 +58,7 @@ def call():
     function = namespace.get(wanted["name"])
     if function is None:
         function = getattr(namespace["Solution"](), wanted["name"])
+    listed = lambda value: value.tolist() if hasattr(value, "tolist") else list(value)  # noqa: E731
     json.dump(function(*wanted["args"]), result, default=listed)
     result.flush()
 
@@ -74,7 +70,17 @@ def serve():
     namespace, kept = imported(), []
     for line in requests:
         try:
-            reply = {"value": encoded(answer(json.loads(line), namespace, kept), kept)}
+            subject, kind, *given = json.loads(line)
+            if kind == "name":
+                if subject not in namespace:
+                    raise NameError(subject)
+                value = namespace[subject]
+            elif kind == "attribute":
+                value = getattr(kept[subject], *given)
+            else:
+                args, named = (decoded(part, kept.__getitem__) for part in given)
+                value = kept[subject](*args, **named)
+            reply = {"value": encoded(value, kept)}
         except Exception as error:  # the program may raise anything; the tests get the error
             reply = {"error": type(error).__name__, "text": str(error)[:1000]}
         replies.write(json.dumps(reply) + "\n")
@@ -82,19 +88,30 @@ def serve():
 
 
 def check():
-    import ast
     import contextlib
     import importlib
+    import json
 
     replies, requests, verdict = private(0, "r"), private(1, "w"), private(2, "w")
-    program = Program(replies, requests)
+
+    def ask(*request):
+        requests.write(json.dumps(request) + "\n")
+        requests.flush()
+        reply = json.loads(replies.readline())
+        if "error" not in reply:
+            return decoded(reply["value"], lambda index: Remote(ask, index))
+        kind = getattr(builtins, str(reply["error"]), RuntimeError)
+        if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, StopIteration):
+            kind = RuntimeError  # StopIteration would end a loop of the tests unnoticed
+        raise kind(str(reply.get("text")))
+
     with open(TESTS, encoding="utf-8") as file:
         tree = ast.parse(file.read())
     namespace = {"__name__": "test"}
     exec(USUAL_IMPORTS, namespace)
     for name in of_program(tree, namespace):
         with contextlib.suppress(NameError):  # a name of the tests themselves
-            namespace[name] = program.ask("name", name)
+            namespace[name] = ask(name, "name")
     dotted = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     for name in {node.id for node in dotted if isinstance(node, ast.Name)}:
         with contextlib.suppress(ImportError):
@@ -105,19 +122,16 @@ def check():
 
 
 def of_program(tree, known):
-    """The names in the tests that belong to the program: all that are neither Python's nor in `known`. Where the tests
+    """The names in the tests that belong to the program: all that are neither Python's nor in `known`. If the tests
     call none of these, the function under test has a known name: it is the innermost function that they call."""
-    import ast
-
-    python = set(dir(builtins))
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    own = names - python - set(known)
+    own = names - set(dir(builtins)) - set(known)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]  # the outer ones first
     called = [node.func.id for node in calls if isinstance(node.func, ast.Name)]
     given = [each.value.args for each in tree.body if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]
     own |= {argument.id for arguments in given for argument in arguments if isinstance(argument, ast.Name)}
     if called and not own & set(called):
-        own.add(([name for name in called if name not in python] or called)[-1])
+        own.add(([name for name in called if not hasattr(builtins, name)] or called)[-1])
     return own
 
 
@@ -149,24 +163,7 @@ def private(descriptor, mode):
     return file
 
 
-def listed(value):
-    """Converts a value that JSON does not know to a list."""
-    return value.tolist() if hasattr(value, "tolist") else list(value)
-
-
-def answer(request, namespace, kept):
-    if "name" in request:
-        if request["name"] not in namespace:
-            raise NameError(request["name"])
-        return namespace[request["name"]]
-    thing = kept[request["of"]]
-    if "attribute" in request:
-        return getattr(thing, request["attribute"])
-    args, named = decoded(request["args"], kept.__getitem__), decoded(request["named"], kept.__getitem__)
-    return thing(*args, **named)
-
-
-def encoded(value, kept):
+def encoded(value, kept=None):
     """`value` as JSON that preserves the types of Python's plain data. Any other object is appended to `kept`, and its
     index there is sent."""
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -176,10 +173,8 @@ def encoded(value, kept):
             return {name: [encoded(item, kept) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[encoded(key, kept), encoded(item, kept)] for key, item in value.items()]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
+    if type(value) in (bytes, complex):
+        return {"literal": repr(value)}
     if isinstance(value, Remote):
         return {"kept": value._index}
     if kept is None:
@@ -200,47 +195,22 @@ def decoded(value, look_up):
         return {decoded(key, look_up): decoded(item, look_up) for key, item in inside}
     if name == "iterator":
         return iter([decoded(item, look_up) for item in inside])
-    if name == "bytes":
-        return bytes.fromhex(inside)
-    if name == "complex":
-        return complex(*inside)
-    return look_up(inside)
-
-
-class Program:
-    """The program in the other sandbox, behind two pipes."""
-
-    def __init__(self, replies, requests):
-        self._replies, self._requests = replies, requests
-
-    def ask(self, kind, subject, **rest):
-        import json
-
-        self._requests.write(json.dumps({kind: subject, **rest}) + "\n")
-        self._requests.flush()
-        reply = json.loads(self._replies.readline())
-        if "error" in reply:
-            kind = getattr(builtins, str(reply["error"]), None)
-            known = isinstance(kind, type) and issubclass(kind, Exception)
-            if kind in (StopIteration, StopAsyncIteration):  # these would end a loop of the tests unnoticed
-                known = False
-            raise (kind if known else RuntimeError)(str(reply.get("text")))
-        return decoded(reply["value"], lambda index: Remote(self, index))
+    return ast.literal_eval(inside) if name == "literal" else look_up(inside)
 
 
 class Remote:
     """A function, class or object of the program. It can be called and has attributes, and equals only itself."""
 
-    def __init__(self, program, index):
-        self._program, self._index = program, index
+    def __init__(self, ask, index):
+        self._ask, self._index = ask, index
 
     def __call__(self, *args, **named):
-        return self._program.ask("of", self._index, args=encoded(args, None), named=encoded(named, None))
+        return self._ask(self._index, "call", encoded(args), encoded(named))
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._program.ask("of", self._index, attribute=name)
+        return self._ask(self._index, "attribute", name)
 
 
 if __name__ == "__main__":

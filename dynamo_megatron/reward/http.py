@@ -1,127 +1,141 @@
-"""Reward functions behind HTTP: `judge`, `reward_model`, and entries of `reward.functions` that are URLs.
-
-The contract of a URL: the service gets a POST with JSON
-
-    {"samples": [{"prompt_id": text, "prompt": text or list of messages, "response": text,
-                  "answer": ..., "source": text, "meta": {...}}, ...]}
-
-with at most 64 samples (a value that JSON does not know, such as a date, is sent as text) and answers 200 with
-
-    {"rewards": [number, ...]}
-
-one finite number per sample, in the same order, uncompressed. In place of a number the service may send {"reward":
-number, "steps": [[start, end, number], ...]} (`functions.py`). An answer has at most 1 MiB plus 64 bytes per character
-of the request's responses. Several requests may be under way at once. Where the connection fails or the answer is 429
-or 5xx, the request is sent again, after increasing pauses; any other answer is final. An answer affects only the
-outcomes of the samples in its request. `exchanges.py` has the requests to `judge` and `reward_model`.
-"""
+"""The HTTP client of the rewards that services compute: `judge`, `reward_model`, and URLs in `reward.functions`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import hashlib
+import itertools
 import socket
 import threading
 import time
-import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import aiohttp
 from yarl import URL
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.addresses import POLL_EVERY, Address, Addresses
-from dynamo_megatron.reward.exchanges import Exchange
-from dynamo_megatron.reward.outcomes import NoScore, Outcome
-from dynamo_megatron.reward.score_cache import ScoreCache
-from dynamo_megatron.runtime.credentials import without
-from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
-from dynamo_megatron.runtime.time_budget import TimeBudget
+from dynamo_megatron.reward.functions import FunctionResult, NoScore
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
-BATCH = 64  # samples per request
-REQUESTS = 8  # to one URL, under way at once
-GATHERING = 0.02  # seconds that a sample waits for others to share its request
 CONNECT_TIMEOUT = 5.0  # seconds
-START_TIMEOUT = 60.0  # seconds for this object's thread; a busy machine may hold it up
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
-LOSSES, LOSSES_ALONE = 2, 3  # attempts in which the server may go away: for a request of several samples, of one sample
-LARGEST_ANSWER = 1 << 20  # bytes: 64 rewards take 2 KB, and a service may add its reasons
-LARGEST_STEP = 64  # more bytes for each character of the responses: each character may be a step
+LOSSES = 3  # servers that may go away while they have a request: the request may be the reason
+POLL_EVERY = 0.2  # seconds
 SHOWN = 200  # characters of an answer in a message
-UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # nothing was sent
+
+
+class Service(Protocol):
+    """One kind of service. `name` is its name in `reward.functions`, `path` is appended to the address, and `batch` is
+    the largest number of samples in a request."""
+
+    name: str
+    path: str
+    batch: int
+
+    def sample(self, prompt: Prompt, response: str) -> bytes:
+        """Encodes one sample. Raises ValueError, TypeError or RecursionError if that is not possible."""
+
+    def body(self, samples: Sequence[bytes]) -> bytes: ...
+
+    def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
+        """One result per sample; `characters`: their responses' lengths. Raises NoScore for a reply without scores."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """`deadline`: seconds that a request may take. `requests`: how many may be under way at once. `per_second`: how
-    many may be sent per second, repeats included; None: no limit. `cached`: how many scores are kept."""
+class Address:
+    """`api_key` is sent as "Authorization: Bearer KEY"; with "" no such header is sent."""
 
-    deadline: float
-    requests: int
-    per_second: float | None = None
-    cached: int = 0
+    url: str
+    api_key: str = field(default="", repr=False)
+
+
+class Addresses:
+    """The addresses that requests go to, in turn. One thread may change them while others read."""
+
+    def __init__(self, given: Iterable[Address] = (), restarts_within: float = 0.0) -> None:
+        """`restarts_within`: how long to wait for a server while none is up, in seconds; 0: the addresses are fixed."""
+        self._up = {address.url: address for address in given}  # replaced by a new dict, never changed in place
+        self.restarts_within = restarts_within
+        self._turns = itertools.count()
+        self._why_none = "none has come up"
+        self._final = False
+
+    @property
+    def known(self) -> list[Address]:
+        return list(self._up.values())
+
+    def up(self, name: str, address: Address) -> None:
+        self._up = {**self._up, name: address}
+
+    def down(self, name: str, why: str, final: bool = False) -> None:
+        """Removes the server `name`; `why` is for error messages. `final`: no server will come up again."""
+        self._up = {other: address for other, address in self._up.items() if other != name}
+        self._why_none, self._final = f"{name}: {why}", final
+
+    async def next(self) -> Address:
+        """Returns the next address; waits while no server is up. Raises NoScore if none comes up in time."""
+        end = time.monotonic() + self.restarts_within
+        while not (known := self.known):
+            if self._final or time.monotonic() > end:
+                raise NoScore(f"no server of the reward model is up; {self._why_none}", "crashed")
+            await asyncio.sleep(POLL_EVERY)
+        return known[next(self._turns) % len(known)]
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A sample whose outcome a caller of `score` awaits, since `since` (monotonic seconds)."""
+    """A sample whose result a caller of `score` awaits."""
 
     sample: bytes
     characters: int  # of its response
-    outcome: asyncio.Future[Outcome]
-    since: float
-
-
-class _Refused(NoScore):
-    """The same request would most likely fail again: it was refused (400), or servers went away while they had it."""
-
-
-class _EndsServers(_Refused):
-    pass
-
-
-class _Gone(Exception):
-    """A server that will be restarted has gone away. `unreached`: nothing was sent to it. The message is one line."""
-
-    def __init__(self, text: str, unreached: bool) -> None:
-        super().__init__(text)
-        self.unreached = unreached
+    key: bytes
+    result: asyncio.Future[FunctionResult]
 
 
 class HttpReward:
-    """The reward function of an exchange. A request and its repeats have `limits.deadline` seconds in total.
+    """The reward function that `service` computes.
 
-    The deadline does not include the time that a sample waits for a free request, for its turn under
-    `limits.per_second`, or for a server that is restarted, nor an attempt during which the server went away, nor a time
-    during which this process was suspended. Requests whose server went away are repeated one at a time, so that a
-    request that crashes servers does not count against the others. Where the addresses are fixed and no request was
-    answered for a whole deadline, the samples that waited all that time get the outcome of the failed request.
-    Otherwise a service that is down would cost a deadline for each of thousands of samples. This object has a thread
-    with its own event loop, so that samples may come from any event loop and thread, and share requests.
+    A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
+    answer is final. A request and its repeats have `deadline` seconds; waiting for a free request does not count. If
+    the addresses are those of servers that are restarted, neither do attempts that end with their server, nor the time
+    until one is up; such repeats go one at a time, so that a request that ends servers is not held against the others.
+    This object has a thread with its own event loop, so that samples may come from any event loop and thread.
     """
 
-    def __init__(self, exchange: Exchange, addresses: Addresses, limits: Limits) -> None:
-        self.name = exchange.name
-        self._exchange, self._addresses, self._limits = exchange, addresses, limits
-        self._cache = ScoreCache(limits.cached)
+    def __init__(
+        self,
+        service: Service,
+        addresses: Addresses,
+        *,
+        deadline: float,
+        concurrency: int,
+        per_second: float | None = None,
+        cached: int = 0,
+    ) -> None:
+        """`concurrency`: requests under way at once. `per_second`: how many may be sent per second, repeats included;
+        None: no limit. `cached`: how many of the last used scores are kept."""
+        self.name = service.name
+        self._service, self._addresses, self._deadline = service, addresses, deadline
+        self._concurrency, self._per_second, self._cached = concurrency, per_second, cached
+        self._cache: OrderedDict[bytes, asyncio.Future[FunctionResult]] = OrderedDict()  # also those under way
+        self._next_turn = 0.0  # monotonic seconds
         self._lock = threading.Lock()
         self._closed = False
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"reward {self.name}", daemon=True)
-        self._next_turn = 0.0  # monotonic seconds
-        self._answered_at = self._failed_at = float("-inf")  # monotonic seconds
-        self._failure = NoScore("")  # the one at `_failed_at`
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=f"reward {self.name}")
 
     def start(self) -> None:
-        """Raises ValueError (one line) for a malformed URL, and where no service accepts connections at the URL."""
+        """Raises ValueError (one line) for a malformed URL, and if no service accepts connections at the URL."""
         for address in self._addresses.known:
             self._check(address.url)
+        self._thread.daemon = True
         self._thread.start()
-        if not self._ready.wait(START_TIMEOUT):
-            raise RuntimeError(f"reward.functions: {self.name}: its thread did not start in {START_TIMEOUT:g} s")
+        self._ready.wait()
 
     def _check(self, address: str) -> None:
         what = address if address == self.name else f"{self.name}: {address}"
@@ -135,221 +149,117 @@ class HttpReward:
         except OSError as error:
             raise InputError(f"reward.functions: {what}: cannot connect, is the service up? ({error})") from error
 
-    async def score(self, prompt: Prompt, response: str) -> Outcome:
-        """The outcome of one response. Its state is "timed_out" where no answer came within the deadline, and "crashed"
-        where an attempt failed before the deadline passed: the service is down, not slow. After `close` raises
-        RuntimeError."""
+    async def score(self, prompt: Prompt, response: str) -> FunctionResult:
+        """The result of one response. Its state is "timed_out" if no answer came within the deadline, and "crashed" if
+        an attempt failed before the deadline passed. After `close` raises RuntimeError."""
         try:
-            sample = self._exchange.sample(prompt, response)
+            sample = self._service.sample(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
-            return Outcome(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
+            return FunctionResult(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
         with self._lock:  # a sample that comes after `close` would wait for ever
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
-            waiting = asyncio.run_coroutine_threadsafe(self._outcome(sample, len(response)), self._loop)
+            waiting = asyncio.run_coroutine_threadsafe(self._result(sample, len(response)), self._loop)
         return await asyncio.wrap_future(waiting)
 
     def close(self) -> None:
         """Stops the requests under way and the thread, and cancels waiting samples. May be called twice."""
         with self._lock:
             if not self._closed and self._ready.is_set():
-                self._loop.call_soon_threadsafe(self._serving.cancel)
+                self._loop.call_soon_threadsafe(self._end.set)
             self._closed = True
         if self._ready.is_set():
             self._thread.join()
 
-    def _run(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(self._serve())
-
-    async def _outcome(self, sample: bytes, characters: int) -> Outcome:
-        """The cached outcome, else, if there is a cache, that of an equal sample under way, else a new one."""
-        if (known := self._cache.get(sample)) is not None:
-            return known
-        if (outcome := self._under_way.get(sample)) is None:
-            outcome = self._loop.create_future()
-            self._waiting.put_nowait(_Waiting(sample, characters, outcome, time.monotonic()))
-            if self._limits.cached:
-                self._under_way[sample] = outcome
-                outcome.add_done_callback(lambda done: self._keep(sample, done.result()))
-        return await asyncio.shield(outcome)  # one caller's cancellation does not end the request of the others
-
-    def _keep(self, sample: bytes, outcome: Outcome) -> None:
-        del self._under_way[sample]
-        if outcome.state == "scored":
-            self._cache.put(sample, outcome)
-
     async def _serve(self) -> None:
-        self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
+        self._loop, self._end, self._alone = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
         self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
-        self._under_way: dict[bytes, asyncio.Future[Outcome]] = {}  # by sample; empty without a cache
-        self._alone = asyncio.Lock()
-        free = asyncio.Semaphore(self._limits.requests)
-        # Connections are not reused: one that the service closed while it was idle would look like a failure.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT, self._limits.deadline / 2))
-        async with (
-            # No decompression: a compressed answer could expand to any size.
-            # DummyCookieJar: other jars log the names of malformed cookies, which may contain the API key.
-            aiohttp.ClientSession(
-                connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
-            ) as self._session,
-            asyncio.TaskGroup() as requests,
-        ):
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._session:
+            senders = [asyncio.create_task(self._send()) for _ in range(self._concurrency)]
             self._ready.set()
-            while True:
-                await free.acquire()
-                batch = [await self._waiting.get()]
-                if self._exchange.batch > 1:
-                    await asyncio.sleep(GATHERING)
-                while len(batch) < self._exchange.batch and not self._waiting.empty():
-                    batch.append(self._waiting.get_nowait())
-                requests.create_task(self._request(batch)).add_done_callback(lambda _: free.release())
+            await self._end.wait()
+            for sender in senders:
+                sender.cancel()
+            await asyncio.wait(senders)
 
-    async def _request(self, batch: Sequence[_Waiting]) -> None:
-        """Gives every sample of the batch its outcome, whatever the service answers."""
-        hopeless = [waiting for waiting in batch if self._hopeless(waiting.since)]
-        asked = [waiting for waiting in batch if waiting not in hopeless]
-        outcomes = self._failed(self._failure, len(hopeless))
-        outcomes += await self._outcomes(asked) if asked else []
-        for waiting, outcome in zip([*hopeless, *asked], outcomes, strict=True):
-            if not waiting.outcome.done():  # its caller may have been cancelled
-                waiting.outcome.set_result(outcome)
+    async def _result(self, sample: bytes, characters: int) -> FunctionResult:
+        key = hashlib.sha256(sample).digest()
+        if (result := self._cache.get(key)) is None:
+            result = self._loop.create_future()
+            self._waiting.put_nowait(_Waiting(sample, characters, key, result))
+            if self._cached:
+                self._cache[key] = result
+        if self._cached:
+            self._cache.move_to_end(key)
+            while len(self._cache) > self._cached:
+                self._cache.popitem(last=False)
+        return await asyncio.shield(result)  # one caller's cancellation does not end the request of the others
 
-    def _hopeless(self, since: float) -> bool:
-        """Returns True where a sample has waited since `since` for longer than the deadline, and since then a request
-        has failed and none was answered."""
-        waited = time.monotonic() - since > self._limits.deadline
-        return self._addresses.fixed and waited and self._answered_at < since < self._failed_at
-
-    async def _outcomes(self, batch: Sequence[_Waiting], suspect: bool = False) -> list[Outcome]:
-        """`suspect`: servers went away while they had a request that contained this batch."""
-        try:
-            reply = await self._answer(batch, suspect)
-            self._answered_at = time.monotonic()
-            outcomes = self._exchange.outcomes(reply, [waiting.characters for waiting in batch])
-            # Hidden once more: JSON's escapes may have disguised an API key in the raw reply.
-            return [dataclasses.replace(outcome, text=self._hidden(outcome.text)) for outcome in outcomes]
-        except _Refused as refused:
-            if len(batch) > 1 and self._exchange.splits:
-                middle, suspect = len(batch) // 2, suspect or isinstance(refused, _EndsServers)
-                halves = batch[:middle], batch[middle:]
-                return [outcome for half in halves for outcome in await self._outcomes(half, suspect)]
-            failure: NoScore = refused
-        except NoScore as no_score:
-            failure = no_score
-        except Exception as error:  # else it would end the thread that all samples wait for
-            show(self._hidden("".join(traceback.format_exception(error)).rstrip("\n")))  # it may be our bug
-            text = self._hidden(f"its answer cannot be read: {type(error).__name__}: {error}")
-            failure = NoScore(on_one_line(text, SHOWN), "crashed")
-        self._failure, self._failed_at = failure, time.monotonic()
-        return self._failed(failure, len(batch))
-
-    def _failed(self, failure: NoScore, count: int) -> list[Outcome]:
-        return [Outcome(self.name, failure.state, text=self._hidden(str(failure)))] * count
-
-    def _hidden(self, text: str) -> str:
-        """`text` of a service without the API keys that it was sent: for everything that is printed or kept."""
-        return without(text, self._addresses.keys)
-
-    async def _answer(self, batch: Sequence[_Waiting], suspect: bool) -> bytes:
-        """The content of the service's answer with status 200. Raises NoScore where there is none, also where restarted
-        servers have gone away in LOSSES (LOSSES_ALONE) attempts."""
-        body = self._exchange.body([waiting.sample for waiting in batch])
-        largest = LARGEST_ANSWER + LARGEST_STEP * sum(waiting.characters for waiting in batch)
-        failure, pause, budget = "", FIRST_PAUSE, TimeBudget(self._limits.deadline)
-        gone, unreached = 0, None  # servers that the request was sent to; since when none was reached
+    async def _send(self) -> None:
         while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < self._service.batch and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
             try:
-                async with self._alone if gone or suspect else contextlib.nullcontext():
-                    address = await self._addresses.next()
-                    await self._turn()
-                    begun, left = time.monotonic(), budget.left
-                    reply, failure, asked = await budget.spend(self._attempt(address, body, largest))
-                    if reply is not None:
+                reply = await self._reply(self._service.body([waiting.sample for waiting in batch]))
+                results = self._service.results(reply, [waiting.characters for waiting in batch])
+            except NoScore as failure:
+                results = [FunctionResult(self.name, failure.state, text=str(failure))] * len(batch)
+            except Exception as error:  # else the samples would wait for ever
+                text = on_one_line(f"its answer cannot be read: {error_line(error)}", SHOWN)
+                results = [FunctionResult(self.name, "crashed", text=text)] * len(batch)
+            for waiting, result in zip(batch, results, strict=True):
+                waiting.result.set_result(result)
+                if result.state != "scored":
+                    self._cache.pop(waiting.key, None)
+
+    async def _reply(self, body: bytes) -> bytes:
+        """The content of the service's answer with status 200. Raises NoScore if there is none."""
+        failure, pause, left, lost = "", FIRST_PAUSE, self._deadline, 0
+        while True:
+            async with self._alone if lost else contextlib.nullcontext():
+                address = await self._addresses.next()
+                await self._turn()
+                begun, restarted = time.monotonic(), False
+                try:
+                    async with asyncio.timeout(left), self._post(address, body) as answer:
+                        reply = await answer.read()
+                    if answer.status == 200:
                         return reply
-                    await budget.spend(asyncio.sleep(max(pause, asked)))
-                unreached = None
-            except _Gone as server:
-                failure, budget.left = str(server), left
-                gone += not server.unreached
-                unreached = (unreached or begun) if server.unreached else None
-                if gone == (LOSSES_ALONE if len(batch) == 1 else LOSSES):
-                    text = f"its server went away in {gone} attempts, the last: {failure}"
-                    raise _EndsServers(text, "crashed") from None
-                if unreached and time.monotonic() - unreached > self._addresses.restarts_within:
-                    raise NoScore(f"no server of the reward model can be reached: {failure}", "crashed") from None
-                await asyncio.sleep(pause)
-            except TimeoutError:
-                within = f"within reward.deadline ({self._limits.deadline:g} s)"
-                if not failure:
-                    raise NoScore(f"no answer {within}", "timed_out") from None
-                raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
+                    failure = f"answered {answer.status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
+                    if answer.status != 429 and answer.status < 500:
+                        raise NoScore(failure, "crashed")
+                    asked = answer.headers.get("Retry-After", "")
+                    pause = max(pause, float(asked) if asked.isdecimal() else 0.0)
+                except aiohttp.ClientError as error:
+                    failure = on_one_line(error_line(error), SHOWN)
+                    restarted = self._addresses.restarts_within > 0
+                    lost += restarted and not isinstance(error, aiohttp.ClientConnectorError)
+                    if lost == LOSSES:
+                        text = f"its server went away in {lost} attempts, the last: {failure}"
+                        raise NoScore(text, "crashed") from None
+                except TimeoutError:
+                    within = f"within reward.deadline ({self._deadline:g} s)"
+                    if not failure:
+                        raise NoScore(f"no answer {within}", "timed_out") from None
+                    raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
+            await asyncio.sleep(min(pause, max(left, 0.0)))
+            left -= 0.0 if restarted else time.monotonic() - begun
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _attempt(self, address: Address, body: bytes, largest: int) -> tuple[bytes | None, str, float]:
-        """(the answer or None, how the attempt failed, seconds that the service asks to wait). Raises NoScore for a
-        final failure, and _Gone where a server that is restarted went away."""
-        post = self._post if self._addresses.fixed else self._post_while_up
-        try:
-            status, reply, asked = await post(address, body, largest)
-        except aiohttp.ClientError as error:
-            failure = on_one_line(self._hidden(error_line(error)), SHOWN)
-            if self._addresses.fixed:
-                return None, failure, 0.0
-            raise _Gone(failure, isinstance(error, UNREACHED)) from None
-        if status == 200:
-            return reply, "", 0.0
-        failure = f"answered {status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
-        if status == 429 or status >= 500:
-            return None, failure, asked
-        raise (_Refused if status == 400 else NoScore)(failure, "crashed")
+    def _post(self, address: Address, body: bytes) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = {"Content-Type": "application/json"}
+        if address.api_key:
+            headers["Authorization"] = f"Bearer {address.api_key}"
+        # A followed redirect may become a GET, and would send the API key to another address.
+        url = URL(address.url + self._service.path)
+        return self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
     async def _turn(self) -> None:
         """Waits so that no more than `per_second` requests begin in a second."""
-        if self._limits.per_second is not None:
+        if self._per_second is not None:
             now = time.monotonic()
             turn = max(now, self._next_turn)
-            self._next_turn = turn + 1 / self._limits.per_second
+            self._next_turn = turn + 1 / self._per_second
             await asyncio.sleep(turn - now)
-
-    async def _post_while_up(self, address: Address, body: bytes, largest: int) -> tuple[int, bytes, float]:
-        """As `_post`. Raises _Gone where the server's address is removed meanwhile: when a host is lost, its
-        connections stay open."""
-        post = asyncio.create_task(self._post(address, body, largest))
-        try:
-            while not post.done():
-                if address not in self._addresses.known:
-                    raise _Gone("the server was marked failed", unreached=False)
-                await asyncio.wait({post}, timeout=POLL_EVERY)
-            return post.result()
-        finally:
-            if not post.cancel() and not post.cancelled():
-                post.exception()  # else asyncio would log it, with the service's text
-
-    async def _post(self, address: Address, body: bytes, largest: int) -> tuple[int, bytes, float]:
-        """(status, content, seconds that the service asks to wait)."""
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if address.api_key:
-            headers["Authorization"] = f"Bearer {address.api_key}"
-        url = URL(address.url + self._exchange.path)
-        # A followed redirect may become a GET, and would send the API key to another address.
-        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as reply:
-            if (encoding := reply.headers.get("Content-Encoding", "identity")) != "identity":
-                shown = on_one_line(self._hidden(encoding), 40)
-                raise NoScore(f"answered with Content-Encoding {shown}; asked for identity")
-            answer = bytearray()
-            async for part in reply.content.iter_any():
-                answer += part
-                if len(answer) > largest:
-                    raise NoScore(f"answered {reply.status} with more than {largest} bytes")
-            text = self._hidden(answer.decode(errors="surrogateescape"))
-            return reply.status, text.encode(errors="surrogateescape"), _asked_pause(reply.headers)
-
-
-def _asked_pause(headers: Mapping[str, str]) -> float:
-    """The seconds in the header Retry-After; 0 where there are none (a date counts as none)."""
-    try:
-        return float(headers.get("Retry-After", 0))
-    except ValueError:
-        return 0.0

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.config.reward import URLS
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.addresses import Address, Addresses
-from dynamo_megatron.reward.functions import SERVICES, Step
-from dynamo_megatron.reward.outcomes import Outcome, RewardError
+from dynamo_megatron.reward.functions import SERVICES, FunctionResult, RewardError, Step
 from dynamo_megatron.reward.workers import Workers
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 if TYPE_CHECKING:
-    from dynamo_megatron.reward.exchanges import Exchange
-    from dynamo_megatron.reward.http import HttpReward, Limits
+    from dynamo_megatron.reward.http import Addresses, HttpReward
     from dynamo_megatron.reward.ray_workers import RayWorkers
 
+REQUESTS = 8  # to one URL, under way at once
 SHOWN = 300  # characters of a problem, an answer or a response in a message
 FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(values), "product": math.prod}
 
@@ -58,7 +56,6 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, servers: Addresses | None = None) -> None:
         """`servers`: the addresses of the servers of `config.servers`, which the caller starts and stops."""
-        self.notes: list[str] = []  # messages for the user since the list was last emptied
         self._config, self._servers = config, servers
         self._local = [name for name in config.outcomes if not name.startswith(URLS) and name not in SERVICES]
         self._services: list[HttpReward] = []
@@ -73,7 +70,10 @@ class RewardPool:
         """
         with contextlib.ExitStack() as unless_started:
             unless_started.callback(self.close)
-            self._open_services()
+            for name in self._config.outcomes:
+                if name not in self._local:
+                    self._services.append(self._service(name))
+                    self._services[-1].start()
             if self._local:
                 self._workers = self._placed()
                 self._workers.start()
@@ -85,12 +85,11 @@ class RewardPool:
         if self._closed or not (self._workers or self._services):
             raise RuntimeError("the reward pool is not open: call start() first, and score nothing after close()")
         asked = [service.score(prompt, response) for service in self._services]
-        if self._workers is not None:
-            local = asyncio.wrap_future(self._workers.submit(prompt, response))
-            outcomes, *others = await asyncio.gather(local, *asked)
-        else:
-            outcomes, others = [], await asyncio.gather(*asked)
-        return self._combined(prompt, response, [*outcomes, *others])
+        if self._workers is None:
+            return self._combined(prompt, response, await asyncio.gather(*asked))
+        local = asyncio.wrap_future(self._workers.submit(prompt, response))
+        results, *others = await asyncio.gather(local, *asked)
+        return self._combined(prompt, response, [*results, *others])
 
     def close(self) -> None:
         """Stops all workers and requests now; samples under way are lost. May be called twice."""
@@ -108,58 +107,41 @@ class RewardPool:
         except ModuleNotFoundError as error:
             lacks = f"this interpreter has no {error.name}"
             raise InputError(f"reward.placement: ray: {lacks}; pip install 'dynamo-megatron[ray]'") from None
-        return RayWorkers(self._local, self._config, self.notes)
+        return RayWorkers(self._local, self._config)
 
-    def _open_services(self) -> None:
-        if len(self._local) == len(self._config.outcomes):
-            return
+    def _service(self, name: str) -> HttpReward:
         # Not at the top: the workers import this file too, and aiohttp would slow their start.
-        from dynamo_megatron.reward.http import HttpReward
-
-        for name in self._config.outcomes:
-            if name not in self._local:
-                service = HttpReward(*self._service(name))
-                service.start()
-                self._services.append(service)
-
-    def _service(self, name: str) -> tuple[Exchange, Addresses, Limits]:
-        from dynamo_megatron.reward.exchanges import Judge, OwnService, RewardModel
-        from dynamo_megatron.reward.http import BATCH, REQUESTS, Limits
+        from dynamo_megatron.reward.http import Address, Addresses, HttpReward
+        from dynamo_megatron.reward.services import Judge, RewardModel, UrlService
 
         config = self._config
+        common = {"deadline": config.deadline, "cached": config.cache}
+        if name not in SERVICES:
+            key = key_of(config.api_key_env, "reward.api_key_env")
+            return HttpReward(UrlService(name), Addresses([Address(name, key)]), concurrency=REQUESTS, **common)
+        section = config.judge if name == "judge" else config.reward_model
+        common |= {"concurrency": section.concurrency, "per_second": section.requests_per_second}
+        key = key_of(section.api_key_env, f"reward.{name}.api_key_env")
         if name == "judge":
-            judge = config.judge
-            key = key_of(judge.api_key_env, "reward.judge.api_key_env")
-            limits = Limits(config.deadline, judge.concurrency, judge.requests_per_second, config.cache)
-            return Judge(judge), Addresses([Address(judge.url.rstrip("/"), key)]), limits
-        if name == "reward_model":
-            model = config.reward_model
-            key = key_of(model.api_key_env, "reward.reward_model.api_key_env")
-            given = Addresses(Address(url.rstrip("/"), key) for url in model.urls)
-            limits = Limits(config.deadline, model.concurrency, model.requests_per_second, config.cache)
-            return RewardModel(model, BATCH), self._servers or given, limits
-        key = key_of(config.api_key_env, "reward.api_key_env")
-        return (
-            OwnService(name, BATCH),
-            Addresses([Address(name, key)]),
-            Limits(config.deadline, REQUESTS, cached=config.cache),
-        )
+            return HttpReward(Judge(section), Addresses([Address(section.url.rstrip("/"), key)]), **common)
+        given = Addresses(Address(url.rstrip("/"), key) for url in section.urls)
+        return HttpReward(RewardModel(section), self._servers or given, **common)
 
-    def _combined(self, prompt: Prompt, response: str, outcomes: list[Outcome]) -> Score:
-        by_name = {outcome.function: outcome for outcome in outcomes}
+    def _combined(self, prompt: Prompt, response: str, results: list[FunctionResult]) -> Score:
+        by_name = {result.function: result for result in results}
         scored = [by_name[n] for n in self._config.outcomes if n in by_name and by_name[n].state == "scored"]
-        parts = {outcome.function: outcome.value for outcome in scored}
-        failures = {outcome.function: outcome.state for outcome in outcomes if outcome.state != "scored"}
-        late = next((outcome for outcome in outcomes if outcome.state == "timed_out"), None)
-        failed = next((outcome for outcome in outcomes if outcome.state in ("wrong_format", "crashed")), None)
+        parts = {result.function: result.value for result in scored}
+        failures = {result.function: result.state for result in results if result.state != "scored"}
+        late = next((result for result in results if result.state == "timed_out"), None)
+        failed = next((result for result in results if result.state in ("wrong_format", "crashed")), None)
         if failed is None and late is None:
             reward = FUSIONS[self._config.fusion](list(parts.values()))
             if abs(reward) <= LARGEST_REWARD:
                 success = parts[self._config.outcomes[0]] >= self._config.success_threshold
-                steps = [step for outcome in scored for step in outcome.steps]
+                steps = [step for result in scored for step in result.steps]
                 return Score(reward, success, parts, steps=steps)
             text = f"their {self._config.fusion} is {reward:g}, of more than {LARGEST_REWARD:g} in size"
-            failed = Outcome(", ".join(parts), "wrong_format", text=text)
+            failed = FunctionResult(", ".join(parts), "wrong_format", text=text)
         if failed is not None and self._config.on_error == "raise":
             raise RewardError(_failure(prompt, response, failed))
         status, first = ("reward_error", failed) if failed is not None else ("reward_timeout", late)
@@ -178,7 +160,7 @@ def key_of(variable: str | None, key: str) -> str:
     return secret
 
 
-def _failure(prompt: Prompt, response: str, failed: Outcome) -> str:
+def _failure(prompt: Prompt, response: str, failed: FunctionResult) -> str:
     problem = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
     lines = [
         *([failed.frames] if failed.frames else []),

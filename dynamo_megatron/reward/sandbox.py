@@ -2,16 +2,19 @@
 
 What such a program has: the interpreter and /usr, read-only; a folder /tmp of its own, in memory; null, zero and random
 devices; its standard streams. What it has not: a network, other processes, /proc, other files, the environment, more
-processes than one. `harness.py` sets its limits of time and memory from inside.
+processes than one. `harness.py` sets its limits of time, memory, files and threads from inside.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import platform
 import selectors
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -23,7 +26,6 @@ from typing import IO
 from dynamo_megatron.config.reward import CodeConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward import harness
-from dynamo_megatron.reward.seccomp import system_call_filter
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 NAMESPACES = ("user", "ipc", "pid", "net", "uts", "cgroup-try")
@@ -35,6 +37,12 @@ ENVIRONMENT = {
     **{"PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0"},  # 0: programs may print integers of any length
 }
 HARNESS = "/harness.py"
+FILE_SIZE = 16 << 20  # bytes of all files in the program's temporary folder
+# AUDIT_ARCH and the numbers of clone, clone3, fork and vfork (aarch64 has no such calls)
+MACHINES = {
+    "x86_64": (0xC000003E, 56, 435, 57, 58),
+    "aarch64": (0xC00000B7, 220, 435, 0xFFFFFFFF, 0xFFFFFFFF),
+}
 START_TIMEOUT = 60.0  # seconds; an interpreter on a busy network file system takes long
 MESSAGE = 4096  # bytes of what bubblewrap or the harness says
 LATE = (None, 128 + signal.SIGKILL)  # exit codes: none in time; that at the limit of CPU time
@@ -59,15 +67,15 @@ class Sandbox:
 
     def __init__(self, config: CodeConfig) -> None:
         self._config = config
-        self._filter = system_call_filter()
+        self._filter = _no_processes()
         program = shutil.which("bwrap")
         if program is None:
             raise InputError(f"reward.functions: code: there is no bwrap on the PATH; {MEND}")
         interpreter = config.python or os.path.realpath(sys.executable)
-        self._isolation = [program, *_isolation(interpreter, config.file_size)]
+        self._isolation = [program, *_isolation(interpreter)]
         # -S: the folders of packages take longer to go through than all the rest of an interpreter's start.
         self._python = [interpreter, *([] if config.python else ["-S"]), "-s", "-B", "-X", "utf8"]
-        self._limits = [str(config.cpu_seconds), str(config.memory)]
+        self._limits = [str(config.cpu_seconds), str(config.memory), str(FILE_SIZE)]
         self._try()
 
     def run(self, mode: str, program: bytes, stdin: bytes, longest: int) -> Result:
@@ -133,7 +141,7 @@ class Sandbox:
                     os.killpg(process.pid, signal.SIGKILL)  # bubblewrap's first process ends the others with it
 
 
-def _isolation(interpreter: str, file_size: int) -> list[str]:
+def _isolation(interpreter: str) -> list[str]:
     """bubblewrap's options. Raises ValueError for an interpreter that does not start."""
     # -I: not the user's folders, which the sandbox has not
     command = [interpreter, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"]
@@ -145,13 +153,34 @@ def _isolation(interpreter: str, file_size: int) -> list[str]:
     return [
         *("--die-with-parent", "--cap-drop", "ALL", "--uid", NOBODY, "--gid", NOBODY),
         *(f"--unshare-{name}" for name in NAMESPACES),
-        *("--size", str(file_size), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--size", str(FILE_SIZE), "--tmpfs", "/tmp", "--chdir", "/tmp"),
         *("--ro-bind", "/usr", "/usr"),
         *(option for path in IF_THERE for option in ("--ro-bind-try", path, path)),
         *(option for path in folders for option in ("--ro-bind", path, path)),
         *(option for path in DEVICES for option in ("--dev-bind", path, path)),
         *("--ro-bind", str(Path(harness.__file__)), HARNESS),
     ]
+
+
+def _no_processes() -> bytes:
+    """A seccomp filter that allows new threads but no new processes: RLIMIT_NPROC does not hold for root, and memory
+    and CPU time are limited per process. Raises ValueError on a machine without known numbers of system calls."""
+    if platform.machine() not in MACHINES:
+        known = " and ".join(MACHINES)
+        raise InputError(f"reward.functions: code: a sandbox needs {known}, and this machine is {platform.machine()}")
+    architecture, clone, clone3, fork, vfork = MACHINES[platform.machine()]
+    load, equal, at_least, bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    x32, clone_thread, allow, kill, fail = 0x40000000, 0x10000, 0x7FFF0000, 0x80000000, 0x00050000
+    steps = [  # (code, steps to skip if true, if false, value); loads are from struct seccomp_data
+        *((load, 0, 0, 4), (equal, 0, 11, architecture)),
+        *((load, 0, 0, 0), (at_least, 9, 0, x32)),
+        *((equal, 7, 0, clone3), (equal, 4, 0, fork), (equal, 3, 0, vfork), (equal, 0, 3, clone)),
+        *((load, 0, 0, 16), (bits, 1, 0, clone_thread)),
+        *((end, 0, 0, fail | errno.EPERM), (end, 0, 0, allow)),
+        # The flags of clone3 are in memory, which a filter cannot read. With ENOSYS the C library uses clone.
+        *((end, 0, 0, fail | errno.ENOSYS), (end, 0, 0, kill)),
+    ]
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
 @contextlib.contextmanager

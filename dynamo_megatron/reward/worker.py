@@ -1,9 +1,9 @@
-"""A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `subreaper`.
+"""A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by `workers.py` through `subreaper`.
 
 Over the socket FD it gets the functions' names and the section `reward`, and answers ("ready",) or ("failed", message).
-From then on it answers each (number, prompt, response) with one (number, `Outcome`) per function, in the functions'
-order, each as soon as it is computed. It exits when the socket is closed. A process that a function has forked, and
-that comes back from the function, exits: it has the socket too, and would answer in place of the worker.
+From then on it answers each (prompt, response) with one `FunctionResult` per function, in the functions' order, each as
+soon as it is computed. It exits when the socket is closed. A process that a function has forked, and that comes back
+from the function, exits: it has the socket too, and would answer in place of the worker.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from dynamo_megatron.reward.functions import checked_steps, load_function
-from dynamo_megatron.reward.outcomes import Outcome
+from dynamo_megatron.reward.functions import FunctionResult, checked_steps, load_function
 from dynamo_megatron.runtime.log_files import never_fail
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.runtime.user_code import failure, forks_exit
@@ -40,23 +39,23 @@ def main(descriptor: int) -> None:
             return
         connection.send(("ready",))
         while True:
-            number, prompt, response = connection.recv()
+            prompt, response = connection.recv()
             for name, function in functions.items():
-                connection.send((number, _outcome(name, function, prompt, response)))
+                connection.send(_result(name, function, prompt, response))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _outcome(name: str, function: Callable, prompt: Prompt, response: str) -> Outcome:
+def _result(name: str, function: Callable, prompt: Prompt, response: str) -> FunctionResult:
     state = "crashed"
     try:
         with forks_exit():
             value = function(prompt, response)
         state = "wrong_format"
-        return Outcome(name, "scored", *checked_steps(value, len(response)))
+        return FunctionResult(name, "scored", *checked_steps(value, len(response)))
     except BaseException as error:  # the user's function may raise anything; the parent decides
         text, frames = failure(error)
-        return Outcome(name, state, text=text, frames=frames)
+        return FunctionResult(name, state, text=text, frames=frames)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,13 @@ from multiprocessing.connection import Connection
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.outcomes import Outcome, RewardError
+from dynamo_megatron.reward.functions import FunctionResult, RewardError
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import Prompt
 
 SHOWN = 300  # characters of a worker's start error in a message
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
-ATTEMPTS = 3  # workers that a sample gets if another process answers in their place
 END_TIMEOUT = 30.0  # seconds for a worker to end with all that it has started: mostly 0.1, more on a busy machine
-
-
-class _StrayReply(Exception):
-    """A worker's socket had a reply that is none to the sample."""
 
 
 class Workers:
@@ -47,17 +42,16 @@ class Workers:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the workers and waits until all are ready. Raises ValueError where a function cannot be loaded,
+        """Starts the workers and waits until all are ready. Raises ValueError if a function cannot be loaded,
         TimeoutError naming a worker that is not ready in time."""
-        started = [self._threads.submit(self._spawn) for _ in range(self._config.workers)]
-        workers = [future.result() for future in started]
+        workers = [self._spawn() for _ in range(self._config.workers)]
         end = time.monotonic() + START_TIMEOUT
         for worker in workers:
             worker.wait_ready(end)
             self._idle.put(worker)
 
-    def submit(self, prompt: Prompt, response: str) -> Future[list[Outcome]]:
-        """One outcome per function, up to the first one that took all of the deadline or ended its process."""
+    def submit(self, prompt: Prompt, response: str) -> Future[list[FunctionResult]]:
+        """One result per function, up to the first one that took all of the deadline or ended its process."""
         return self._threads.submit(self._run, prompt, response)
 
     def close(self) -> None:
@@ -83,43 +77,35 @@ class Workers:
     def _replace(self, worker: _Worker) -> _Worker:
         with self._lock:
             worker.kill()
-        another = self._spawn()  # where this fails, the old one stays in the list, and the next sample tries again
+        another = self._spawn()  # if this fails, the old one stays in the list, and the next sample tries again
         with self._lock:
             if not self._closed:
                 self.processes.remove(worker)
                 worker.connection.close()
         return another
 
-    def _run(self, prompt: Prompt, response: str) -> list[Outcome]:
-        """As `submit`."""
-        worker = self._idle.get_nowait()  # there are as many workers as threads
+    def _run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
+        worker = self._idle.get()  # does not wait: as many workers as threads
         try:
             if worker.process.poll() is not None:
                 worker = self._replace(worker)
-            for _ in range(ATTEMPTS):
-                worker.wait_ready(time.monotonic() + START_TIMEOUT)
-                try:
-                    outcomes, usable = worker.run(prompt, response, self._config.deadline)
-                except _StrayReply:
-                    worker = self._replace(worker)
-                    continue
-                if not usable:
-                    # Replaced before the next sample comes, so that the sample need not wait for the imports.
-                    worker = self._replace(worker)
-                return outcomes
-            text = f"{ATTEMPTS} workers got replies that are not theirs: another process writes to their sockets"
+            worker.wait_ready(time.monotonic() + START_TIMEOUT)
+            results, usable = worker.run(prompt, response, self._config.deadline)
+            if not usable:
+                # Replaced before the next sample comes, so that the sample need not wait for the imports.
+                worker = self._replace(worker)
+            return results
         except (ValueError, OSError) as error:  # a worker cannot be started any more
             text = on_one_line(str(error), SHOWN)
+            return [FunctionResult(name, "crashed", text=text) for name in self._functions]
         finally:
             self._idle.put(worker)
-        return [Outcome(name, "crashed", text=text) for name in self._functions]
 
 
 class _Worker:
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
         self._functions = functions
         self._ready = False
-        self._samples = 0  # number of the last one
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
@@ -134,8 +120,8 @@ class _Worker:
         self.connection.send((functions, config))
 
     def wait_ready(self, end: float) -> None:
-        """Waits until `end` (time.monotonic) for the worker's imports. Raises TimeoutError, InputError where a function
-        cannot be loaded, RewardError where the worker has ended."""
+        """Waits until `end` (time.monotonic) for the worker's imports. Raises TimeoutError, InputError if a function
+        cannot be loaded, RewardError if the worker has ended."""
         if self._ready:
             return
         if not self.connection.poll(max(0.0, end - time.monotonic())):
@@ -151,29 +137,25 @@ class _Worker:
             raise InputError(message[0])
         self._ready = True
 
-    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple[list[Outcome], bool]:
-        """(one outcome per function, up to the first one that took all of the `deadline` seconds or ended the process;
-        whether the worker can be used again). Raises _StrayReply."""
+    def run(self, prompt: Prompt, response: str, deadline: float) -> tuple[list[FunctionResult], bool]:
+        """(one result per function, up to the first one that took all of the `deadline` seconds or ended the process;
+        whether the worker can be used again)."""
         end = time.monotonic() + deadline
-        outcomes: list[Outcome] = []
-        self._samples += 1
+        results: list[FunctionResult] = []
         try:
-            self.connection.send((self._samples, prompt, response))
+            self.connection.send((prompt, response))
             for name in self._functions:
                 if not self.connection.poll(max(0.0, end - time.monotonic())):
                     text = f"no value within reward.deadline ({deadline:g} s)"
-                    return [*outcomes, Outcome(name, "timed_out", text=text)], False
-                number, outcome = self.connection.recv()
-                if (number, outcome.function) != (self._samples, name):
-                    raise _StrayReply
-                outcomes.append(outcome)
+                    return [*results, FunctionResult(name, "timed_out", text=text)], False
+                results.append(self.connection.recv())
         except RecursionError:
             text = "the problem is nested too deep to be sent to a worker"
-            return [Outcome(name, "crashed", text=text) for name in self._functions], True
+            return [FunctionResult(name, "crashed", text=text) for name in self._functions], True
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            name = self._functions[len(outcomes)]
-            return [*outcomes, Outcome(name, "crashed", text=f"its process ended: {self._how_it_ended()}")], False
-        return outcomes, True
+            name = self._functions[len(results)]
+            return [*results, FunctionResult(name, "crashed", text=f"its process ended: {self._how_it_ended()}")], False
+        return results, True
 
     def _how_it_ended(self) -> str:
         try:

@@ -123,13 +123,12 @@ class Generator:
                 group.create_task(self._reward_servers.run(session))
 
     def _report(self, session: StepSession) -> list[str]:
-        """Adds the servers' use to the session; returns the notes of all servers and reward workers."""
+        """Adds the servers' use to the session; returns the notes of all servers."""
         uses, said = self._fleet.report()
         session.use(uses)
-        for notes in (self._reward_servers.notes if self._reward_servers is not None else [], self._pool.notes):
-            new = list(notes)
-            del notes[: len(new)]  # others may add to them meanwhile
-            said = [*said, *new]
+        if self._reward_servers is not None:
+            said = [*said, *self._reward_servers.notes]
+            self._reward_servers.notes.clear()
         return said
 
     async def _end_fleet(self) -> None:

@@ -3,8 +3,7 @@ import json
 import pytest
 
 from dynamo_megatron.config import Config, DataConfig
-from dynamo_megatron.data import load_prompts, open_stream, reading
-from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.data import iterator_stream, load_prompts, open_stream
 from dynamo_megatron.evaluation.problems import UNLIMITED, load_problems
 
 READ_WITHIN = 60.0  # seconds for an item that is there, on a machine that holds the reading thread up
@@ -101,7 +100,7 @@ def test_a_stop_ends_the_wait_for_a_stalled_iterator_and_loses_no_item(functions
 
     s = stream(functions, "stalls")
     with monkeypatch.context() as patched:
-        patched.setattr(reading, "POLL_EVERY", READ_WITHIN)
+        patched.setattr(iterator_stream, "POLL_EVERY", READ_WITHIN)
         assert ids(s.next(5, stop)) == ["0", "1", "2", "3", "4"] and not polls
     state = s.state_dict()
     with pytest.raises(Asked):
@@ -111,16 +110,6 @@ def test_a_stop_ends_the_wait_for_a_stalled_iterator_and_loses_no_item(functions
     assert ids(s.next(1)) == ["5"]
     with pytest.raises(ValueError, match=r"^data\.source: .*:stalls failed after 6 items: KeyError: 'absent' \("):
         s.next(1)
-
-
-def test_the_state_is_of_a_fixed_size_and_counts_what_was_skipped(functions):
-    s = stream(functions, "long_ones")
-    s.next(2)
-    few = s.state_dict()
-    assert s.skipped == few["skipped"] == 2  # up to the second that was drawn, not the fourth that was read
-    s.next(500)
-    many = s.state_dict()
-    assert many["skipped"] == 1002 and len(json.dumps(many)) < len(json.dumps(few)) + 20
 
 
 def test_rows_that_are_no_problem_are_skipped_and_counted(functions, caplog):
@@ -165,17 +154,6 @@ def test_resume_refuses_other_items_and_another_template(functions):
         other.load_state_dict(stream(functions, "five").state_dict())
 
 
-def test_a_run_that_read_its_iterator_at_the_start_goes_on_so(functions):
-    whole = stream(functions, "five", limit=100)
-    assert isinstance(whole, PromptStream)
-    drawn = ids(whole.next(3))
-    state = whole.state_dict()
-    assert "taken" not in state
-    resumed = stream(functions, "five", before=state)
-    resumed.load_state_dict(state)
-    assert sorted(drawn + ids(resumed.next(2))) == ["0", "1", "2", "3", "4"]
-
-
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -203,14 +181,6 @@ def test_a_limit_reads_so_many_at_the_start_of_any_source(functions, tmp_path):
     assert ids(load_prompts(DataConfig(source="a.jsonl", limit=2))) == ["0", "1"]
     with pytest.raises(ValueError, match=r"10,000 items .* or cannot be used; it has 3 different problems"):
         load_prompts(DataConfig(source=f"{functions}:cycle", limit=4))
-
-
-def test_progress_is_told_while_data_is_read(functions):
-    told = []
-    config = DataConfig(source=f"{functions}:endless", batch_prompts=3)
-    open_stream(config, lambda p: [1], None, on_progress=told.append)
-    load_prompts(config.model_copy(update={"limit": 2}), told.append)
-    assert told == [1, 2, 3, 1, 2]
 
 
 def test_an_evaluation_on_an_endless_iterator_needs_a_limit(functions):

@@ -67,23 +67,6 @@ def test_parquet_values_are_plain_python(tmp_path):
     assert load(tmp_path / "a.parquet", answer_key="counts.b")[0].answer == 2
 
 
-def test_a_field_that_only_one_message_has_is_not_null_in_the_others(tmp_path):
-    messages = [{"role": "user", "content": "q", "name": "Ada"}, {"role": "user", "content": "r"}]
-    path = parquet(tmp_path / "a.parquet", [{"prompt": messages, "answer": "1"}])
-    assert pq.read_table(path).to_pylist()[0]["prompt"][1]["name"] is None
-    assert load(path)[0].messages == messages
-
-
-def test_a_nested_column_of_more_than_2_gib_in_one_row_group(tmp_path):
-    """The file has the text once, and its rows refer to it."""
-    text = pa.DictionaryArray.from_arrays([0] * 300, ["x" * (8 << 20)])
-    messages = pa.StructArray.from_arrays([pa.array(["user"] * 300), text], ["role", "content"])
-    table = pa.table({"prompt": pa.ListArray.from_arrays(range(301), messages), "answer": map(str, range(300))})
-    pq.write_table(table, tmp_path / "a.parquet", store_schema=False)
-    assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 1
-    assert [p.answer for p in load(tmp_path / "a.parquet", limit=18)] == [str(i) for i in range(18)]
-
-
 def test_nulls_that_arrow_fills_in_are_left_out_at_every_depth(tmp_path):
     """Tools of two schemas, calls with arguments of two names, and a message that only calls."""
     calls = [{"function": {"name": name, "arguments": {key: "x"}}} for name, key in [("find", "query"), ("go", "to")]]
@@ -120,22 +103,6 @@ def test_a_bad_parquet_row_is_named(tmp_path, bad, words):
     path = parquet(tmp_path / "a.parquet", [GOOD, bad], row_group_size=1)
     message = refused(path, on_bad_row="error")
     assert message.startswith(f"{path} ") and words in message
-
-
-def test_malformed_chat_messages(tmp_path):
-    path = parquet(tmp_path / "a.parquet", [{"prompt": [{"role": "user", "text": "q"}], "answer": "1"}])
-    assert "row 1: a chat message needs 'role' and 'content' as text, not {'role': 'user'," in refused(path)
-    path = parquet(tmp_path / "b.parquet", [{"prompt": ["q"], "answer": "1"}])
-    assert "row 1: a chat message needs 'role' and 'content' as text, not 'q'" in refused(path)
-
-
-def test_parquet_without_the_keys(tmp_path):
-    path = parquet(tmp_path / "a.parquet", [{"text": "q", "answer": "1"}])
-    assert refused(path) == (
-        f"{path} row 1: no 'problem' or 'question' or 'prompt'; the row has text, answer (set data.prompt_key)"
-    )
-    path = parquet(tmp_path / "b.parquet", [{"prompt": "q", "reward_model": {"style": "rule"}}])
-    assert "no 'answer' or 'reward_model.ground_truth'; the row has prompt, reward_model (set " in refused(path)
 
 
 def test_files_that_are_no_parquet(tmp_path):

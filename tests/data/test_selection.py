@@ -65,15 +65,6 @@ def test_prompts_under_way_are_not_drawn_again_while_there_are_others(kind):
             assert drawn(step, {f"p{i}" for i in range(8)}, weights=True) == drawn(step, set(), weights=True)
 
 
-@pytest.mark.parametrize("selection", ["uniform", {"kind": "uniform"}])
-def test_uniform_is_the_stream(selection):
-    run, alone = Run(selection, long=[3]), Run("uniform", long=[3]).stream
-    for step in range(1, 9):
-        assert run.step(step, 5) == [p.prompt_id for p in alone.next(5)]
-    assert run.stream.state_dict() == alone.state_dict() and run.selection.state_dict() == {}
-    assert run.selection.metrics() == {"data/epoch": alone.epoch, "data/skipped_prompts": 1}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_is_distinct_prompts_that_fit(kind):
     few = {} if kind == "greso" else {"candidates": 2}  # so that those of a step span two epochs
@@ -104,24 +95,10 @@ def test_a_resumed_run_draws_the_same(kind):
 
 
 @pytest.mark.parametrize("kind", ["priority", "thompson"])
-def test_a_step_has_random_numbers_of_its_own(kind):
-    whole = {"kind": kind, "candidates": None}
-    first = [p.prompt_id for p in Run(whole).draw(1, 4)]
-    assert [p.prompt_id for p in Run(whole).draw(1, 4)] == first
-    assert any([p.prompt_id for p in Run(whole).draw(step, 4)] != first for step in (2, 3))
-    assert any([p.prompt_id for p in Run(whole).draw(1, 4, round_=r)] != first for r in (1, 2))
-
-
-@pytest.mark.parametrize("kind", ["priority", "thompson"])
 def test_a_pool_smaller_than_the_batch_is_drawn_as_without_a_rule(kind):
     run, alone = Run(kind, size=3), Run("uniform", size=3).stream
     for step in range(1, 20):
         assert run.step(step, 7) == [p.prompt_id for p in alone.next(7)]
-
-
-def test_greso_fills_a_batch_from_a_pool_that_is_smaller():
-    run = Run("greso", size=3)
-    assert all(len(run.step(step, 7)) == 7 for step in range(1, 20))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,12 +118,6 @@ def test_a_pool_that_shows_no_difference_is_still_drawn(kind, solved):
     assert len(drawn) == 6 and min(drawn.values()) > 35
 
 
-def test_greso_takes_the_stream_in_its_order_until_something_was_seen():
-    run, alone = Run("greso"), Run("uniform").stream
-    for step in range(1, 5):
-        assert [p.prompt_id for p in run.draw(step, 3)] == [p.prompt_id for p in alone.next(3)]
-
-
 def test_greso_skips_what_was_equal():
     run = Run("greso", size=12)
     counts = Counter(i for step in range(1, 300) for i in run.step(step, 3))
@@ -159,16 +130,6 @@ def test_candidates(candidates, looked_at):
     run = Run({"kind": "priority", "candidates": candidates})
     run.draw(1, 2)
     assert run.selection.metrics()["data/candidates"] == looked_at
-
-
-def test_only_what_is_drawn_is_encoded():
-    encoded = []
-    items = [Prompt(f"p{i}", text="x") for i in range(40)]
-    config = DataConfig(source="a", shuffle_seed=0, selection={"kind": "priority", "candidates": None})
-    stream = PromptStream(items, config, lambda p: encoded.append(p.prompt_id) or [1], None)
-    encoded.clear()
-    drawn = PromptSelection(config, stream, RolloutAllocator({}).history).draw(1, 0, 4, lambda: None)
-    assert encoded == [p.prompt_id for p in drawn]
 
 
 def test_weights_come_with_the_prompts():

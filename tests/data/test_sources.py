@@ -4,6 +4,8 @@ import pytest
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import load_prompts
+from dynamo_megatron.data.sources import prompt_strata
+from dynamo_megatron.types import Prompt
 
 
 def write(path, *rows):
@@ -97,11 +99,6 @@ def test_a_row_that_is_no_problem_is_skipped_and_counted(tmp_path, caplog, bad):
     counted = "1 of 3 rows cannot be used and are skipped (data.on_bad_row), the first: "
     assert f"data.source: {path}: {counted}{path}:2: " in caplog.text
     assert refused(path, needs_answer=True, on_bad_row="error").startswith(f"{path}:2: ")
-
-
-def test_an_answer_may_be_null_where_no_reward_compares_with_it(tmp_path):
-    path = write(tmp_path / "a.jsonl", GOOD, {"id": "b", "problem": "q", "answer": None})
-    assert [p.answer for p in load(path, on_bad_row="error")] == ["1", None]
 
 
 def test_keys_that_are_not_set_are_looked_for_in_each_row(tmp_path):
@@ -207,18 +204,27 @@ def test_the_users_iterator(tmp_path, monkeypatch):
     assert "ZeroDivisionError" in refused("broken_c1:rows")
 
 
-def test_a_nested_column_that_is_missing_lists_what_is_inside(tmp_path):
-    path = write(tmp_path / "a.jsonl", {"prompt": "q", "reward_model": {"style": "rule", "ground_truth": "1"}})
-    assert refused(path, answer_key="reward_model.ground_truthh").startswith(
-        f"{path}:1: no 'reward_model.ground_truthh'; 'reward_model' has style, ground_truth (set data.answer_key)"
-    )
-    assert "; the row has prompt, reward_model (" in refused(path, answer_key="rewardmodel.ground_truth")
-    assert "'reward_model.style' is text and has no columns (" in refused(path, answer_key="reward_model.style.x")
+def prompt(name, source="file", **meta):
+    return Prompt(name, text="?", source=source, meta=meta)
 
 
-def test_the_problems_read_so_far_are_reported(tmp_path):
-    path = tmp_path / "many.jsonl"
-    path.write_text("".join(json.dumps({"problem": str(i), "answer": "1"}) + "\n" for i in range(2500)))
-    counts: list[int] = []
-    load_prompts(DataConfig(source=str(path)), counts.append)
-    assert counts == [*range(1, 2501)]
+def test_a_column_a_path_or_the_source():
+    prompts = [prompt("a", extra={"level": 3}, source="x"), prompt("b", extra={"level": 5}, source="y")]
+    assert prompt_strata(prompts, None) is None
+    assert prompt_strata(prompts, "extra.level") == {"a": 3, "b": 5}
+    assert prompt_strata(prompts, "source") == {"a": "x", "b": "y"}
+    prompts = [Prompt("a", text="?", source="file", meta={"source": "olympiads"})]
+    assert prompt_strata(prompts, "source") == {"a": "olympiads"}, "the data's own column comes first"
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (prompt("bad", difficulty=1), "prompt 'bad' has no column 'level'; it has difficulty"),
+        (prompt("bad", level=[1]), r"prompt 'bad' has \[1\] in 'level'"),
+        (prompt("bad", level=float("nan")), "prompt 'bad' has nan in 'level'"),
+    ],
+)
+def test_a_prompt_without_a_stratum_is_named(bad, says):
+    with pytest.raises(ValueError, match=says):
+        prompt_strata([prompt("fine", level=1), bad], "level")

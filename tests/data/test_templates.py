@@ -1,6 +1,5 @@
 import pytest
-from agents_chat import make_tokenizer
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dynamo_megatron.config import DataConfig
@@ -103,13 +102,6 @@ def test_problems_that_lose_characters_are_counted(tmp_path):
         lost_characters(["1\u00d72=", "2\u00d72=", "2+2="], tokenizer)
 
 
-def test_no_character_is_lost_where_the_tokenizer_normalises():
-    tokenizer = make_tokenizer()
-    assert lost_characters(["\u65e5\u672c \U0001f600 e\u0301 \ufb01ne \uff11"], tokenizer) is None
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    assert lost_characters(["Caf\u00c9 e\u0301 \ufb01ne \uff11 x\u00b2"], tokenizer) is None
-
-
 def test_load_tokenizer(tmp_path):
     characters().save_pretrained(tmp_path / "good")
     assert encode_prompt(TEXT, load_tokenizer(tmp_path / "good"), DataConfig(source="a.jsonl")) == encode_prompt(
@@ -180,14 +172,3 @@ def test_a_file_takes_the_place_of_the_tokenizers_chat_template(tmp_path):
         with pytest.raises(ValueError, match=words) as error:
             with_template(folder, TURNS, tmp_path / file)
         assert "\n" not in str(error.value)
-
-
-def test_each_refusal_of_chat_messages_names_a_way_that_works(tmp_path):
-    """A base model's tokenizer with verl's Parquet: the two messages named each other as the way out."""
-    folder = base_model(tmp_path)
-    for settings in ({}, {"template": "{prompt}"}):
-        with pytest.raises(ValueError, match=r"data\.chat_template"):
-            encode_prompt(TURNS, load_tokenizer(folder), DataConfig(source="a.jsonl", **settings))
-    assert with_template(folder, TURNS, "plain")
-    with pytest.raises(ValueError, match="chat_template: goes with template 'chat'"):
-        DataConfig(source="a.jsonl", template="{prompt}", chat_template="plain")

@@ -1,8 +1,8 @@
-import asyncio
+import contextlib
 import sys
 
 import pytest
-from reward_service import Service, lengths
+from scoring_endpoint import Endpoint, lengths
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardPool
@@ -10,50 +10,24 @@ from dynamo_megatron.reward import RewardPool
 
 @pytest.fixture
 def serve():
-    services = []
-
-    def start(answer=lengths):
-        services.append(Service(answer))
-        return services[-1]
-
-    yield start
-    for service in services:
-        service.die()
+    """serve(answer) -> a running Endpoint."""
+    with contextlib.ExitStack() as opened:
+        yield lambda answer=lengths: opened.enter_context(Endpoint(answer))
 
 
 @pytest.fixture
 def pool():
-    """A started pool of these services and functions."""
-    pools = []
+    """pool(functions or endpoints of them, servers=addresses, **settings of reward) -> a started pool."""
+    with contextlib.ExitStack() as opened:
 
-    def start(*functions, **settings):
-        names = [function.url if isinstance(function, Service) else function for function in functions]
-        pools.append(RewardPool(RewardConfig(functions=names, **settings)))
-        pools[-1].start()
-        return pools[-1]
+        def start(*functions, addresses=None, **settings):
+            names = [each.score if isinstance(each, Endpoint) else each for each in functions]
+            started = RewardPool(RewardConfig(functions=names, **settings), addresses)
+            opened.callback(started.close)
+            started.start()
+            return started
 
-    yield start
-    for started in pools:
-        started.close()
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Samples of a busy machine share a request all the same."""
-    monkeypatch.setattr("dynamo_megatron.reward.http.GATHERING", 0.3)
-
-
-@pytest.fixture
-def score():
-    """The scores of responses to one prompt, in their order."""
-
-    def all_of(started, prompt, *responses):
-        async def gathered():
-            return await asyncio.gather(*(started.score(prompt, response) for response in responses))
-
-        return asyncio.run(gathered())
-
-    return all_of
+        yield start
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,12 +1,9 @@
-"""An endpoint on loopback whose answers a test makes up: chat completions, and SGLang's /classify."""
+"""A service on loopback whose answers a test makes up: a URL's, chat completions, and SGLang's /classify."""
 
 import asyncio
-import functools
 import json
 import threading
-import time
 
-import reward_service
 from aiohttp import web
 
 from dynamo_megatron.types import Prompt
@@ -14,22 +11,33 @@ from dynamo_megatron.types import Prompt
 PROMPT = Prompt("p7", text="1 + 1?", answer="2")
 
 
-scored = functools.partial(reward_service.scored, prompt=PROMPT)
+def completion(text, **choice):
+    return {"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": {"content": text}, **choice}]}
 
 
-def completion(text):
-    return {"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": {"content": text}}]}
+def lengths(request, _number=0):
+    """The length of each response as its reward."""
+    return {"rewards": [len(sample["response"]) for sample in request["samples"]]}
 
 
-def classes(*scores):
-    return [{"embedding": [score], "meta_info": {"id": str(i)}} for i, score in enumerate(scores)]
+def scored(reward_pool, *responses, prompt=PROMPT):
+    """Each response's score, or the error it raised."""
+
+    async def gather():
+        return await asyncio.gather(*(reward_pool.score(prompt, r) for r in responses), return_exceptions=True)
+
+    return asyncio.run(gather())
 
 
-class Listening:
-    """`_serve` listens in a thread of its own while this is used as `with`: it sets `_loop` and `_ready`, and ends with
-    `_done`."""
+class Endpoint:
+    """`answer(request's JSON, n)` gives the n-th request (from 1) a body (JSON or bytes), (status, body) or (status,
+    body, headers), or awaits one; None drops the connection. `url` is the base of its OpenAI API, `score` that of a
+    service of the user's."""
 
-    def __init__(self):
+    def __init__(self, answer=lengths):
+        self.answer = answer
+        self.requests, self.keys = [], []
+        self.under_way = self.most_under_way = 0
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
@@ -39,36 +47,25 @@ class Listening:
         return self
 
     def __exit__(self, *_):
-        self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(60)
-
-
-class Endpoint(Listening):
-    """`answer(request's JSON, n)` gives the n-th request (from 1) a body (JSON or bytes), (status, body) or (status,
-    body, headers), or awaits one; None drops the connection. `url` is its base, `begun` the monotonic seconds of every
-    request."""
-
-    def __init__(self, answer):
-        self.answer = answer
-        self.requests, self.keys, self.begun = [], [], []
-        self.under_way = self.most_under_way = 0
-        super().__init__()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._done.set)
+            self._thread.join(60)
 
     async def _serve(self):
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", self._asked)
-        app.router.add_post("/v1/classify", self._asked)
+        app = web.Application(client_max_size=1 << 24)
+        for path in ("/v1/chat/completions", "/v1/classify", "/score"):
+            app.router.add_post(path, self._asked)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        base = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url, self.score = f"{base}/v1", f"{base}/score"
         self._ready.set()
         await self._done.wait()
         await runner.cleanup()
 
     async def _asked(self, request):
-        self.begun.append(time.monotonic())
         self.keys.append(request.headers.get("Authorization"))
         self.requests.append(await request.json())
         self.under_way += 1

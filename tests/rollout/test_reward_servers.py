@@ -14,7 +14,7 @@ from stand_ins import VOCABULARY, Server, external, listening
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.reward import RewardPool
-from dynamo_megatron.reward.outcomes import NoScore
+from dynamo_megatron.reward.functions import NoScore
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import reward_servers, serve, supervisor

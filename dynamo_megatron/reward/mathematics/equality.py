@@ -8,7 +8,18 @@ from dataclasses import replace
 
 from mpmath import mp
 
-from dynamo_megatron.reward.mathematics.nodes import DOTS, INFINITY, Group, Node, Number, Op, Quantity, Relation, Symbol
+from dynamo_megatron.reward.mathematics.nodes import (
+    DOTS,
+    INFINITY,
+    Group,
+    Node,
+    Number,
+    Op,
+    Quantity,
+    Relation,
+    Symbol,
+    rebuilt,
+)
 from dynamo_megatron.reward.mathematics.real_sets import (
     LESS,
     interval_of,
@@ -79,19 +90,12 @@ def _both_signs(node: Node) -> list[Node]:
 
 
 def _with_sign(node: Node, sign: int) -> Node:
-    if isinstance(node, Op):
-        name = node.name
-        if name in ("pm", "mp"):
-            name = "add" if (name == "pm") == (sign == 1) else "sub"
-            if isinstance(node.args[1], Group):  # \\pm(1, 2)
-                items = node.args[1].items
-                return replace(node.args[1], items=items if name == "add" else tuple(Op("neg", (i,)) for i in items))
-        return Op(name, tuple(_with_sign(arg, sign) for arg in node.args))
-    if isinstance(node, Group):
-        return replace(node, items=tuple(_with_sign(item, sign) for item in node.items))
-    if isinstance(node, Relation):
-        return replace(node, members=tuple(_with_sign(item, sign) for item in node.members))
-    return node
+    if isinstance(node, Op) and node.name in ("pm", "mp"):
+        name = "add" if (node.name == "pm") == (sign == 1) else "sub"
+        if isinstance(node.args[1], Group):  # \\pm(1, 2)
+            return node.args[1] if name == "add" else rebuilt(node.args[1], lambda item: Op("neg", (item,)))
+        node = Op(name, node.args)
+    return rebuilt(node, lambda part: _with_sign(part, sign))
 
 
 # Percentages and quantities
@@ -228,7 +232,7 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
         other = replace(other, members=(mine.members[0], *other.members[1:]))
     if mine.signs == other.signs and equal(mine.members[0], other.members[0]):
         return _equal_in_order(mine.members[1:], other.members[1:])
-    if mine.signs == other.signs == ("=",):
+    if mine.signs == other.signs and mine.signs in (("=",), ("!=",)):
         return _proportional(mine, other, positive=False)
     if {*mine.signs, *other.signs} <= LESS.keys() and len(mine.signs) == len(other.signs):
         mine, other = turned_left(mine), turned_left(other)
@@ -237,7 +241,7 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
         return _equal_in_order(mine.members, other.members) or (
             len(mine.signs) == 1 and _proportional(mine, other, positive=True)
         )
-    return mine.signs == other.signs == ("!=",) and _proportional(mine, other, positive=False)
+    return False
 
 
 def _element_of(relation: Relation) -> Node | None:
@@ -343,17 +347,13 @@ def _renamed(relation: Relation) -> Relation:
     if not isinstance(first, Op) or not first.name.startswith("call "):
         return relation
     names = {arg.name: f"argument {k}" for k, arg in enumerate(first.args) if isinstance(arg, Symbol)}
-    return replace(relation, members=tuple(_with_names(member, names) for member in relation.members))
+    return rebuilt(relation, lambda member: _with_names(member, names))  # type: ignore[return-value]
 
 
 def _with_names(node: Node, names: dict[str, str]) -> Node:
     if isinstance(node, Symbol):
         return Symbol(names.get(node.name, node.name))
-    if isinstance(node, Op):
-        return Op(node.name, tuple(_with_names(arg, names) for arg in node.args))
-    if isinstance(node, Group):
-        return replace(node, items=tuple(_with_names(item, names) for item in node.items))
-    return node
+    return rebuilt(node, lambda part: _with_names(part, names))
 
 
 def _congruent(reference: Relation, answer: Relation) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -58,6 +58,18 @@ DOTS = Symbol("...")
 INFINITY = Symbol("infinity")
 PI = Symbol("pi")
 REALS = Symbol("mathbb R")
+
+
+def rebuilt(node: Node, change: Callable[[Node], Node]) -> Node:
+    """`node` with `change` of each of its parts; as it is if it has none."""
+    match node:
+        case Op(args=parts):
+            return replace(node, args=tuple(map(change, parts)))
+        case Group(items=parts):
+            return replace(node, items=tuple(map(change, parts)))
+        case Relation(members=parts):
+            return replace(node, members=tuple(map(change, parts)))
+    return node
 
 
 def compound(items: Sequence[Node]) -> Quantity | None:

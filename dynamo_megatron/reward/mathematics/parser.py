@@ -127,16 +127,15 @@ class _Parser:
     def quantity(self) -> Node:
         if self.next.kind == "time":
             return self.time()
-        if self.next.kind in ("currency", "\\dollar"):
-            unit = unit_of(["dollar" if self.next.kind == "\\dollar" else self.step().text])
-            self.accept("\\dollar")
+        if self.next.kind == "currency":
+            unit = unit_of([self.step().text])
             assert unit is not None
             value = self.magnitude(self.sum())
             after = self.units()
             if after is not None and after.powers != unit.powers:
                 self.fail()
             return Quantity(value, unit)
-        if self.next.kind in ("-", "+") and self.tokens[self.at + 1].kind in ("currency", "\\dollar"):
+        if self.next.kind in ("-", "+") and self.tokens[self.at + 1].kind == "currency":
             negative = self.step().kind == "-"
             found = self.quantity()
             assert isinstance(found, Quantity)
@@ -162,8 +161,8 @@ class _Parser:
 
     def units(self) -> Unit | None:
         words: list[str | int] = []
-        if self.next.kind == "\\dollar" or self.next.kind == "currency":
-            words.append("dollar" if self.step().kind == "\\dollar" else self.tokens[self.at - 1].text)
+        if self.next.kind == "currency":
+            words.append(self.step().text)
         while self.next.kind == "word" or (words and self.next.kind in ("/", "^", "\\cdot")):
             token = self.step()
             if token.kind == "word":
@@ -318,7 +317,7 @@ class _Parser:
             return Op("abs", (node,))
         if token.kind == "word":
             return self.named_in_words()
-        if token.kind in ("currency", "\\dollar"):  # the second one of \$30 - \$24
+        if token.kind == "currency":  # the second one of \$30 - \$24
             self.step()
             return self.number()
         name = token.kind.removeprefix("\\")
@@ -438,8 +437,6 @@ class _Parser:
                 base = self.argument()
             else:
                 self.fail()
-        if self.accept("^"):
-            power = self.exponent()
         args = self.arguments() if self.next.kind == "(" else (self.operand(),)
         if name == "log" and base is not None:
             node = Op("log", (*args, base))

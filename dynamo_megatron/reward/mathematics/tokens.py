@@ -81,7 +81,8 @@ class _Lexer:
         elif found["word"]:  # of a script without Latin letters
             self.tokens.append(Token("currency" if part in CURRENCIES else "word", part, gap))
         elif found["command"]:
-            self.tokens.append(Token("function" if part[1:] in FUNCTIONS else part, part[1:], gap))
+            kind = "currency" if part == "\\dollar" else "function" if part[1:] in FUNCTIONS else part
+            self.tokens.append(Token(kind, part[1:], gap))
         else:
             self.tokens.append(Token("time" if found["time"] else part, part, gap))
         return found.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
@@ -28,6 +29,14 @@ FUNCTIONS = {
     **{name: getattr(mp, name) for name in ("sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh")},
     **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sinh", "cosh", "tanh")},
     **{"exp": mp.exp, "abs": abs, "floor": mp.floor, "ceil": mp.ceil, "cbrt": mp.cbrt, "factorial2": mp.fac2},
+}
+ARITHMETIC = {
+    **{"mul": operator.mul, "times": operator.mul, "div": operator.truediv, "neg": operator.neg},
+    **{"percent": lambda a: a / 100, "max": lambda *args: max(args), "min": lambda *args: min(args)},
+}
+EXACT = {
+    **{**ARITHMETIC, "add": operator.add, "sub": operator.sub, "abs": abs},
+    **{"floor": lambda a: Fraction(math.floor(a)), "ceil": lambda a: Fraction(math.ceil(a))},
 }
 DISCRETE = frozenset(["floor", "ceil", "factorial", "factorial2", "binom", "gcd", "lcm"])
 BRANCHED = frozenset(["root", "ln", "log", "lg", "lb", "sqrt", "cbrt"])
@@ -107,7 +116,7 @@ def exact(node: Node) -> Fraction | None:
         args.append(value)
     try:
         found = _exact_operation(node.name, *args)
-    except ZeroDivisionError:
+    except (ZeroDivisionError, TypeError):  # TypeError: floor(1, 2)
         return None
     return found if found is not None and _bits(found) <= BITS else None
 
@@ -133,28 +142,7 @@ def _exact_operation(name: str, *args: Fraction) -> Fraction | None:
         return Fraction(top, bottom) if Fraction(top, bottom) ** 2 == args[0] else None
     if name in ("gcd", "lcm") and all(arg.denominator == 1 for arg in args):
         return Fraction(getattr(math, name)(*map(int, args)))
-    match name, args:
-        case "add", (a, b):
-            return a + b
-        case "sub", (a, b):
-            return a - b
-        case (("mul" | "times"), (a, b)):
-            return a * b
-        case "div", (a, b):
-            return a / b
-        case "neg", (a,):
-            return -a
-        case "percent", (a,):
-            return a / 100
-        case "abs", (a,):
-            return abs(a)
-        case "floor", (a,):
-            return Fraction(math.floor(a))
-        case "ceil", (a,):
-            return Fraction(math.ceil(a))
-        case (("max" | "min"), _):
-            return max(args) if name == "max" else min(args)
-    return None
+    return EXACT[name](*args) if name in EXACT else None
 
 
 def _bits(value: Fraction) -> int:
@@ -246,14 +234,10 @@ class _Evaluation:
     def operation(self, name: str, args: list) -> mp.mpf | mp.mpc:
         if name in ("add", "sub"):
             return self.sum(args[0], args[1] if name == "add" else -args[1])
-        if name in ("mul", "times"):
-            return args[0] * args[1]
-        if name == "div":
-            return args[0] / args[1]
-        if name == "neg":
-            return -args[0]
-        if name in ("percent", "degrees"):
-            return args[0] / 100 if name == "percent" else args[0] * mp.pi / 180
+        if name in ARITHMETIC:
+            return ARITHMETIC[name](*args)
+        if name == "degrees":
+            return args[0] * mp.pi / 180
         if name == "pow":
             return self.power(*args)
         if name == "root":
@@ -267,8 +251,6 @@ class _Evaluation:
         if name in ("ln", "log", "lg", "lb"):
             base = {"ln": mp.e, "lg": 10, "lb": 2}.get(name) or args[1]
             return mp.log(args[0]) / mp.log(base)
-        if name in ("max", "min"):
-            return (max if name == "max" else min)(args)
         if name in FUNCTIONS and len(args) == 1:
             return FUNCTIONS[name](args[0])
         raise Undefined(name)

@@ -14,9 +14,9 @@ from pathlib import Path
 import aiohttp
 
 from dynamo_megatron.config import Config, ModelConfig
-from dynamo_megatron.reward.addresses import Address, Addresses
-from dynamo_megatron.reward.exchanges import classified
-from dynamo_megatron.reward.outcomes import NoScore
+from dynamo_megatron.reward.functions import NoScore
+from dynamo_megatron.reward.http import Address, Addresses
+from dynamo_megatron.reward.services import classifier_output
 from dynamo_megatron.rollout.client import SGLangClient
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.announcements import Announced, servers_folder
@@ -44,7 +44,7 @@ class ClassifierServer(SGLangServer):
     async def _warm_up(self, client: SGLangClient, timeout: float) -> None:
         reply = await client.classify([0, 0, 0], timeout)
         try:
-            classified(reply, 1)
+            classifier_output(reply)
         except NoScore as error:
             raise RolloutError(f"reward.reward_model.path: {self._model.path}: {error}; see {self.log}") from None
 

@@ -1,0 +1,95 @@
+"""What a reward function may return: a number, or a number with rewards of steps."""
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.reward.functions import checked_steps, load_function
+from dynamo_megatron.types import Prompt
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (0.5, (0.5, [])),
+        (True, (1.0, [])),
+        ({"reward": 1, "steps": []}, (1.0, [])),
+        ({"steps": [[0, 2, 1], (5, 10, -0.5)], "reward": 0}, (0.0, [(0, 2, 1.0), (5, 10, -0.5)])),
+    ],
+)
+def test_a_number_and_steps_in_order_with_gaps_between_them(value, found):
+    assert checked_steps(value, 10) == found
+
+
+def of_steps(*steps):
+    return {"reward": 1.0, "steps": list(steps)}
+
+
+@pytest.mark.parametrize(
+    "value, says",
+    [
+        (math.nan, "returned nan"),
+        ("1.0", "returned '1.0' of type str, not a number"),
+        (None, "returned None, not a number"),
+        (1e30, "returned 1e.30, of more than 1e.18 in size"),
+        ({"reward": 1.0}, r"a dictionary with the keys \['reward'\], not reward and steps"),
+        ({"reward": 1.0, "steps": "abc"}, "returned steps 'abc', not a list"),
+        (of_steps((0, 5)), r"returned \(0, 5\) as step 1"),
+        (of_steps((0, 11, 1.0)), "returned step 1 from 0 to 11; give characters from 0, .* to 10"),
+        (of_steps((4, 4, 1.0)), "returned step 1 from 4 to 4; .* at least one"),
+        (of_steps((0, 5, 1.0), (4, 6, 1.0)), "returned step 2 from 4 to 6; give characters from 5"),
+        (of_steps((0, 5.0, 1.0)), "returned step 1 from 0 to 5.0"),
+        (of_steps((0, 5, math.inf)), "returned inf, as the reward of step 1"),
+    ],
+)
+def test_what_is_no_reward_is_one_line(value, says):
+    with pytest.raises(ValueError, match=says) as error:
+        checked_steps(value, 10)
+    assert "\n" not in str(error.value)
+
+
+def given(response, **form):
+    config = RewardConfig(functions=["format"], format=form)
+    return load_function("format", config)(Prompt("p", text="?", answer="1"), response)
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>1</answer>\n", 1.0),
+        ("<think>a < b, <b>bold</b></think> <answer>1</answer>", 1.0),
+        ("Well, <think>a</think><answer>1</answer>", 0.0),
+        ("<think>a</think> so <answer>1</answer>", 0.0),
+        ("<think>a</think><answer>1</answer> done", 0.0),
+        ("<answer>1</answer><think>a</think>", 0.0),
+        ("<think>a<answer>1</answer></think>", 0.0),
+        ("<think>a</think><answer>1</answer><answer>2</answer>", 0.0),
+        ("<think>a<think></think><answer>1</answer>", 0.0),
+        ("<think>a</think><answer>1", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_format_of_tags(response, value):
+    assert given(response) == value
+
+
+def test_a_format_of_other_tags_or_a_pattern():
+    assert given("<plan>p</plan><answer>1</answer>", tags=["plan", "answer"]) == 1.0
+    pattern = r".*</think>\s*<answer>\d+</answer>\s*"
+    assert given("hm\nhm</think>\n<answer>12</answer>\n", pattern=pattern) == 1.0
+    assert given("hm</think><answer>12</answer> and more", pattern=pattern) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"pattern": "(a"}, "not a regular expression"),
+        ({"tags": ["<think>"]}, "is no name of a tag; <think> is think"),
+        ({"tags": ["a", "a"]}, "named twice"),
+    ],
+)
+def test_what_is_no_form_is_refused_with_the_config(form, words):
+    with pytest.raises(ValidationError, match=words):
+        RewardConfig(format=form)

@@ -1,0 +1,470 @@
+"""Rewards behind HTTP: what the three kinds of services are sent, and what becomes of their answers and failures."""
+
+import asyncio
+import datetime
+import itertools
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+from scoring_endpoint import PROMPT, completion, lengths, scored
+
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.reward import RewardError, RewardPool, Score, http
+from dynamo_megatron.reward.http import Address, Addresses
+from dynamo_megatron.types import Prompt
+
+PATIENCE = 600.0  # seconds for what takes none
+KINDS = ("url", "judge", "reward_model")
+
+
+def value(number: float = 0.5) -> dict:
+    """kind of service -> an answer that scores one response with `number`, in [0, 1]."""
+    answers = ({"rewards": [number]}, completion(f"Score: {10 * number:g}"), [{"embedding": [number]}])
+    return dict(zip(KINDS, answers, strict=True))
+
+
+@pytest.fixture
+def start(serve, pool, tiny_model):
+    """start(kind, answer, its section, **settings of reward) -> (endpoint, started pool, name of the function)."""
+
+    def started(kind, answer, section=None, addresses=None, **settings):
+        endpoint = serve(answer)
+        settings = {"on_error": "zero", "deadline": PATIENCE, **settings}
+        if kind == "url":
+            return endpoint, pool(endpoint, **settings), endpoint.score
+        sections = {"judge": {"url": endpoint.url, "model": "m"}, "reward_model": {"path": str(tiny_model)}}
+        if kind == "reward_model":
+            settings["servers"] = {} if addresses else None
+            sections[kind] |= {} if addresses else {"urls": [endpoint.url]}
+        settings[kind] = {**sections[kind], **(section or {})}
+        return endpoint, pool(kind, addresses=addresses, **settings), kind
+
+    return started
+
+
+# What is sent
+
+
+def test_samples_of_a_url_share_requests_and_come_back_in_order(serve, pool):
+    service = serve()
+    started = pool(service)
+    assert started._workers is None  # no function of this machine
+    expected = [Score(float(n), n >= 1, {service.score: float(n)}, "ok") for n in range(200)]
+    assert scored(started, *("x" * n for n in range(200))) == expected
+    sizes = [len(request["samples"]) for request in service.requests]
+    assert sum(sizes) == 200 and 1 < max(sizes) <= 64
+    assert scored(started, "abc")[0].reward == 3.0  # from another event loop
+
+
+def test_what_a_url_is_sent(serve, pool):
+    service = serve()
+    messages = [{"role": "user", "content": "é?"}]
+    meta = {"day": datetime.date(2026, 1, 2), "n": float("nan")}
+    started = pool(service)
+    scored(started, "r", prompt=Prompt("a", messages=messages, answer=[1], source="s.jsonl", meta=meta))
+    scored(started, "r", prompt=Prompt("b", text="plain", answer="2"))
+    chat, plain = (request["samples"][0] for request in service.requests)
+    assert chat == {
+        "prompt_id": "a",
+        "prompt": messages,
+        "response": "r",
+        "answer": [1],
+        "source": "s.jsonl",
+        "meta": {"day": "2026-01-02", "n": None},
+    }
+    assert plain["prompt"] == "plain" and plain["meta"] == {}
+
+
+def test_the_template_of_a_judge_is_filled_in_once(start):
+    section = {"template": "{prompt}|{response}|{answer}|{x}", "request": {"temperature": 0.5, "seed": 3}}
+    endpoint, pool, _ = start("judge", lambda *_: value(0.75)["judge"], section, success_threshold=0.7)
+    assert scored(pool, "it is {answer}") == [Score(0.75, True, {"judge": 0.75}, "ok")]
+    messages = [{"role": "user", "content": "1 + 1?|it is {answer}|2|{x}"}]
+    assert endpoint.requests == [{"temperature": 0.5, "seed": 3, "model": "m", "messages": messages}]
+    chat = Prompt("c", messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1?"}])
+    scored(pool, "r", prompt=chat)
+    assert endpoint.requests[1]["messages"][0]["content"] == "system: Be brief.\n\nuser: 1?|r||{x}"
+
+
+def test_a_reward_model_is_sent_tokens_of_its_own_chat_template(start, tiny_model):
+    endpoint, pool, _ = start("reward_model", lambda request, _: [{"embedding": [len(request["input_ids"][0])]}])
+    text = "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+    tokenizer = load_tokenizer(tiny_model)
+    expected = [tokenizer.encode(text.format(response)) for response in ("a", "bcd")]
+    assert [score.reward for score in scored(pool, "a", "bcd")] == [len(ids) for ids in expected]
+    assert sorted((request["input_ids"][0] for request in endpoint.requests), key=len) == expected
+    scored(pool, "r", prompt=Prompt("c", messages=[{"role": "system", "content": "s"}]))
+    sent = tokenizer.decode(endpoint.requests[-1]["input_ids"][0])
+    assert sent == "<|im_start|>system\ns<|im_end|>\n<|im_start|>assistant\nr<|im_end|>\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_is_sent_and_must_be_there(start, monkeypatch, kind):
+    key = f"reward.{'' if kind == 'url' else kind + '.'}api_key_env"
+    given = {"api_key_env": "KEY"}
+    settings = {**given} if kind == "url" else {"section": given}
+    for secret, words in ((None, "is not set"), ("hunter22\n", "has a line break or another control character")):
+        if secret:
+            monkeypatch.setenv("KEY", secret)
+        with pytest.raises(ValueError, match=f"^{key}: the environment variable KEY {words}$"):
+            start(kind, None, **settings)
+    monkeypatch.setenv("KEY", "hunter22")
+    endpoint, pool, _ = start(kind, lambda *_: value()[kind], **settings)
+    assert scored(pool, "x")[0].status == "ok" and endpoint.keys == ["Bearer hunter22"]
+
+
+# What becomes of answers
+
+JUDGED = [
+    *("Score: 2 at first sight. On reflection\nscore: **9**.", "**Score:** 9", "_Score_: 9", "score:9/10", "Score : 9"),
+    *("Score：9", "score：９", "Score: +9.0", "Score: 90e-1", '{"score": 9}'),
+]
+
+
+@pytest.mark.parametrize("text", JUDGED)
+def test_the_last_number_of_a_judge_counts(start, text):
+    _, pool, _ = start("judge", lambda *_: completion(text))
+    assert scored(pool, "x")[0].parts == {"judge": 0.9}
+
+
+def test_the_output_of_a_reward_model_is_cut_off_and_scaled_to_a_range(start):
+    outputs = [[-7.0], [2.5], 5]  # a number: as encoders answer
+    _, pool, _ = start("reward_model", lambda _, n: [{"embedding": outputs[n - 1]}], {"range": [-5, 5]})
+    assert [scored(pool, "x")[0].reward for _ in outputs] == [0.0, 0.75, 1.0]
+
+
+WRONG = {
+    "url": [
+        (b"<html>\n", "the answer is not JSON but '<html>\\n'"),
+        ([1.0], "the answer is not {\"rewards\": [...]} but '[1.0]'"),
+        ({"rewards": 1.0}, 'the answer is not {"rewards": [...]} but \'{"rewards": 1.0}\''),
+        ({"rewards": []}, "gave 0 rewards for 1 samples"),
+        ({"rewards": [1.0, 2.0]}, "gave 2 rewards for 1 samples"),
+        ({"rewards": ["1.0"]}, "returned '1.0' of type str, not a number"),
+        (b'{"rewards": [NaN]}', "returned nan"),
+        (b'{"rewards": [1%s]}' % (b"0" * 400), "int too large to convert to float"),
+        ({"rewards": [{"reward": 2, "steps": [[1, 9, 0.25]]}]}, "returned step 1 from 1 to 9"),
+    ],
+    "judge": [
+        (completion("It is good."), "nothing in the judge's reply matches reward.judge.pattern; it ends with 'It"),
+        (completion("Score: 11"), "the judge's score 11 is not in reward.judge.range (0 to 10)"),
+        (completion("Score: 5\nScore: −1"), "the judge's score -1 is not in reward.judge.range (0 to 10)"),
+        (completion("Score: 1e999"), "the judge's score '1e999' is not a number"),
+        (completion("Score: 1", finish_reason="length"), "the judge's reply was cut off in its number, 'Score: 1'"),
+        (completion(None), "the answer is no chat completion with a text but "),
+        ({"choices": []}, "the answer is no chat completion with a text but '{\"choices\": []}'"),
+        (b"<html>", "the answer is not JSON but "),
+    ],
+    "reward_model": [
+        (
+            [{"embedding": [1.0, 2.0]}],
+            "gave 2 numbers for a response; a reward model is a classifier with num_labels 1",
+        ),
+        ([{"score": 1}], "returned None, not a number"),
+        ([{"embedding": [1e30]}], "returned 1e+30, of more than 1e+18 in size"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "words"), [(kind, *case) for kind, cases in WRONG.items() for case in cases]
+)
+def test_an_answer_without_a_score_is_final(start, kind, answer, words):
+    endpoint, pool, name = start(kind, lambda *_: answer)
+    (score,) = scored(pool, "x")
+    assert (score.reward, score.status, score.failures) == (0.0, "reward_error", {name: "wrong_format"})
+    assert score.failure.startswith(f"{name}: {words}") and len(endpoint.requests) == 1
+
+
+def test_one_bad_reward_does_not_harm_the_others_of_its_request(start, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.reward.pool.REQUESTS", 1)
+    rewards = {"bad": None, "steps": {"reward": 1, "steps": [[0, 2, 0.5]]}}
+    together = threading.Event()
+
+    async def answer(request, _):
+        while not together.is_set():
+            await asyncio.sleep(0.01)
+        return {"rewards": [rewards.get(sample["response"], 1) for sample in request["samples"]]}
+
+    endpoint, pool, _ = start("url", answer)
+
+    async def the_first_before_the_others():
+        calls = [asyncio.create_task(pool.score(PROMPT, "a"))]
+        while not endpoint.under_way:
+            await asyncio.sleep(0.01)
+        calls += [asyncio.create_task(pool.score(PROMPT, response)) for response in ("bad", "steps", "c")]
+        while pool._services[0]._waiting.qsize() < 3:
+            await asyncio.sleep(0.01)
+        together.set()
+        return await asyncio.gather(*calls)
+
+    scores = asyncio.run(the_first_before_the_others())
+    assert [score.status for score in scores] == ["ok", "reward_error", "ok", "ok"]
+    assert scores[2].steps == [(0, 2, 0.5)] and [len(r["samples"]) for r in endpoint.requests] == [1, 3]
+
+
+def test_a_pattern_that_takes_exponential_time_is_ended_and_others_are_scored(start):
+    def answer(request, _):
+        return completion("a" * 5000 if "long" in request["messages"][0]["content"] else "aa5")
+
+    _, pool, _ = start("judge", answer, {"pattern": "(?:a|a)+([0-9])"})
+    late, other = scored(pool, "long", "short")
+    assert late.failure == "judge: reward.judge.pattern took more than 0.5 s on the judge's reply"
+    assert late.failures == {"judge": "wrong_format"} and other.parts == {"judge": 0.5}
+
+
+def test_a_problem_that_json_cannot_hold_is_an_error_of_its_own(start):
+    _, pool, _ = start("url", lengths)
+    deep = 1
+    for _ in range(100_000):
+        deep = [deep]
+    assert "the problem cannot be sent" in scored(pool, "x", prompt=Prompt("a", text="?", answer=deep))[0].failure
+    assert scored(pool, "x")[0].reward == 1.0
+
+
+# Failures, repeats, limits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trouble", [(500, b"busy"), (429, b"slow down"), None])
+def test_passing_trouble_is_tried_again(start, monkeypatch, kind, trouble):
+    monkeypatch.setattr(http, "LONGEST_PAUSE", 0.01)
+    endpoint, pool, name = start(kind, lambda _, number: trouble if number <= 2 else value()[kind])
+    assert scored(pool, "x")[0].parts == {name: 0.5} and len(endpoint.requests) == 3
+
+
+@pytest.fixture
+def slow_clock(monkeypatch):
+    """A clock by which an attempt and the pause after it take 400 seconds."""
+    monkeypatch.setattr(http, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=itertools.count(0.0, 400.0).__next__))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lasting_trouble_is_an_error(start, kind, slow_clock):
+    endpoint, pool, name = start(kind, lambda *_: (500, b"out of\nmemory"))
+    (score,) = scored(pool, "x")
+    assert score.failures == {name: "crashed"} and len(endpoint.requests) <= 3
+    within = "within reward.deadline (600 s)"
+    assert score.failure == f"{name}: no rewards {within}, the last attempt: answered 500: out of memory"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_silence_is_a_timeout(start, kind):
+    _, pool, name = start(kind, lambda *_: asyncio.sleep(3600), deadline=0.5)
+    (score,) = scored(pool, "x")
+    assert (score.status, score.failures) == ("reward_timeout", {name: "timed_out"})
+    assert score.failure == f"{name}: no answer within reward.deadline (0.5 s)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("answer", [(404, b"\x1b[31mno such\npath"), (307, b"", {"Location": "/score"}), (201, b"")])
+def test_another_status_is_final_and_names_the_service(start, kind, answer):
+    endpoint, pool, name = start(kind, lambda *_: answer, on_error="raise")
+    (error,) = scored(pool, "x")
+    assert isinstance(error, RewardError) and len(endpoint.requests) == 1 and str(error).splitlines()[-1].isprintable()
+    assert f"reward function {name} failed on prompt 'p7': answered {answer[0]}: " in str(error)
+
+
+def test_a_fault_of_ours_is_a_result_and_no_end(start, monkeypatch):
+    _, pool, _ = start("url", lengths)
+    with monkeypatch.context() as broken:
+        broken.setattr("dynamo_megatron.reward.services.UrlService.results", None)
+        assert "its answer cannot be read: TypeError" in scored(pool, "x")[0].failure
+    assert scored(pool, "x")[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:{port}/score", "cannot connect, is the service up? ("),
+        ("http://no-such-host.invalid/", "cannot connect, is the service up? ("),
+        ("http://", "not a URL: it names no host"),
+        ("http://127.0.0.1:99999/", "not a URL: Port out of range"),
+    ],
+)
+def test_a_service_that_is_not_there_stops_the_start(pool, url, words):
+    with socket.socket() as nobody:  # a port that refuses connections, and that nobody else can take
+        nobody.bind(("127.0.0.1", 0))
+        url = url.format(port=nobody.getsockname()[1])
+        with pytest.raises(ValueError) as error:
+            pool("math", url)
+    assert str(error.value).startswith(f"reward.functions: {url}: {words}") and "\n" not in str(error.value)
+
+
+def test_no_more_requests_are_under_way_than_allowed(start):
+    async def answer(*_):
+        await asyncio.sleep(0.02)
+        return value()["judge"]
+
+    endpoint, pool, _ = start("judge", answer, {"concurrency": 2})
+    assert {score.status for score in scored(pool, *map(str, range(24)))} == {"ok"}
+    assert endpoint.most_under_way == 2 and len(endpoint.requests) == 24
+
+
+def test_requests_per_second_are_limited_and_a_service_may_ask_for_a_pause(start, monkeypatch):
+    slept = []
+    sleep = asyncio.sleep
+    monkeypatch.setattr(http.asyncio, "sleep", lambda seconds: slept.append(seconds) or sleep(0))
+    busy = (429, b"", {"Retry-After": "500"})
+    section = {"requests_per_second": 1e-6, "concurrency": 1}
+    _, pool, _ = start("judge", lambda _, number: busy if number == 2 else value()["judge"], section)
+    assert [score.status for score in scored(pool, *"ab")] == ["ok"] * 2
+    waits = [round(seconds, -5 if seconds > 1e4 else 0) for seconds in slept if seconds > 100]
+    assert waits == [1e6, 500, 2e6]
+
+
+def test_scores_are_kept_and_failures_are_not(start):
+    endpoint, pool, _ = start("judge", lambda _, number: completion("Score: 5" if number > 1 else "?"), cache=2)
+    assert [scored(pool, "a")[0].status for _ in range(3)] == ["reward_error", "ok", "ok"]
+    for responses, requests in (("a", 2), ("b", 3), ("a", 3), ("c", 4), ("ac", 4), ("b", 5)):  # the last used two
+        scored(pool, *responses)
+        assert len(endpoint.requests) == requests
+    scored(pool, "b", prompt=Prompt("p7", text="1 + 2?", answer="3"))  # the same id and response
+    assert len(endpoint.requests) == 6
+    endpoint, pool, _ = start("judge", lambda *_: value()["judge"])
+    assert len(scored(pool, *"aaa")) == len(endpoint.requests) == 3
+
+
+def test_equal_responses_share_a_request_that_outlives_a_cancelled_caller(start):
+    answers = threading.Event()
+
+    async def answer(*_):
+        while not answers.is_set():
+            await asyncio.sleep(0.01)
+        return value()["judge"]
+
+    endpoint, pool, _ = start("judge", answer, cache=2)
+
+    async def first_cancelled():
+        calls = [asyncio.create_task(pool.score(PROMPT, "a")) for _ in range(4)]
+        while not endpoint.under_way:
+            await asyncio.sleep(0.01)
+        calls[0].cancel()
+        await asyncio.wait(calls[:1])
+        answers.set()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    cancelled, *others = asyncio.run(first_cancelled())
+    assert isinstance(cancelled, asyncio.CancelledError) and [score.reward for score in others] == [0.5] * 3
+    assert len(endpoint.requests) == 1
+
+
+def test_close_ends_requests_and_scoring_after_it_is_an_error(start):
+    endpoint, pool, name = start("url", lambda *_: asyncio.sleep(3600))
+
+    async def close_while_waiting():
+        tasks = [asyncio.create_task(pool.score(PROMPT, "x")) for _ in range(100)]
+        while not endpoint.under_way:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(pool.close)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert all(isinstance(result, asyncio.CancelledError) for result in asyncio.run(close_while_waiting()))
+    assert not any(thread.name == f"reward {name}" for thread in threading.enumerate())
+    pool.close()
+    for asked in (pool, pool._services[0]):
+        with pytest.raises(RuntimeError, match=r"not open|was closed"):
+            asyncio.run(asked.score(PROMPT, "x"))
+
+
+# Servers that are restarted
+
+
+def test_servers_take_turns_and_one_that_is_lost_is_waited_for(start, serve):
+    answer = lambda *_: value()["reward_model"]  # noqa: E731
+    addresses = Addresses(restarts_within=PATIENCE)
+    first, pool, _ = start("reward_model", answer, addresses=addresses)
+    second = serve(answer)
+    addresses.up("reward-0", Address(first.url, "k0"))
+    addresses.up("reward-1", Address(second.url, "k1"))
+    assert [scored(pool, response)[0].status for response in "abcd"] == ["ok"] * 4
+    assert (first.keys, second.keys) == (["Bearer k0"] * 2, ["Bearer k1"] * 2)
+    addresses.down("reward-0", "killed")
+    addresses.down("reward-1", "killed")
+    threading.Timer(0.3, lambda: addresses.up("reward-1", Address(second.url, "k2"))).start()
+    assert scored(pool, "e")[0].status == "ok" and second.keys[-1] == "Bearer k2"
+    addresses.down("reward-1", "out of memory", final=True)
+    (score,) = scored(pool, "f")
+    assert score.failures == {"reward_model": "crashed"}
+    assert score.failure == "reward_model: no server of the reward model is up; reward-1: out of memory"
+
+
+def test_what_ends_every_server_is_given_up_and_the_others_are_scored(start):
+    """Two responses end every server that reads them, and with it what the server is asked for others."""
+    ends = 0
+
+    async def answer(request, _):
+        nonlocal ends
+        if len(request["input_ids"][0]) > 200:
+            await asyncio.sleep(0.05)
+            ends += 1
+            return None
+        ends_before = ends
+        for _ in range(30):
+            await asyncio.sleep(0.01)
+            if ends != ends_before:
+                return None
+        return value()["reward_model"]
+
+    addresses = Addresses(restarts_within=PATIENCE)
+    endpoint, pool, _ = start("reward_model", answer, {"concurrency": 12}, addresses)
+    addresses.up("reward-0", Address(endpoint.url))
+    scores = scored(pool, *["x" * n for n in range(1, 11)], "x" * 300, "x" * 301)
+    assert [score.status for score in scores] == ["ok"] * 10 + ["reward_error"] * 2
+    assert scores[-1].failure.startswith("reward_model: its server went away in 3 attempts, the last: ")
+
+
+def test_attempts_that_end_with_their_server_do_not_count(start, slow_clock):
+    addresses = Addresses(restarts_within=1e9)
+    endpoint, pool, _ = start(
+        "reward_model", lambda _, n: value()["reward_model"] if n > 2 else None, addresses=addresses
+    )
+    addresses.up("reward-0", Address(endpoint.url))
+    assert scored(pool, "x")[0].status == "ok" and len(endpoint.requests) == 3
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings", "words"),
+    [
+        ("judge", {"judge": {}}, "judge: name the endpoint's url and the model that it is asked for"),
+        ("judge", {"judge": {"url": "h:8000", "model": "m"}}, "'h:8000' is no http://HOST:PORT"),
+        (
+            "judge",
+            {"judge": {"url": "https://h/v1?version=2", "model": "m"}},
+            "cannot have a query; leave https://h/v1",
+        ),
+        ("judge", {"judge": {"template": "{prompt}"}}, "has no {response}"),
+        ("judge", {"judge": {"pattern": "Score: [0-9]+"}}, "has no group"),
+        ("judge", {"judge": {"range": [1, 1]}}, "1 is not below 1"),
+        ("judge", {"judge": {"request": {"stream": True}}}, "stream: not a field to be set here"),
+        ("reward_model", {}, "reward_model.path: name the reward model's folder"),
+        ("reward_model", {"reward_model": {"path": "p"}}, "servers: the run starts servers of the reward model, or"),
+        ("reward_model", {"reward_model": {"path": "p", "urls": ["h"]}}, "'h' is no http://HOST:PORT"),
+        ("math", {"servers": {}}, "servers: are those of the reward model; put reward_model into"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(functions, settings, words):
+    with pytest.raises(ValueError) as error:
+        RewardConfig(functions=functions, **settings)
+    assert words in str(error.value)
+
+
+def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_model, tmp_path):
+    def start(path):
+        config = RewardConfig(functions=["reward_model"], servers={}, reward_model={"path": str(path)})
+        RewardPool(config, Addresses(restarts_within=1.0)).start()
+
+    with pytest.raises(ValueError, match=r"^reward.reward_model.path: .* has no tokenizer"):
+        start(tmp_path)
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^reward.reward_model.path: the tokenizer of .* has no chat template$"):
+        start(tmp_path)
