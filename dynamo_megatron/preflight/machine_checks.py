@@ -21,7 +21,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.layout_checks import check_layout
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.planning import formulas
-from dynamo_megatron.planning.host import host_memory as planned_host_memory
+from dynamo_megatron.planning.plan import host_memory as planned_host_memory
 from dynamo_megatron.planning.plan import workload
 from dynamo_megatron.policy.backend import Fusions
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
@@ -186,12 +186,12 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
     tokens, cuda = workload(config, spec, None).mean, torch.cuda.is_available()
     host = planned_host_memory(config, spec, subject.ranks, subject.ranks_here, tokens, cuda=cuda)
     available = min(psutil.virtual_memory().available, _cgroup_room())
-    told = ", ".join(f"{what} {_size(value)}" for what, value in host.parts.items())
-    if host.peak > available:
+    told = ", ".join(f"{what} {_size(value)}" for what, value in host.items())
+    if sum(host.values()) > available:
         raise InputError(
             f"host memory: {_size(available)} available on this node, the run needs about "
-            f"{_size(host.peak)} at its peak ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set "
-            "checkpoint.async: false or rollout.offload: false"
+            f"{_size(sum(host.values()))} at its peak ({told}); ask for more memory (sbatch --mem), "
+            "fewer ranks a node, or set checkpoint.async: false or rollout.offload: false"
         )
     yield ok(f"{_size(available)} available for {told}")
     shared = os.statvfs("/dev/shm")

@@ -27,6 +27,6 @@ def plan(subject: Subject) -> Iterator[Finding]:
     cluster = Cluster(gpu, subject.ranks, min(subject.ranks, torch.cuda.device_count()))
     made = make_plan(subject.config, spec, cluster, workload(subject.config, spec, None))
     told = f"{cluster.gpus} x {gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}: {verdict(made)}"
-    yield ok(told) if made.fits and not made.timeout_too_short else failed(f"{told}; `dynamo-megatron plan` has all")
+    yield ok(told) if made.fault is None else failed(f"{told}; `dynamo-megatron plan` has all")
     for caution in cautions(made):
         yield note(caution)
