@@ -128,6 +128,8 @@ def test_the_search_ranks_layouts(capsys):
     near = [row for row in rows if float(row[12]) <= 1.1 * min(float(row[12]) for row in rows)]
     assert rows[: len(near)] == near and [row[5] for row in near] == sorted(row[5] for row in near)
     assert any(row[2:9] == ["4", "1", "1", "1", "1", "4", "none"] for row in rows)  # configs/hardware/h100x16
+    main(["plan", MODEL_14B, "methods/dynamo_published", *GPUS, "--search"])  # whose range is a micro-batch's
+    assert {row[5] for row in rows_of(capsys.readouterr().out.splitlines())} == {"1"}
     # What is said of the first layout is what the plan says of it.
     keys = lines[-1].removeprefix("the first: ").split()
     assert main(["plan", MODEL_14B, str(CONFIGS / "paper.yaml"), *GPUS, *keys]) == 0

@@ -8,7 +8,7 @@ import pytest
 from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.planning.command import UNNEEDED, model_spec, plan_of
-from dynamo_megatron.planning.hardware import GPUS, Cluster
+from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "paper.yaml"
@@ -37,6 +37,20 @@ def test_it_fits(hardware, method):
     assert plan.servers.gpus == plan.cluster.gpus  # a server rank on every GPU
     assert plan.servers.longest_sequences >= 4
     assert plan.config.checkpoint.every >= 10  # else writing takes a large part of a step
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),  # GiB at the peak of an update, seconds of a step and its update, --mem
+    [
+        ("h100x8/qwen2.5-math-7b", ("60.1", "177.1", "89.5", "466G")),
+        ("h100x64/qwen2.5-72b", ("36.6", "848.4", "509.6", "303G")),
+        ("h100x32/qwen3-30b-a3b", ("36.2", "222.8", "61.3", "329G")),
+    ],
+)
+def test_the_figures_stay(name, figures):
+    plan = planned(CONFIGS / "hardware" / f"{name}.yaml", "dynamo")
+    update = max(sum(stage.training.values()) for stage in plan.stages) / GIB
+    assert (f"{update:.1f}", f"{plan.times.step:.1f}", f"{plan.times.update:.1f}", plan.memory_asked) == figures
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)

@@ -70,6 +70,7 @@ def test_30b_a3b_by_hand():
     experts_bytes = 8 * (2 * 2048 + 6 * 768 + 24) + 5 * 128
     assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(attention_bytes + experts_bytes)
     assert formulas.kv_bytes_a_token(spec, 1, "bfloat16") == 2 * 48 * 4 * 128 * 2 == 98_304
+    assert formulas.kv_bytes_a_token(spec, 8, "bfloat16") == 2 * 48 * 1 * 128 * 2  # a rank has a head at least
     assert formulas.server_bytes(spec, 1, "bfloat16", None) == 2 * 30_532_122_624
     linear = 48 * (attention - 2 * 128 + 128 * expert)  # a byte each, and 4 for a block of 128 x 128
     in_fp8 = linear + linear // 128**2 * 4 + 2 * (30_532_122_624 - linear)
@@ -188,13 +189,17 @@ def test_training_of_14b_by_hand(recompute, passes, times):
 
 
 def test_training_of_experts_by_hand():
-    """Qwen3-30B-A3B, ep 8 x dp 16 on 16 H200: an expert is on two ranks, 8 apart, what is dense on all 16."""
+    """Qwen3-30B-A3B on 16 H200. ep 8 x dp 16: an expert is on two ranks, 8 apart, what is dense on all 16. With tp 2
+    one all-reduce a layer, and half of a token's copies from each rank."""
     plan = planned("Qwen3-30B-A3B", "h200-141", 16, 1000, parallel={"ep": 8}, trainer={"recompute": "none"})
     compute = forward_flops(plan.spec, [(512, 1256)]) / (16 * 989.4e12)
     sent = 48 * 2 * (7 / 8) * 8 * 512 * 1256 / 16 * 2048 * 2 / 450e9  # to 8 experts and back
     dense = 15 / 16 * 6 * 1_541_093_376 / (8 * 50e9)
     experts = 1 / 2 * 6 * 3_623_878_656 / 50e9
     assert plan.times.update == pytest.approx(3 * compute + 2 * sent + 4 * (dense + experts))
+    cut = planned("Qwen3-30B-A3B", "h200-141", 16, 1000, parallel={"ep": 8, "tp": 2, "sequence_parallel": True})
+    hidden = 48 * 2 * (1 / 2) * 2 * 2048 * 512 * 1256 / 8 / 450e9
+    assert cut.times.logprobs == pytest.approx(compute + hidden + sent)
 
 
 def test_context_parallel_ranks_send_keys_and_values_and_a_pipeline_has_a_bubble():
