@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,26 +22,15 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import read_results, results_file, summarise, write_results
 from dynamo_megatron.types import ProblemResult, Prompt
 
-
-class AnswersProblems(Protocol):
-    def begin_evaluation(self, prompts: Sequence[Prompt], on_poll: Callable[[], None]) -> None: ...
-
-    def end_evaluation(self, on_poll: Callable[[], None]) -> list[ProblemResult]: ...
-
-    def evaluate(
-        self, prompts: Sequence[Prompt], on_poll: Callable[[], None], on_count: Callable[[int, int], None]
-    ) -> list[ProblemResult]: ...
-
-    def rescore(
-        self, prompts: Sequence[Prompt], results: Sequence[ProblemResult], on_poll: Callable[[], None]
-    ) -> list[ProblemResult]: ...
+if TYPE_CHECKING:
+    from dynamo_megatron.rollout.worker import RolloutWorker
 
 
 class PeriodicEvaluation:
     """Evaluates the policy during training, on rank 0. `prompts` are tokenized. `under_way`: the step whose evaluation
     `begin` has started, and when (monotonic seconds)."""
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], rollout: AnswersProblems):
+    def __init__(self, config: Config, prompts: Sequence[Prompt], rollout: RolloutWorker):
         self._config, self._prompts, self._rollout = config, prompts, rollout
         self.responses = len(prompts) * config.eval.samples
         self.under_way: tuple[int, float] | None = None

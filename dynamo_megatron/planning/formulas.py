@@ -31,7 +31,7 @@ GRADIENT = 4  # bytes: main_grad is float32 (grad_reduce_in_fp32)
 def stage_parameters(spec: ModelSpec, p: ParallelConfig, stage: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(dense, experts): elements of each parameter on a rank of pipeline stage `stage` (from 0).
 
-    tests/planning/test_parameters.py holds it to the model that Megatron builds, rank by rank.
+    tests/planning/test_memory.py holds it to the model that Megatron builds, rank by rank.
     """
     shapes, layers = huggingface_shapes(spec), spec.num_layers // p.pp
     vocabulary = spec.padded_vocab(p.tp) // p.tp * spec.hidden_size
