@@ -12,7 +12,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.estimates import Interval, average_bootstrap
 from dynamo_megatron.evaluation.results import (
     in_percent,
-    markdown_row,
+    markdown,
     markdown_table,
     problem_pass_at_k,
     summarise,
@@ -98,16 +98,15 @@ def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
     tables = []
     for each in k:
         head = [f"pass@{each}, % (95 %)", *(f"{name} ({figures['eval/problems']})" for name, figures in sets.items())]
-        head += [AVERAGE] if len(sets) > 1 else []
-        lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+        rows = [head + ([AVERAGE] if len(sets) > 1 else [])]
         for model, found in models.items():
-            lines.append(markdown_row([model, *(in_percent(_interval(x, each)) for x in _columns(found))]))
+            rows.append([model, *(in_percent(_interval(x, each)) for x in _columns(found))])
         for model, found in differences.items():
             cells = (in_percent(_interval(x, each), sign="+") for x in _columns(found))
-            lines.append(markdown_row([f"{model} - {first}, points", *cells]))
-        tables.append("\n".join(lines))
-    rows = [(f"{model}, {name}", figures) for model in models for name, figures in models[model]["sets"].items()]
-    return "\n\n".join([*tables, markdown_table(rows, [])])
+            rows.append([f"{model} - {first}, points", *cells])
+        tables.append(markdown(rows))
+    details = [(f"{model}, {name}", figures) for model in models for name, figures in models[model]["sets"].items()]
+    return "\n\n".join([*tables, markdown_table(details, [])])
 
 
 def _columns(found: Mapping[str, Any]) -> list[Mapping[str, float]]:

@@ -1,5 +1,4 @@
-"""The planner's formulas of parameters and memory, pure functions of shapes and layout; docs/plan.md explains them to
-users. times.py has those of time.
+"""The planner's formulas of parameters and memory, pure functions of shapes and layout; times.py has those of time.
 
 Sources: [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), whose
 bytes are adapted to SwiGLU, grouped queries, RMSNorm, no dropout and an attention that keeps no scores; [N] Narayanan

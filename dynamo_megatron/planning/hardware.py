@@ -20,7 +20,7 @@ class GPU:
     memory_bandwidth: float  # bytes a second
     nvlink: float  # bytes a second, one direction
     network: float  # bytes a second, one direction, of a GPU's share of its node's network
-    fp8_pushes: bool = True  # SGLang takes them: docs/resharding.md
+    fp8_pushes: bool = True  # SGLang takes them: docs/rollouts.md
 
 
 GPUS = {
