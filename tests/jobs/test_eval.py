@@ -12,7 +12,6 @@ from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation import subjects
-from dynamo_megatron.evaluation.problems import read_problems
 from dynamo_megatron.evaluation.results import read_results, summarise
 from dynamo_megatron.jobs import eval as command
 from dynamo_megatron.rollout.result import RolloutError
@@ -174,23 +173,17 @@ def test_models_of_one_name_are_refused(models, capsys, names):
     assert capsys.readouterr().err.startswith(f"--model: {names[1]}: the responses of two models would both go to sco")
 
 
-def test_a_set_has_a_name_that_a_file_may_have(models, monkeypatch):
-    """Without --suite it comes from eval.data, which may be of any form."""
-    monkeypatch.setattr(command, "read_problems", lambda config: read_problems(easy(config)))
-
-    def easy(config):
-        return config.model_copy(update={"eval": config.eval.model_copy(update={"data": "sets/easy.jsonl"})})
-
-    words = ["--model", "base", "--model", "better", "--out", "scores", *KEYS]
-    assert main(["eval", *words, f"eval.data=datasets:of/{'x' * 300}?split=test"]) == 0
-    (file,) = (models / "scores" / "base").iterdir()
-    assert file.name == f"{'x' * 49}-split-test.jsonl"
-
-
-def test_a_suite_without_its_folder_is_refused(models, capsys):
-    assert main([*SUITE[:5], *KEYS, "--model", "base", "data.source=sets/easy.jsonl"]) == 2
-    assert capsys.readouterr().err == "eval.data: missing; --suite takes its sets from this folder\n"
-    assert not (models / "scores").exists()
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([*SUITE[:5], *KEYS, "data.source=sets/easy.jsonl"], "eval.data: missing; --suite takes its sets from"),
+        ([*SUITE[:2], "easy,none", *SUITE[3:]], "--suite: there is no file sets/none.jsonl"),
+    ],
+)
+def test_a_set_that_is_not_there_ends_it_before_a_server_starts(models, capsys, words, says):
+    assert main([*words, "--model", "base"]) == 2
+    assert capsys.readouterr().err.startswith(says)
+    assert StandIn.started == [] and not (models / "scores").exists()
 
 
 def a_run(models, monkeypatch, *keys):
@@ -248,12 +241,6 @@ def test_training_data_is_read_if_it_is_local(models, caplog, source, warned):
     (models / "saved").mkdir()
     assert main([*SUITE, "--model", "base", f"data.source={source}"]) == 0
     assert ["was not compared with the training data" in r.message for r in caplog.records] == [True] * warned
-
-
-def test_a_set_that_is_not_there_ends_it_before_a_server_starts(models, capsys):
-    assert main([*SUITE[:2], "easy,none", *SUITE[3:], "--model", "base"]) == 2
-    assert "--suite: there is no file sets/none.jsonl" in capsys.readouterr().err
-    assert StandIn.started == [] and not (models / "scores").exists()
 
 
 def test_servers_have_the_weights_of_the_folder_as_they_are(models, capsys):
