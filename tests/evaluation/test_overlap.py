@@ -90,11 +90,14 @@ def test_a_short_problem_is_compared_as_a_whole_and_from_5_words_on_found_inside
 
 
 def test_messages_count_without_the_system_prompt():
-    said = some_words(0, 30)
-    chat = Prompt("c", messages=[{"role": "system", "content": "s"}, {"role": "user", "content": said}], answer="1")
+    system, said = some_words(1, 60), some_words(0, 30)
+    chat = Prompt("c", messages=[{"role": "system", "content": system}, {"role": "user", "content": said}], answer="1")
     assert [o.problem for o in overlaps([chat], [prompt("t", said)])] == [chat]
-    assert overlaps([prompt("p", "s")], [chat]) == []
-    assert found("What is 2 + 1?", "what is 2 - 1", "What is $2+1$") == [(1.0, "1")]  # an operator is no punctuation
+    assert overlaps([prompt("p", system)], [chat]) == []
+
+
+def test_an_operator_is_no_punctuation():
+    assert found("What is 2 + 1?", "what is 2 - 1", "What is $2+1$") == [(1.0, "1")]
 
 
 def test_the_warning_counts_and_names_the_worst():

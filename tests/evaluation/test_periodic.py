@@ -66,6 +66,13 @@ def evaluate(tmp_path, monkeypatch):
     return run
 
 
+def test_when_it_is_due():
+    needed = {"model": {"path": "m"}, "data": {"source": "x"}, "output_dir": "o"}
+    config = Config(**needed, eval={"data": "x", "every": 3}, trainer={"steps": 5})
+    evaluation = PeriodicEvaluation(config, PROMPTS, None)
+    assert [step for step in range(6) if evaluation.due(step)] == [0, 3, 5]
+
+
 def test_methods_start_from_one_evaluation(evaluate):
     answers = Answers()
     first, said = evaluate(answers)
