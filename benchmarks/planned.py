@@ -16,7 +16,7 @@ import torch
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.planning.hardware import GPU, GPUS, Cluster, gpu_named
-from dynamo_megatron.planning.plan import SLOWEST, Plan, Workload, make_plan
+from dynamo_megatron.planning.plan import RESERVED, SLOWEST, Plan, Workload, make_plan
 
 NO_GPU = "this machine has no GPU, and a plan is of a kind of GPU"
 
@@ -49,7 +49,7 @@ def plan_of(config_file: Path, tokens: Tokens, gpu: GPU, ranks: int) -> Plan:
 
 def training_peak(plan: Plan) -> float:
     """Bytes of tensors on the fullest rank at the peak of an update; no GPU's size is in it."""
-    return max(sum(stage.training.values()) for stage in plan.stages)
+    return max(sum(stage.training.values()) for stage in plan.stages) - RESERVED
 
 
 def planned(plan: Plan, update_flops: float) -> dict[str, float]:

@@ -76,7 +76,7 @@ def _planned(config: Config, job: JobOptions, options: argparse.Namespace) -> Jo
         print(f"{default}: there is no plan: {error}", file=sys.stderr)
         return job
     stop_before = max(job.stop_before, plan.stop_before) if "--stop-before" in unset else job.stop_before
-    return dataclasses.replace(job, stop_before=stop_before, mem=plan.host.asked if "--mem" in unset else job.mem)
+    return dataclasses.replace(job, stop_before=stop_before, mem=plan.memory_asked if "--mem" in unset else job.mem)
 
 
 def submit(script: Path) -> int:

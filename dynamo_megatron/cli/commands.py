@@ -114,15 +114,7 @@ def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str
     from dynamo_megatron.launcher.slurm import adopt_rank
 
     adopt_rank(os.environ)
-    words = options.config + rest
-    if options.install:
-        from dynamo_megatron.preflight.install import report
-
-        unset = {"model": {"path": "unset"}, "data": {"source": "unset"}, "output_dir": "unset"}
-        return report(compose(*_files_and_keys(words), defaults=unset)[0].rollout.python)
-    if not words:
-        raise ConfigError("preflight: name a config, or --install")
-    config, _ = compose(*_files_and_keys(words))
+    config, _ = compose(*_files_and_keys(options.config + rest))
     from dynamo_megatron.jobs.layout_checks import default_ranks, on_this_machine
     from dynamo_megatron.preflight.command import preflight
 

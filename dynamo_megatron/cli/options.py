@@ -93,14 +93,9 @@ def _add_configs(commands: Any) -> None:
 
 def _add_preflight(commands: Any) -> None:
     sub = _command(commands, "preflight", "check a configuration, this node and the server before a job waits for them")
-    sub.add_argument("config", nargs="*", metavar="CONFIG | key=value", help=CONFIG_HELP)
+    sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
     sub.add_argument("--ranks", type=_positive, help="of the run (default: as `train` would start here)")
     sub.add_argument("--no-server", action="store_true", help="do not start a small server, which takes longest")
-    sub.add_argument(
-        "--install",
-        action="store_true",
-        help="needs no config (rollout.python=... names the server's interpreter): what is missing, what it would give",
-    )
 
 
 def _add_serve(commands: Any) -> None:

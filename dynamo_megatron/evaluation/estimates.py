@@ -32,7 +32,7 @@ def pass_at_k(samples: ArrayLike, successes: ArrayLike, k: int) -> np.ndarray:
         raise ValueError(f"k: pass@{k} cannot be had, {few}")
     drawn = np.arange(k)
     # A product of k ratios, since the binomials would overflow. It is 0 where fewer than k responses are wrong.
-    all_wrong = np.prod(np.maximum((n - c)[:, None] - drawn, 0) / (n[:, None] - drawn), axis=1)
+    all_wrong = np.prod(((n - c)[:, None] - drawn) / (n[:, None] - drawn), axis=1)
     return 1.0 - all_wrong
 
 

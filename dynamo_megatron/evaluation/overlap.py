@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dynamo_megatron.types import Prompt
@@ -35,26 +35,20 @@ def overlaps(
     memory, each with the positions of at most MOST + 1 training prompts.
     """
     texts = [_words(problem) for problem in problems]
-    numbers = [set(_ngrams(words, length, _starts(words, length))) for words in texts]
-    # Any 13 words in a row contain a whole block of their text (words 0 to 6, 7 to 13, ...). Few of these blocks are in
-    # `problems`, so only the n-grams around them are hashed.
-    block = (length + 1) // 2
-    blocks = {number for words in texts for number in _ngrams(words, block, _starts(words, block))}
-    short = _short(texts, length)
+    numbers = [_ngrams(words, min(length, len(words))) for words in texts]
+    short: dict[int, set[int]] = {}  # hash of the first SHORT words -> lengths of the problems that begin with them
+    for words in texts:
+        if SHORT <= len(words) < length:
+            short.setdefault(hash(tuple(words[:SHORT])), set()).add(len(words))
     places: dict[int, list[int]] = {ngram: [] for ngrams in numbers for ngram in ngrams}
     ids: dict[int, str] = {}
     place = 0
     for place, prompt in enumerate(training, 1):
         words = _words(prompt)
-        every = _starts(words, length)
-        at = range(0, len(words) - block + 1, block)
-        known = (i for i, number in zip(at, _ngrams(words, block, at), strict=True) if number in blocks)
-        around = {start for i in known for start in every[max(0, i + block - length) : i + 1]}
-        found_here = set(_ngrams(words, length, every if len(words) < length else around))
-        if short:
-            for start, number in enumerate(_ngrams(words, SHORT, range(len(words) - SHORT + 1))):
-                for size in short.get(number, ()):
-                    found_here.update(_ngrams(words, size, [start]))
+        found_here = _ngrams(words, min(length, len(words)))
+        for start in range(len(words) - SHORT + 1) if short else ():
+            for size in short.get(hash(tuple(words[start : start + SHORT])), ()):
+                found_here.add(hash(tuple(words[start : start + size])))
         for ngram in found_here:
             if ngram in places and len(places[ngram]) <= MOST:
                 places[ngram].append(place)
@@ -82,27 +76,13 @@ def overlap_warning(name: str, problems: int, found: Sequence[Overlap], training
     )
 
 
-def _short(texts: Sequence[Sequence[str]], length: int) -> dict[int, set[int]]:
-    """Of the texts of at least SHORT and fewer than `length` words: hash of the first SHORT words -> lengths."""
-    sizes: dict[int, set[int]] = {}
-    for words in texts:
-        if SHORT <= len(words) < length:
-            sizes.setdefault(hash(tuple(words[:SHORT])), set()).add(len(words))
-    return sizes
-
-
 def _words(prompt: Prompt) -> list[str]:
     return WORD.findall(problem_text(prompt).casefold())
 
 
-def _starts(words: Sequence[str], length: int) -> range:
-    """The positions where n-grams begin; a text of fewer words is one n-gram."""
-    return range(max(1, len(words) - length + 1))
-
-
-def _ngrams(words: Sequence[str], length: int, starts: Iterable[int]) -> Iterator[int]:
+def _ngrams(words: Sequence[str], length: int) -> set[int]:
     """The n-grams' hashes. These have 64 bits, so a collision becomes likely only with billions of n-grams."""
-    return (hash(tuple(words[i : i + length])) for i in starts)
+    return {hash(tuple(words[i : i + length])) for i in range(len(words) - length + 1)}
 
 
 def problem_text(prompt: Prompt) -> str:

@@ -6,36 +6,31 @@ of training.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.evaluation.cache import cache_file, read_cached, write_cached
-from dynamo_megatron.evaluation.results import results_file, summarise, write_results
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.evaluation.results import read_results, results_file, summarise, write_results
 from dynamo_megatron.types import ProblemResult, Prompt
 
-
-class AnswersProblems(Protocol):
-    def begin_evaluation(self, prompts: Sequence[Prompt], on_poll: Callable[[], None]) -> None: ...
-
-    def end_evaluation(self, on_poll: Callable[[], None]) -> list[ProblemResult]: ...
-
-    def evaluate(
-        self, prompts: Sequence[Prompt], on_poll: Callable[[], None], on_count: Callable[[int, int], None]
-    ) -> list[ProblemResult]: ...
-
-    def rescore(
-        self, prompts: Sequence[Prompt], results: Sequence[ProblemResult], on_poll: Callable[[], None]
-    ) -> list[ProblemResult]: ...
+if TYPE_CHECKING:
+    from dynamo_megatron.rollout.worker import RolloutWorker
 
 
 class PeriodicEvaluation:
     """Evaluates the policy during training, on rank 0. `prompts` are tokenized. `under_way`: the step whose evaluation
     `begin` has started, and when (monotonic seconds)."""
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], rollout: AnswersProblems):
+    def __init__(self, config: Config, prompts: Sequence[Prompt], rollout: RolloutWorker):
         self._config, self._prompts, self._rollout = config, prompts, rollout
         self.responses = len(prompts) * config.eval.samples
         self.under_way: tuple[int, float] | None = None
@@ -79,22 +74,48 @@ class PeriodicEvaluation:
     def _first(
         self, sample: Callable[[], list[ProblemResult]], on_poll: Callable[[], None], say: Callable[[str], None]
     ) -> list[ProblemResult]:
+        """Responses are kept, not scores: reward functions may change without a change of name. Nothing is kept where a
+        response failed: the next run asks again."""
+        file, samples = cache_file(self._config, self._prompts), self._config.eval.samples
         try:
-            file = cache_file(self._config, self._prompts, on_poll)
-        except ValueError as error:
-            say(f"warning: the evaluation of the start is not kept for other runs: {error}")
-            return sample()
-        try:
-            kept = read_cached(file, self._prompts, self._config.eval.samples)
+            if file.is_file():
+                kept = read_results(file)
+                if [(r.prompt_id, len(r.responses)) for r in kept] != [(p.prompt_id, samples) for p in self._prompts]:
+                    raise InputError(f"{file}: does not have {samples} responses to each of the problems")
+                say(f"evaluation of the start: responses taken from {file} (eval.cache: false samples new ones)")
+                return self._rollout.rescore(self._prompts, kept, on_poll)
         except (ValueError, OSError) as error:
             say(f"warning: a kept evaluation is not used: {error}")
-            kept = None
-        if kept is not None:
-            say(f"evaluation of the start: responses taken from {file} (eval.cache: false samples new ones)")
-            return self._rollout.rescore(self._prompts, kept, on_poll)
         results = sample()
-        try:
-            write_cached(file, results)
-        except OSError as error:
-            say(f"warning: the evaluation of the start is not kept for other runs: {error}")
+        if all(reason in ("stop", "length") for result in results for reason in result.finish_reasons):
+            try:
+                file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_results(file, results, shared=True)
+            except OSError as error:
+                say(f"warning: the evaluation of the start is not kept for other runs: {error}")
         return results
+
+
+def cache_folder() -> Path:
+    """DYNAMO_MEGATRON_CACHE, else dynamo-megatron in the user's cache folder."""
+    if own := os.environ.get("DYNAMO_MEGATRON_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynamo-megatron"
+
+
+def cache_file(config: Config, prompts: Sequence[Prompt]) -> Path:
+    """Where the responses of `model.path` to `prompts` (tokenized) are kept: named by all that they depend on. A file
+    of the model is known by its path, size and time of change."""
+    evaluation, rollout, folder = config.eval, config.rollout, Path(config.model.path).resolve()
+    files = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    identity = {
+        "model": [(path, status.st_size, status.st_mtime_ns) for path, status in files],
+        "settings": config.model.model_dump(exclude={"path"}),
+        "problems": [(prompt.prompt_id, prompt.tokens) for prompt in prompts],
+        "sampling": [evaluation.samples, evaluation.temperature, evaluation.max_new_tokens, config.seed],
+        "rollout": [rollout.temperature, rollout.max_new_tokens, rollout.stop, rollout.quantization],
+        "engine": [rollout.python, rollout.tp, rollout.server_args, config.trainer.deterministic],
+        "versions": [own.version for own in metadata.distributions(name="sglang")],
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+    return cache_folder() / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.jsonl"

@@ -15,6 +15,15 @@ from dynamo_megatron.config.reward import PrimeConfig
 from dynamo_megatron.runtime import plain_json
 
 LONGEST_NAME = 60  # characters of a file's name; file systems allow 255 bytes
+# The settings that responses and scores depend on, apart from the model.
+SETTINGS = {
+    "data": [
+        *("prompt_key", "answer_key", "id_key"),
+        *("template", "chat_template", "template_args", "system_prompt", "few_shot"),
+    ],
+    "rollout": ["stop", "agent", "agent_turns"],
+    "eval": ["data", "limit", "samples", "k"],
+}
 
 
 @dataclass(frozen=True)
@@ -23,35 +32,34 @@ class Subject:
 
     config: Config
     url: str | None = None  # of a server that has the model; the tokenizer is in config.model.path
-    folder: Path | None = None  # of the responses, one file per set; None: they go to OUT/problems.jsonl
 
 
 def find_subjects(
-    files: Sequence[str], overrides: Sequence[str], models: Sequence[str], out: Path, single: bool
+    files: Sequence[str], overrides: Sequence[str], models: Sequence[str], out: Path
 ) -> dict[str, Subject]:
-    """The subjects by their names in tables. `models`: model folders, checkpoints and server URLs. `single`: where
-    there is only one model, its responses go into `out` itself.
+    """The subjects by their names in tables, which are also names of folders. `models`: model folders, runs,
+    checkpoints and server URLs; none: `model.path`.
 
     Raises ConfigError for a bad configuration, and where settings that scores depend on differ between the models.
     """
     if not models:
         config = _config(files, overrides, None, None, out)
-        path = config.model.path
-        return {path: Subject(config, folder=None if single else out / file_name(_last_part(path)))}
-    short = list(map(_last_part, models))
-    names = models if len(models) == 1 or len(set(short)) < len(short) else short
-    _check_folders(names, models, out)
-    subjects = {}
+        return {file_name(_last_part(config.model.path)): Subject(config)}
+    names = [file_name(_last_part(model)) for model in models]
+    if len(set(names)) < len(names):
+        names = list(map(file_name, models))
+    subjects: dict[str, Subject] = {}
     for name, model in zip(names, models, strict=True):
+        if name in subjects:
+            raise ConfigError(
+                f"--model: {model}: the responses of two models would both go to {out / name}; name each model once, "
+                "and one of the two by a link of another name if they are different models"
+            )
         url = model if model.startswith(("http://", "https://")) else None
         checkpoint = None
         if url is None and not (Path(model) / "config.json").is_file():
             _, checkpoint = find_checkpoint(model)
-        config = _config(files, overrides, model, checkpoint, out)
-        if checkpoint is not None:
-            config = with_model(config, checkpoint)
-        folder = None if single and len(models) == 1 else out / file_name(short[0] if len(models) == 1 else name)
-        subjects[name] = Subject(config, url, folder)
+        subjects[name] = Subject(_config(files, overrides, model, checkpoint, out), url)
     _check_comparable({name: subject.config for name, subject in subjects.items()})
     return subjects
 
@@ -66,48 +74,32 @@ def file_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text)[-LONGEST_NAME:].strip("-.") or "unnamed"
 
 
-def _check_folders(names: Sequence[str], models: Sequence[str], out: Path) -> None:
-    """Raises ConfigError where two of `models` would write to one folder."""
-    taken: dict[str, str] = {}
-    for name, model in zip(names, models, strict=True):
-        folder = file_name(name)
-        if folder in taken:
-            raise ConfigError(
-                f"--model: the responses of {taken[folder]} and of {model} would both go to {out / folder}; name each "
-                "model once, and one of the two by a link of another name if they are different models"
-            )
-        taken[folder] = model
+def sampling(config: Config) -> dict[str, Any]:
+    """Of an evaluation: eval.* where it is set, else as in training."""
+    given = config.eval
+    return {
+        "temperature": config.rollout.temperature if given.temperature is None else given.temperature,
+        "max_new_tokens": given.max_new_tokens or config.rollout.max_new_tokens,
+    }
 
 
 def _check_comparable(configs: Mapping[str, Config]) -> None:
     """Raises ConfigError where the configs differ in settings that responses or scores depend on."""
-    first, *others = configs
-    settings = {name: _settings(config) for name, config in configs.items()}
-    for name in others:
-        for key, value in settings[first].items():
-            if settings[name].get(key, value) != value:  # a key that one of them lacks: eval's differs
+    (first, base), *others = ((name, _settings(config)) for name, config in configs.items())
+    for name, settings in others:
+        for key, value in base.items():
+            if settings[key] != value:
                 raise ConfigError(
-                    f"{key}: {value!r} for {first}, {settings[name][key]!r} for {name}; give one for all: {key}=VALUE"
+                    f"{key}: {value!r} for {first}, {settings[key]!r} for {name}; give one for all: {key}=VALUE"
                 )
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """The settings that responses and scores depend on, apart from the model: dotted key -> value."""
+    """Dotted key -> value."""
     plain = to_plain(config)
-    keys = {
-        "data": (
-            *("prompt_key", "answer_key", "id_key"),
-            *("template", "chat_template", "template_args", "system_prompt", "few_shot"),
-        ),
-        "rollout": ("temperature", "max_new_tokens", "stop", "agent", "agent_turns"),
-        "eval": ("data", "limit", "samples", "k", "temperature", "max_new_tokens"),
-        "reward": [name for name in plain["reward"] if name != "workers"],
-    }
+    keys = {**SETTINGS, "reward": [name for name in plain["reward"] if name != "workers"]}
     found = {f"{section}.{name}": plain[section][name] for section, names in keys.items() for name in names}
-    for name in ("temperature", "max_new_tokens"):
-        if found[f"eval.{name}"] is not None:  # an evaluation uses this one and not the rollouts'
-            del found[f"rollout.{name}"]
-    return {**found, "seed": plain["seed"]}
+    return found | {f"eval.{name}": value for name, value in sampling(config).items()} | {"seed": config.seed}
 
 
 def _config(
@@ -122,14 +114,16 @@ def _config(
     elif model is not None and "://" in model:
         defaults["model"] = {"path": ""}
     elif model is not None:
-        defaults["model"] = {"path": model, "dtype": _dtype(Path(model))}
+        folder = plain_json.read_object(Path(model) / "config.json")
+        dtype = "float32" if "float32" in (folder.get("dtype"), folder.get("torch_dtype")) else "bfloat16"
+        defaults["model"] = {"path": model, "dtype": dtype}
     config, _ = compose(files, overrides, defaults, context=EVALUATION)
     if not (config.eval.data or config.data.source):
         raise ConfigError("eval.data: missing; name the problems with eval.data=...")
     if not config.model.path:
         raise ConfigError("model.path: missing; name the folder with the tokenizer of the server's model")
-    if checkpoint is None and model is not None and "://" not in model:
-        config = with_model(config, model)
+    if model is not None and "://" not in model:
+        config = with_model(config, checkpoint or model)
     # The logs of the servers and the rollout process go to the evaluation's folder.
     return _without_prime(config.model_copy(update={"output_dir": str(out)}))
 
@@ -139,12 +133,6 @@ def _without_prime(config: Config) -> Config:
     be compared."""
     reward = config.reward.model_copy(update={"functions": config.reward.outcomes, "prime": PrimeConfig()})
     return config.model_copy(update={"reward": reward})
-
-
-def _dtype(folder: Path) -> str:
-    """The default dtype for the model in `folder`: "float32" where its config.json says so, else "bfloat16"."""
-    config = plain_json.read_object(folder / "config.json")
-    return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
 
 
 def with_model(config: Config, path: str | Path) -> Config:

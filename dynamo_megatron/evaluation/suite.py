@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.estimates import Interval, average_bootstrap
 from dynamo_megatron.evaluation.results import (
     in_percent,
-    markdown_row,
+    markdown,
     markdown_table,
     problem_pass_at_k,
     summarise,
@@ -24,11 +23,9 @@ TABLE = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad")  # of th
 AVERAGE = "average"  # the column with the mean of the sets' figures; each set has the same weight
 
 
-@dataclass(frozen=True)
-class SetScores:
-    """A model's scores on one set, without its responses."""
+class SetScores(NamedTuple):
+    """A model's scores on one set, without its responses; problems are in the set's order."""
 
-    prompt_ids: tuple[str, ...]
     passes: dict[int, np.ndarray]  # k -> pass@k of every problem, float64 [N]
     summary: dict[str, float]  # from `summarise`
 
@@ -54,8 +51,7 @@ def suite_sets(suite: str, folder: str) -> dict[str, str]:
 
 def set_scores(results: Sequence[ProblemResult], k: Sequence[int]) -> SetScores:
     """The scores of one model on one set. Raises ValueError as `summarise`."""
-    passes = {each: problem_pass_at_k(results, each) for each in k}
-    return SetScores(tuple(result.prompt_id for result in results), passes, summarise(results, k))
+    return SetScores({each: problem_pass_at_k(results, each) for each in k}, summarise(results, k))
 
 
 def suite_summary(scores: Scores, k: Sequence[int]) -> dict[str, Any]:
@@ -82,17 +78,14 @@ def _figures(
     sets: Iterable[SetScores], k: Sequence[int], reference: Iterable[SetScores] | None = None
 ) -> dict[str, float]:
     """pass@k averaged over `sets`, less that of `reference` if there is one, and the ends of the interval."""
-    sets = list(sets)
-    references = [None] * len(sets) if reference is None else list(reference)
     found: dict[str, float] = {}
     for each in k:
-        values = []
-        for scores, base in zip(sets, references, strict=True):
-            assert base is None or base.prompt_ids == scores.prompt_ids
-            values.append(scores.passes[each] - (0.0 if base is None else base.passes[each]))
-        name = f"eval/pass@{each}"
-        interval = average_bootstrap(values, least=0.0 if reference is None else -1.0)
-        found |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+        values, least = [scores.passes[each] for scores in sets], 0.0
+        if reference is not None:
+            values = [ours - base.passes[each] for ours, base in zip(values, reference, strict=True)]
+            least = -1.0
+        ends = zip(("", "_low", "_high"), average_bootstrap(values, least=least), strict=True)
+        found |= {f"eval/pass@{each}{end}": value for end, value in ends}
     return found
 
 
@@ -105,16 +98,15 @@ def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
     tables = []
     for each in k:
         head = [f"pass@{each}, % (95 %)", *(f"{name} ({figures['eval/problems']})" for name, figures in sets.items())]
-        head += [AVERAGE] if len(sets) > 1 else []
-        lines = [markdown_row(head), markdown_row(["---"] + ["---:"] * (len(head) - 1))]
+        rows = [head + ([AVERAGE] if len(sets) > 1 else [])]
         for model, found in models.items():
-            lines.append(markdown_row([model, *(in_percent(_interval(x, each)) for x in _columns(found))]))
+            rows.append([model, *(in_percent(_interval(x, each)) for x in _columns(found))])
         for model, found in differences.items():
             cells = (in_percent(_interval(x, each), sign="+") for x in _columns(found))
-            lines.append(markdown_row([f"{model} - {first}, points", *cells]))
-        tables.append("\n".join(lines))
-    rows = [(f"{model}, {name}", figures) for model in models for name, figures in models[model]["sets"].items()]
-    return "\n\n".join([*tables, markdown_table(rows, [])])
+            rows.append([f"{model} - {first}, points", *cells])
+        tables.append(markdown(rows))
+    details = [(f"{model}, {name}", figures) for model in models for name, figures in models[model]["sets"].items()]
+    return "\n\n".join([*tables, markdown_table(details, [])])
 
 
 def _columns(found: Mapping[str, Any]) -> list[Mapping[str, float]]:

@@ -8,7 +8,6 @@ import logging
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +26,8 @@ from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
 from dynamo_megatron.evaluation.problems import greedy_warnings, is_local, read_problems, tokenized, training_prompts
-from dynamo_megatron.evaluation.results import markdown_table, write_results
-from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, with_model
+from dynamo_megatron.evaluation.results import write_results
+from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, sampling, with_model
 from dynamo_megatron.evaluation.suite import SetScores, set_scores, suite_sets, suite_summary, suite_table
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.rope import check_served_rope
@@ -42,8 +41,16 @@ from dynamo_megatron.tracking.progress import Progress
 from dynamo_megatron.types import ProblemResult, Prompt
 
 log = logging.getLogger(__name__)
-CONNECT_TIMEOUT, CONNECT_EVERY = 5.0, 0.5  # seconds
-LISTENS_WITHIN = 60.0  # seconds for a server that is there already, where rollout.start_timeout is not set
+CONNECT_TIMEOUT = 5.0  # seconds
+
+
+@dataclass
+class _Done:
+    """As far as an evaluation has come."""
+
+    warnings: list[str] = field(default_factory=list)
+    sets: int = 0  # finished, with their responses
+    text: str = ""  # the table of the models whose sets are all finished
 
 
 def evaluate(
@@ -53,10 +60,9 @@ def evaluate(
 
     `models`: each a Hugging Face folder, a run (its newest checkpoint), a checkpoint, or the URL of an SGLang server;
     none: `model.path`. `suite`: as `suite_sets`, of the folder `eval.data`; None: the problems of `eval.data`.
-    `out` gets `summary.json`, `table.md`, logs and ProblemResults, one a line: `problems.jsonl` of one model without a
-    suite, else MODEL/SET.jsonl. Raises ConfigError.
+    `out` gets `summary.json`, `table.md`, logs and ProblemResults, one a line, in MODEL/SET.jsonl. Raises ConfigError.
     """
-    subjects = find_subjects(files, overrides, models, out, single=suite is None)
+    subjects = find_subjects(files, overrides, models, out)
     config = next(iter(subjects.values())).config
     if (out / "config.yaml").exists():
         raise ConfigError(f"--out: {out} holds a run or an evaluation; name another folder")
@@ -70,13 +76,12 @@ def evaluate(
     done = _Done()
     try:
         _sample(subjects, suite, out, done)
-        text = _write(done, subjects, out)
         # The mark that the evaluation is complete.
         (out / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
-        show(text, sys.stdout)
+        show(f"{done.text}\n\n{out}/MODEL/SET.jsonl has every response", sys.stdout)
         return 0
     except ValueError as error:
-        if not done.files:
+        if not done.sets:
             results_folder.discard(str(error))
             raise ConfigError(str(error)) from None
         why, code = str(error), 1
@@ -86,23 +91,15 @@ def evaluate(
         why, code = "interrupted", 130
     except StopRequested as stopped:
         why, code = f"stopped by {stopped}", 1
-    show(f"{why}; {_kept(done, subjects, out)}")
+    show(f"{why}; {f'the responses of {done.sets} finished sets' if done.sets else 'nothing'} can be found in {out}")
     return code
 
 
-@dataclass
-class _Done:
-    """As far as an evaluation has come."""
-
-    warnings: list[str] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)  # of the finished sets, with their responses
-    scores: dict[str, dict[str, SetScores]] = field(default_factory=dict)  # of the models with all sets finished
-
-
 def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done: _Done) -> None:
-    """Writes the responses of all subjects. What can be checked is checked before the first server starts. Raises
-    ValueError, RolloutError, OSError; `done` is then what came before."""
+    """Writes the responses of all subjects, and after each of them the table. What can be checked is checked before the
+    first server starts. Raises ValueError, RolloutError, OSError; `done` is then what came before."""
     config = next(iter(subjects.values())).config
+    scores: dict[str, dict[str, SetScores]] = {}
     with contextlib.closing(Progress()) as progress, tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
         problems = _problems(config, suite)
         done.warnings += [*greedy_warnings(config.eval), *_overlap_warnings(subjects.values(), problems, progress)]
@@ -114,34 +111,29 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done:
         ]
         stop = StopFlag()
         stop.catch_signals()
-        for subject in subjects.values():
-            if subject.url is not None:
-                progress.phase(f"waiting for {subject.url}")
-                _wait_for(subject.url, subject.config, stop)
-        for (name, subject), (worker, prompts) in zip(subjects.items(), prepared, strict=True):
-            scores: dict[str, SetScores] = {}
+        for name, (worker, prompts) in zip(subjects, prepared, strict=True):
+            own: dict[str, SetScores] = {}
             with contextlib.closing(_answers(worker, prompts, config.eval.samples, stop, progress)) as answers:
                 for set_name, results in answers:
-                    place = subject.folder
-                    file = out / "problems.jsonl" if place is None else place / f"{set_name}.jsonl"
-                    write_results(file, results)
-                    done.files.append(file)
-                    scores[set_name] = set_scores(results, config.eval.k)
-            done.scores[name] = scores
+                    write_results(out / name / f"{set_name}.jsonl", results)
+                    done.sets += 1
+                    own[set_name] = set_scores(results, config.eval.k)
+            scores[name] = own
+            done.text = _write(config, scores, done.warnings, out)
 
 
-def _kept(done: _Done, subjects: Mapping[str, Subject], out: Path) -> str:
-    """Of an evaluation that has not ended: writes the figures of the models that have; says in a line what there is."""
-    if not done.files:
-        return "nothing of the evaluation was kept"
-    kept = f"the responses of {len(done.files)} finished sets are in {out}"
-    if not done.scores:
-        return kept
-    try:
-        _write(done, subjects, out)
-    except OSError as error:
-        return f"{kept}, their table cannot be written: {error.strerror}"
-    return f"{kept}, and the table of {', '.join(done.scores)}"
+def _write(config: Config, scores: Mapping[str, Mapping[str, SetScores]], warnings: Sequence[str], out: Path) -> str:
+    """Writes the figures; returns the table. Raises OSError."""
+    summary, how = suite_summary(scores, config.eval.k), sampling(config)
+    temperature = f"temperature {how['temperature']:g}" if how["temperature"] else "greedy"
+    text = (
+        f"{config.eval.data or config.data.source}: {config.eval.samples} a problem, {temperature}, at most "
+        f"{how['max_new_tokens']} tokens"
+    )
+    text = "\n\n".join([text, suite_table(summary, config.eval.k), *(f"warning: {warning}" for warning in warnings)])
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
+    return text
 
 
 def _problems(config: Config, suite: str | None) -> dict[str, list[Prompt]]:
@@ -179,31 +171,6 @@ def _overlap_warnings(
     return warnings
 
 
-def _wait_for(url: str, config: Config, stop: StopFlag) -> None:
-    """Returns once something listens at `url`. Raises RolloutError."""
-    place = urlsplit(url)
-    address = place.hostname, place.port or (443 if place.scheme == "https" else 80)
-    rollout = config.rollout
-    limit = rollout.start_timeout if "start_timeout" in rollout.model_fields_set else LISTENS_WITHIN
-    deadline, said = time.monotonic() + limit, False
-    while True:
-        try:
-            socket.create_connection(address, timeout=CONNECT_TIMEOUT).close()
-            return
-        except OSError as error:
-            why = error.strerror or str(error)
-        if time.monotonic() > deadline:
-            raise RolloutError(
-                f"--model: nothing answers at {url} ({why}) for {limit:g} s; start the server, or give it longer with "
-                "rollout.start_timeout"
-            )
-        if not said:
-            log.warning("nothing answers at %s yet (%s); waiting for up to %g s", url, why, limit)
-            said = True
-        stop.check()
-        time.sleep(CONNECT_EVERY)
-
-
 def _with_servers(config: Config, url: str | None) -> Config:
     """The server at `url`, else as many as this machine has GPUs for, of a number that is given no more than that."""
     rollout, gpus = config.rollout, torch.cuda.device_count()
@@ -218,40 +185,20 @@ def _with_servers(config: Config, url: str | None) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def _write(done: _Done, subjects: Mapping[str, Subject], out: Path) -> str:
-    """Writes the figures; returns what the user reads. Raises OSError."""
-    (first, subject), *_ = subjects.items()
-    config, k = subject.config, subject.config.eval.k
-    text = config.eval.data or config.data.source
-    if subject.folder is None:
-        (scored,) = done.scores[first].values()
-        summary, table, responses = scored.summary, markdown_table([(first, scored.summary)], k), out / "problems.jsonl"
-    else:
-        summary = suite_summary(done.scores, k)
-        table, responses = suite_table(summary, k), out / "MODEL" / "SET.jsonl"
-        text = f"{text}: {_sampling(config)}"
-    text = "\n\n".join([text, table, *(f"warning: {warning}" for warning in done.warnings)])
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
-    return f"{text}\n\n{responses} has every response"
-
-
-def _sampling(config: Config) -> str:
-    """How the responses of an evaluation are made, for its table."""
-    temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
-    return (
-        f"{config.eval.samples} a problem, {f'temperature {temperature:g}' if temperature else 'greedy'}, at most "
-        f"{config.eval.max_new_tokens or config.rollout.max_new_tokens} tokens"
-    )
-
-
 def _prepared(
     subject: Subject, problems: Mapping[str, Sequence[Prompt]], converted: Path, progress: Progress
 ) -> tuple[RolloutWorker, dict[str, list[Prompt]]]:
     """What answers, not yet started, and the problems in tokens, a set each. A checkpoint becomes the Hugging Face
     folder `converted`. Raises ValueError."""
     config = subject.config
-    if subject.url is None and is_torch_dist(config.model.path):
+    if subject.url is not None:
+        place = urlsplit(subject.url)
+        try:
+            port = place.port or (443 if place.scheme == "https" else 80)
+            socket.create_connection((place.hostname, port), timeout=CONNECT_TIMEOUT).close()
+        except OSError as error:
+            raise InputError(f"--model: nothing answers at {subject.url} ({error}); start the server first") from None
+    elif is_torch_dist(config.model.path):
         progress.phase("converting checkpoint")
         mcore2hf(config.model.path, converted)
         config = with_model(config, converted)

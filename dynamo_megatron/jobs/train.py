@@ -26,12 +26,11 @@ from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.rope import check_served_rope
-from dynamo_megatron.preflight.machine_checks import check_ports, trainer_version
+from dynamo_megatron.preflight.machine_checks import check_ports
 from dynamo_megatron.preflight.model_checks import check_vocabulary
-from dynamo_megatron.preflight.tested import TRAINER, costs
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.serve import NodeServers
-from dynamo_megatron.rollout.servers.server import check_reachable, check_server_args, cuda_available, shares_memory
+from dynamo_megatron.rollout.servers.server import check_reachable, check_server_args, shares_memory
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.tracking.journal import Journal
@@ -177,8 +176,6 @@ class TrainJob(Job):
         rollout, controller, state = self._rollout if leads else None, None, {}
         if leads:
             journal.say(f"optional packages: {Fusions.detect()}")
-            for line in costs(TRAINER, trainer_version) if cuda_available() else ():
-                journal.say(line)
             state = {"stream": self._stream, "allocator": self._allocator.history}
             if config.data.selection.kind == "greso":  # the others have no state of their own
                 state["selection"] = self._selection

@@ -42,11 +42,12 @@ def cluster_of(gpu: str, gpus: int, gpus_per_node: int) -> Cluster:
     return Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node))
 
 
-def plan_of(config: Config, cluster: Cluster) -> Plan:
+def plan_of(config: Config, cluster: Cluster, response_tokens: int | None = None) -> Plan:
     """Raises ConfigError where no plan can be made."""
     spec, _ = model_spec(config)
+    work = workload(config, spec, response_tokens)
     check_ranks(config, spec, cluster.gpus)
-    return make_plan(config, spec, cluster, workload(config, spec, None))
+    return make_plan(config, spec, cluster, work)
 
 
 def plan(
@@ -59,17 +60,15 @@ def plan(
     response_tokens: int | None,
     search: bool,
 ) -> int:
-    """Prints the plan, or with `search` the ranked layouts. Returns 0 where the run (or one of the layouts) fits, else
-    1. A plan in which the longest responses would always time out gives 1, too. Raises ConfigError."""
+    """Prints the plan, or with `search` the ranked layouts. Returns 0 where the run (or one of the layouts) works, else
+    1. Raises ConfigError."""
     config, _ = compose(files, overrides, UNNEEDED)
     cluster = cluster_of(gpu, gpus, gpus_per_node)
+    if not search:
+        made = plan_of(config, cluster, response_tokens)
+        print(describe(made, model_spec(config)[1]))
+        return 1 if made.fault else 0
     spec, origin = model_spec(config)
-    work = workload(config, spec, response_tokens)
-    if search:
-        found = ranked(config, spec, cluster, work)
-        print(search_table(found, spec, cluster, origin))
-        return 0 if found and found[0].fits else 1
-    check_ranks(config, spec, gpus)
-    made = make_plan(config, spec, cluster, work)
-    print(describe(made, origin))
-    return 0 if made.fits and not made.timeout_too_short else 1
+    found = ranked(config, spec, cluster, workload(config, spec, response_tokens))
+    print(search_table(found, spec, cluster, origin))
+    return 0 if found and found[0].fault is None else 1

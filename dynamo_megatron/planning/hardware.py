@@ -2,8 +2,7 @@
 
 Memory is what CUDA reports as a device's total capacity, as torch's out-of-memory messages in public reports quote it.
 Rates are the data sheets': dense bfloat16 matrix products, memory, NVLink in one direction, and a GPU's share of the
-network in its maker's reference node of eight (DGX: A100 200 Gbit/s, H100, H200 and B200 400 Gbit/s), as is the host's
-memory (2 TB each; a B200's may have 4).
+network in its maker's reference node of eight (DGX: A100 200 Gbit/s, H100, H200 and B200 400 Gbit/s).
 """
 
 from __future__ import annotations
@@ -21,18 +20,16 @@ class GPU:
     memory_bandwidth: float  # bytes a second
     nvlink: float  # bytes a second, one direction
     network: float  # bytes a second, one direction, of a GPU's share of its node's network
-    host_memory: float  # bytes, of such a node
-    packed_attention: bool = True  # cuDNN's, which TransformerEngine uses, takes packed sequences
-    fp8_pushes: bool = True  # SGLang takes them: docs/resharding.md
+    fp8_pushes: bool = True  # SGLang takes them: docs/rollouts.md
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100-80", 79.1 * GIB, 312e12, 2.039e12, 300e9, 25e9, 2e12, packed_attention=False, fp8_pushes=False),
-        GPU("h100-80", 79.1 * GIB, 989.4e12, 3.35e12, 450e9, 50e9, 2e12),
-        GPU("h200-141", 139.8 * GIB, 989.4e12, 4.8e12, 450e9, 50e9, 2e12),
-        GPU("b200-180", 178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9, 2e12, fp8_pushes=False),
+        GPU("a100-80", 79.1 * GIB, 312e12, 2.039e12, 300e9, 25e9, fp8_pushes=False),
+        GPU("h100-80", 79.1 * GIB, 989.4e12, 3.35e12, 450e9, 50e9),
+        GPU("h200-141", 139.8 * GIB, 989.4e12, 4.8e12, 450e9, 50e9),
+        GPU("b200-180", 178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9, fp8_pushes=False),
     )
 }
 SAME_MEMORY = 0.05  # by which a device's memory may differ from that of its kind

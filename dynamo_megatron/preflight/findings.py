@@ -5,37 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 
-Level = Literal["ok", "note", "FAILED", "skipped"]
-
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of output. The text of a failure says what is wrong, where, and how to correct it."""
+    """One line of output. The text of a failure says what is wrong, where, and how to correct it; a note is worth
+    knowing but does not keep the run from starting."""
 
-    level: Level
+    level: Literal["ok", "note", "FAILED", "skipped"]
     text: str
 
 
-def ok(text: str) -> Finding:
-    return Finding("ok", text)
-
-
-def note(text: str) -> Finding:
-    """A finding that is worth knowing but does not keep the run from starting."""
-    return Finding("note", text)
-
-
-def failed(text: str) -> Finding:
-    return Finding("FAILED", text)
-
-
-def skipped(text: str) -> Finding:
-    return Finding("skipped", text)
-
+ok, note, failed, skipped = (partial(Finding, level) for level in ("ok", "note", "FAILED", "skipped"))
 
 Check = Callable[[], Iterator[Finding]]
 

@@ -151,7 +151,7 @@ def test_the_best_export_answers_as_its_checkpoint(evaluated, workspace, tiny_mo
     model = AutoModelForCausalLM.from_pretrained(evaluated / "hf")  # in the dtype that its config names
     tokenizer = AutoTokenizer.from_pretrained(evaluated / "hf")
     assert tokenizer.chat_template and (evaluated / "hf" / "generation_config.json").is_file()
-    for line in (out / "problems.jsonl").read_text().splitlines():
+    for line in (out / checkpoint.name / "held-out.jsonl").read_text().splitlines():
         problem = json.loads(line)
         answer = problem["prompt_id"].removeprefix("held-out-")
         prompt = tokenizer(f"Say {answer!r}.\n", return_tensors="pt")

@@ -51,7 +51,6 @@ def test_a_live_run_with_a_server_on_each_host(hosts, on_both, workspace, tmp_pa
     config = (workspace / "config.yaml", *keys, f"output_dir={output}")
     (code, said), _ = on_both("preflight", *config, "--no-server")
     assert code == 0, said
-    assert "all-reduce over 2 ranks, gloo" in said
     found = on_both("train", *config)
     assert [code for code, _ in found] == [0, 0], "\n".join(text[-3000:] for _, text in found)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -1,5 +1,4 @@
 import random
-import tracemalloc
 
 import pytest
 
@@ -39,11 +38,6 @@ def test_the_share_is_of_one_prompt_and_of_the_problems_own_ngrams():
     assert found(" ".join(words), " ".join(reversed(words))) == []
 
 
-def test_a_sentence_of_many_problems_is_not_enough():
-    sentence = "where m and n are relatively prime positive integers . Find m + n and give it as an integer"
-    assert found(f"{some_words(0, 60)} {sentence}", f"{some_words(1, 60)} {sentence}") == []
-
-
 INSTRUCTION = some_words(99, 45)
 
 
@@ -63,7 +57,7 @@ def test_a_problem_that_many_training_prompts_have_is_found():
     assert found(problem, *[problem] * 1500) == [(1.0, "0")]
 
 
-@pytest.mark.parametrize("length", [1, 2, 4, 5, 13])
+@pytest.mark.parametrize("length", [1, 5, 13])
 def test_no_ngram_is_missed(length):
     """Against all n-grams of all texts, of few words so that many are shared."""
     choose = random.Random(length)
@@ -95,15 +89,15 @@ def test_a_short_problem_is_compared_as_a_whole_and_from_5_words_on_found_inside
     assert found(problem, problem.rpartition(" ")[0] + " other words follow and some more of them here") == []
 
 
+def test_messages_count_without_the_system_prompt():
+    system, said = some_words(1, 60), some_words(0, 30)
+    chat = Prompt("c", messages=[{"role": "system", "content": system}, {"role": "user", "content": said}], answer="1")
+    assert [o.problem for o in overlaps([chat], [prompt("t", said)])] == [chat]
+    assert overlaps([prompt("p", system)], [chat]) == []
+
+
 def test_an_operator_is_no_punctuation():
     assert found("What is 2 + 1?", "what is 2 - 1", "What is $2+1$") == [(1.0, "1")]
-
-
-def test_messages_count_without_the_system_prompt():
-    said = some_words(0, 30)
-    chat = Prompt("c", messages=[{"role": "system", "content": "s"}, {"role": "user", "content": said}], answer="1")
-    assert [o.problem for o in overlaps([chat], [prompt("t", said)])] == [chat]
-    assert overlaps([prompt("p", "s")], [chat]) == []
 
 
 def test_the_warning_counts_and_names_the_worst():
@@ -112,16 +106,3 @@ def test_the_warning_counts_and_names_the_worst():
     text = overlap_warning("aime24", 3, overlaps(problems, training), "train.jsonl")
     assert text.startswith("eval.data: 2 of 3 problems of aime24 have at least 50% of their 13-grams of words in one ")
     assert "prompt of train.jsonl (the most, 100%: 'p2' in 'p2')" in text
-
-
-def test_memory_depends_on_the_evaluation_alone():
-    """The training data is read once, from an iterator, and nothing of it stays."""
-    problems = [prompt(str(i), some_words(i, 50)) for i in range(50)]
-    peaks = []
-    for count in (200, 4000):
-        training = (prompt(str(i), some_words(1000 + i, 50)) for i in range(count))
-        tracemalloc.start()
-        assert overlaps(problems, training) == []
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 1.1 * peaks[0]

@@ -72,15 +72,6 @@ def test_one_set_has_no_average_column():
     assert suite_table(suite_summary(alone, [1]), [1]).splitlines()[0] == "| pass@1, % (95 %) | small (2) |"
 
 
-def test_a_set_may_be_named_average():
-    scores = {model: {"average": sets["small"], "large": sets["large"]} for model, sets in SCORES.items()}
-    summary, as_before = suite_summary(scores, [1]), suite_summary(SCORES, [1])
-    for part in ("models", "differences"):
-        assert summary[part]["tuned"]["sets"]["average"] == as_before[part]["tuned"]["sets"]["small"]
-        assert summary[part]["tuned"]["average"] == as_before[part]["tuned"]["average"]
-    assert suite_table(summary, [1]).startswith("| pass@1, % (95 %) | average (2) | large (6) | average |")
-
-
 def test_the_sets_of_a_folder(tmp_path):
     for name in (*TABLE, "mine"):
         (tmp_path / f"{name}.jsonl").write_text("")

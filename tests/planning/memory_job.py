@@ -52,25 +52,6 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def counted(policy: Policy) -> dict[str, int]:
-    buffers = [b for ddp in policy.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
-    found = {
-        "parameters": sum(b.param_data.nbytes for b in buffers),
-        "gradients": sum(b.grad_data.nbytes for b in buffers),
-        "optimizer": 0,
-    }
-    inner = {p for chunk in policy.chunks for p in chunk.parameters()}
-    addresses = {p.untyped_storage().data_ptr() for p in inner}
-    for group in (g for o in policy.optimizer.chained_optimizers for g in o.optimizer.param_groups):
-        for main in group["params"]:
-            if main.untyped_storage().data_ptr() not in addresses:  # float32 parameters are their own main ones
-                found["optimizer"] += main.nbytes
-    for o in policy.optimizer.chained_optimizers:
-        for state in o.optimizer.state.values():
-            found["optimizer"] += sum(state[key].nbytes for key in ("exp_avg", "exp_avg_sq"))
-    return found
-
-
 def saved_bytes(policy: Policy, tokens: int = 256) -> int:
     """What autograd keeps of the layers (not of embedding and last norm) for `tokens` packed tokens of this rank, as
     much on every machine: a CPU without bfloat16 arithmetic multiplies in float32 here."""
@@ -101,26 +82,26 @@ def run(case: dict, number: int, store: dist.Store) -> None:
     config = Config.model_validate(case["config"])
     before = live_bytes()
     layout = join_ranks(config, dist.PrefixStore(f"case{number}", store))
-    spec = load_model_config(config.model.path)
+    spec, p = load_model_config(config.model.path), config.parallel
     policy = Policy(spec, config, layout)
     train(policy)
-    chunks = formulas.stage_parameters(spec, config.parallel, layout.pp.rank())
-    planned = formulas.static_memory(chunks, config.model.dtype, layout.dp_cp.size(), layout.expert_dp.size())
+    planned = formulas.stage_state(spec, p, config.model.dtype, layout.world_size, layout.pp.rank())
     row = {
         "live": live_bytes() - before,
-        "counted": counted(policy),
-        "planned": {name: getattr(planned, name) for name in ("parameters", "gradients", "optimizer")},
+        "planned": planned.total,
+        "parameters": sum(q.numel() for chunk in policy.chunks for q in chunk.parameters()),
+        "planned parameters": planned.dense + planned.experts,
     }
-    row["exact parameters"] = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()) == sum(
-        sum(c.dense) + sum(c.experts) for c in chunks
-    )
-    if config.parallel.pp == 1:
-        recompute = config.trainer.recompute
-        for module in policy.chunks[0].modules() if case["fused_swiglu"] else ():  # as on CUDA
+    if p.pp == 1:
+        for module in policy.chunks[0].modules():  # as on CUDA
             if hasattr(module, "config"):
                 module.config.bias_activation_fusion = True
-        options = {"norm_copies": 2, "fused_swiglu": case["fused_swiglu"]}
-        kept = formulas.kept_activations(spec, config.parallel, config.model.dtype, recompute, **options)
+        h, width = spec.hidden_size, formulas.WIDTH[config.model.dtype]
+        spread, heads = p.tp if p.sequence_parallel else 1, spec.num_attention_heads + spec.num_query_groups
+        norms = 2 * h / spread + spec.qk_norm * heads * spec.kv_channels / p.tp
+        kept = formulas.layer_activations(spec, p, config.model.dtype) + 4 * norms  # a CPU's norm saves a tensor more
+        if config.trainer.recompute == "full":
+            kept = width * h / spread
         angles = 2 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's
         row["saved"], row["planned saved"] = saved_bytes(policy), (kept * spec.num_layers + angles) * 256
     Path(case["out"]).joinpath(f"{case['name']}-{layout.rank}.json").write_text(json.dumps(row))

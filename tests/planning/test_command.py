@@ -1,7 +1,6 @@
 """`dynamo-megatron plan` as users call it: exit codes, one line for bad input, the search's table."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -22,31 +21,14 @@ def test_a_layout_that_fits(capsys):
     assert "14,770,033,664 parameters (as published" in said
     assert "layout: tp 4 x dp 4, sequence-parallel, recompute none" in said
     assert "GiB at the peak (processes 32.0, loading a checkpoint 330.2)" in said
-    assert "a maker's node of h100-80 has 1862.6: fits" in said
-    assert said.splitlines()[-1].startswith("fits: ") and "what limits: " in said
-
-
-def test_a_save_says_what_each_node_writes(capsys):
-    """14.8 billion parameters x 14 bytes, half of them on each node, and nothing that ranks send each other."""
-    assert main(["plan", *ON_16, *GPUS]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "a save, every 10 steps: each rank writes its own part and sends none of it to another one, 192.6 GiB" in said
-    )
-    assert ", 96.3 GiB from each node" in said
-    assert main(["plan", *ON_16, *GPUS, "checkpoint.every=null"]) == 0
-    assert "a save, at a stop alone: " in capsys.readouterr().out
-
-
-def test_what_the_proof_of_a_push_costs_is_said(capsys):
-    """14.77 billion parameters x 2 bytes on one rank; 46 operations of 16 bytes a word of 4, at 3.35 TB/s."""
-    main(["plan", *ON_16, *GPUS])
-    assert "its proof: a sender hashes 27.5 GiB, at least 1.62 s, at every push" in capsys.readouterr().out
-    main(["plan", *ON_16, *GPUS, "parallel.tp=8", "parallel.pp=2", "rollout.proof.full_every=8"])
-    # A stage of 24 layers, and the vocabulary's 152,064 x 5,120 at one end.
-    assert "hashes 13.8 GiB, at least 0.81 s, spread over 8 pushes" in capsys.readouterr().out
-    main(["plan", *ON_16, *GPUS, "rollout.proof.full_every=null"])
-    assert "its proof" not in capsys.readouterr().out
+    assert "checkpoint: 192.6 GiB each, 96.3 from each node, 2 kept; a copy of the weights 27.5 GiB" in said
+    # 512 prompts x 16 rollouts of 4,096 tokens on average: 14 bytes a token and 1 kB a rollout
+    assert "rollouts on disk: 0.4 GiB a step, 44.5 GiB in all" in said
+    assert said.splitlines()[-1].startswith("fits: ") and "cp is" not in said and "evenly" not in said
+    # 7 x (97.0 + 279.2 s), and 207 GB by two nodes at 1 GB/s
+    assert "a stop waits at least 376 s" in said and "--stop-before 3000" in said
+    assert main(["plan", *ON_16, *GPUS, "--response-tokens", "1000"]) == 0
+    assert "--stop-before" not in capsys.readouterr().out
 
 
 README = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "parallel.tp=2", "rollout.max_new_tokens=2048"]
@@ -71,14 +53,6 @@ def test_colocated_servers_use_all_gpus_unless_a_number_is_given(keys, servers, 
     assert f"servers: {servers} GPUs" in said and (idle in said if idle else "idle" not in said)
 
 
-@pytest.mark.parametrize(("keys", "warned"), [([], False), (["rollout.timeout=600"], True)])
-def test_a_timeout_that_long_responses_cannot_keep(keys, warned, capsys):
-    long = ["model.path=Qwen2.5-14B", "model.max_length=33792", "rollout.max_new_tokens=32768"]
-    main(["plan", "paper", *long, "rollout.tp=2", "rollout.memory_fraction=0.7", *GPUS, *keys])
-    said = capsys.readouterr().out
-    assert ("rollout.timeout is 600 s, and a response of 32768 tokens takes at least" in said) == warned, said
-
-
 def test_a_timeout_that_no_long_response_can_keep_is_no_plan(capsys):
     """At least 32,768 reads of half of 29.5 GB at 3.35 TB/s: 144 s."""
     long = ["model.path=Qwen2.5-14B", "model.max_length=33792", "rollout.max_new_tokens=32768"]
@@ -87,15 +61,7 @@ def test_a_timeout_that_no_long_response_can_keep_is_no_plan(capsys):
     assert main([*words, "rollout.timeout=140"]) == 1
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith("cannot work: rollout.timeout is 140 s, and a response of 32768 tokens")
-    assert said.count("rollout.timeout is") == 1
-    assert main([*words, "rollout.timeout=600"]) == 0
-    assert "cannot work" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("gpu", "said"), [("a100-80", True), ("h100-80", False), ("b200-180", False)])
-def test_a_gpu_without_fast_attention_of_packed_sequences(gpu, said, capsys):
-    main(["plan", "methods/dynamo", *README, "--gpus", "8", "--gpu", gpu])
-    assert ("no fast attention of packed sequences on a100-80" in capsys.readouterr().out) == said
+    assert main([*words, "rollout.timeout=160"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -115,58 +81,30 @@ def test_the_kind_of_a_gpu(name, gib, kind):
     assert (found.name if found else None) == kind
 
 
-def test_what_rollouts_take_on_disk_and_how_many_steps_stay(capsys):
-    """512 prompts x 16 rollouts of 4,096 tokens on average: 14 bytes a token and 1 kB a rollout."""
-    main(["plan", *ON_16, *GPUS, "--response-tokens", "4096", "trainer.steps=10000"])
-    said = capsys.readouterr().out
-    assert "rollouts on disk: 0.4 GiB a step; all 10000 steps are 4451.3 GiB, kept while they take less" in said
-    main(["plan", *ON_16, *GPUS, "--response-tokens", "4096", "rollout.keep_last=9"])
-    assert "0.4 GiB a step; 9 steps and the one being made are kept, 4.5 GiB" in capsys.readouterr().out
-    main(["plan", *ON_16, *GPUS, "--response-tokens", "4096", "trainer.steps=10000", "checkpoint.every=null"])
-    said = capsys.readouterr().out
-    assert "all 10000 steps are 4451.3 GiB, and all are kept: without checkpoints (checkpoint.every: null)" in said
-
-
-def test_one_that_does_not(capsys):
-    assert main(["plan", *ON_16, *GPUS, "trainer.micro_batch_tokens=20480"]) == 1
-    assert "too much" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_a_server_too_small_for_a_sequence(capsys):
-    assert main(["plan", *ON_16, *GPUS, "rollout.memory_fraction=0.18"]) == 1
-    assert "a server's KV cache holds" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_a_server_of_its_own_gpu_that_leaves_no_room_beside_its_cache(capsys):
-    words = ["rollout.placement=split", "rollout.memory_fraction=0.9"]
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trainer.micro_batch_tokens=20480"], "GiB too much on the fullest rank"),
+        (["rollout.memory_fraction=0.18"], "a server's KV cache holds"),
+        (
+            ["rollout.placement=split", "rollout.memory_fraction=0.9"],
+            "does not fit: a server needs 81.2 GiB of a GPU's 79.1, 10.0 of them beside weights and KV cache; "
+            "lower rollout.memory_fraction",
+        ),
+    ],
+)
+def test_one_that_does_not_fit(words, says, capsys):
     assert main(["plan", *ON_16, *GPUS, *words]) == 1
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said == (
-        "does not fit: a server needs 81.2 GiB of a GPU's 79.1, 10.0 of them beside weights and KV cache; "
-        "lower rollout.memory_fraction"
-    )
+    assert says in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_what_the_figures_leave_out_is_said(capsys):
     assert main(["plan", *ON_16, *GPUS, "parallel.cp=2"]) == 0
-    # 40 heads over tp 4, 10240 x 5120 scores of 2 bytes
-    assert "may build the scores, 1.0 GiB a layer" in capsys.readouterr().out
+    assert "cp is reckoned with TransformerEngine" in capsys.readouterr().out
     experts = CONFIGS / "hardware" / "h100x32" / "qwen3-30b-a3b.yaml"
     files = [str(CONFIGS / "models" / experts.name), str(experts), str(CONFIGS / "paper.yaml")]
     assert main(["plan", *files, "--gpus", "32", "--gpu", "h100-80"]) == 0
     assert "tokens are taken to spread evenly over the experts" in capsys.readouterr().out
-    assert main(["plan", *ON_16, *GPUS]) == 0
-    said = capsys.readouterr().out
-    assert "scores" not in said and "evenly" not in said
-
-
-def test_a_step_that_a_stop_waits_for_longer_than_the_default_is_said(capsys):
-    assert main(["plan", *ON_16, *GPUS]) == 0
-    said = capsys.readouterr().out
-    # 7 x (97.0 + 279.2 s), and 207 GB by two nodes at 1 GB/s
-    assert "a stop waits at least 376 s" in said and "--stop-before 3000 (the default: 1800)" in said
-    assert main(["plan", *ON_16, *GPUS, "--response-tokens", "1000"]) == 0
-    assert "--stop-before" not in capsys.readouterr().out
 
 
 def test_a_folder_s_config_json_alone_is_enough(tmp_path, capsys):
@@ -176,75 +114,41 @@ def test_a_folder_s_config_json_alone_is_enough(tmp_path, capsys):
     assert "qwen3, 64 layers, 32,762,123,264 parameters" in said and str(tmp_path) in said
 
 
-def test_the_search_ranks_layouts_within_seconds(capsys):
-    started = time.process_time()  # its own seconds, not those of others on this machine
+def rows_of(lines: list[str]) -> list[list[str]]:
+    return [line.split() for line in lines[3:] if line.split()[0].isdecimal()]
+
+
+def test_the_search_ranks_layouts(capsys):
     assert main(["plan", MODEL_14B, str(CONFIGS / "paper.yaml"), *GPUS, "--search"]) == 0
-    assert time.process_time() - started < 10
     lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines[3:-2]]
+    rows = rows_of(lines)
     assert [row[0] for row in rows] == [str(n) for n in range(1, len(rows) + 1)] and len(rows) == 20
     assert all(row[-1] == "yes" for row in rows)
     # Of those within 10 % of the shortest step the ones without context parallelism come first.
-    near = [row for row in rows if float(row[10]) <= 1.1 * min(float(row[10]) for row in rows)]
-    assert rows[: len(near)] == near and [row[4] for row in near] == sorted(row[4] for row in near)
-    (shipped,) = [row for row in rows if row[1:8] == ["4", "1", "1", "1", "1", "4", "none"]]
-    assert lines[-2].startswith(
-        f"the shipped layout, hardware/h100x16/qwen2.5-14b, is row {shipped[0]} with {shipped[10]} s: it was chosen"
-    )
+    near = [row for row in rows if float(row[12]) <= 1.1 * min(float(row[12]) for row in rows)]
+    assert rows[: len(near)] == near and [row[5] for row in near] == sorted(row[5] for row in near)
+    assert any(row[2:9] == ["4", "1", "1", "1", "1", "4", "none"] for row in rows)  # configs/hardware/h100x16
+    main(["plan", MODEL_14B, "methods/dynamo_published", *GPUS, "--search"])  # whose range is a micro-batch's
+    assert {row[5] for row in rows_of(capsys.readouterr().out.splitlines())} == {"1"}
     # What is said of the first layout is what the plan says of it.
     keys = lines[-1].removeprefix("the first: ").split()
     assert main(["plan", MODEL_14B, str(CONFIGS / "paper.yaml"), *GPUS, *keys]) == 0
-    assert f"together {rows[0][10]}" in capsys.readouterr().out
-
-
-AHEAD = [
-    *("model.path=Qwen2.5-1.5B", "model.max_length=4096", "rollout.max_new_tokens=2048"),
-    *(
-        "rollout.max_staleness=1",
-        "rollout.placement=split",
-        "algorithm.rollout_correction.kind=truncate",
-        "--gpu",
-        "h100-80",
-    ),
-]
-
-
-def floors(said: str) -> dict[str, float]:
-    (line,) = [line for line in said.splitlines() if line.startswith("  generate ")]
-    words = line.replace(",", "").replace(";", "").replace("-", "").split()
-    return {name: float(words[words.index(name) + 1]) for name in ("generate", "logprobs", "update", "weights")} | {
-        "step": float(words[words.index("together") + 1])
-    }
-
-
-MANY = ["model.path=Qwen2.5-14B", "rollout.servers=64", "algorithm.allocation.budget=4096", "data.batch_prompts=512"]
-
-
-@pytest.mark.parametrize(("keys", "who"), [(["rollout.servers=1"], "ranks wait"), (MANY, "servers wait")])
-def test_a_plan_says_who_waits_for_whom(keys, who, capsys):
-    main(["plan", *AHEAD, *keys, "--gpus", "8"])
-    said = capsys.readouterr().out
-    found = floors(said)
-    training = found["logprobs"] + found["update"]
-    assert found["step"] == pytest.approx(max(found["generate"], training) + found["weights"], abs=0.11)
-    wait = abs(found["generate"] - training)
-    assert float(said.partition(f"the {who} ")[2].split()[0]) == pytest.approx(wait, abs=0.16)
-    main(["plan", *AHEAD, *keys, "--gpus", "8", "rollout.max_staleness=0"])
-    said = capsys.readouterr().out
-    assert floors(said)["step"] == pytest.approx(sum(found.values()) - found["step"], abs=0.21) and who not in said
+    assert f"together {rows[0][12]}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gpus", "unit"), [(8, 1), (32, 8)])
 def test_the_search_divides_the_gpus_between_ranks_and_servers(gpus, unit, capsys):
-    assert main(["plan", *AHEAD, "--gpus", str(gpus), "--search"]) == 0
+    ahead = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "rollout.max_new_tokens=2048", "--gpu", "h100-80"]
+    ahead += ["rollout.max_staleness=1", "rollout.placement=split", "algorithm.rollout_correction.kind=truncate"]
+    assert main(["plan", *ahead, "--gpus", str(gpus), "--search"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines[3:] if line.split()[0].isdecimal()]
-    divided = [(int(row[1]), int(row[2])) for row in rows]
+    rows = rows_of(lines)
+    divided = [(int(row[1]), int(row[9]) * int(row[10])) for row in rows]
     assert all(ranks % unit == 0 and ranks > 0 and 0 < serving <= gpus - ranks for ranks, serving in divided)
-    assert len(set(divided)) > 1 and any(" wait " in line for line in lines)
+    assert len(set(divided)) > 1
     keys = lines[-1].removeprefix("the first: ").split()
-    assert main(["plan", *AHEAD, "--gpus", rows[0][1], *keys]) == 0
-    assert f"together {rows[0][12]}," in capsys.readouterr().out
+    assert main(["plan", *ahead, "--gpus", rows[0][1], *keys]) == 0
+    assert f"together {rows[0][12]}, generated while the ranks train" in capsys.readouterr().out
 
 
 FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
@@ -258,7 +162,7 @@ FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
         (["paralel.tp=2"], "unknown key paralel; did you mean parallel?"),
         (["rollout.servers=1"], "rollout.servers: 1 servers can't be spread evenly over 2 nodes; give a multiple of 2"),
         (["rollout.tp=3", "rollout.servers=2"], "rollout.tp: 3 ranks of a server can't share 40 attention"),
-        (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 8 servers of 4 GPUs do not fit on 16"),
+        (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 4 servers of 4 GPUs do not fit on the 8 of a node"),
         (
             [*FP8, "rollout.tp=8", "rollout.servers=2"],
             "128 values, and with rollout.tp 8 a server rank has an MLP width",

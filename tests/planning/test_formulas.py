@@ -1,15 +1,17 @@
 """The planner's figures of two large models, by hand: every number below is arithmetic written out."""
 
+import dataclasses
+
 import pytest
 
 from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.models import FAMILIES
 from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.published import PUBLISHED
-from dynamo_megatron.planning import formulas, time_formulas
+from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
-from dynamo_megatron.planning.host import host_memory
-from dynamo_megatron.planning.plan import RESERVED, SERVER_REMAINS, make_plan, workload
+from dynamo_megatron.planning.plan import RESERVED, SERVER_REMAINS, host_memory, make_plan, workload
+from dynamo_megatron.planning.times import decode_seconds, forward_flops
 
 
 def spec_of(name):
@@ -27,11 +29,10 @@ def test_72b_by_hand():
     on_rank = (layer - 2 * 8192) // 8 + 2 * 8192  # norms are whole on every rank
     vocabulary = 152064 // 8 * 8192
     ranks = [20 * on_rank + extra for extra in (vocabulary, 0, 0, vocabulary + 8192)]
-    chunks = [formulas.stage_parameters(spec, p, stage) for stage in range(4)]
-    assert [sum(c[0].dense) for c in chunks] == ranks == [2_350_212_096, 2_194_498_560, 2_194_498_560, 2_350_220_288]
-    static = formulas.static_memory(chunks[1], "bfloat16", 2, 2)
-    assert (static.parameters, static.gradients) == (2 * 2_194_498_560, 4 * 2_194_498_560)
-    assert static.optimizer == 12 * 2_194_498_560 // 2
+    states = [formulas.stage_state(spec, p, "bfloat16", 64, stage) for stage in range(4)]
+    assert [state.dense for state in states] == ranks == [2_350_212_096, 2_194_498_560, 2_194_498_560, 2_350_220_288]
+    assert (states[1].parameters, states[1].gradients) == (2 * 2_194_498_560, 4 * 2_194_498_560)
+    assert states[1].optimizer == 12 * 2_194_498_560 // 2
     # 16384 tokens; norms 8h in float32 and 4h; 8 heads and 1 key/value head of 128 a rank; 6 bytes of SwiGLU's width
     a_token = (12 * 8192 + 8) / 8 + 2 * (3 * 1024 + 2 * 128) + 4 * 8 + 8 * 128 + 24 + 6 * 3696
     assert a_token == 42_201
@@ -45,7 +46,7 @@ def test_72b_by_hand():
     assert formulas.checkpoint_bytes(spec, "bfloat16") == 14 * 72_706_203_648
     # 2 FLOPs a parameter that multiplies; 4 x 80 x 8192 x L / 2 for each token's attention to those before it
     multiply = 80 * (layer - 2 * 8192 - 80 * 128) + 152064 * 8192
-    assert time_formulas.forward_flops(spec, [(1, 4096)]) == 2 * multiply * 4096 + 4 * 80 * 8192 * 4096**2 / 2
+    assert forward_flops(spec, [(1, 4096)]) == 2 * multiply * 4096 + 4 * 80 * 8192 * 4096**2 / 2
 
 
 def test_30b_a3b_by_hand():
@@ -58,19 +59,18 @@ def test_30b_a3b_by_hand():
     assert formulas.model_elements(spec) == 48 * layer + outside == 30_532_122_624
     assert formulas.active_elements(spec) == 48 * (layer - 120 * expert) + outside == 3_353_032_704
     p = ParallelConfig(ep=8)
-    (chunk,) = formulas.stage_parameters(spec, p, 0)
+    state = formulas.stage_state(spec, p, "bfloat16", 8, 0)
     dense = 48 * (attention + 128 * 2048 + 2 * 2048) + outside
-    assert sum(chunk.dense) == dense == 1_541_093_376
-    assert sum(chunk.experts) == 48 * 16 * expert == 3_623_878_656
-    static = formulas.static_memory([chunk], "bfloat16", 8, 1)
-    # 15 parameters of 64 elements each too few to matter: every size is a multiple of 64
-    assert static.parameters == 2 * (1_541_093_376 + 3_623_878_656)
-    assert static.optimizer == 12 * (1_541_093_376 // 8 + 3_623_878_656)  # an expert is on one rank alone
+    assert state.dense == dense == 1_541_093_376
+    assert state.experts == 48 * 16 * expert == 3_623_878_656
+    assert state.parameters == 2 * (1_541_093_376 + 3_623_878_656)
+    assert state.optimizer == 12 * (1_541_093_376 / 8 + 3_623_878_656)  # an expert is on one rank alone
     # 8 experts a token: its row, 3 widths in bf16; norms and q/k norms in float32
     attention_bytes = 12 * 2048 + 8 + 2 * (3 * 4096 + 2 * 512) + 4 * 32 + 8 * 128 + 24 + 4 * (4096 + 512) + 4 * 36
     experts_bytes = 8 * (2 * 2048 + 6 * 768 + 24) + 5 * 128
     assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(attention_bytes + experts_bytes)
     assert formulas.kv_bytes_a_token(spec, 1, "bfloat16") == 2 * 48 * 4 * 128 * 2 == 98_304
+    assert formulas.kv_bytes_a_token(spec, 8, "bfloat16") == 2 * 48 * 1 * 128 * 2  # a rank has a head at least
     assert formulas.server_bytes(spec, 1, "bfloat16", None) == 2 * 30_532_122_624
     linear = 48 * (attention - 2 * 128 + 128 * expert)  # a byte each, and 4 for a block of 128 x 128
     in_fp8 = linear + linear // 128**2 * 4 + 2 * (30_532_122_624 - linear)
@@ -84,18 +84,33 @@ def test_the_interleaved_schedule_holds_more():
     assert layers == pytest.approx(80 * (1 + 3 / 20)) and batches == pytest.approx(layers / 20)
     assert formulas.in_flight(p, 80, 3, 40)[0] == pytest.approx((4 * 4 + 1) * 4)
     assert formulas.in_flight(p, 80, 0, 1) == (20, 1)  # no more than there are
-    assert time_formulas.bubble(p, 12) == 3 / (12 * 5)
 
 
-def test_the_checksum_of_a_layers_experts_in_fp8_is_of_all_of_them():
-    assert largest_weights(spec_of("Qwen3-30B-A3B"), 2) == (32 * 128 * 2048, 128 * 2 * 384 * 2048)
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("layout", [{}, {"tp": 4}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2, "ep": 2}], ids=str)
+def test_the_shards_are_the_model(name, layout):
+    """Summed over the ranks of a replica, every parameter once, but for norms, routers, biases and padding."""
+    spec, p = spec_of(name), ParallelConfig(**layout, sequence_parallel="tp" in layout)
+    assert formulas.model_elements(spec) / 1e9 == pytest.approx(PUBLISHED[name]["billion_parameters"], rel=0.01)
+    copies = spec.vocab_size * spec.hidden_size if spec.tied and p.pp > 1 else 0  # of a tied head
+    total = 0
+    for stage in range(p.pp):
+        dense, experts = formulas.stage_parameters(spec, p, stage)
+        total += sum(dense) * p.tp + sum(experts) * p.ep
+    assert total == pytest.approx(formulas.model_elements(spec) + copies, rel=2e-3)
+
+
+def config_of(**parts):
+    needed = {"model": {"path": "none", "max_length": 10240}, "data": {"source": "none", "batch_prompts": 64}}
+    return Config.model_validate({**needed, "output_dir": "none", **parts})
 
 
 def test_a_decode_step_of_few_sequences_reads_few_experts():
-    spec = spec_of("Qwen3-30B-A3B")
-    one, many = (time_formulas.decode_seconds(spec, "bfloat16", 1, n, 0, 1e30, 1.0) for n in (1, 10_000))
+    spec, gpu = spec_of("Qwen3-30B-A3B"), dataclasses.replace(GPUS["h100-80"], flops=1e30, memory_bandwidth=1.0)
+    one, many = (decode_seconds(config_of(), spec, gpu, n, 0) for n in (1, 10_000))
     assert one == pytest.approx(2 * 3_353_032_704) and many == pytest.approx(2 * 30_532_122_624)
-    in_fp8 = time_formulas.decode_seconds(spec, "bfloat16", 1, 10_000, 0, 1e30, 1.0, "fp8")
+    quantised = config_of(rollout={"quantization": "fp8"}, algorithm={"rollout_correction": {}})
+    in_fp8 = decode_seconds(quantised, spec, gpu, 10_000, 0)
     assert in_fp8 == pytest.approx(formulas.server_bytes(spec, 1, "bfloat16", "fp8"))
 
 
@@ -106,58 +121,49 @@ def test_links_within_and_between_nodes():
     assert cluster.link(4, apart=4) == 2 * 50e9 and cluster.link(2, apart=8) == 50e9
 
 
+ROLLOUT = {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5}
+
+
+def planned(name, gpu, gpus, response, **parts):
+    parts.setdefault("rollout", ROLLOUT)
+    parts.setdefault("algorithm", {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}})
+    config, spec = config_of(**parts), spec_of(name)
+    return make_plan(config, spec, Cluster(GPUS[gpu], gpus, 8), workload(config, spec, response))
+
+
 def test_a_plan_adds_up():
     """What a stage needs is the sum that the verdict is about; a long sequence counts where it is above the budget."""
-    spec = spec_of("Qwen2.5-14B")
-    config = Config.model_validate(
-        {
-            "model": {"path": "none", "max_length": 20480},
-            "data": {"source": "none"},
-            "output_dir": "none",
-            "parallel": {"tp": 4, "sequence_parallel": True},
-            "rollout": {"max_new_tokens": 16384, "servers": 8, "tp": 2, "memory_fraction": 0.4},
-            "trainer": {"recompute": "full", "micro_batch_tokens": 8192},
-        }
-    )
-    cluster = Cluster(GPUS["h100-80"], 16, 8)
-    plan = make_plan(config, spec, cluster, workload(config, spec, None))
+    parts = {
+        "parallel": {"tp": 4, "sequence_parallel": True},
+        "trainer": {"recompute": "full", "micro_batch_tokens": 8192},
+    }
+    rollout = {**ROLLOUT, "memory_fraction": 0.4}
+    plan = planned("Qwen2.5-14B", "h100-80", 16, None, rollout=rollout, **parts)
     (stage,) = plan.stages
-    saved = formulas.saved_activations(spec, config.parallel, "bfloat16", "full", 20480, 48, 1)
-    assert stage.training["activations"] == saved
-    assert plan.peak == max(sum(stage.training.values()), *stage.others.values()) + RESERVED
-    weights, state, buckets = plan.servers.weights, stage.static.total, 4 * 512 * 2**20
+    saved = formulas.saved_activations(plan.spec, plan.config.parallel, "bfloat16", "full", 10240, 48, 1)
+    assert stage.training["activations"] == saved and stage.training["reserved"] == RESERVED
+    assert plan.peak == max(sum(stage.training.values()), *stage.others.values())
+    weights, state, buckets = plan.servers.weights, stage.state.total, 4 * 512 * 2**20
     held = weights + plan.servers.pool + 10 * GIB
     assert held == pytest.approx(0.4 * 79.1 * GIB + 10 * GIB) and stage.training["server"] == 2 * GIB
-    push = stage.static.parameters + weights + buckets + 2 * GIB
-    assert stage.others == {"generate": held, "push": push, "save": state + weights + 2 * GIB}
-    apart = config.model_copy(update={"rollout": config.rollout.model_copy(update={"offload": False})})
-    (both,) = make_plan(apart, spec, cluster, workload(config, spec, None)).stages
-    assert both.training["server"] == held and both.others["push"] == state + held + buckets
+    push = stage.state.parameters + weights + buckets + 2 * GIB
+    phases = {"generate": held, "push": push, "save": state + weights + 2 * GIB}
+    assert stage.others == {name: size + RESERVED for name, size in phases.items()}
+    (both,) = planned("Qwen2.5-14B", "h100-80", 16, None, rollout={**rollout, "offload": False}, **parts).stages
+    assert both.training["server"] == held and both.others["push"] == state + held + buckets + RESERVED
     assert plan.servers.tokens == plan.servers.pool / (196_608 / 2)
-    assert plan.times.step == pytest.approx(
-        plan.times.generate + plan.times.logprobs + plan.times.update + plan.times.push
-    )
+    times = plan.times
+    assert times.step == pytest.approx(times.generate + times.logprobs + times.update + times.push)
+    ahead = dataclasses.replace(times, overlap=True)
+    assert ahead.step == pytest.approx(max(times.generate, times.logprobs + times.update) + times.push)
 
 
 def test_servers_with_fp8_weights_have_more_room_for_their_cache():
-    keys = {"max_new_tokens": 16384, "servers": 8, "tp": 2, "memory_fraction": 0.4}
-    fp8 = {"rollout": {"quantization": "fp8"}, "algorithm": {"rollout_correction": {}}}
-    plans = []
-    for rollout, rest in ((keys, {}), (keys | fp8["rollout"], {"algorithm": fp8["algorithm"]})):
-        config = Config.model_validate(
-            {
-                "model": {"path": "none", "max_length": 20480},
-                "data": {"source": "none"},
-                "output_dir": "none",
-                "parallel": {"tp": 4, "sequence_parallel": True},
-                "rollout": rollout,
-                "trainer": {"recompute": "full", "micro_batch_tokens": 8192},
-                **rest,
-            }
-        )
-        spec = spec_of("Qwen2.5-14B")
-        plans.append(make_plan(config, spec, Cluster(GPUS["h100-80"], 16, 8), workload(config, spec, None)))
-    plain, quantised = plans
+    parts = {"parallel": {"tp": 4, "sequence_parallel": True}, "trainer": {"recompute": "full"}}
+    plain = planned("Qwen2.5-14B", "h100-80", 16, None, **parts)
+    fp8 = {"rollout": {**ROLLOUT, "quantization": "fp8"}, "algorithm": {"rollout_correction": {}}}
+    fp8["algorithm"] |= {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}}
+    quantised = planned("Qwen2.5-14B", "h100-80", 16, None, **parts, **fp8)
     # 48 layers of q, k, v, o and an MLP of 13824; a byte each, a scale of 4 for a block of 128 x 128
     linear = 48 * (5120 * (40 + 8 + 8 + 40) * 128 + 3 * 5120 * 13824) / 2
     saved = linear - linear / 128**2 * 4
@@ -165,55 +171,45 @@ def test_servers_with_fp8_weights_have_more_room_for_their_cache():
     assert quantised.servers.pool - plain.servers.pool == pytest.approx(saved)
     assert quantised.times.generate < plain.times.generate and quantised.times.update == plain.times.update
     (before,), (after,) = plain.stages, quantised.stages
-    copies = 6 * 5120 * 13824
-    assert largest_weights(spec, 2) == (5120 * 13824, 2 * 5120 * 13824 // 2)
-    assert after.others["push"] - before.others["push"] == pytest.approx(copies - saved)
+    assert largest_weights(plain.spec, 2) == (5120 * 13824, 2 * 5120 * 13824 // 2)
+    assert after.others["push"] - before.others["push"] == pytest.approx(6 * 5120 * 13824 - saved)
 
 
-ROLLOUT = {"max_new_tokens": 8192, "servers": 8, "tp": 2, "memory_fraction": 0.5}
-
-
-def planned(name, gpu, gpus, response, **parts):
-    config = Config.model_validate(
-        {
-            "model": {"path": "none", "max_length": 10240},
-            "data": {"source": "none", "batch_prompts": 64},
-            "output_dir": "none",
-            "algorithm": {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}},
-            "rollout": ROLLOUT,
-            **parts,
-        }
-    )
-    return make_plan(config, spec_of(name), Cluster(GPUS[gpu], gpus, 8), workload(config, spec_of(name), response))
-
-
-@pytest.mark.parametrize(("recompute", "times"), [("none", 2.5), ("full", 3.5)])
-def test_communication_of_14b_by_hand(recompute, times):
+@pytest.mark.parametrize(("recompute", "passes", "times"), [("none", 3, 2.5), ("full", 4, 3.5)])
+def test_training_of_14b_by_hand(recompute, passes, times):
     """tp 4, sequence-parallel, dp 4 on 16 H100: 512 rollouts of 256 + 1000 tokens, four updates."""
-    plan = planned(
-        "Qwen2.5-14B",
-        "h100-80",
-        16,
-        1000,
-        parallel={"tp": 4, "sequence_parallel": True},
-        trainer={"recompute": recompute},
-    )
-    tokens = 512 * 1256 / 4
-    forward = 48 * 2 * 2 * (3 / 4) * 2 * 5120 * tokens / 450e9  # two all-reduces a layer, each 2 (tp - 1) / tp
-    parameters = plan.stages[0].dense
-    reduce = 3 / 4 * 6 * parameters / (2 * 50e9)  # of 4 ranks, 2 in each node
-    # Log-probs forward; backward gathers a third half, or without sequence parallelism as much as forward.
-    assert plan.times.communication == pytest.approx((1 + times) * forward + 4 * reduce)
+    parts = {"parallel": {"tp": 4, "sequence_parallel": True}, "trainer": {"recompute": recompute}}
+    plan = planned("Qwen2.5-14B", "h100-80", 16, 1000, **parts)
+    compute = forward_flops(plan.spec, [(512, 1256)]) / (16 * 989.4e12)
+    sent = 48 * 2 * 2 * (3 / 4) * 2 * 5120 * 512 * 1256 / 4 / 450e9  # two all-reduces a layer, each 2 (tp - 1) / tp
+    reduce = 3 / 4 * 6 * plan.stages[0].state.dense / (2 * 50e9)  # of 4 ranks, 2 in each node
+    assert plan.times.logprobs == pytest.approx(compute + sent)
+    # Backward gathers a third half, or without sequence parallelism as much as forward.
+    assert plan.times.update == pytest.approx(passes * compute + times * sent + 4 * reduce)
 
 
-def test_communication_of_experts_by_hand():
-    """Qwen3-30B-A3B, ep 8 x dp 16 on 16 H200: an expert is on two ranks, 8 apart, what is dense on all 16."""
+def test_training_of_experts_by_hand():
+    """Qwen3-30B-A3B on 16 H200. ep 8 x dp 16: an expert is on two ranks, 8 apart, what is dense on all 16. With tp 2
+    one all-reduce a layer, and half of a token's copies from each rank."""
     plan = planned("Qwen3-30B-A3B", "h200-141", 16, 1000, parallel={"ep": 8}, trainer={"recompute": "none"})
-    tokens = 512 * 1256 / 16
-    forward = 48 * 2 * (7 / 8) * 8 * tokens * 2048 * 2 / 450e9  # to 8 experts and back
+    compute = forward_flops(plan.spec, [(512, 1256)]) / (16 * 989.4e12)
+    sent = 48 * 2 * (7 / 8) * 8 * 512 * 1256 / 16 * 2048 * 2 / 450e9  # to 8 experts and back
     dense = 15 / 16 * 6 * 1_541_093_376 / (8 * 50e9)
     experts = 1 / 2 * 6 * 3_623_878_656 / 50e9
-    assert plan.times.communication == pytest.approx((1 + 2) * forward + 4 * (dense + experts))
+    assert plan.times.update == pytest.approx(3 * compute + 2 * sent + 4 * (dense + experts))
+    cut = planned("Qwen3-30B-A3B", "h200-141", 16, 1000, parallel={"ep": 8, "tp": 2, "sequence_parallel": True})
+    hidden = 48 * 2 * (1 / 2) * 2 * 2048 * 512 * 1256 / 8 / 450e9
+    assert cut.times.logprobs == pytest.approx(compute + hidden + sent)
+
+
+def test_context_parallel_ranks_send_keys_and_values_and_a_pipeline_has_a_bubble():
+    """Qwen2.5-14B, cp 2 x pp 2 x dp 2 on 8 H100: 24 layers a stage, 8 key/value heads of 128."""
+    parts = {"parallel": {"cp": 2, "pp": 2}, "rollout": {**ROLLOUT, "servers": 4}}
+    plan = planned("Qwen2.5-14B", "h100-80", 8, 1000, **parts)
+    compute = forward_flops(plan.spec, [(512, 1256)]) / (8 * 989.4e12)
+    sent = 24 * 2 * 8 * 128 * 2 * 512 * 1256 / 4 / 450e9
+    assert plan.micro_batches == 5  # 512 x 1256 / 4 tokens in two replicas by 16384
+    assert plan.times.logprobs == pytest.approx((compute + sent) * (1 + 1 / 5 / 4))
 
 
 def test_memory_is_for_responses_that_have_grown():
@@ -232,32 +228,26 @@ def test_the_host_s_peak_by_hand():
         "algorithm": {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}, "kl": {"coef": 0.1}},
     }
     plan = planned("Qwen2.5-14B", "h200-141", 8, 1000, checkpoint={"async": True}, **parts)
-    dense, static, host = plan.stages[0].dense, plan.stages[0].static, plan.host
-    assert host.save == 8 * (12 + 2) * static.optimizer_elements and host.load == 8 * 12 * dense
+    state, host = plan.stages[0].state, plan.host
     # Each pinned tensor is rounded up to a power of two: the parameters' one buffer of 6.9 GiB; of the optimizer, for
     # half of the parameters on each rank, three float32 tensors, of the reference one tensor in bfloat16.
     layer = (64 + 32 + 256 + 128) * 2**20 + 8192 + 2 * 32768  # qkv, projection, fc1, fc2; bias; two norms
-    state = 48 * layer + 2 * GIB + 32768  # embedding and head 0.7 GiB each; the last norm
-    waiting, reference = 8 * (8 * GIB + 3 * state / 2), 8 * state / 2
-    rollouts = 2 * 512 * (256 + 1000) * 76
-    processes = (8 + 4 * 2) * 2 * GIB
-    assert host.peak == processes + host.save + waiting + reference + rollouts
-    assert host.peak == sum(host.parts.values()) and "loading a checkpoint" not in host.parts
-    alone = planned(
-        "Qwen2.5-14B", "h200-141", 8, 1000, **{**parts, "rollout": {"placement": "split", "servers": 4}}
-    ).host
-    assert alone.offloaded == 0 and alone.processes == 8 * 2 * GIB
+    tensors = 48 * layer + 2 * GIB + 32768  # embedding and head 0.7 GiB each; the last norm
+    assert host == {
+        "processes": (8 + 4 * 2) * 2 * GIB,
+        "saving a checkpoint": 8 * (12 + 2) * state.owned,
+        "what waits while servers generate": 8 * (8 * GIB + 3 * tensors / 2),
+        "the reference policy": 8 * tensors / 2,
+        "a step's rollouts": 2 * 512 * (256 + 1000) * 76,
+    }
+    split = {**parts, "rollout": {"placement": "split", "servers": 4}, "algorithm": {}}
+    alone = planned("Qwen2.5-14B", "h200-141", 8, 1000, **split).host
+    assert alone == {"processes": 8 * 2 * GIB, "loading a checkpoint": 8 * 12 * state.dense}
     on_cpu = host_memory(plan.config, plan.spec, 8, 8, 1256, cuda=False)
-    assert on_cpu.state == 8 * static.total and on_cpu.offloaded == 0
-    assert on_cpu.servers == 4 * 2 * formulas.model_elements(plan.spec)
-    one_a_node = host_memory(
-        plan.config.model_copy(update={"checkpoint": plan.config.checkpoint.model_copy(update={"async_save": False})}),
-        plan.spec,
-        8,
-        1,
-        1256,
-    )
-    assert one_a_node.save == 0 and one_a_node.load == 12 * dense  # a tensor at a time
+    assert on_cpu["weights, gradients and optimizer"] == 8 * state.total
+    assert on_cpu["the servers' weights"] == 4 * 2 * formulas.model_elements(plan.spec)
+    one_a_node = host_memory(plan.config, plan.spec, 8, 1, 1256)
+    assert one_a_node["processes"] == 3 * 2 * GIB and one_a_node["saving a checkpoint"] == 14 * state.owned
 
 
 def test_a_push_over_ipc_has_a_bucket_more():
@@ -268,6 +258,6 @@ def test_a_push_over_ipc_has_a_bucket_more():
         )
         for name in ("auto", "disk")
     )
-    held = ipc.stages[0].static.parameters + ipc.servers.weights + SERVER_REMAINS
+    held = ipc.stages[0].state.parameters + ipc.servers.weights + SERVER_REMAINS + RESERVED
     assert ipc.stages[0].others["push"] == held + 4 * (512 << 20)
     assert disk.stages[0].others["push"] == held + 3 * (512 << 20)

@@ -11,17 +11,11 @@ import pytest
 import yaml
 
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.preflight import command, device_checks, server_check
+from dynamo_megatron.preflight import command, server_check
 from dynamo_megatron.preflight.findings import run_checks
-from dynamo_megatron.preflight.subject import Subject
+from dynamo_megatron.preflight.job_checks import Subject
 
-CHECKS = {
-    "layout": command.layout,
-    **dict(command.OF_THE_JOB),
-    **dict(command.OF_A_NODE),
-    "devices": device_checks.devices,
-    "server": server_check.server,
-}
+CHECKS = {**command.OF_THE_JOB, **command.OF_A_NODE, "server": server_check.server}
 
 
 @pytest.fixture

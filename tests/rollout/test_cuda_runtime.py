@@ -3,16 +3,12 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
-from dynamo_megatron.preflight import memory_saver_check
-from dynamo_megatron.preflight.findings import run_checks
 from dynamo_megatron.rollout.servers import server
 from dynamo_megatron.rollout.servers.server import SGLangServer
 
@@ -45,15 +41,7 @@ def site(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(server, "cuda_available", lambda: True)
-    monkeypatch.setattr(memory_saver_check, "cuda_available", lambda: True)
     return site
-
-
-def preflight(rollout: RolloutConfig) -> list[tuple[str, str]]:
-    subject, found = SimpleNamespace(config=SimpleNamespace(rollout=rollout)), []
-    checks = [("memory saver", lambda: memory_saver_check.memory_saver(subject))]
-    run_checks(checks, lambda _, finding, seconds: found.append((finding.level, finding.text)))
-    return found
 
 
 def test_the_ranks_of_a_server_start_with_the_hook(site, tmp_path):
@@ -68,23 +56,3 @@ def test_the_ranks_of_a_server_start_with_the_hook(site, tmp_path):
     finally:
         started.stop()
     assert said.startswith("rank: 0 "), said
-
-
-def test_a_hook_that_writes_to_stderr_is_loaded_all_the_same(site):
-    code = '#include <stdio.h>\n__attribute__((constructor)) void say(void) { fputs("hook: loaded\\n", stderr); }\n'
-    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", site / "hook.so"], input=code, text=True, check=True)
-    assert preflight(RolloutConfig()) == [("ok", "a process starts with hook.so preloaded")]
-
-
-def test_preflight_tries_it(site):
-    assert preflight(RolloutConfig()) == [("ok", "a process starts with hook.so preloaded")]
-    assert preflight(RolloutConfig(offload=False))[0][0] == "skipped"
-    shutil.rmtree(site / "nvidia")
-    ((level, text),) = preflight(RolloutConfig())
-    assert level == "FAILED" and "libcudart.so.99: cannot open shared object" in text and "LD_LIBRARY_PATH" in text
-    (site / "hook.so").unlink()
-    ((level, text),) = preflight(RolloutConfig())
-    assert level == "FAILED" and "cannot be preloaded" in text
-    (site / "torch_memory_saver" / "utils.py").unlink()
-    ((level, text),) = preflight(RolloutConfig())
-    assert level == "FAILED" and f"{sys.executable} -m pip install torch_memory_saver" in text

@@ -64,11 +64,7 @@ def test_notes_and_refusals_are_text(capsys, tmp_path, monkeypatch):
 def test_findings_of_preflight_are_text(capsys, monkeypatch):
     from dynamo_megatron.preflight import command
 
-    class Subject:
-        leads = True
-
     monkeypatch.setattr(command, "run_checks", lambda checks, say: say("reward", Finding("FAILED", HOSTILE), 0.1) or 1)
-    monkeypatch.setattr(command, "Subject", lambda *_: Subject())
     assert command.preflight(None, 1, with_server=False) == 1
     assert tame(capsys.readouterr().out)
 

@@ -70,10 +70,12 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-def shares_memory(config: RolloutConfig) -> bool:
-    """Whether `rollout.offload` has servers and ranks take turns."""
-    shared = config.engine == "sglang" and config.placement == "colocated" and cuda_available()
-    return shared if config.offload == "auto" else config.offload
+def shares_memory(config: RolloutConfig, *, gpus: bool | None = None) -> bool:
+    """Whether `rollout.offload` has servers and ranks take turns. `gpus`: they run on GPUs; None: if there are any."""
+    if config.offload != "auto":
+        return config.offload
+    on_gpus = cuda_available() if gpus is None else gpus
+    return config.engine == "sglang" and config.placement == "colocated" and on_gpus
 
 
 def listening_address(host: str) -> str:
