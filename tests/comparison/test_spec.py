@@ -1,7 +1,6 @@
 """What a comparison's file asks for: its runs, and one line for what is wrong with it."""
 
 import copy
-import json
 
 import pytest
 import yaml
