@@ -69,7 +69,7 @@ def ranks_of(output: Path) -> dict[int, psutil.Process]:
             if (
                 "train" in command
                 and f"output_dir={output}" in command
-                and "dynamo_megatron.rollout.guard" not in command
+                and "dynamo_megatron.runtime.guard" not in command
             ):
                 found[int(process.environ()["RANK"])] = process
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynamo_megatron.rollout.guard import shared_memory_of
+from dynamo_megatron.runtime.guard import shared_memory_of
 
 # A step that takes a moment longer, so that what happens to a job happens to it before its last one.
 SLOW = """

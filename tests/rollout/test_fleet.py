@@ -15,10 +15,10 @@ import pytest
 from stand_ins import VOCABULARY
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.rollout.guard import shared_memory_of
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.runtime.guard import shared_memory_of
 from dynamo_megatron.types import Prompt
 
 OUTCOMES = ("completed", "truncated", "aborted", "failed", "rejected")
@@ -49,7 +49,7 @@ def processes_of(name: str) -> list[psutil.Process]:
     """The SGLang processes, the HTTP server first, of the server `name` that some descendant of this process runs."""
     for process in psutil.Process().children(recursive=True):
         words = command_line_of(process)
-        if "dynamo_megatron.rollout.guard" in words and any(word.startswith(f"{name}-") for word in words):
+        if "dynamo_megatron.runtime.guard" in words and any(word.startswith(f"{name}-") for word in words):
             return process.children(recursive=True)
     return []
 
