@@ -2,12 +2,10 @@
 
 import contextlib
 import json
-import random
 import socketserver
 import threading
 
 import pytest
-from alterations import alter
 
 from dynamo_megatron.rollout.servers import server_api
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
@@ -103,27 +101,3 @@ def test_a_reply_without_an_end_is_given_up(odd, monkeypatch):
         endpoint, _ = odd(f"HTTP/1.1 200 X\r\n{length}\r\n".encode() + bytes(4 << 20))
         with pytest.raises(ServerError, match="/server_info: a reply of more than 1048576 bytes"):
             server_device(endpoint)
-
-
-def test_altered_checksums_never_prove_other_weights_and_raise_nothing_else(odd):
-    expected = Expected([{"a": "0" * 16, "b": "1" * 16}], {}, [], [])
-    rank = {"checksums": expected.ranks[0], "parallelism_info": [{"tp_rank": 0}]}
-    honest = json.dumps({"ranks": [rank], "success": True}).encode()
-    rng = random.Random(18)
-    proved = []
-    for _ in range(300):
-        made = alter(rng, honest, huge=1 << 20, longest_delay=0.01)
-        endpoint, _ = odd(made.http())
-        try:
-            said = mismatch(endpoint, expected, 5)
-        except ServerError as error:
-            said = str(error)
-        if said is None:
-            proved.append(made)
-        else:
-            assert said.isprintable() and len(said) < 1000, (made.what, said)
-    for made in proved:
-        assert made.kind in PROVED or json.loads(made.body)["ranks"][0]["checksums"] == expected.ranks[0], made.what
-
-
-PROVED = ("delay", "content_length", "status", "huge")  # kinds that may leave the body as it is
