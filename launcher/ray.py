@@ -129,7 +129,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
         gpu = ray.cluster_resources().get("GPU", 0) > 0
         ranks = options.ranks or _default_ranks(config, servers)
         checked_config(files, keys, ranks)
-        run = Run(config, words, ranks, servers, gpu)
+        run = RayRun(config, words, ranks, servers, gpu)
         return run.carry_out(options.wait)
     except RunFailed as failure:
         print(failure, file=sys.stderr, flush=True)
@@ -165,7 +165,7 @@ def _serving_gpus(config: Config, servers: int) -> list[int]:
     return [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
 
 
-class Run:
+class RayRun:
     """The actors of one run, from their placement to their end."""
 
     def __init__(self, config: Config, words: Sequence[str], ranks: int, servers: int, gpu: bool):

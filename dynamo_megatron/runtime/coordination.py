@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.array_sharing import share
-from dynamo_megatron.runtime.listening import address_of, serve_store, store_address
+from dynamo_megatron.runtime.listening import serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
 if TYPE_CHECKING:
@@ -49,14 +49,7 @@ def connect_store(timeout: float) -> dist.TCPStore:
     if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
     try:
-        if not (address := store_address()):
-            print(
-                f"MASTER_ADDR: {host!r} is {address_of(host)} on this host, so that the ranks' store listens on all "
-                "interfaces; set it to the address that the other hosts use",
-                file=sys.stderr,
-                flush=True,
-            )
-        return serve_store(address, port, timeout)
+        return serve_store(store_address(), port, timeout)
     except OSError as error:
         raise InputError(
             f"MASTER_ADDR: rank 0 cannot listen at {host}:{port} ({error.strerror}); set it to an address of rank 0's "
