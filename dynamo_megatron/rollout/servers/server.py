@@ -33,7 +33,7 @@ from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, 
 from dynamo_megatron.runtime import guard, plain_json
 from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.listening import GLOO_INTERFACE, check_port, http_url, interface_of
-from dynamo_megatron.runtime.log_files import mark, text_since
+from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
@@ -206,7 +206,7 @@ class SGLangServer:
         """Returns at once. The server ends when this process does, however that happens."""
         self._log_start = mark(self.log)
         try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
+            os.close(open_log(self.log, 0o600))
             self._process = self._start(on_cpu=not cuda_available())
         except OSError:
             self._remove_folders()
