@@ -19,7 +19,9 @@ def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
     """Returns the value of JSON, in UTF-8 if it is bytes. Raises InputError, one line that begins with `where`, for
     text that is not JSON, is nested too deep, or has NaN or infinity (unless `nan`)."""
     try:
-        return from_json(text, allow_inf_nan=nan)
+        return from_json(text.decode() if isinstance(text, bytes) else text, allow_inf_nan=nan)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start}") from None
     except (ValueError, TypeError) as error:  # TypeError: half of a surrogate pair in a str
         raise InputError(f"{where}: not JSON: {on_one_line(str(error), 200)}") from None
 
