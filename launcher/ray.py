@@ -63,9 +63,6 @@ class Child:
         """Returns (address, GPUs that Ray gave to this actor, a free port, cores)."""
         return ray.util.get_node_ip_address(), [str(i) for i in ray.get_gpu_ids()], free_port(), os.cpu_count() or 1
 
-    def has(self, folder: str) -> bool:
-        return os.path.isdir(folder)
-
     def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> str | None:
         """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot be started, or None."""
         try:
@@ -206,7 +203,7 @@ class RayRun:
         them.
 
         Raises RunFailed where nodes would have different numbers of ranks, since each node runs an equal share of the
-        servers, and ConfigError as `check_servers` does, and where a node does not have the model.
+        servers, and ConfigError as `check_servers` does.
         """
         node_of = placement_group_table(group)["bundles_to_node_id"]
         if len(shares := set(Counter(node_of[b] for b in range(self._ranks)).values())) > 1:
@@ -233,10 +230,6 @@ class RayRun:
         for placed in self._placed:
             placed.address, gpus, placed.port, placed.cores = self._get(placed, placed.actor.node.remote())
             placed.gpus = tuple(gpus)
-        model = os.path.abspath(config.model.path)  # the children run in this folder
-        for placed in {placed.node: placed for placed in self._placed}.values():
-            if not self._get(placed, placed.actor.has.remote(model)):
-                raise ConfigError(f"model.path: {model}: no such folder on {placed.address}; all nodes must see it")
 
     def _start(self) -> None:
         first, trains = self._placed[0], self._placed[: self._ranks]

@@ -200,3 +200,22 @@ def test_rewards_are_on_all_nodes_and_one_without_a_rank_that_is_killed_ends_no_
         cluster.shutdown()
     assert log.read_text().count("the reward workers of node ") == 1
     assert [row["reward/where_scored:score/scored"] for row in rows(output)] == [1.0] * 6
+
+
+def test_an_actor_hands_on_what_its_child_says_and_asks_it_to_stop(tmp_path):
+    pytest.importorskip("ray")
+    from dynamo_megatron.launcher.ray import Child
+
+    child, log = Child(), tmp_path / "logs" / "rank-0.log"
+    script = "import os, signal\nsignal.pthread_sigmask(0, {10})\nprint(os.environ['NAME'], os.getcwd(), flush=True)\n"
+    script += "raise SystemExit(signal.sigwait({10}))"
+    assert "FileNotFoundError" in child.start(["true"], {}, str(tmp_path / "none"), str(log))
+    assert child.start([sys.executable, "-c", script], {"NAME": "one"}, str(tmp_path), str(log)) is None
+    code, said = None, ""
+    while code is None:
+        code, text = child.poll()
+        said += text
+        if said.endswith("\n"):
+            child.stop()
+        time.sleep(0.05)
+    assert code == signal.SIGUSR1 and said == log.read_text() == f"one {tmp_path}\n"
