@@ -10,6 +10,7 @@ What killed processes leave behind goes too: the FOLDERs, and their segments of 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import resource
@@ -58,7 +59,7 @@ def main(log: str | None, folders: list[str], command: list[str]) -> int:
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGUSR1, lambda number, _: os.kill(child, number))
+    signal.signal(signal.SIGUSR1, functools.partial(_pass_on, child))
     for number in [*inherited, *(output[1:] if output else ())]:
         os.close(number)
     copying = threading.Thread(target=_copy, args=(output[0], log), daemon=True) if output else None
@@ -140,6 +141,11 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
             if entry.stat(follow_symlinks=False).st_ino in mapped:
                 found.add(entry.path)
     return found
+
+
+def _pass_on(child: int, number: int, _frame: object) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.kill(child, number)
 
 
 def _reap() -> dict[int, int]:

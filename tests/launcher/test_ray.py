@@ -213,9 +213,9 @@ def test_an_actor_hands_on_what_its_child_says_and_asks_it_to_stop(tmp_path):
     assert child.start([sys.executable, "-c", script], {"NAME": "one"}, str(tmp_path), str(log)) is None
     code, said = None, ""
     while code is None:
+        time.sleep(0.05)
         code, text = child.poll()
         said += text
-        if said.endswith("\n"):
+        if text:
             child.stop()
-        time.sleep(0.05)
     assert code == signal.SIGUSR1 and said == log.read_text() == f"one {tmp_path}\n"
