@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,6 @@ pytestmark = pytest.mark.skipif(not Path(NEMO_PYTHON).is_file(), reason=f"no {NE
 VENV = Path(sys.executable).parents[1]
 SECRET = "a-key-that-must-stay-secret"
 SLURM = ("--executor", "slurm", "--account", "us", "--time", "10:00", "--nodes", "2", "--venv", "x")
-LIVE = ("rollout.engine=sglang", "rollout.recorded=null")
 
 
 @pytest.fixture
@@ -63,23 +61,14 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
     ("words", "message"),
     [
         (("--executor", "slurm", "--nodes", "2", "--venv", "x", "--time", "10"), "--account: nemo-run needs it"),
-        (("--executor", "slurm", "--nodes", "2", "--venv", "x", "--account", "us"), "--time: nemo-run needs it"),
         (("--nodes", "2", "--venv", "x"), "--nodes: goes with --executor slurm"),
         ((), "--venv: name the trainer's virtual environment"),
-        (("--venv", "x", "--idle-restarts", "2"), "unknown option --idle-restarts"),
         (("--venv", "x", "--sweep", "optimizer.lr"), "--sweep: 'optimizer.lr' is not key=value,value"),
-        (("--venv", "x", "--sweep", "optimizer.rate=1,2"), "unknown key optimizer.rate"),
         (("--venv", "/srv/nemo_run/venv"), "/nemo_run: no path may hold this"),
         (("--venv", "x", f"rollout.server_args=[--foo={SECRET}]"), "WANDB_API_KEY: its value would be written"),
-        ((*SLURM, f"--sbatch=--comment={SECRET}"), "WANDB_API_KEY: its value would be written"),
         ((*SLURM, "--name", SECRET), "WANDB_API_KEY: its value would be written"),
         ((*SLURM, "rollout.placement=split"), "rollout.placement: nemo-run starts no servers"),
         ((*SLURM, "--sweep", "parallel.pp=2,3"), "parallel: 2 ranks can't be cut into tp 1 x pp 3"),
-        ((*SLURM, *LIVE, "rollout.servers=3"), "rollout.servers: 3 servers are not an equal share for each of 2 nodes"),
-        (
-            (*SLURM, *LIVE, "rollout.servers=2"),
-            "rollout.host: its default, 127.0.0.1, is out of",
-        ),
     ],
 )
 @pytest.mark.full
@@ -124,15 +113,3 @@ def test_convert_train_and_eval_on_this_machine(nemo, run_folder, evaluating, tm
     assert (output / "mcore" / "config.json").is_file()
     assert len((output / "metrics.jsonl").read_text().splitlines()) == 4
     assert len((output / "scores" / "problems.jsonl").read_text().splitlines()) == 6
-
-
-@pytest.mark.full
-def test_a_sweep_on_this_machine(nemo, run_folder, tmp_path):
-    words = ("config.yaml", f"output_dir={tmp_path / 'runs'}", "trainer.steps=2", "--venv", VENV)
-    code, text = nemo(run_folder, "cli", "launch", "nemo", *words, "--sweep", "optimizer.lr=1e-3,2e-3")
-    assert code == 0, text[-5000:]
-    rates = []
-    for value in ("1e-3", "2e-3"):
-        rows = (tmp_path / "runs" / f"lr-{value}" / "metrics.jsonl").read_text().splitlines()
-        rates.append(json.loads(rows[-1])["policy/learning_rate"])
-    assert rates == [1e-3, 2e-3]

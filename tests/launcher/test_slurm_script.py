@@ -103,7 +103,6 @@ def test_what_sbatch_is_asked():
     [
         (("--time", "soon"), "--time: 'soon' is none of"),
         (("--time", "5", "--stop-before", "240"), "--stop-before: 240 s before the end of --time 5, or a minute"),
-        (("--name", "a\n#SBATCH --exclusive"), "--name: 'a\\n#SBATCH --exclusive' has a line break"),
         (("--partition", "a\nb"), "--partition: 'a\\nb' has a line break"),
         (("--container-mounts", "/a:/b"), "--container-mounts: goes with --container-image"),
         (("--sbatch=qos",), "--sbatch: 'qos' is no --option"),
@@ -117,10 +116,7 @@ def test_what_sbatch_is_asked():
             ("rollout.servers=2", "--nodes", "2"),
             "rollout.host: its default, 127.0.0.1, is out of",
         ),
-        (("rollout.placement=split", "--rollout-nodes", "1"), "rollout.host: its default"),
         (("--rollout-nodes", "1"), "--rollout-nodes: goes with rollout.placement=split"),
-        (("rollout.placement=split",), "--rollout-nodes: goes with rollout.placement=split"),
-        (("optimizer.rate=1",), "unknown key optimizer.rate"),
         (("output_dir=a\\b",), "output_dir: "),
         (("output_dir=.",), "output_dir: . holds c.yaml, which is not of a run"),
     ],
