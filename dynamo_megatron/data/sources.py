@@ -23,7 +23,6 @@ from dynamo_megatron.data.readers import (
     yaml_value,
 )
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.runtime.user_code import SPEC, failure, load_callable
 from dynamo_megatron.types import Prompt
@@ -132,8 +131,6 @@ def located_prompts(
         )
     for where, item in items:
         try:
-            if (why := plain_json.fault(vars(item) if isinstance(item, Prompt) else item)) is not None:
-                raise InputError(f"{where}: {why}")
             prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
             _check_content(prompt, where, needs_answer)
         except InputError as error:

@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
-from dynamo_megatron.rollout.recomputation import Sampled
 from dynamo_megatron.rollout.result import ServerUse
-from dynamo_megatron.rollout.servers.fleet import Fleet
-from dynamo_megatron.rollout.servers.member import Member
+from dynamo_megatron.rollout.servers.fleet import Fleet, Server
 
 ATTEMPTS = 4  # a request fails once it has been lost with this many servers
 
@@ -74,8 +72,8 @@ class Sampling:
         self._home: dict[str, str] = {}  # group -> the server that it is on
         self._under_way = 0
         self._wake = asyncio.Event()
-        self._asked: Counter[Member] = Counter()  # requests under way
-        self._busy_since: dict[Member, float] = {}
+        self._asked: Counter[Server] = Counter()  # requests under way
+        self._busy_since: dict[Server, float] = {}
         self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
         self.finished: list[float] = []
         self.late = 0
@@ -91,7 +89,7 @@ class Sampling:
                     await self._wake.wait()
                     continue
                 await self._fleet.wait_serving()
-                async with self._fleet.watched(), asyncio.TaskGroup() as tasks:
+                async with asyncio.TaskGroup() as tasks:
                     await self._ask_all(tasks)
             self._after = ()  # else each step would keep the one before it, and its rollouts, in memory
         except BaseExceptionGroup as failures:
@@ -122,14 +120,6 @@ class Sampling:
         """The partial responses, by name of the request, that a push interrupted and that wait for the new weights."""
         return {request.name: request.begun for request in self._pending if request.begun is not None}
 
-    def restart(self, names: Collection[str]) -> set[str]:
-        """Discards the partial responses of the waiting requests with these names: they are sampled from the beginning.
-        Returns the names of these requests."""
-        found = [request for request in self._pending if request.name in names]
-        for request in found:
-            request.begun = None
-        return {request.name for request in found}
-
     async def _ask_all(self, tasks: asyncio.TaskGroup) -> None:
         """Sends requests. Returns when none is under way and none can be sent: all were sent, or no server is left."""
         fleet = self._fleet
@@ -156,7 +146,7 @@ class Sampling:
     def _first(self) -> bool:
         return not any(sampling._pending for sampling in self._after)
 
-    def _choose(self, request: Request, servers: dict[str, Member]) -> Member | None:
+    def _choose(self, request: Request, servers: dict[str, Server]) -> Server | None:
         failed = {*request.refused, *request.lost}  # another server is preferred where there is one
         allowed = {name: m for name, m in servers.items() if name not in failed} or servers
         loads = {name: m.load for name, m in allowed.items()}
@@ -164,7 +154,7 @@ class Sampling:
         name = choose_server(loads, self._config.concurrency, home, group_tokens)
         return None if name is None else servers[name]
 
-    def _enter(self, request: Request, member: Member) -> None:
+    def _enter(self, request: Request, member: Server) -> None:
         self._under_way += 1
         self._home[request.group] = member.name
         if not self._asked[member]:
@@ -172,7 +162,7 @@ class Sampling:
         self._asked[member] += 1
         member.enter(request.expected)
 
-    def _leave(self, request: Request, member: Member) -> None:
+    def _leave(self, request: Request, member: Server) -> None:
         self._under_way -= 1
         self._asked[member] -= 1
         member.leave(request.expected)
@@ -180,7 +170,7 @@ class Sampling:
             self.uses[member.name].busy += time.monotonic() - self._busy_since.pop(member)
         self._fleet.wake()
 
-    async def _one(self, request: Request, member: Member) -> None:
+    async def _one(self, request: Request, member: Server) -> None:
         """Sends a request to one server; without an answer, the request becomes pending again."""
         try:
             response = await self._ask(request, member)
@@ -188,7 +178,7 @@ class Sampling:
             request.lost.append(member.name)
             self.uses[member.name].retries += 1
             if not member.gone.done():
-                await self._fleet.doubt(member, error)
+                await self._fleet.request_lost(member, error)
             if len(request.lost) < ATTEMPTS:
                 self._pending.appendleft(request)
                 return
@@ -218,7 +208,7 @@ class Sampling:
             self.uses[server].tokens += len(response.tokens)
         self._pending.appendleft(request)
 
-    async def _ask(self, request: Request, member: Member) -> Response:
+    async def _ask(self, request: Request, member: Server) -> Response:
         """Returns one server's response. Raises ServerLost also where the server leaves the rotation meanwhile."""
         now = time.monotonic()
         request.limit = request.limit or now + self._config.timeout_of(request.max_new_tokens)
@@ -249,9 +239,6 @@ class Sampling:
             asked.cancel()
         if response.tokens:
             member.tokens += len(response.tokens)
-            member.sampled_for |= {request.name, request.group}
-            if request.temperature is None:
-                member.sampled = Sampled(inputs, response)
         late = response.finish_reason == "abort" and until == self._deadline and time.monotonic() > until - 0.1
         return self._late() if late else response
 

@@ -1,5 +1,4 @@
-"""Files that are written under another name and renamed when they are whole, in folders that others may write to
-too."""
+"""Files that are written under another name and renamed when they are whole."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ def replacing(path: Path, mode: int = 0o666, *, sync: bool = False, shared: bool
     older file of that name stays. Only one process at a time may write a `path`; with `shared`, several may.
 
     `mode`: the permissions, less the umask. `sync`: the file is on disk when the block has ended, so that a power cut
-    does not lose it. Raises OSError. A link that somebody has put in the place of one of the two files is not followed.
+    does not lose it. Raises OSError.
     """
     aside = path.with_name(f".{path.name}{f'.{uuid.uuid4().hex}' if shared else ''}.tmp")
     aside.unlink(missing_ok=True)  # left by a kill
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         with naming(path), open(descriptor, "wb") as file:
             yield file

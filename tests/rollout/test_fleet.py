@@ -15,10 +15,10 @@ import pytest
 from stand_ins import VOCABULARY
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.rollout.guard import shared_memory_of
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.runtime.guard import shared_memory_of
 from dynamo_megatron.types import Prompt
 
 OUTCOMES = ("completed", "truncated", "aborted", "failed", "rejected")
@@ -49,7 +49,7 @@ def processes_of(name: str) -> list[psutil.Process]:
     """The SGLang processes, the HTTP server first, of the server `name` that some descendant of this process runs."""
     for process in psutil.Process().children(recursive=True):
         words = command_line_of(process)
-        if "dynamo_megatron.rollout.guard" in words and any(word.startswith(f"{name}-") for word in words):
+        if "dynamo_megatron.runtime.guard" in words and any(word.startswith(f"{name}-") for word in words):
             return process.children(recursive=True)
     return []
 
@@ -129,7 +129,6 @@ def once(action):
 @pytest.mark.full
 def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     worker, folder = fleet
-    started = time.monotonic()
     pids = [p.pid for p in processes_of("server-1")]
     segments = shared_memory_of(pids)
     result = worker.generate(1, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-1")))
@@ -139,7 +138,6 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     assert result.uses["server-1"].retries > 0
     assert result.counts_by_server["server-0"]["completed"] > 0
     assert any(note.startswith("step 1: server-1 left the rotation: ") for note in result.notes), result.notes
-    print("generated in", time.monotonic() - started)
     # Restarted, it serves the folder's weights, which are the policy's until the first push.
     wait_until(lambda: len(processes_of("server-1")) >= 3, 200, "server-1's restart")
     assert not set(pids) & {p.pid for p in processes_of("server-1")}
@@ -148,17 +146,6 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     result = worker.generate(2, PROMPTS, [4] * 4)
     assert closed(result, 16)["failed"] == 0 and set(result.counts_by_server) == {"server-0", "server-1"}
     assert result.uses["server-1"].restarts == 1
-
-
-@pytest.mark.full
-def test_a_frozen_server_is_replaced(fleet):
-    worker, _ = fleet
-    result = worker.generate(10, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-0", signal.SIGSTOP)))
-    assert closed(result, 64)["failed"] == 0
-    assert any(
-        "server-0 left the rotation: no answer to /health for rollout.health_timeout (4 s)" in n for n in result.notes
-    )
-    wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 300, "both servers")
 
 
 @pytest.mark.full
@@ -178,25 +165,6 @@ def test_servers_stay_where_the_rollout_process_was_held_up(fleet):
 
 
 @pytest.mark.full
-def test_a_server_that_a_push_did_not_reach_is_restarted(fleet):
-    worker, _ = fleet
-    endpoints = {e.name: e for e in worker.begin_push(3)}
-    assert set(endpoints) == {"server-0", "server-1"}
-    push(worker, 3)
-    lost = {"server-1": "the second bucket did not arrive"}
-    worker.end_push(3, {e: lost.get(e.name) for e in worker.begin_push(3)})
-    result = worker.generate(11, PROMPTS, [2] * 4)
-    assert set(result.counts_by_server) == {"server-0"} and closed(result, 8)["failed"] == 0
-    assert "weight version 3 did not arrive: the second bucket did not arrive" in " ".join(result.notes)
-    wait_until(lambda: set(push(worker, 3)) == {"server-0", "server-1"}, 300, "both servers")
-    again = {e.name: e for e in worker.begin_push(3)}
-    assert again["server-1"].incarnation == endpoints["server-1"].incarnation + 1
-    assert again["server-0"].incarnation == endpoints["server-0"].incarnation
-    with pytest.raises(PushNeeded, match=r"no server took the weights of step 4: .*server-0: .*all lost"):
-        worker.end_push(4, dict.fromkeys(again.values(), "all lost"))
-
-
-@pytest.mark.full
 def test_a_step_whose_servers_are_all_lost_asks_for_a_push_and_goes_on(fleet):
     worker, folder = fleet
     wait_until(lambda: set(push(worker, 5)) == {"server-0", "server-1"}, 300, "both servers")
@@ -213,35 +181,6 @@ def test_a_step_whose_servers_are_all_lost_asks_for_a_push_and_goes_on(fleet):
 
 
 @pytest.mark.full
-def test_a_response_that_takes_too_long_is_aborted_and_counted_at_the_steps_deadline(tiny_model, fleet, tmp_path):
-    """On the servers of the fleet, as somebody else's."""
-    worker, _ = fleet
-    push(worker, 0)
-    endpoint, *others = worker.begin_push(0)
-    os.environ["FLEET_TEST_KEY"] = endpoint.api_key
-    options = {"placement": "external", "urls": [endpoint.url], "api_key_env": "FLEET_TEST_KEY", "max_new_tokens": 1900}
-    for share, message in ((0.1, None), (0.9, "rollouts were there at rollout.step_deadline")):
-        config = configuration(tiny_model, tmp_path / str(share), **options, step_deadline=5.0, min_share=share)
-        other = RolloutWorker(config, [], VOCABULARY)  # no end token of ours; the model's own still ends a response
-        other.start()
-        try:
-            other.wait_ready()
-            started = time.monotonic()
-            if message is None:
-                result = other.generate(1, PROMPTS, [40] * 4)
-                counts = closed(result, 160)
-                assert counts["aborted"] > 0 and counts["completed"] > 16
-                assert "no response at rollout.step_deadline (5 s)" in result.notes[0]
-            else:
-                with pytest.raises(RolloutError, match=message):
-                    other.generate(1, PROMPTS, [40] * 4)
-            assert time.monotonic() - started < 30
-        finally:
-            other.close()
-    worker.end_push(0, dict.fromkeys([endpoint, *others]))
-
-
-@pytest.mark.full
 def test_servers_that_never_come_up_again_end_the_run_with_one_message(fleet):
     """Runs last: the fleet is dead afterwards."""
     worker, folder = fleet
@@ -250,7 +189,6 @@ def test_servers_that_never_come_up_again_end_the_run_with_one_message(fleet):
     lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
     with pytest.raises(PushNeeded):
         worker.generate(13, PROMPTS, [16] * 4, on_count=lose_both)
-    started = time.monotonic()
     with pytest.raises(RolloutError, match=r"no rollout server is up; server-0: .*exit code 9.*server-1") as error:
         worker.begin_push(6)
-    assert time.monotonic() - started < 60 and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)

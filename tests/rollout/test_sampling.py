@@ -294,9 +294,9 @@ def test_a_server_restarted_in_a_push_has_not_taken_it():
     async def work():
         async with fleet_of(Server(), Server()) as fleet:
             endpoints = await fleet.begin_push(1)
-            fleet.condemn(fleet._members["server-0"], "killed after its proof")
+            fleet.mark_failed(fleet._servers["server-0"].endpoint, "killed after its proof")
             async with asyncio.timeout(10):
-                while "server-0" not in fleet._members:
+                while "server-0" not in fleet._servers:
                     await asyncio.sleep(0.05)
             await fleet.end_push(1, dict.fromkeys(endpoints))
             assert set(fleet.serving()) == {"server-1"}

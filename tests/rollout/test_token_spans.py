@@ -179,4 +179,4 @@ def test_a_line_whose_steps_are_no_triples_is_no_rollout(steps):
 
 @pytest.mark.parametrize("steps", [[(0, 2)], [(0, "2", 1.0)], [(0, 2, None)]], ids=str)
 def test_steps_of_another_type_are_named(steps):
-    assert type_fault(dataclasses.replace(WITH, step_rewards=steps)).startswith("step_rewards ")
+    assert type_fault(dataclasses.replace(WITH, step_rewards=steps)).startswith("step_rewards.")

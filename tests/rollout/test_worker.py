@@ -51,7 +51,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 def servers(pid: int) -> list[psutil.Process]:
     """The HTTP server, its children and the guard."""
-    guards = [p for p in descendants(pid) if "dynamo_megatron.rollout.guard" in p.cmdline()]
+    guards = [p for p in descendants(pid) if "dynamo_megatron.runtime.guard" in p.cmdline()]
     return [process for guard in guards for process in (guard, *guard.children(recursive=True))]
 
 

@@ -194,7 +194,7 @@ def run(case: dict) -> None:
         with refused or contextlib.nullcontext():
             shared_values(layout, found)
         found["left open"] = [link for link in open_files() if "memfd" in link]
-        coordinator = Coordinator(store, rank, StopFlag(), b"secret")
+        coordinator = Coordinator(store, rank, StopFlag())
         found["coordinator"] = through_a_coordinator(layout, coordinator)
         coordinator.close()
         dist.barrier(group=layout.host)

@@ -65,7 +65,7 @@ class Fleet:
     def end_push(self, version, outcomes, on_poll):
         self.outcomes = {e.name: why for e, why in outcomes.items()}
 
-    def distrust(self, lost):
+    def condemn(self, lost):
         self.distrusted |= {e.name: why for e, why in lost.items()}
 
 
@@ -135,7 +135,7 @@ class Ranks:
             output_dir=str(self.out / case["name"]),
         )
         self.store = connect_store(300)
-        self.coordinator = Coordinator(self.store, self.rank, StopFlag(), b"")
+        self.coordinator = Coordinator(self.store, self.rank, StopFlag())
         layout = join_ranks(config, dist.PrefixStore("groups", self.store))
         self.policy = Policy(load_model_config(self.model), config, layout)
         self.config, self.layout, self.spec = config, layout, self.policy.spec
