@@ -6,6 +6,7 @@ save hashes its files while it writes them, and a load can afford to read every 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import xxhash
-
-BLOCK = 16 << 20  # bytes read at once
 
 
 class ChecksumWriter(io.BufferedWriter):
@@ -36,11 +35,8 @@ class ChecksumWriter(io.BufferedWriter):
 
 def file_checksum(file: Path) -> str:
     """The file's checksum in hexadecimal digits. Raises OSError."""
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
     with open(file, "rb", buffering=0) as stream:
-        while size := stream.readinto(block):
-            digest.update(block[:size])
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def file_checksums(files: Iterable[Path]) -> Mapping[Path, str]:

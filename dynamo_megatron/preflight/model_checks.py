@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder, is_finite
+from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import problem_text
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.models.mapping import huggingface_names, parameter_names, to_huggingface, to_megatron
+from dynamo_megatron.models.mapping import huggingface_names, is_finite, parameter_names, to_huggingface, to_megatron
 from dynamo_megatron.planning.formulas import model_elements
 from dynamo_megatron.preflight.findings import Finding, note, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
