@@ -25,7 +25,7 @@ from dynamo_megatron.jobs.layout_checks import check_servers_here
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.models.rope import check_served_rope
+from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.preflight.machine_checks import check_ports, trainer_version
 from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.preflight.tested import TRAINER, costs

@@ -5,7 +5,7 @@ import pytest
 from transformers import AutoConfig
 
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.models.rope import check_served_rope
+from dynamo_megatron.models.server_layout import check_served_rope
 
 QWEN2 = {  # as Qwen2.5-1.5B-Instruct's, written by transformers 4
     "architectures": ["Qwen2ForCausalLM"],

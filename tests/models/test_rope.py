@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.models.rope import scaled_frequencies
+from dynamo_megatron.models.spec import scaled_frequencies
 
 LLAMA = {
     "hidden_size": 64,
