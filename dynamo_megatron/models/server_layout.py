@@ -66,7 +66,7 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
         raise InputError(
             f"rollout.tp: {tp_size} server ranks cannot be proved to hold a model of {heads} attention and {groups} "
             f"key/value heads and an MLP width of {width}, which must be {multiple}; use another rollout.tp or set "
-            "rollout.proof.full_every=null"
+            "rollout.proof.checksums=false"
         )
 
 

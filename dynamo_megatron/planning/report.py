@@ -157,13 +157,9 @@ def _save(plan: Plan) -> str:
 
 
 def _proof(plan: Plan) -> list[str]:
-    every = plan.config.rollout.proof.full_every
-    if every is None:
+    if not plan.config.rollout.proof.checksums:
         return []
-    return [
-        f"  its proof: a sender hashes {_gib(plan.hashed)} GiB, at least {plan.hash_seconds:.2f} s, "
-        f"{'at every push' if every == 1 else f'spread over {every} pushes'} (rollout.proof.full_every)"
-    ]
+    return [f"  its checksums: a sender hashes {_gib(plan.hashed)} GiB, at least {plan.hash_seconds:.2f} s"]
 
 
 def _rollouts(plan: Plan) -> str:

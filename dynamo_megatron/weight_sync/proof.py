@@ -30,13 +30,6 @@ class Expected:
     ranks: list[dict[str, str]]  # by server rank: parameter -> 16 hex digits
     missing: dict[str, list[str]]  # parameter -> its Hugging Face tensors that no rank has sent
     disagreed: list[str]  # parameters that two training ranks gave different values of
-    unproved_layers: list[int]  # left out
-
-
-def proved_layers(version: int, every: int, layers: int) -> frozenset[int]:
-    """The layers whose weights the push of `version` proves: all of them at every `every`-th version, else one in
-    `every`, other ones each time. What is outside the layers is proved always."""
-    return frozenset(i for i in range(layers) if version % every in (0, i % every))
 
 
 class ExpectedChecksums:
@@ -46,13 +39,11 @@ class ExpectedChecksums:
     a fused parameter (experts) from several ranks. Raises ValueError where `tp_size` does not fit the model.
     """
 
-    def __init__(self, spec: ModelSpec, tp_size: int, device: str, layers: Collection[int] | None = None):
+    def __init__(self, spec: ModelSpec, tp_size: int, device: str):
         self._spec, self._tp_size, self._hash = spec, tp_size, HASHES[device]
         check_server_parallel(spec, tp_size, device)
         layout = server_layout(spec, tp_size)
-        self._left_out = [i for i in range(spec.num_layers) if layers is not None and i not in layers]
-        self._places = {name: p for name, p in layout.places.items() if layer_of(name) not in self._left_out}
-        self._sizes = layout.sizes
+        self._places, self._sizes = layout.places, layout.sizes
         self._parts: dict[str, set[str]] = {}  # parameter -> the Hugging Face tensors it is made of
         for name, (parameter, _) in self._places.items():
             self._parts.setdefault(parameter, set()).add(name)
@@ -63,8 +54,6 @@ class ExpectedChecksums:
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """(Hugging Face name, whole tensor) in the servers' dtype. Nothing of a tensor is kept on its device."""
         for name, tensor in tensors:
-            if name not in self._places:
-                continue
             parameter, start = self._places[name]
             for rank in range(self._tp_size):
                 shard = server_shard(self._spec, name, tensor, rank, self._tp_size).contiguous()
@@ -103,18 +92,13 @@ class ExpectedChecksums:
             self._finish(parameter)
         missing = {p: sorted(parts - self._given.get(p, set())) for p, parts in self._parts.items()}
         ranks = [{p: self._hashes[p, rank] for p in self._parts if not missing[p]} for rank in range(self._tp_size)]
-        return Expected(ranks, {p: m for p, m in missing.items() if m}, sorted(disagreed), self._left_out)
+        return Expected(ranks, {p: m for p, m in missing.items() if m}, sorted(disagreed))
 
     def _finish(self, parameter: str) -> None:
         if self._given[parameter] == self._parts[parameter]:
             for rank in range(self._tp_size):
                 if not isinstance(one := self._hashes[parameter, rank], str):
                     self._hashes[parameter, rank] = f"{one.digest():016x}"
-
-
-def layer_of(name: str) -> int | None:
-    """The layer that a Hugging Face tensor or server parameter is in."""
-    return int(name.split(".")[2]) if name.startswith("model.layers.") else None
 
 
 def compare(expected: Expected, ranks: Iterable[Mapping]) -> str | None:
@@ -130,8 +114,7 @@ def compare(expected: Expected, ranks: Iterable[Mapping]) -> str | None:
     if reported.keys() != set(range(len(expected.ranks))):
         return f"{len(reported)} ranks report where {len(expected.ranks)} are expected"
     for rank, should in enumerate(expected.ranks):
-        # SGLang leaves out what it is asked to skip, but not where it is quantised.
-        has = {p: h for p, h in reported[rank].items() if layer_of(p) not in expected.unproved_layers}
+        has = reported[rank]
         wrong.setdefault("differing", set()).update(p for p in should.keys() & has.keys() if should[p] != has[p])
         wrong.setdefault("not on the server", set()).update(should.keys() - has.keys())
         wrong.setdefault("of the server's alone", set()).update(has.keys() - should.keys() - expected.missing.keys())
@@ -146,9 +129,7 @@ def mismatch(endpoint: Endpoint, expected: Expected, timeout: float) -> str | No
 
     `timeout` in seconds. Raises ServerError where the server does not say.
     """
-    skip = [f"model.layers.{i}." for i in expected.unproved_layers]
-    asked = {"action": "checksum", "skip_tensor_list": skip}
-    (ranks,) = call_for(endpoint, "/weights_checker", asked, timeout, "ranks")
+    (ranks,) = call_for(endpoint, "/weights_checker", {"action": "checksum"}, timeout, "ranks")
     return compare(expected, ranks)
 
 

@@ -65,17 +65,12 @@ def request(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeo
         raise ServerError(f"{path}: no answer ({endpoint.own_words(error) or type(error).__name__})") from None
 
 
-def open_session(endpoint: Endpoint) -> bool:
-    """Opens the server's weight-update session; False where the server has none (SGLang before 0.5.23).
-
-    A session that an interrupted push left open is closed first.
-    """
+def open_session(endpoint: Endpoint) -> None:
+    """Opens the server's weight-update session. A session that an interrupted sync left open is closed first."""
     for _ in range(2):
         status, reply = request(endpoint, "/begin_weight_update", {}, CONTROL_TIMEOUT)
         if status == 200:
-            return True
-        if status == 404:
-            return False
+            return
         if "already open" not in endpoint.own_words(reply):
             break
         call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)

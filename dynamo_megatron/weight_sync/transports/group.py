@@ -24,8 +24,7 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, ServerError, call, request
 from dynamo_megatron.runtime.listening import address_towards, gloo_listens_on, serve_store
 from dynamo_megatron.runtime.threads import Call
-from dynamo_megatron.weight_sync.transports.base import Streamed
-from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Streamed
 
 JOIN_TIMEOUT = 120.0  # seconds for all members of a group to meet
 GROUP_TIMEOUT = TRANSFER_TIMEOUT + 60  # seconds for one broadcast: the server's own error comes first
@@ -36,7 +35,6 @@ ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # by def
 
 class GroupTransport(Streamed):
     def __init__(self, backend: Literal["gloo", "nccl"], device: torch.device):
-        super().__init__()
         self._backend, self._device = backend, device
         self._buffer = FlatBuffer(self._allocate)
         self._groups: dict[str, tuple[Endpoint, str, dist.ProcessGroup]] = {}  # by the server's name
