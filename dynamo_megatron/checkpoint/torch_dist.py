@@ -95,7 +95,8 @@ class TorchDistReader:
             self.tensors = {key: t for key, t in stored if isinstance(t, TensorStorageMetadata)}
             ends: dict[str, int] = {}
             for info in metadata.storage_data.values():
-                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+                name = str(info.relative_path)
+                ends[name] = max(ends.get(name, 0), info.offset + info.length)
         except Exception as error:  # a damaged pickle raises anything
             raise InputError(f"{file}: cannot be read ({error_line(error, 200)})") from None
         for name, end in ends.items():
@@ -125,17 +126,17 @@ class TorchDistReader:
         Raises ValueError where the chunks do not contain the whole region, or a file cannot be read.
         """
         whole, chunks = self.tensors[key], self.tensors[key].chunks
-        if offset:  # of a parameter stacked over many layers, those of the region's layers
-            first, end = offset[0], offset[0] + size[0]
-            chunks = [c for c in chunks if c.offsets[0] < end and first < c.offsets[0] + c.sizes[0]]
-        region = ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
-        items = create_read_items_for_chunk_list(key, replace(whole, chunks=chunks), [region])
-        self._check_whole(key, sum(math.prod(item.lengths) for item in items), size)
-        result = torch.empty(tuple(size), dtype=whole.properties.dtype)
         try:
+            if offset:  # of a parameter stacked over many layers, those of the region's layers
+                first, end = offset[0], offset[0] + size[0]
+                chunks = [c for c in chunks if c.offsets[0] < end and first < c.offsets[0] + c.sizes[0]]
+            region = ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+            items = create_read_items_for_chunk_list(key, replace(whole, chunks=chunks), [region])
+            result = torch.empty(tuple(size), dtype=whole.properties.dtype)
             self._files.read_data(LoadPlan(items), _Into(result))
         except Exception as error:  # torch's, on damaged data
             raise InputError(f"{self.path}: tensor {key} cannot be read ({error_line(error, 200)})") from None
+        self._check_whole(key, sum(math.prod(item.lengths) for item in items), size)
         return result
 
     def _check_whole(self, key: str, stored: int, size: Sequence[int]) -> None:
