@@ -101,7 +101,6 @@ def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     Raises ConfigError or ValueError if it cannot be converted or `out` cannot be used, OSError if writing fails.
     """
     spec = load_model_config(source)
-    _check_config(source, spec)
     with SafetensorsFolder(source, spec) as folder:
         kinds = _kinds(folder, dtype)
         with _aside(out, source, _sizes(spec, kinds)) as unfinished:
@@ -117,7 +116,6 @@ def mcore2hf(
 ) -> None:
     """Writes a Megatron checkpoint (as `open_checkpoint` finds it) as a Hugging Face folder; raises as `hf2mcore`."""
     folder, spec, model = open_checkpoint(source, step, model)
-    _check_config(model, spec)
     kinds = _kinds(folder, dtype)
     shapes, sizes = huggingface_shapes(spec), _sizes(spec, kinds)
     files: list[list[str]] = [[]]
@@ -139,12 +137,6 @@ def mcore2hf(
         parent = folder.path.resolve().parent
         if parent.name == "checkpoints" and (template := parent.parent / CHAT_TEMPLATE_FILE).is_file():
             shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)  # the run trained with it
-
-
-def _check_config(source: Path, spec: ModelSpec) -> None:
-    from dynamo_megatron.policy.config_check import check_config  # takes seconds: imports Megatron
-
-    check_config(source, spec)
 
 
 def _kinds(folder: SafetensorsFolder | MegatronFolder, dtype: str | None) -> dict[str, torch.dtype]:

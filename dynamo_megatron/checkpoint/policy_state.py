@@ -5,6 +5,8 @@ the folder once all files are written (`Save.complete`). With `background` a thr
 copy in host memory and without entering a collective, while the training goes on. Megatron's own asynchronous writers
 are not used: their helper processes outlive a killed rank.
 
+The policy (policy/policy.py) reads its weights through this package, so that its classes are not imported here.
+
 No random state is stored: no computation of the ranks' models draws random numbers (no dropout), and the prompt
 stream's order is a function of its own seed and position.
 """
@@ -18,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -49,9 +51,6 @@ from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, write_common
 from dynamo_megatron.checkpoint.weights import verify_bytes
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import error_line
-
-if TYPE_CHECKING:
-    from dynamo_megatron.policy.policy import Policy
 
 # Of a module of TransformerEngine, beside its parameters: scaling factors for training in FP8. Always empty here: the
 # policy trains in model.dtype, and rollout.quantization quantises what the servers get, not these modules.
@@ -134,7 +133,7 @@ class _PlannedSave(TorchDistSaveShardedStrategy):
 class Save:
     """A save under way. All ranks have begun it together, each writes its own file, and all complete it together."""
 
-    def __init__(self, policy: Policy, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
+    def __init__(self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
         self.step, self._state = step, state
         self._layout, self._folder, self._writer = policy.layout, folder, writer
         self._contents = _contents(policy)
@@ -186,7 +185,7 @@ class Save:
 
 
 def begin_save(
-    policy: Policy, root: Path, step: int, state: dict | None, *, background: bool, optimizer: bool = True
+    policy: Any, root: Path, step: int, state: dict | None, *, background: bool, optimizer: bool = True
 ) -> Save:
     """Begins to save step `step` under `root`; collective over all ranks. `state` (`write_state`) is rank 0's, None
     elsewhere. The weights may change as soon as this returns; `state` may not. `optimizer`: whether the optimizer's
@@ -224,7 +223,7 @@ def _not_saved(root: Path, step: int, why: str) -> str:
     return f"{root}: the checkpoint of step {step} was not saved: {why}"
 
 
-def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> None:
+def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> None:
     """Loads the weights and, with `optimizer`, the optimizer's state; collective over all ranks. Any layout may have
     saved them.
 
@@ -261,7 +260,7 @@ def load_trusted_classes(sharded: ShardedStateDict, folder: Path) -> StateDict:
         return dist_checkpointing.load(sharded, str(folder))
 
 
-def _sharded_state(policy: Policy, *, loading: bool, optimizer: bool) -> tuple[dict, dict]:
+def _sharded_state(policy: Any, *, loading: bool, optimizer: bool) -> tuple[dict, dict]:
     format_of = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,  # a load takes no memory of the GPU
@@ -280,7 +279,7 @@ def _sharded_state(policy: Policy, *, loading: bool, optimizer: bool) -> tuple[d
     return {**model, "optimizer": moments}, format_of
 
 
-def _begin_moments(policy: Policy) -> None:
+def _begin_moments(policy: Any) -> None:
     """Initialises the moments and step counts of fused Adam optimizers. A fused Adam creates them in its first step,
     but Megatron saves them unconditionally, and there may have been no step: all updates may have been skipped. For
     torch's Adam see `fix_torch_adam_checkpoints`."""
@@ -292,7 +291,7 @@ def _begin_moments(policy: Policy) -> None:
             group.setdefault("step", 0)
 
 
-def _contents(policy: Policy) -> dict[str, Any]:
+def _contents(policy: Any) -> dict[str, Any]:
     """The manifest's entries on the model and on the layout that saved it."""
     parallel, layout = policy.config.parallel.model_dump(), policy.layout
     return {

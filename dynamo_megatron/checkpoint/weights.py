@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -16,13 +16,10 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import expert_number, global_name, huggingface_names, is_finite, to_megatron
 from dynamo_megatron.models.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from dynamo_megatron.policy.layout import Layout
-    from dynamo_megatron.policy.model import PolicyModel
 
-
-def load_folder(chunks: Sequence[PolicyModel], spec: ModelSpec, path: str, layout: Layout) -> None:
-    """Loads the weights of a Hugging Face or Megatron folder; collective over all ranks.
+def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, layout: Any) -> None:
+    """Loads the weights of a Hugging Face or Megatron folder into a policy's chunks; collective over all ranks of its
+    `layout` (policy/layout.py; the policy calls this, so that it is not imported here).
 
     Raises ValueError, the same on every rank, also where only one rank reads the faulty tensor."""
     if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
@@ -43,7 +40,7 @@ def load_folder(chunks: Sequence[PolicyModel], spec: ModelSpec, path: str, layou
     _raise_first(failed, layout)
 
 
-def verify_bytes(folder: Path, layout: Layout, *, resume: bool = False) -> bool:
+def verify_bytes(folder: Path, layout: Any, *, resume: bool = False) -> bool:
     """Runs `verify` with a share of the files on each rank; collective over all ranks. Returns False where there are no
     checksums.
 
@@ -57,7 +54,7 @@ def verify_bytes(folder: Path, layout: Layout, *, resume: bool = False) -> bool:
     return verified
 
 
-def _raise_first(error: str | None, layout: Layout) -> None:
+def _raise_first(error: str | None, layout: Any) -> None:
     if found := [why for why in layout.gather(error) if why is not None]:
         raise InputError(found[0])
 

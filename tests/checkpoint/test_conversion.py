@@ -25,7 +25,6 @@ from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.published import PUBLISHED
-from dynamo_megatron.models.spec import decoder_spec
 
 NORM = "model.norm.weight"
 
@@ -189,18 +188,6 @@ def test_a_checkpoint_of_another_model(model_of, mcore, refused):
     assert "missing" in line and "q_layernorm" in line and "linear_qkv.bias" in line
 
 
-def test_the_config_is_compared_with_what_megatron_builds(converted, refused, monkeypatch):
-    """A family's file that mistook a field: the config says 2 key/value heads, the spec 4."""
-
-    def mistaken(config):
-        wrong = {**config, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
-        return decoder_spec(wrong, "qwen2", layer_names={}, architectures=["Qwen2ForCausalLM"])
-
-    monkeypatch.setitem(FAMILIES, "qwen2", mistaken)
-    said = "num_key_value_heads: 2, Megatron: 4; rms_norm_eps: 1e-06, Megatron: 1e-05"
-    assert said in refused("hf2mcore", converted[0])
-
-
 def test_targets(converted, refused, convert, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     assert "file: is there already" in convert("hf2mcore", converted[0], tmp_path / "file")[1]
@@ -277,7 +264,6 @@ CONVERTS = """
 import sys
 from pathlib import Path
 from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf
-from dynamo_megatron.policy import config_check
 
 def peak():
     status = Path("/proc/self/status").read_text().split()
