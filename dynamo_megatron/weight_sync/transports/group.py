@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
+from unittest import mock
 from urllib.parse import urlsplit
 
 import torch
@@ -131,23 +132,16 @@ class GroupTransport(Streamed):
         same."""
         # With gloo the members meet here, with NCCL in the first broadcast.
         timeout = GROUP_TIMEOUT if self._backend == "nccl" else JOIN_TIMEOUT
-        before = os.environ.get(ERROR_HANDLING)
-        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY
-        try:
-            with gloo_listens_on(address):
-                group, _ = _new_process_group_helper(
-                    size,
-                    0,
-                    [],
-                    dist.Backend(self._backend),
-                    dist.PrefixStore(name, store),
-                    group_name=name,
-                    timeout=datetime.timedelta(seconds=timeout),
-                )
-        finally:
-            del os.environ[ERROR_HANDLING]
-            if before is not None:
-                os.environ[ERROR_HANDLING] = before
+        with mock.patch.dict(os.environ, {ERROR_HANDLING: CLEAN_UP_ONLY}), gloo_listens_on(address):
+            group, _ = _new_process_group_helper(
+                size,
+                0,
+                [],
+                dist.Backend(self._backend),
+                dist.PrefixStore(name, store),
+                group_name=name,
+                timeout=datetime.timedelta(seconds=timeout),
+            )
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
         return group
 
