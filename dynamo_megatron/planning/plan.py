@@ -26,7 +26,7 @@ SERVER_WORKING = 10 * GIB
 SERVER_REMAINS = 2 * GIB
 PUSH_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender needs in a push: docs/resharding.md
 SLOWEST = 7  # times the floor of log-probs and update: published trainers reach 14 % of stated rates at the least
-# Bytes of device memory that weight_sync/tensor_hash.py moves for each byte it hashes: 46 operations on words of 4
+# Bytes of device memory that weight_sync/proof.py moves for each byte it hashes: 46 operations on words of 4
 # bytes, each of which reads and writes at least one int64.
 HASH_TRAFFIC = 46 * 16 / 4
 DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -26,7 +25,7 @@ backend.fix_torch_adam_checkpoints()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
@@ -47,7 +46,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
 from forked_ranks import fork_ranks, wait_for  # noqa: E402
 
 BUCKET_BYTES = 40000
-PROMPT, NEW_TOKENS = [20, 30, 40, 50, 60, 70], 12
 
 
 class Fleet:
@@ -87,33 +85,6 @@ def change(policy: Policy, base: dict[str, torch.Tensor], version: int) -> None:
                 assert name == OUTPUT_LAYER or not torch.isnan(parameter).any()
 
 
-def greedy(endpoint: Endpoint) -> list[int]:
-    sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    return call(endpoint, "/generate", {"input_ids": PROMPT, "sampling_params": sampling}, 120)["output_ids"]
-
-
-class Reference:
-    """What transformers makes of the same weights."""
-
-    def __init__(self, model: Path, dtype: str, folder: Path):
-        shutil.copytree(model, folder)
-        self.folder, self.dtype = folder, getattr(torch, dtype)
-
-    def load(self, weights: dict[str, torch.Tensor]) -> None:
-        from transformers import AutoModelForCausalLM
-
-        save_file(weights, self.folder / "model.safetensors", {"format": "pt"})
-        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype)
-
-    @torch.no_grad()
-    def disagrees(self, tokens: list[int]) -> str | None:
-        logits = self.model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].float()
-        best, said = logits.max(-1), logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        # bfloat16 rounds each of a layer's sums otherwise: what was said may be the second of two that are close.
-        slack = 1e-4 if self.dtype == torch.float32 else 0.02 * (best.values - logits.mean(-1))
-        return None if bool((best.values - said <= slack).all()) else f"{tokens} for {best.indices.tolist()}"
-
-
 class Ranks:
     """One rank of a layout, with its policy and what its syncs were seen to do."""
 
@@ -137,9 +108,6 @@ class Ranks:
         self.policy = Policy(load_model_config(self.model), config, layout)
         self.config, self.layout, self.spec = config, layout, self.policy.spec
         self.fleet = Fleet([Endpoint(**e) for e in job["endpoints"]])
-        self.reference = (
-            Reference(self.model, job["dtype"], self.out / f"{case['name']}-reference") if self.rank == 0 else None
-        )
         self.seen: list[dict] = []
 
     def weight_sync(self, transport: str) -> WeightSync:
@@ -165,12 +133,10 @@ class Ranks:
             return
         seen = {"transport": transport, "version": version, **vars(report), "outcomes": self.fleet.outcomes}
         seen |= {"buckets": sum(1 for _ in weight_sync.schedule.buckets), "servers": {}}
-        self.reference.load(weights)
         for endpoint in endpoints:
             if self.fleet.outcomes[endpoint.name] is None:
                 seen["servers"][endpoint.name] = {
                     "checksum": mismatch(endpoint, sums[endpoint.tp], 120),
-                    "greedy": self.reference.disagrees(greedy(endpoint)),
                     "version": call(endpoint, "/model_info", None, 60)["weight_version"],
                 }
         self.seen.append(seen)

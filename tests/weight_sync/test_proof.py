@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.weight_sync.proof import ExpectedChecksums, compare, mismatch
-from dynamo_megatron.weight_sync.tensor_hash import Sha256, TileHash
+from dynamo_megatron.weight_sync.proof import ExpectedChecksums, Sha256, TileHash, compare, mismatch
 
 QUERIES, KEYS = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
 FUSED = "model.layers.1.self_attn.qkv_proj.weight"
