@@ -38,15 +38,15 @@ def test_a_save_says_what_each_node_writes(capsys):
     assert "a save, at a stop alone: " in capsys.readouterr().out
 
 
-def test_what_the_proof_of_a_push_costs_is_said(capsys):
+def test_what_the_checksums_of_a_sync_cost_is_said(capsys):
     """14.77 billion parameters x 2 bytes on one rank; 46 operations of 16 bytes a word of 4, at 3.35 TB/s."""
     main(["plan", *ON_16, *GPUS])
-    assert "its proof: a sender hashes 27.5 GiB, at least 1.62 s, at every push" in capsys.readouterr().out
-    main(["plan", *ON_16, *GPUS, "parallel.tp=8", "parallel.pp=2", "rollout.proof.full_every=8"])
+    assert "its checksums: a sender hashes 27.5 GiB, at least 1.62 s" in capsys.readouterr().out
+    main(["plan", *ON_16, *GPUS, "parallel.tp=8", "parallel.pp=2"])
     # A stage of 24 layers, and the vocabulary's 152,064 x 5,120 at one end.
-    assert "hashes 13.8 GiB, at least 0.81 s, spread over 8 pushes" in capsys.readouterr().out
-    main(["plan", *ON_16, *GPUS, "rollout.proof.full_every=null"])
-    assert "its proof" not in capsys.readouterr().out
+    assert "hashes 13.8 GiB, at least 0.81 s" in capsys.readouterr().out
+    main(["plan", *ON_16, *GPUS, "rollout.proof.checksums=false"])
+    assert "its checksums" not in capsys.readouterr().out
 
 
 README = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "parallel.tp=2", "rollout.max_new_tokens=2048"]
