@@ -15,7 +15,7 @@ class Pushes:
     def __init__(self, lost: int):
         self.lost, self.versions = lost, []
 
-    def push(self, version, on_poll, on_wait):
+    def sync(self, version, on_poll, on_wait):
         on_wait()
         self.versions.append(version)
         self.lost -= 1
