@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 
 import xxhash
 
@@ -28,9 +27,6 @@ class ChecksumWriter(io.BufferedWriter):
     def write(self, data: bytes | bytearray | memoryview) -> int:
         self.digest.update(data)
         return super().write(data)
-
-    def seek(self, *_: object) -> NoReturn:
-        raise io.UnsupportedOperation("seek: a file's checksum is of what is written in order")
 
 
 def file_checksum(file: Path) -> str:

@@ -129,7 +129,6 @@ class Expected:
 
     ranks: list[dict[str, str]]  # by server rank: parameter -> 16 hex digits
     missing: dict[str, list[str]]  # parameter -> its Hugging Face tensors that no rank has sent
-    disagreed: list[str]  # parameters that two training ranks gave different values of
 
 
 class ExpectedChecksums:
@@ -172,27 +171,21 @@ class ExpectedChecksums:
 
     def _joined(self, everyone: list[tuple[dict, dict]]) -> Expected:
         self._given, self._hashes = {}, {}
-        disagreed = set()
         for given, hashes in everyone:
             for parameter, names in given.items():
                 known = self._given.setdefault(parameter, set())
-                again = names <= known  # a replica's
+                assert not names & known, f"{parameter}: two ranks sent {names & known}"
                 for rank in range(self._tp_size):
-                    one, key = hashes[parameter, rank], (parameter, rank)
-                    if not known:
-                        self._hashes[key] = one
-                    elif again:
-                        if isinstance(one, str) and one != self._hashes[key]:
-                            disagreed.add(parameter)
+                    if known:
+                        self._hashes[parameter, rank].merge(hashes[parameter, rank])
                     else:
-                        assert not names & known, f"{parameter}: tensors that two ranks sent, and others that one did"
-                        self._hashes[key].merge(one)
+                        self._hashes[parameter, rank] = hashes[parameter, rank]
                 known |= names
         for parameter in self._given:
             self._finish(parameter)
         missing = {p: sorted(parts - self._given.get(p, set())) for p, parts in self._parts.items()}
         ranks = [{p: self._hashes[p, rank] for p in self._parts if not missing[p]} for rank in range(self._tp_size)]
-        return Expected(ranks, {p: m for p, m in missing.items() if m}, sorted(disagreed))
+        return Expected(ranks, {p: m for p, m in missing.items() if m})
 
     def _finish(self, parameter: str) -> None:
         if self._given[parameter] == self._parts[parameter]:
@@ -207,10 +200,7 @@ def compare(expected: Expected, ranks: Iterable[Mapping]) -> str | None:
         reported = {r["parallelism_info"][0]["tp_rank"]: dict(r["checksums"]) for r in ranks}
     except (LookupError, TypeError, ValueError):
         return "/weights_checker does not answer in the form of SGLang 0.5.23"
-    wrong: dict[str, set[str]] = {
-        "not sent": {f"{p} (lacks {', '.join(m)})" for p, m in expected.missing.items()},
-        "different on two training ranks": set(expected.disagreed),
-    }
+    wrong: dict[str, set[str]] = {"not sent": {f"{p} (lacks {', '.join(m)})" for p, m in expected.missing.items()}}
     if reported.keys() != set(range(len(expected.ranks))):
         return f"{len(reported)} ranks report where {len(expected.ranks)} are expected"
     for rank, should in enumerate(expected.ranks):

@@ -11,7 +11,7 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import ServerError, call, check_version, open_session, set_version
 from dynamo_megatron.weight_sync.proof import Expected, mismatch, server_device
 
-NOTHING = Expected([{}], {}, [])
+NOTHING = Expected([{}], {})
 
 
 class _Handler(socketserver.StreamRequestHandler):

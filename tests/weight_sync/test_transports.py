@@ -194,12 +194,6 @@ def test_ipc_without_a_servers_gpus_is_that_servers_failure(monkeypatch):
         transport.send(servers[1])
 
 
-def test_the_pickler_of_cuda_tensors_leaves_cpu_tensors_to_torch():
-    tensor, ours = torch.arange(4.0).share_memory_(), io.BytesIO()
-    ipc._Pickler(ours).dump({"t": tensor})
-    assert torch.equal(pickle.loads(ours.getvalue())["t"], tensor)
-
-
 def test_threads_tell_failures_from_faults_of_ours():
     def work(n):
         if n == 1:
