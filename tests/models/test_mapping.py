@@ -1,10 +1,14 @@
 """Names and shapes: Hugging Face's tensors <-> Megatron's parameters, and <-> an SGLang server's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
+from dynamo_megatron.checkpoint.weights import load_weights
 from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.mapping import (
     expert_number,
@@ -126,6 +130,28 @@ def test_an_expert_is_whole_on_its_rank(tiny_model, own):
 def test_an_unknown_parameter_is_named(spec, name):
     with pytest.raises(ValueError, match=name):
         huggingface_names(spec, name)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.pop("self_attention.linear_qkv.bias"), r"layers\.0\.self_attn\..*bias has no parameter"),
+        (lambda s: s.update({"mlp.linear_fc2.weight": (31, 64)}), r"linear_fc2\.weight: \[31, 64\] in the model"),
+        (lambda s: s.update({"mlp.linear_fc1.layer_norm_weight": (32,)}), r"which .*pre_mlp_layernorm.* has taken"),
+    ],
+    ids=["left over", "shape", "twice"],
+)
+def test_a_model_that_does_not_fit_its_folder_is_named(tiny_model, spec, change, said):
+    """A layer with one parameter less, of another shape, and under two names."""
+    files = SafetensorsFolder(tiny_model("qwen2", **SIZES), spec)
+    whole = {
+        part: [files.get(n) for n in huggingface_names(spec, f"decoder.layers.0.{part}")] for part in spec.layer_names
+    }
+    shapes = {part: tuple(to_megatron(spec, f"decoder.layers.0.{part}", t, 0, 1).shape) for part, t in whole.items()}
+    change(shapes)
+    parameters = {f"decoder.layers.0.{part}": torch.nn.Parameter(torch.zeros(shape)) for part, shape in shapes.items()}
+    with pytest.raises(ValueError, match=said):
+        load_weights(SimpleNamespace(named_parameters=parameters.items), spec, files)
 
 
 # -- an SGLang server's own parameters ---------------------------------------------------------------------------------

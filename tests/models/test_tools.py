@@ -1,4 +1,4 @@
-"""The tiny model that the tests use, and the unpacked SmolLM2."""
+"""The unpacked SmolLM2."""
 
 import importlib.util
 import sys
@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -25,29 +24,6 @@ def tool(name):
 def run(module, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
     return module.main()
-
-
-def test_tiny_tokenizer(tiny_model):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model("qwen3"))
-    text = "Compute 12*(3+4) = ?\n{~}"
-    tokens = tokenizer.encode(text)
-    assert len(tokens) == len(text) and tokenizer.decode(tokens) == text
-    user = {"role": "user", "content": "hi"}
-    chat = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
-    assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    said = ChatTokens(tokenizer, [tokenizer.eos_token_id]).rendered([user], answer, [call])
-    assert said == '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
-
-
-def test_tiny_model_is_reproducible_and_stops_on_the_chat_end(tiny_model, tmp_path, monkeypatch):
-    run(tool("tiny_model"), monkeypatch, tmp_path / "again", "--family", "qwen3", "--dtype", "float32")
-    one = (tiny_model("qwen3") / "model.safetensors").read_bytes()
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == one
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert model.generation_config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path / "again").eos_token_id
 
 
 @pytest.mark.full
