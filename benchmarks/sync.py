@@ -38,7 +38,7 @@ from dynamo_megatron.rollout.servers.server import SGLangServer
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
-    from dynamo_megatron.weight_sync.push import PushReport, WeightPusher
+    from dynamo_megatron.weight_sync.sync import SyncReport, WeightSync
 
 LAYOUTS = {
     "1 rank": (1, {}),
@@ -67,7 +67,7 @@ def run_rank(job_file: Path) -> None:
     from dynamo_megatron.policy.layout import join_ranks
     from dynamo_megatron.policy.policy import Policy
     from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store
-    from dynamo_megatron.weight_sync.push import WeightPusher
+    from dynamo_megatron.weight_sync.sync import WeightSync
 
     job = json.loads(job_file.read_text())
     rank, out = int(os.environ["RANK"]), Path(job["out"])
@@ -89,14 +89,14 @@ def run_rank(job_file: Path) -> None:
         placement = "split" if case["transport"] == "nccl" else "colocated"
         rollout = RolloutConfig(sync=sync, tp=endpoint.tp, placement=placement)
         policy.config = config.model_copy(update={"rollout": rollout})
-        pusher = WeightPusher(policy, fleet, coordinator)
-        reports, copies = _pushes(pusher, range(version, version + job["pushes"] + 1), layout)
+        weight_sync = WeightSync(policy, fleet, coordinator)
+        reports, copies = _pushes(weight_sync, range(version, version + job["pushes"] + 1), layout)
         version += job["pushes"] + 1
-        pusher.close()
+        weight_sync.close()
         if rank == 0:
             assert fleet.outcomes == {endpoint.name: None}, fleet.outcomes
             shape = {"layout": job["layout"], "transport": case["transport"], "server tp": endpoint.tp}
-            found.append({**shape, "bytes of the model": pusher.schedule.nbytes, **_figures(reports, copies)})
+            found.append({**shape, "bytes of the model": weight_sync.schedule.nbytes, **_figures(reports, copies)})
     if rank == 0:
         (out / "found.json").write_text(json.dumps(found))
     dist.barrier()
@@ -106,14 +106,14 @@ def run_rank(job_file: Path) -> None:
         store.wait([f"done{r}" for r in range(layout.world_size)])
 
 
-def _pushes(pusher: WeightPusher, versions: range, layout: Layout) -> tuple[list[PushReport], list[float]]:
+def _pushes(weight_sync: WeightSync, versions: range, layout: Layout) -> tuple[list[SyncReport], list[float]]:
     """Returns each push's report and the seconds of the plain copy after it. The first push makes the links and is not
     counted."""
-    source = torch.zeros(pusher.schedule.nbytes, dtype=torch.uint8, device=layout.device)
+    source = torch.zeros(weight_sync.schedule.nbytes, dtype=torch.uint8, device=layout.device)
     target = torch.empty_like(source)
     reports, copies = [], []
     for version in versions:
-        reports.append(pusher.push(version))
+        reports.append(weight_sync.sync(version))
         start = time.perf_counter()
         target.copy_(source)
         if layout.device.type == "cuda":
@@ -123,7 +123,7 @@ def _pushes(pusher: WeightPusher, versions: range, layout: Layout) -> tuple[list
     return reports[1:], copies[1:]
 
 
-def _figures(reports: list[PushReport], copies: list[float]) -> dict[str, float]:
+def _figures(reports: list[SyncReport], copies: list[float]) -> dict[str, float]:
     """Of the pushes of one case; `copies`: seconds of the plain copy after each."""
     seconds = [r.seconds - r.proof_seconds for r in reports]
     return {

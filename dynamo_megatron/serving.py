@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dynamo_megatron.phases import Phases
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.runtime.coordination import Coordinator
-from dynamo_megatron.weight_sync.push import PushReport, WeightPusher
+from dynamo_megatron.weight_sync.sync import SyncReport, WeightSync
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
@@ -23,17 +23,17 @@ class Serving:
 
     def __init__(
         self,
-        pusher: WeightPusher,
+        weight_sync: WeightSync,
         coordinator: Coordinator,
         layout: Layout,
         phases: Phases,
         say: Callable[[str], None] | None,
     ):
-        self._pusher, self._coordinator, self._layout, self._say = pusher, coordinator, layout, say
+        self._weight_sync, self._coordinator, self._layout, self._say = weight_sync, coordinator, layout, say
         self._phases = phases
-        self._spent = PushReport()  # total of the pushes since `push` last returned
+        self._spent = SyncReport()  # total of the pushes since `push` last returned
 
-    def push(self, version: int, on_wait: Callable[[], None] | None = None) -> PushReport:
+    def push(self, version: int, on_wait: Callable[[], None] | None = None) -> SyncReport:
         """Gives the servers the weights of `version`. Returns the report of all pushes since the last call, including
         those that reached no server and those that `ask` needed. Raises RolloutError.
 
@@ -41,22 +41,22 @@ class Serving:
         wait. A requested stop does not, since the step whose weights are pushed would be lost.
         """
         self._push(version, on_wait or self._coordinator.check)
-        spent, self._spent = self._spent, PushReport()
+        spent, self._spent = self._spent, SyncReport()
         return spent
 
     def _push(self, version: int, on_wait: Callable[[], None]) -> None:
         """If no server takes the weights, pushes them again to the servers that were restarted. Raises RolloutError."""
         for _ in range(TRIES):
             self._phases.begin("push weights")
-            self._spent += self._pusher.push(version, self._coordinator.check, on_wait)
+            self._spent += self._weight_sync.sync(version, self._coordinator.check, on_wait)
             if not self._spent.needed:
                 if self._phases.memory is not None:
-                    self._phases.memory.set_servers(self._pusher.endpoints)
+                    self._phases.memory.set_servers(self._weight_sync.endpoints)
                 return
         raise RolloutError(f"{TRIES} pushes in a row reached no server; {self._spent.needed}")
 
     def close(self) -> None:
-        self._pusher.close()
+        self._weight_sync.close()
 
     def ask(self, phase: str, what: str, make: Callable[[], T], version: int) -> T:
         """Calls `make`, which sends requests to the servers, on rank 0, and returns its result on every rank, however

@@ -45,7 +45,7 @@ from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.training_run import RunParts, TrainingRun
 from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.memory import memory_metrics
-from dynamo_megatron.weight_sync.push import PushReport
+from dynamo_megatron.weight_sync.sync import SyncReport
 
 
 class Trainer(TrainingRun):
@@ -191,7 +191,7 @@ class RLTrainer(Trainer):
         sampled: Sampled,
         batch: TrainBatch,
         updates: Sequence[Mapping[str, float]],
-        pushed: PushReport,
+        pushed: SyncReport,
     ) -> None:
         layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
         resources = layout.gather(self.resources.sample())

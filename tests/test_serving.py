@@ -6,20 +6,20 @@ from dynamo_megatron.phases import Phases
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.runtime.coordination import StopRequested
 from dynamo_megatron.serving import TRIES, Serving
-from dynamo_megatron.weight_sync.push import PushReport
+from dynamo_megatron.weight_sync.sync import SyncReport
 
 
 class Pushes:
-    """In place of a WeightPusher: each push takes 2 s and 10 bytes; `lost` of them reach no server."""
+    """In place of a WeightSync: each push takes 2 s and 10 bytes; `lost` of them reach no server."""
 
     def __init__(self, lost: int):
         self.lost, self.versions = lost, []
 
-    def push(self, version, on_poll, on_wait):
+    def sync(self, version, on_poll, on_wait):
         on_wait()
         self.versions.append(version)
         self.lost -= 1
-        return PushReport(2.0, 1.5, 0.5, 10, 8, "server-0: killed" if self.lost >= 0 else "")
+        return SyncReport(2.0, 1.5, 0.5, 10, 8, "server-0: killed" if self.lost >= 0 else "")
 
 
 class Alone:
@@ -45,7 +45,7 @@ def serving(lost: int, asked: bool = False) -> Serving:
 
 def test_the_report_of_a_step_has_all_its_pushes():
     one = serving(0)
-    assert one.push(1) == PushReport(2.0, 1.5, 0.5, 10, 8)
+    assert one.push(1) == SyncReport(2.0, 1.5, 0.5, 10, 8)
     answers = [PushNeeded("all lost"), "rollouts"]
 
     def make():
@@ -55,9 +55,9 @@ def test_the_report_of_a_step_has_all_its_pushes():
         return answer
 
     assert one.ask("generate", "the rollouts", make, version=1) == "rollouts"
-    assert one.push(2) == PushReport(4.0, 3.0, 1.0, 20, 16)
-    assert one.push(3) == PushReport(2.0, 1.5, 0.5, 10, 8)
-    assert serving(2).push(1) == PushReport(6.0, 4.5, 1.5, 30, 24)
+    assert one.push(2) == SyncReport(4.0, 3.0, 1.0, 20, 16)
+    assert one.push(3) == SyncReport(2.0, 1.5, 0.5, 10, 8)
+    assert serving(2).push(1) == SyncReport(6.0, 4.5, 1.5, 30, 24)
 
 
 def test_pushes_that_reach_no_server_end_the_run():

@@ -6,16 +6,14 @@ save hashes its files while it writes them, and a load can afford to read every 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 
 import xxhash
-
-BLOCK = 16 << 20  # bytes read at once
 
 
 class ChecksumWriter(io.BufferedWriter):
@@ -30,17 +28,11 @@ class ChecksumWriter(io.BufferedWriter):
         self.digest.update(data)
         return super().write(data)
 
-    def seek(self, *_: object) -> NoReturn:
-        raise io.UnsupportedOperation("seek: a file's checksum is of what is written in order")
-
 
 def file_checksum(file: Path) -> str:
     """The file's checksum in hexadecimal digits. Raises OSError."""
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
     with open(file, "rb", buffering=0) as stream:
-        while size := stream.readinto(block):
-            digest.update(block[:size])
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def file_checksums(files: Iterable[Path]) -> Mapping[Path, str]:

@@ -24,8 +24,8 @@ from dynamo_megatron.runtime.whole_files import replacing, sync_to_disk
 UNVERIFIED = "saved without checksums, so that its bytes are not verified"
 MANIFEST_FILE = "manifest.json"
 STATE_FILE, ARRAYS_FILE = "state.json", "state.safetensors"
-LARGEST_STATE = 8 << 30  # bytes; a million prompts of a run from before there were arrays take 54 MB
-MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | None, "files": dict}
+LARGEST_STATE = 8 << 30  # bytes
+MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | None, "files": dict, "checksums": dict}
 
 
 def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
@@ -41,8 +41,7 @@ def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
     """(step, folder) of the newest complete checkpoint; None where there is none."""
-    found = reversed(checkpoint_folders(root))
-    return next(((step, folder) for step, folder in found if fault(folder) is None), None)
+    return next((found for found in reversed(checkpoint_folders(root)) if fault(found[1]) is None), None)
 
 
 def choose_checkpoint(root: Path, say: Callable[[str], None]) -> tuple[int, Path] | None:
@@ -80,24 +79,23 @@ def fault(folder: Path) -> str | None:
 
 
 def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False) -> bool:
-    """Compares the files with the checksums in the manifest. Returns False where there are no checksums, as in
-    checkpoints of early versions and of other programs.
+    """Compares the files with the checksums in the manifest. Returns False where there is no manifest, as in
+    checkpoints of other programs.
 
     Each of `ranks` processes reads a share of the files, of about equal size. Raises ValueError that names a damaged
     file and what to do about it. `resume`: a run resumes from the checkpoint, which is its own."""
-    if not (folder / MANIFEST_FILE).is_file() or "checksums" not in (manifest := read_manifest(folder)):
+    if not (folder / MANIFEST_FILE).is_file():
         return False
-    saved, names = manifest["checksums"], sorted(manifest["files"], key=lambda n: (-manifest["files"][n], n))
-    if missing := sorted(set(names) - saved.keys()):
-        raise InputError(f"{folder / MANIFEST_FILE}: no checksum of {missing[0]}; {_instead_of(folder, resume)}")
+    manifest = read_manifest(folder)
+    names = sorted(manifest["files"], key=lambda n: (-manifest["files"][n], n))[rank::ranks]
     try:
-        found = file_checksums(folder / name for name in names[rank::ranks])
+        found = file_checksums(folder / name for name in names)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; {_instead_of(folder, resume)}") from None
     for file, checksum in found.items():
-        if checksum != saved[file.name]:
+        if checksum != (saved := manifest["checksums"].get(file.name)):
             raise InputError(
-                f"{file}: its bytes are not those that were saved (XXH3 {checksum}, saved {saved[file.name]}); "
+                f"{file}: its bytes are not those that were saved (XXH3 {checksum}, saved {saved}); "
                 f"{_instead_of(folder, resume)}"
             )
     return True
@@ -148,16 +146,14 @@ def sync_folder(folder: Path) -> dict[str, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}}; old manifests lack
-    "checksums". Raises ValueError where the manifest is missing or malformed."""
-    manifest = plain_json.read(folder / MANIFEST_FILE)
-    kinds = MANIFEST | ({"checksums": dict} if isinstance(manifest, dict) and "checksums" in manifest else {})
-    for key, kind in kinds.items():
-        if not isinstance(manifest, dict) or key not in manifest or not isinstance(manifest[key], kind):
-            raise InputError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({key} is missing or malformed)")
-    for name, size in manifest["files"].items():
-        if Path(name).name != name or name == ".." or type(size) is not int:  # an untrusted manifest may name any file
-            raise InputError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest (the file {name!r:.80})")
+    """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}}. Raises ValueError where
+    the manifest is missing or malformed, or names a file outside the folder."""
+    manifest = plain_json.read_object(folder / MANIFEST_FILE)
+    wrong = [key for key, kind in MANIFEST.items() if not isinstance(manifest.get(key, ...), kind)]
+    if wrong := wrong or [name for name in manifest["files"] if Path(name).name != name]:
+        raise InputError(
+            f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({wrong[0]!r:.80} is missing or wrong)"
+        )
     return manifest
 
 
@@ -176,8 +172,7 @@ def write_state(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, dict[str, Any]]:
-    """The state that `write_state` has written; older checkpoints have lists in place of arrays. Raises ValueError
-    where the state cannot be read."""
+    """The state that `write_state` has written. Raises ValueError where it cannot be read."""
     import safetensors.numpy
 
     file, arrays_file = folder / STATE_FILE, folder / ARRAYS_FILE

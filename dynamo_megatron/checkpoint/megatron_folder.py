@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import torch
 
 from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, check_model
-from dynamo_megatron.checkpoint.safetensors_folder import check_tensors, is_finite
+from dynamo_megatron.checkpoint.safetensors_folder import check_tensors
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import (
     HF_EMBEDDING,
     HF_HEAD,
     LAYER,
+    TRANSFORMER_ENGINE_NAMES,
     expert_number,
     huggingface_names,
     huggingface_shapes,
+    is_finite,
     layout_of,
     parameter_names,
     to_huggingface,
@@ -33,10 +36,7 @@ from dynamo_megatron.models.mapping import (
 from dynamo_megatron.models.spec import ModelSpec
 
 # Both layer specs store a norm under the name that it has where TransformerEngine fuses it with the next linear layer.
-FUSED_NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
+FUSED_NORMS = {alone: fused for fused, alone in TRANSFORMER_ENGINE_NAMES.items()}
 
 
 class MegatronFolder:
@@ -68,7 +68,7 @@ class MegatronFolder:
         return list(self._parameter_of)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._reader.tensors[self._stored[self._parameter_of[name]].key].dtype
+        return self._reader.stored(self._stored[self._parameter_of[name]].key)[1]
 
     def get(self, name: str) -> torch.Tensor:
         """The whole tensor, on the CPU, in the stored dtype. Raises ValueError where it cannot be read."""
@@ -91,7 +91,7 @@ class MegatronFolder:
         if (self.path / MANIFEST_FILE).is_file():  # checkpoints of other programs have none
             check_model(self.path, self._spec.dimensions())
         expected = {where.key: where.whole for where in self._stored.values()}
-        found = {key: t.shape for key, t in self._reader.tensors.items() if not key.startswith("optimizer.")}
+        found = {key: self._reader.stored(key)[0] for key in self._reader.names if not key.startswith("optimizer.")}
         for name, where in self._stored.items():
             stored = found.get(where.key, ())
             if layout_of(name) == "vocab" and stored[1:] == where.shape[1:] and stored[0] > where.shape[0]:
@@ -99,11 +99,15 @@ class MegatronFolder:
         check_tensors(self.path, self._spec, expected, found)
 
 
+@dataclass(frozen=True)
 class _Stored:
-    """The place of a parameter: entry `index` of the tensor `key`, whose leading dimensions have `sizes`."""
+    """The place of a parameter of this `shape`: entry `index` of the tensor `key`, whose leading dimensions have
+    `sizes`."""
 
-    def __init__(self, key: str, index: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        self.key, self.index, self.sizes, self.shape = key, index, sizes, shape
+    key: str
+    index: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
 
     @property
     def whole(self) -> tuple[int, ...]:

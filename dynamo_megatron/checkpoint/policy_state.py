@@ -5,6 +5,8 @@ the folder once all files are written (`Save.complete`). With `background` a thr
 copy in host memory and without entering a collective, while the training goes on. Megatron's own asynchronous writers
 are not used: their helper processes outlive a killed rank.
 
+The policy (policy/policy.py) reads its weights through this package, so that its classes are not imported here.
+
 No random state is stored: no computation of the ranks' models draws random numbers (no dropout), and the prompt
 stream's order is a function of its own seed and position.
 """
@@ -18,12 +20,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -39,22 +44,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dynamo_megatron.checkpoint.checked_loading import load_checked
 from dynamo_megatron.checkpoint.checksums import ChecksumWriter
 from dynamo_megatron.checkpoint.folder import check_model, fault, publish, unfinished_folder, write_state
 from dynamo_megatron.checkpoint.optimizer_parts import without_gathering
-from dynamo_megatron.checkpoint.policy_weights import verify_bytes
-from dynamo_megatron.checkpoint.torch_dist import write_common
+from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, write_common
+from dynamo_megatron.checkpoint.weights import verify_bytes
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.runtime.plain_text import error_line, on_one_line
-
-if TYPE_CHECKING:
-    from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.runtime.plain_text import error_line
 
 # Of a module of TransformerEngine, beside its parameters: scaling factors for training in FP8. Always empty here: the
 # policy trains in model.dtype, and rollout.quantization quantises what the servers get, not these modules.
 EXTRA_STATE = "._extra_state"
-TORCH_FILE_ERRORS = ("inline_container", "PytorchStream", "iostream error")  # in the text of torch's RuntimeError
 
 
 class _HostCopy:
@@ -110,7 +110,7 @@ class _Writer(FileSystemWriter):
             self.results = super().write_data(self._plan, self._source).value()
             self.error = None
         except (OSError, RuntimeError) as error:
-            self.error = _file_error(error) or _one_line(error)
+            self.error = _cause(error)
         del self._source
 
     def write_metadata(self, results: list[list[WriteResult]]) -> None:
@@ -133,7 +133,7 @@ class _PlannedSave(TorchDistSaveShardedStrategy):
 class Save:
     """A save under way. All ranks have begun it together, each writes its own file, and all complete it together."""
 
-    def __init__(self, policy: Policy, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
+    def __init__(self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
         self.step, self._state = step, state
         self._layout, self._folder, self._writer = policy.layout, folder, writer
         self._contents = _contents(policy)
@@ -185,7 +185,7 @@ class Save:
 
 
 def begin_save(
-    policy: Policy, root: Path, step: int, state: dict | None, *, background: bool, optimizer: bool = True
+    policy: Any, root: Path, step: int, state: dict | None, *, background: bool, optimizer: bool = True
 ) -> Save:
     """Begins to save step `step` under `root`; collective over all ranks. `state` (`write_state`) is rank 0's, None
     elsewhere. The weights may change as soon as this returns; `state` may not. `optimizer`: whether the optimizer's
@@ -204,67 +204,44 @@ def begin_save(
         if layout.rank == 0:
             write_common(folder, common)
     except (OSError, RuntimeError, CheckpointException) as error:
-        if (why := _file_error(error)) is None:
-            raise
         if layout.rank == 0 and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        raise OSError(_not_saved(root, step, why)) from None
+        raise OSError(_not_saved(root, step, _cause(error))) from error
     return Save(policy, folder, step, state, writer, background)
 
 
-def _file_error(error: BaseException) -> str | None:
-    """The error as one line where it comes from reading or writing files, on this rank or another; else None."""
-    if isinstance(error, CheckpointException):  # a BaseException, with every rank's own failure in it
+def _cause(error: BaseException) -> str:
+    """An error as one line: of torch's CheckpointException, which has every rank's, the first one."""
+    if isinstance(error, CheckpointException):
         rank, (failure, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {_file_error(failure) or _one_line(failure)}"
-    if not isinstance(error, RuntimeError):
-        return _one_line(error)
+        return f"rank {rank}: {_cause(failure)}"
     # On a full disk torch raises an error of its own when it closes the file.
-    first = error.__context__ if isinstance(error.__context__, OSError) else error
-    known = first is not error or any(text in str(error) for text in TORCH_FILE_ERRORS)
-    return _one_line(first) if known else None
-
-
-def _one_line(error: BaseException) -> str:
-    text = on_one_line(str(error))
-    return text if text and isinstance(error, OSError | RuntimeError | ValueError) else error_line(error)
+    return error_line(error.__context__ if isinstance(error.__context__, OSError) else error, 300)
 
 
 def _not_saved(root: Path, step: int, why: str) -> str:
     return f"{root}: the checkpoint of step {step} was not saved: {why}"
 
 
-def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> bool:
+def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> None:
     """Loads the weights and, with `optimizer`, the optimizer's state; collective over all ranks. Any layout may have
     saved them.
-
-    Returns False where the checkpoint has no checksums to compare its bytes with, else True.
 
     Raises ValueError for a checkpoint that is not complete, is damaged or belongs to another model.
     """
     if (why := fault(folder)) is not None:
         raise InputError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
-    verified = verify_bytes(folder, policy.layout, resume=True)
+    verify_bytes(folder, policy.layout, resume=True)
     sharded, _ = _sharded_state(policy, loading=True, optimizer=optimizer)
     for i in range(len(policy.chunks)):
         # Only TransformerEngine's modules have an extra state; a run may resume with or without TransformerEngine.
         sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # caused by Megatron's use of torch
-            loaded = load_checked(sharded, folder)  # Megatron's own loader would unpickle what the files name
-    except (
-        ValueError,
-        OSError,
-        EOFError,
-        RuntimeError,
-        CheckpointException,
-        CheckpointingException,
-    ) as error:
-        if (why := _file_error(error)) is None:
-            raise
-        raise InputError(f"{folder} cannot be loaded: {why}; move it away to go on from the one before it") from None
+        loaded = load_trusted_classes(sharded, folder)
+    except (ValueError, OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
+        why = _cause(error)
+        raise InputError(f"{folder} cannot be loaded: {why}; move it away to go on from the one before it") from error
     for i, chunk in enumerate(policy.chunks):
         wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
         wrong = [*wrong.unexpected_keys, *(key for key in wrong.missing_keys if EXTRA_STATE not in key)]
@@ -272,10 +249,18 @@ def load_checkpoint(policy: Policy, folder: Path, *, optimizer: bool = True) -> 
     if optimizer:
         policy.optimizer.load_state_dict(loaded["optimizer"])
     torch.cuda.synchronize()
-    return verified
 
 
-def _sharded_state(policy: Policy, *, loading: bool, optimizer: bool) -> tuple[dict, dict]:
+def load_trusted_classes(sharded: ShardedStateDict, folder: Path) -> StateDict:
+    """Megatron's `dist_checkpointing.load`, which by itself unpickles whatever the files name: `.metadata` is read with
+    TorchDistReader before, and torch.load is limited to tensors and plain data meanwhile."""
+    TorchDistReader(folder)
+    with mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # caused by Megatron's use of torch
+        return dist_checkpointing.load(sharded, str(folder))
+
+
+def _sharded_state(policy: Any, *, loading: bool, optimizer: bool) -> tuple[dict, dict]:
     format_of = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,  # a load takes no memory of the GPU
@@ -294,7 +279,7 @@ def _sharded_state(policy: Policy, *, loading: bool, optimizer: bool) -> tuple[d
     return {**model, "optimizer": moments}, format_of
 
 
-def _begin_moments(policy: Policy) -> None:
+def _begin_moments(policy: Any) -> None:
     """Initialises the moments and step counts of fused Adam optimizers. A fused Adam creates them in its first step,
     but Megatron saves them unconditionally, and there may have been no step: all updates may have been skipped. For
     torch's Adam see `fix_torch_adam_checkpoints`."""
@@ -306,7 +291,7 @@ def _begin_moments(policy: Policy) -> None:
             group.setdefault("step", 0)
 
 
-def _contents(policy: Policy) -> dict[str, Any]:
+def _contents(policy: Any) -> dict[str, Any]:
     """The manifest's entries on the model and on the layout that saved it."""
     parallel, layout = policy.config.parallel.model_dump(), policy.layout
     return {

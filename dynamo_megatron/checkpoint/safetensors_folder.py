@@ -1,9 +1,10 @@
-"""The safetensors of a Hugging Face folder, read lazily and checked against the model's config."""
+"""The safetensors of a Hugging Face folder, read lazily and checked against the model's config, and written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -19,47 +20,28 @@ from dynamo_megatron.runtime import plain_json
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+DTYPE_NAMES = {dtype: name for name, dtype in FLOATING.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 EXPORT_FILE = "export.json"  # in a folder that a run exported: {"step": N}
-CHAT_TEMPLATE_FILE = (
-    "chat_template.jinja"  # of a model, which transformers prefers to tokenizer_config.json's; of a run
-)
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # of a model or a run; transformers prefers it to tokenizer_config.json's
 NOT_COMPANIONS = ("metadata.json", MANIFEST_FILE, EXPORT_FILE)  # say what weights are there
-LARGEST_HEADER = 64 << 20  # bytes: of 500,000 tensors
 LISTED = 3  # tensors named in an error, of those it is about
+PART_VALUES = 64 << 20  # values of a tensor that `parts` has together
 
 
 def check_tensors(
-    path: Path,
-    spec: ModelSpec,
-    expected: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[int, ...]],
-    file_of: Mapping[str, str] | None = None,
+    path: Path, spec: ModelSpec, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raises ValueError, one line, where the tensors of a checkpoint (name: shape) are not the model's: how many are
     missing, too many or of another shape, and the first few of them."""
-    file_of = file_of or {}
-
-    def listed(names: list[str], what: str, detail: Callable[[str], str]) -> str:
-        shown = [f"{n}{detail(n)}" + (f" ({file_of[n]})" if n in file_of else "") for n in names[:LISTED]]
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        return f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {', '.join(shown)}{more}"
-
-    missing, extra = [n for n in expected if n not in found], [n for n in found if n not in expected]
     shaped = [n for n in expected if n in found and found[n] != expected[n]]
-    wrong = [
-        listed(missing, "missing", lambda n: ""),
-        listed(extra, f"without a place in a {spec.family} model", lambda n: ""),
-        listed(shaped, "of another shape", lambda n: f" {list(found[n])} instead of {list(expected[n])}"),
-    ]
-    wrong = [text for text, names in zip(wrong, (missing, extra, shaped), strict=True) if names]
-    if wrong:
-        raise InputError(f"{path}: not the model of this config.json: {'; '.join(wrong)}")
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite."""
-    # NaN comes out of aminmax as both; isfinite of the whole tensor would take another one of its size.
-    return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in tensor.aminmax())
+    wrong = {
+        "missing": [n for n in expected if n not in found],
+        f"without a place in a {spec.family} model": [n for n in found if n not in expected],
+        "of another shape": [f"{n} {list(found[n])} instead of {list(expected[n])}" for n in shaped],
+    }
+    said = [f"{len(names)} {what}: {', '.join(names[:LISTED])}" for what, names in wrong.items() if names]
+    if said:
+        raise InputError(f"{path}: not the tensors of this config.json's model: {'; '.join(said)}")
 
 
 def companion_files(folder: Path) -> list[Path]:
@@ -104,7 +86,6 @@ class SafetensorsFiles:
             file = self.path / name
             if not file.is_file():
                 raise InputError(f"{file}: no such file, though {INDEX} names it")
-            _check_header(file)
             try:
                 self._files[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -129,49 +110,41 @@ class SafetensorsFiles:
 
     def get(self, name: str) -> torch.Tensor:
         """The whole tensor, on the CPU, in the file's dtype. Raises ValueError for a name that is not there."""
-        file = self._where(name)
-        try:
-            return self._files[file].get_tensor(name)
-        except SafetensorError as error:
-            raise InputError(f"{file}: tensor {name} cannot be read ({error})") from None
-
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Rows of a tensor of one dimension or more; as `get`."""
-        file = self._where(name)
-        try:
-            return self._files[file].get_slice(name)[first:last]
-        except SafetensorError as error:
-            raise InputError(f"{file}: tensor {name} cannot be read ({error})") from None
-
-    def stored(self, name: str) -> tuple[tuple[int, ...], str]:
-        """(shape, dtype as safetensors names it) of a tensor."""
-        header = self._files[self._where(name)].get_slice(name)
-        return tuple(header.get_shape()), header.get_dtype()
-
-    def _where(self, name: str) -> Path:
         if name not in self._file_of:
-            files = ", ".join(file.name for file in list(self._files)[:3])
-            raise InputError(f"{self.path}: tensor {name} is missing ({len(self._files)} files: {files})")
-        return self._file_of[name]
+            raise InputError(f"{self.path}: tensor {name} is missing")
+        return self._files[self._file_of[name]].get_tensor(name)
+
+    def stored(self, name: str) -> tuple[tuple[int, ...], torch.dtype | str]:
+        """(shape, dtype, as safetensors names it where it is none of FLOATING) of a tensor."""
+        header = self._files[self._file_of[name]].get_slice(name)
+        return tuple(header.get_shape()), FLOATING.get(header.get_dtype(), header.get_dtype())
+
+    def parts(self, name: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(offset, size) of regions of whole rows that together are the tensor."""
+        shape, _ = self.stored(name)
+        if not shape:
+            return [((), ())]
+        rows = max(1, PART_VALUES // max(1, math.prod(shape[1:])))
+        rest = (0,) * (len(shape) - 1)
+        return [((row, *rest), (min(rows, shape[0] - row), *shape[1:])) for row in range(0, shape[0], rows)]
+
+    def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        """The region of a tensor at `offset` with shape `size`."""
+        if not size:
+            return self.get(name)
+        region = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+        return self._files[self._file_of[name]].get_slice(name)[region]
 
     def _read_index(self) -> dict[str, str]:
         file = self.path / INDEX
         if not file.is_file():
             raise InputError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
-        weight_map = plain_json.read_object(file).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise InputError(f"{file}: malformed (weight_map is missing, or has values that are not file names)")
-        if not weight_map or any(Path(name).name != name for name in weight_map.values()):
-            raise InputError(f"{file}: malformed (weight_map is empty or names files outside the folder)")
-        return weight_map
-
-
-def _check_header(file: Path) -> None:
-    """Raises ValueError where the header's length, which the file begins with, is more than what is read of it."""
-    with open(file, "rb") as stream:
-        length, there = int.from_bytes(stream.read(8), "little"), file.stat().st_size - 8
-    if length > min(there, LARGEST_HEADER):
-        raise InputError(f"{file}: corrupt or truncated (a header of {length} bytes in a file of {there + 8})")
+        files = plain_json.read_object(file).get("weight_map")
+        if not isinstance(files, dict) or not files or any(Path(str(name)).name != name for name in files.values()):
+            raise InputError(
+                f"{file}: malformed (weight_map is missing, or has values that are not files of the folder)"
+            )
+        return files
 
 
 class SafetensorsFolder(SafetensorsFiles):
@@ -184,12 +157,6 @@ class SafetensorsFolder(SafetensorsFiles):
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
         super().__init__(path)
-        self._check(spec)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return FLOATING[self.stored(name)[1]]
-
-    def _check(self, spec: ModelSpec) -> None:
         shapes = huggingface_shapes(spec)
         if spec.tied and HF_HEAD in self._file_of:
             shapes[HF_HEAD] = shapes[HF_EMBEDDING]
@@ -198,12 +165,48 @@ class SafetensorsFolder(SafetensorsFiles):
             if name.endswith("rotary_emb.inv_freq"):
                 continue
             found[name], kind = self.stored(name)
-            if name in shapes and kind not in FLOATING:
+            if name in shapes and isinstance(kind, str):
                 raise InputError(f"{file}: tensor {name} is {kind}; give unquantised weights")
-        check_tensors(self.path, spec, shapes, found, {name: file.name for name, file in self._file_of.items()})
+        check_tensors(self.path, spec, shapes, found)
         if HF_HEAD in shapes and spec.tied and not torch.equal(self.get(HF_HEAD), self.get(HF_EMBEDDING)):
             # transformers leaves such a pair untied: tying them would train another model than the folder's
             raise InputError(
                 f"{self._file_of[HF_HEAD]}: tensor {HF_HEAD} differs from {HF_EMBEDDING}, though config.json says "
                 "tie_word_embeddings"
             )
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.stored(name)[1]
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+def write_file(
+    file: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], get: Callable[[str], torch.Tensor]
+) -> None:
+    """Writes `tensors` (name -> dtype, shape) in this order into one file. `get` returns each when it is written: the
+    library's own writer needs all of them at once. Raises OSError.
+
+    A file is 8 bytes (the header's length, little endian), a JSON header and the tensors' bytes."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + nbytes(dtype, shape)
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    with open(file, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, (dtype, shape) in tensors.items():
+            tensor = get(name)
+            assert tensor.dtype == dtype and tuple(tensor.shape) == tuple(shape), f"{name}: {tensor.dtype}"
+            stream.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+
+
+def write_index(folder: Path, file_of: Mapping[str, str], size: int) -> None:
+    """The index of a folder of several files. `file_of`: tensor -> file name; `size`: bytes of all tensors."""
+    index = {"metadata": {"total_size": size}, "weight_map": file_of}
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return math.prod(shape) * dtype.itemsize

@@ -2,10 +2,8 @@
 
 The format is that of torch.distributed.checkpoint. `*.distcp` files have the tensors in chunks, and `.metadata` lists
 the chunks and their places; Megatron adds `metadata.json` and `common.pt`. A tensor may be divided into chunks in any
-way. To read a region, the chunks that overlap it are read.
-
-Megatron 0.19 itself writes no `common.pt` any more (`checked_loading.py`), but loads checkpoints that have it, as 0.16
-does. Files that are written here, and in a run, are the same under every version.
+way. To read a region, the chunks that overlap it are read. Files that are written here, and in a run, are the same
+under Megatron 0.16 and 0.19.
 """
 
 from __future__ import annotations
@@ -13,17 +11,15 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import xxhash
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import FileSystemWriter, Metadata
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from dynamo_megatron.checkpoint.checksums import ChecksumWriter
-from dynamo_megatron.checkpoint.torch_dist_metadata import METADATA_FILE, read_metadata
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import error_line
 
@@ -46,19 +42,30 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-COMMON_FILE = "common.pt"
+METADATA_FILE, COMMON_FILE = ".metadata", "common.pt"
 FILE_BYTES = 4 << 30  # a .distcp file is closed once it holds this much
-# The exceptions of torch.load on corrupt data.
-DAMAGED = (
-    EOFError, OSError, MemoryError, RuntimeError,
-    ValueError, TypeError, LookupError, AttributeError, OverflowError, AssertionError,
-)  # fmt: skip
+_DCP = "torch.distributed.checkpoint"
+METADATA_CLASSES = {
+    f"{_DCP}.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+    },
+    f"{_DCP}.filesystem": {"_StorageInfo"},
+    f"{_DCP}.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},  # Megatron adds its plans
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # Python 3.13
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+class _Unpickler(pickle.Unpickler):
+    """Makes objects of METADATA_CLASSES alone: any other pickle may name any function for Python to call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in METADATA_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"names {module}.{name}, which is no part of a checkpoint; nothing was run")
+        return super().find_class(module, name)
 
 
 def is_torch_dist(path: str | Path) -> bool:
@@ -67,39 +74,50 @@ def is_torch_dist(path: str | Path) -> bool:
 
 
 class TorchDistReader:
-    """The tensors of one checkpoint folder. `tensors` has their shapes and dtypes by key, and `read` reads them.
-    Nothing that the folder's files name is imported or called, so the files may be untrusted.
+    """The tensors of one checkpoint folder. `tensors` has torch's metadata of them by key (`size`,
+    `properties.dtype`), and `read` reads them. No code that the folder's files name is run.
 
     Raises ValueError (one line that names the file) where there is no such checkpoint, where one of its files is
-    missing, truncated or malformed, and where a file names a class that tensors and plain data do not need.
+    missing, truncated or malformed, and where `.metadata` names something else than METADATA_CLASSES.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._files = FileSystemReader(self.path)
+        file = self.path / METADATA_FILE
         if not is_torch_dist(self.path):
             raise InputError(f"{self.path}: no .metadata; not a checkpoint in Megatron's torch_dist format")
-        self.metadata = read_metadata(self.path)
-        stored = self.metadata.state_dict_metadata
-        stored = {key: t for key, t in stored.items() if isinstance(t, TensorStorageMetadata)}
-        self.tensors = {key: StoredTensor(tuple(t.size), t.properties.dtype) for key, t in stored.items()}
-        self._chunks = {key: _Chunks(t.chunks) for key, t in stored.items()}
-        self._sizes = {MetadataIndex(key, c.offsets): c.sizes for key, t in stored.items() for c in t.chunks}
-        ends: dict[str, int] = {}
-        for info in self.metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        try:
+            with open(file, "rb") as stream:
+                metadata = _Unpickler(stream).load()
+            self._files.set_up_storage_reader(metadata, is_coordinator=True)
+            stored = metadata.state_dict_metadata.items()
+            self.tensors = {key: t for key, t in stored if isinstance(t, TensorStorageMetadata)}
+            ends: dict[str, int] = {}
+            for info in metadata.storage_data.values():
+                name = str(info.relative_path)
+                ends[name] = max(ends.get(name, 0), info.offset + info.length)
+        except Exception as error:  # a damaged pickle raises anything
+            raise InputError(f"{file}: cannot be read ({error_line(error, 200)})") from None
         for name, end in ends.items():
             file = self.path / name
-            if not file.is_file():
-                raise InputError(f"{file}: no such file, though .metadata names it")
+            if Path(name).name != name or not file.is_file():
+                raise InputError(f"{file}: no such file in the folder, though .metadata names it")
             if file.stat().st_size < end:
                 raise InputError(f"{file}: truncated, {file.stat().st_size} bytes of {end}")
 
+    @property
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def stored(self, key: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """(shape, dtype) of a tensor."""
+        return tuple(self.tensors[key].size), self.tensors[key].properties.dtype
+
     def parts(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(offset, size) of the parts that tensor `key` is stored in. Raises ValueError where some are missing."""
-        parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._chunks[key].all]
-        values, whole = sum(math.prod(size) for _, size in parts), math.prod(self.tensors[key].shape)
-        if values != whole:
-            raise InputError(f"{self.path}: tensor {key}: {values} of its {whole} values are stored")
+        parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self.tensors[key].chunks]
+        self._check_whole(key, sum(math.prod(size) for _, size in parts), self.tensors[key].size)
         return parts
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
@@ -107,89 +125,36 @@ class TorchDistReader:
 
         Raises ValueError where the chunks do not contain the whole region, or a file cannot be read.
         """
-        result, filled = None, 0
-        for chunk in self._chunks[key].near(offset, size):
-            start = [max(a, b) for a, b in zip(chunk.offsets, offset, strict=True)]
-            ends = zip(chunk.offsets, chunk.sizes, offset, size, strict=True)
-            shape = [min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True)]
-            if min(shape, default=1) <= 0:
-                continue
-            tensor = self.part(MetadataIndex(key, chunk.offsets))
-            tensor = narrow_tensor_by_index(tensor, [s - a for s, a in zip(start, chunk.offsets, strict=True)], shape)
-            filled += tensor.numel()
-            if shape == list(size):
-                result = tensor
-                break
-            if result is None:
-                result = torch.empty(tuple(size), dtype=self.tensors[key].dtype)
-            narrow_tensor_by_index(result, [s - b for s, b in zip(start, offset, strict=True)], shape).copy_(tensor)
-        if result is None or filled != math.prod(size):
-            raise InputError(
-                f"{self.path}: tensor {key}: {filled} of the {math.prod(size)} values at {list(offset)} are stored"
-            )
+        whole, chunks = self.tensors[key], self.tensors[key].chunks
+        try:
+            if offset:  # of a parameter stacked over many layers, those of the region's layers
+                first, end = offset[0], offset[0] + size[0]
+                chunks = [c for c in chunks if c.offsets[0] < end and first < c.offsets[0] + c.sizes[0]]
+            region = ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+            items = create_read_items_for_chunk_list(key, replace(whole, chunks=chunks), [region])
+            result = torch.empty(tuple(size), dtype=whole.properties.dtype)
+            self._files.read_data(LoadPlan(items), _Into(result))
+        except Exception as error:  # torch's, on damaged data
+            raise InputError(f"{self.path}: tensor {key} cannot be read ({error_line(error, 200)})") from None
+        self._check_whole(key, sum(math.prod(item.lengths) for item in items), size)
         return result
 
-    def part(self, index: MetadataIndex) -> torch.Tensor:
-        """The part of a tensor that is stored under `index`. Raises ValueError where it cannot be read, or its shape or
-        dtype differs from that in .metadata."""
-        dtype, sizes = self.tensors[index.fqn].dtype, self._sizes[index]
-        tensor = self.stored(index)
-        # A view with more values than its memory has (stride 0) would grow when it is copied.
-        if (
-            type(tensor) is not torch.Tensor
-            or (tensor.dtype, tuple(tensor.shape), tensor.layout) != (dtype, tuple(sizes), torch.strided)
-            or tensor.untyped_storage().nbytes() < tensor.nbytes
-        ):
-            found = f"{tensor.dtype} {list(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
-            file = self.path / self.metadata.storage_data[index].relative_path
-            raise InputError(f"{file}: tensor {index.fqn} cannot be read ({found}, {dtype} {list(sizes)} in .metadata)")
-        return tensor
-
-    def stored(self, index: MetadataIndex) -> Any:
-        """The tensor or the plain data that is stored under `index`. Raises ValueError where it cannot be read."""
-        info = self.metadata.storage_data[index]
-        file = self.path / info.relative_path
-        try:
-            with open(file, "rb") as stream:
-                return load_plain(_create_file_view(stream, info.offset, info.length))
-        except DAMAGED as error:
-            raise InputError(f"{file}: {index.fqn} cannot be read ({error_line(error, 200)})") from None
+    def _check_whole(self, key: str, stored: int, size: Sequence[int]) -> None:
+        if stored != math.prod(size):
+            raise InputError(f"{self.path}: tensor {key}: {stored} of {math.prod(size)} values are stored")
 
 
-def load_plain(stream: BinaryIO) -> Any:
-    """Loads tensors and plain data that torch.save wrote.
+class _Into:
+    """What FileSystemReader needs of a load planner to read into one tensor."""
 
-    Raises ValueError, naming the class or function, for a file that names anything else; exceptions of DAMAGED for
-    corrupt data."""
-    try:
-        return torch.load(stream, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # its text advises to load the file nevertheless
-        if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
-            why = str(error).split("WeightsUnpickler error:")[-1].strip().partition("\n")[0]
-            raise InputError(f"not what torch.save writes: {why}") from None
-        raise InputError(
-            f"names {named[1]}, which tensors and plain data do not need; nothing of it was run or loaded"
-        ) from None
+    def __init__(self, target: torch.Tensor):
+        self._target = target
 
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        return narrow_tensor_by_index(self._target, item.dest_offsets, item.lengths)
 
-class _Chunks:
-    """The chunks of one tensor, indexed by their offsets in the leading dimensions in which every chunk has size 1: the
-    layers and the experts that a parameter is stacked over."""
-
-    def __init__(self, chunks: list[ChunkStorageMetadata]) -> None:
-        self.all = chunks
-        longest = min((len(chunk.sizes) for chunk in chunks), default=0)
-        self._leading = next((d for d in range(longest) if any(c.sizes[d] != 1 for c in chunks)), longest)
-        self._at: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
-        for chunk in chunks:
-            self._at.setdefault(tuple(chunk.offsets[: self._leading]), []).append(chunk)
-
-    def near(self, offset: Sequence[int], size: Sequence[int]) -> list[ChunkStorageMetadata]:
-        """The chunks that may overlap a region."""
-        region = list(zip(offset, size, strict=True))[: self._leading]
-        if math.prod(n for _, n in region) > len(self._at):
-            return self.all
-        return [c for place in product(*(range(a, a + n) for a, n in region)) for c in self._at.get(place, ())]
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
 
 
 class TorchDistWriter:
@@ -210,7 +175,6 @@ class TorchDistWriter:
         """
         whole = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), [])
         whole = self._tensors.setdefault(key, whole)
-        assert whole.size == torch.Size(shape), f"{key}: {whole.size}, {shape}"
         if whole.properties.dtype != tensor.dtype:
             raise InputError(f"tensor {key}: parts in {whole.properties.dtype} and {tensor.dtype}; give one dtype")
         whole.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))

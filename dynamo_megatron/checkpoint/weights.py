@@ -1,22 +1,62 @@
-"""Loads Hugging Face weights into one rank's Megatron stage."""
+"""Loads a model's weights from a folder, Hugging Face's or Megatron's, into the policy on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from dynamo_megatron.checkpoint.folder import UNVERIFIED, verify
 from dynamo_megatron.checkpoint.megatron_folder import MegatronFolder
-from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder, is_finite
+from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
 from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.mapping import (
-    expert_number,
-    global_name,
-    huggingface_names,
-    to_megatron,
-)
+from dynamo_megatron.models.mapping import expert_number, global_name, huggingface_names, is_finite, to_megatron
 from dynamo_megatron.models.spec import ModelSpec
+
+
+def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, layout: Any) -> None:
+    """Loads the weights of a Hugging Face or Megatron folder into a policy's chunks; collective over all ranks of its
+    `layout` (policy/layout.py; the policy calls this, so that it is not imported here).
+
+    Raises ValueError, the same on every rank, also where only one rank reads the faulty tensor."""
+    if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
+        print(f"{path}: {UNVERIFIED}", flush=True)
+    ranks = {
+        "tp_rank": layout.tp.rank(),
+        "tp_size": layout.tp.size(),
+        "ep_rank": layout.ep.rank(),
+        "ep_size": layout.ep.size(),
+    }
+    failed = None
+    try:
+        with open_weights(path, spec) as folder:
+            for chunk in chunks:
+                load_weights(chunk, spec, folder, layer_offset=chunk.layer_offset, **ranks)
+    except ValueError as error:
+        failed = str(error)
+    _raise_first(failed, layout)
+
+
+def verify_bytes(folder: Path, layout: Any, *, resume: bool = False) -> bool:
+    """Runs `verify` with a share of the files on each rank; collective over all ranks. Returns False where there are no
+    checksums.
+
+    Raises ValueError, the same on every rank, naming the file and what to do."""
+    verified, damaged = False, None
+    try:
+        verified = verify(folder, layout.rank, layout.world_size, resume=resume)
+    except ValueError as error:
+        damaged = str(error)
+    _raise_first(damaged, layout)
+    return verified
+
+
+def _raise_first(error: str | None, layout: Any) -> None:
+    if found := [why for why in layout.gather(error) if why is not None]:
+        raise InputError(found[0])
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ class SyncConfig(Section):
 class ProofConfig(Section):
     """What is checked of servers and rollouts (docs/proof.md)."""
 
-    full_every: Positive | None = 1  # pushes until all weights are proved again, a share of them each time; null: never
+    checksums: bool = True  # of all weights, at every weight sync
     # nats, mean |policy - engine logprob| of a rollout; above: rejected; null: only what is not finite
     max_mean_gap: Annotated[float, Field(gt=0)] | None = 0.3
     max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.5  # of a step's rollouts; above: the run stops

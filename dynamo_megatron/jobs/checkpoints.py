@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dynamo_megatron.checkpoint.exports import every_export, exported_step
-from dynamo_megatron.checkpoint.folder import UNVERIFIED, choose_checkpoint, read_state
+from dynamo_megatron.checkpoint.folder import choose_checkpoint, read_state
 from dynamo_megatron.checkpoint.policy_state import Save, begin_save, load_checkpoint
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
@@ -52,10 +52,8 @@ class Checkpoints:
         if found is not None:
             step, folder = found
             start = time.monotonic()
-            verified = load_checkpoint(self._policy, folder)
+            load_checkpoint(self._policy, folder)
             if self._parts is not None:
-                if not verified:
-                    self._say(f"{folder}: {UNVERIFIED}")
                 state = read_state(folder)
                 for name, part in self._parts.items():
                     if name not in state:

@@ -30,7 +30,7 @@ from dynamo_megatron.evaluation.results import write_results
 from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, sampling, with_model
 from dynamo_megatron.evaluation.suite import SetScores, set_scores, suite_sets, suite_summary, suite_table
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.models.rope import check_served_rope
+from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker

@@ -25,7 +25,7 @@ from dynamo_megatron.jobs.layout_checks import check_servers_here
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.models.rope import check_served_rope
+from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.preflight.machine_checks import check_ports
 from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.rollout.recorded import RecordedRollouts
@@ -170,7 +170,7 @@ class TrainJob(Job):
         from dynamo_megatron.train import RLTrainer
         from dynamo_megatron.training_run import RunParts
         from dynamo_megatron.weight_sync.memory import DeviceMemory
-        from dynamo_megatron.weight_sync.push import WeightPusher
+        from dynamo_megatron.weight_sync.sync import WeightSync
 
         config, journal, leads = self.config, self.journal, policy.layout.rank == 0
         rollout, controller, state = self._rollout if leads else None, None, {}
@@ -190,8 +190,8 @@ class TrainJob(Job):
                 state[SPIKES] = policy.spikes
         memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
         phases = Phases(journal.progress if leads else None, memory)
-        pusher = WeightPusher(policy, rollout, coordinator)
-        self._serving = Serving(pusher, coordinator, policy.layout, phases, journal.say if leads else None)
+        weight_sync = WeightSync(policy, rollout, coordinator)
+        self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
         checkpoints = Checkpoints(policy, config, state, journal.say if leads else None)
         start = checkpoints.resume()
         if leads:

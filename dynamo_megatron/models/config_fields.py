@@ -1,4 +1,5 @@
-"""Which fields of config.json are understood: a field that is on no list here is refused, whatever it means.
+"""The fields of config.json: which are understood, and their values, checked. A field that is on no list here is
+refused, whatever it means.
 
 A list of fields known to be harmful could never be complete: a field of next year's model would be ignored, and the
 wrong model trained.
@@ -6,6 +7,7 @@ wrong model trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -69,3 +71,31 @@ def check_fields(config: Mapping[str, Any], implemented: Collection[str], archit
             )
         elif value != HARMLESS_AS[key]:
             raise InputError(f"{key}: {value!r} is not supported, only {HARMLESS_AS[key]!r}")
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """A boolean of config.json, False if it is missing or null. Raises ValueError for anything else."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"{key}: {value!r} is not true or false")
+    return bool(value)
+
+
+def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of config.json, `default` if missing or null. Raises ValueError for anything else."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise InputError(f"{key}: missing")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{key}: {value!r} is not a positive integer")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A positive finite number of config.json, `default` if missing or null. Raises ValueError for anything else."""
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(f"{key}: {value!r} is not a positive number")
+    return float(value)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.models.config_fields import flag
 from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec
-from dynamo_megatron.models.values import flag
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:

@@ -183,6 +183,12 @@ def to_huggingface(spec: ModelSpec, name: str, shards: Sequence[torch.Tensor]) -
     return dict(zip(names, parts, strict=True))
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    # NaN comes out of aminmax as both; isfinite of the whole tensor would take another one of its size.
+    return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in tensor.aminmax())
+
+
 def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 

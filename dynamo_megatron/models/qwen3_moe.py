@@ -10,19 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.models.config_fields import flag, integer
 from dynamo_megatron.models.qwen3 import QWEN3_LAYER
 from dynamo_megatron.models.spec import ModelSpec, decoder_spec
-from dynamo_megatron.models.values import flag, integer
 
-FIELDS = (
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "num_experts",
-    "num_experts_per_tok",
-    "num_local_experts",
-)
+FIELDS = """
+    decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
+    num_local_experts
+"""
 ATTENTION = {name: parts for name, parts in QWEN3_LAYER.items() if not name.startswith("mlp.")}
 
 
@@ -47,7 +42,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         "qwen3_moe",
         layer_names=_layer_names(experts),
         architectures=("Qwen3MoeForCausalLM",),
-        fields=FIELDS,
+        fields=FIELDS.split(),
         qk_norm=True,
     )
     return replace(

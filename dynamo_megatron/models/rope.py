@@ -1,18 +1,13 @@
-"""RoPE's parameters as transformers reads them from config.json, and the frequencies that follow from them."""
+"""RoPE's parameters as transformers reads them from config.json."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.values import flag, integer, number
-
-if TYPE_CHECKING:
-    import torch
-
-    from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.models.config_fields import flag, integer, number
 
 # rope_type -> its parameters besides rope_theta
 PARAMETERS = {
@@ -20,16 +15,10 @@ PARAMETERS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor",
+        "mscale", "mscale_all_dim",
     ),
-}
+}  # fmt: skip
 COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 NULLABLE = {"attention_factor", "mscale", "mscale_all_dim"}  # null is as good as missing, for SGLang too
 
@@ -126,36 +115,3 @@ def _yarn(part: Mapping[str, Any], factor: float) -> dict[str, Any]:
         if not math.isclose(given, implied, rel_tol=1e-6):
             found["attention_factor"] = given
     return found
-
-
-def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies [kv_channels / 2] float32, factor of cos and sin) of a model with a RoPE scaling.
-
-    Both are transformers' own: linear interpolation, Llama 3's, YaRN (arXiv 2309.00071).
-    """
-    import torch
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = dict(spec.rope_scaling)
-    extended = parameters.get("original_max_position_embeddings", spec.max_positions) * parameters["factor"]
-    config = LlamaConfig(
-        hidden_size=spec.kv_channels,
-        num_attention_heads=1,
-        head_dim=spec.kv_channels,
-        max_position_embeddings=math.ceil(extended),
-        rope_theta=spec.rope_theta,
-        rope_scaling=parameters,
-    )
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-
-
-def check_served_rope(spec: ModelSpec) -> None:
-    """Raises ValueError if SGLang would serve another RoPE than the policy's: SGLang reads YaRN's mscale, but not
-    YaRN's attention_factor (SGLang 0.5.23: layers/rotary_embedding/factory.py)."""
-    given = dict(spec.rope_scaling).get("attention_factor")
-    if given is not None:
-        raise InputError(
-            f"attention_factor: {given!r} in config.json's RoPE parameters, which SGLang ignores: the servers would "
-            "sample from another model than the trained one; remove it to have the one that factor implies"
-        )

@@ -19,15 +19,10 @@ from dynamo_megatron.models.spec import ModelSpec
 
 # How a server's tensor-parallel ranks cut a Hugging Face tensor, by the module it belongs to; others are whole.
 CUTS = {
-    "q_proj": "column",
-    "gate_proj": "column",
-    "up_proj": "column",
-    "k_proj": "kv",
-    "v_proj": "kv",
-    "o_proj": "row",
-    "down_proj": "row",
-    "embed_tokens": "vocab",
-    "lm_head": "vocab",
+    **dict.fromkeys(("q_proj", "gate_proj", "up_proj"), "column"),
+    **dict.fromkeys(("k_proj", "v_proj"), "kv"),
+    **dict.fromkeys(("o_proj", "down_proj"), "row"),
+    **dict.fromkeys(("embed_tokens", "lm_head"), "vocab"),
 }
 VOCAB_PADDING = 64
 CPU_WIDTH = 32
@@ -71,7 +66,18 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
         raise InputError(
             f"rollout.tp: {tp_size} server ranks cannot be proved to hold a model of {heads} attention and {groups} "
             f"key/value heads and an MLP width of {width}, which must be {multiple}; use another rollout.tp or set "
-            "rollout.proof.full_every=null"
+            "rollout.proof.checksums=false"
+        )
+
+
+def check_served_rope(spec: ModelSpec) -> None:
+    """Raises ValueError if SGLang would serve another RoPE than the policy's: SGLang reads YaRN's mscale, but not
+    YaRN's attention_factor (SGLang 0.5.23: layers/rotary_embedding/factory.py)."""
+    given = dict(spec.rope_scaling).get("attention_factor")
+    if given is not None:
+        raise InputError(
+            f"attention_factor: {given!r} in config.json's RoPE parameters, which SGLang ignores: the servers would "
+            "sample from another model than the trained one; remove it to have the one that factor implies"
         )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.config_fields import DECODER, check_fields
+from dynamo_megatron.models.config_fields import DECODER, check_fields, flag, integer, number
 from dynamo_megatron.models.rope import RopeScaling, read_rope
-from dynamo_megatron.models.values import flag, integer, number
+
+if TYPE_CHECKING:
+    import torch
 
 # What every dense family here has in common: Megatron's parameter name within a layer -> the names within Hugging
 # Face's `model.layers.N.` of the tensors that the parameter is made of, in Megatron's order.
@@ -70,36 +72,24 @@ class ModelSpec:
     def check_parallel(self, tp: int, pp: int, *, vpp: int = 1, ep: int = 1) -> None:
         """Raises ValueError if the model cannot be cut into tp tensor shards, pp stages of vpp chunks of equal depth
         and ep shares of the experts (each expert is whole on its rank)."""
-        widths = {"attention heads": self.num_attention_heads, "key/value heads": self.num_query_groups}
-        if not self.num_experts:
-            widths["MLP width"] = self.ffn_hidden_size
-        for what, size in widths.items():
-            if size % tp:
-                raise InputError(
-                    f"parallel.tp: {tp} does not divide the {size} ({what}); "
-                    f"use one of {_divisors(math.gcd(*widths.values()))}"
-                )
-        if self.num_layers % pp:
-            raise InputError(
-                f"parallel.pp: {pp} does not divide the {self.num_layers} layers; "
-                f"use one of {_divisors(self.num_layers)}"
-            )
-        if self.num_layers // pp % vpp:
-            raise InputError(
-                f"parallel.vpp: {vpp} does not divide the {self.num_layers // pp} layers of a stage; "
-                f"use one of {_divisors(self.num_layers // pp)}"
-            )
-        if ep > 1 and not self.num_experts:
+        stage = self.num_layers // pp
+        cuts = [
+            ("tp", tp, self.num_attention_heads, "(attention heads)"),
+            ("tp", tp, self.num_query_groups, "(key/value heads)"),
+            ("pp", pp, self.num_layers, "layers"),
+            ("vpp", vpp, stage, "layers of a stage"),
+        ]
+        if self.num_experts:
+            cuts.append(("ep", ep, self.num_experts, "experts"))
+        elif ep > 1:
             raise InputError(f"parallel.ep: {ep}, but a {self.family} model has no experts; use 1")
-        if self.num_experts % ep:
-            raise InputError(
-                f"parallel.ep: {ep} does not divide the {self.num_experts} experts; "
-                f"use one of {_divisors(self.num_experts)}"
-            )
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+        else:
+            cuts.append(("tp", tp, self.ffn_hidden_size, "(MLP width)"))
+        for key, parts, size, what in cuts:
+            if size % parts:
+                common = math.gcd(*(other for k, _, other, _ in cuts if k == key))
+                fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+                raise InputError(f"parallel.{key}: {parts} does not divide the {size} {what}; use one of {fitting}")
 
 
 def decoder_spec(
@@ -174,3 +164,25 @@ def _refuse_sliding_window(config: Mapping[str, Any], layers: int) -> None:
     if windowed:
         key = "layer_types" if types is not None else "sliding_window"
         raise InputError(f"{key}: attention other than full attention in every layer is not supported")
+
+
+def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies [kv_channels / 2] float32, factor of cos and sin) of a model with a RoPE scaling.
+
+    Both are transformers' own: linear interpolation, Llama 3's, YaRN (arXiv 2309.00071).
+    """
+    import torch
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = dict(spec.rope_scaling)
+    extended = parameters.get("original_max_position_embeddings", spec.max_positions) * parameters["factor"]
+    config = LlamaConfig(
+        hidden_size=spec.kv_channels,
+        num_attention_heads=1,
+        head_dim=spec.kv_channels,
+        max_position_embeddings=math.ceil(extended),
+        rope_theta=spec.rope_theta,
+        rope_scaling=parameters,
+    )
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))

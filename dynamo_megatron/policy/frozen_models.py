@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dynamo_megatron.checkpoint.policy_weights import load_folder
+from dynamo_megatron.checkpoint.weights import load_folder
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.layout import Layout

@@ -6,7 +6,7 @@
 - 0.19 calls functions of RoPE with other options, which what stands for one of them passes on (backend.py).
 - 0.19 finds the groups of a saved optimizer by their learning rates, too: `match_groups_by_kind`.
 - 0.19 saves the data that is no tensor as a part of a checkpoint, not as `common.pt`. A run writes `common.pt` under
-  both, which both read, and reads checkpoints of both (checkpoint/checked_loading.py).
+  both, which both read, and reads checkpoints of both (checkpoint/policy_state.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
-from dynamo_megatron.models.rope import scaled_frequencies
+from dynamo_megatron.models.spec import scaled_frequencies
 from dynamo_megatron.policy.attention import PackedAttention, SegmentPlan, Segments
 from dynamo_megatron.policy.backend import Fusions
 from dynamo_megatron.policy.batch import MicroBatch

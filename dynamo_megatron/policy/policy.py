@@ -23,10 +23,10 @@ from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import load_loss
-from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models.mapping import is_finite
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
 from dynamo_megatron.policy.frozen_models import FrozenModels
 from dynamo_megatron.policy.gradients import reduced_afterwards, wrap

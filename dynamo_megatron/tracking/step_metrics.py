@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.rollout.result import RolloutResult
     from dynamo_megatron.tracking.clock import Clock
     from dynamo_megatron.types import RolloutBatch, TokenStats
-    from dynamo_megatron.weight_sync.push import PushReport
+    from dynamo_megatron.weight_sync.sync import SyncReport
 
 NOT_IN_KEYS = re.compile(r"[^\w.:-]+")  # of a reward function's name: a URL has slashes, which divide keys
 TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
@@ -85,7 +85,7 @@ def step_metrics(
     batch: TrainBatch,
     stats: TokenStats,
     updates: Sequence[Mapping[str, float]],
-    pushed: PushReport,
+    pushed: SyncReport,
     clock: Clock,
     config: Config,
 ) -> dict[str, float]:
@@ -210,7 +210,7 @@ def _shares(updates: Sequence[Mapping[str, float]], tokens: int, config: Config)
     return {f"policy/{name}": sum(u.get(key, 0.0) for u in updates) / max(1, tokens) for name, key in of.items()}
 
 
-def _times(pushed: PushReport, clock: Clock) -> dict[str, float]:
+def _times(pushed: SyncReport, clock: Clock) -> dict[str, float]:
     seconds = {name: clock.seconds.get(name, 0.0) for name in TIMED} | {"reshard": pushed.seconds}
     elapsed = clock.total
     return {

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from dynamo_megatron.checkpoint.safetensors_folder import (
     CHAT_TEMPLATE_FILE,
     EXPORT_FILE,
-    INDEX,
     companion_files,
     set_dtype,
+    write_file,
+    write_index,
 )
 from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.policy.policy import Policy
@@ -80,19 +79,14 @@ def empty_folder(folder: Path) -> None:
 
 
 def write_bucket(folder: Path, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    file = folder / _file(number)
-    try:
-        save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, str(file), metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk comes as this
-        raise OSError(f"{file}: not written: {error}") from None
-    file.chmod(0o644)  # safetensors ignores the umask; the server may be another user's
+    described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write_file(folder / _file(number), described, tensors.__getitem__)
 
 
 def write_companions(policy: Policy, folder: Path, schedule: SendSchedule) -> None:
     """The index and what is not weights: from the model's folder, but for what config.json says of the weights."""
-    weight_map = {name: _file(bucket.number) for bucket in schedule.buckets for name in bucket.names}
-    index = {"metadata": {"total_size": schedule.nbytes}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    file_of = {name: _file(bucket.number) for bucket in schedule.buckets for name in bucket.names}
+    write_index(folder, file_of, schedule.nbytes)
     for file in companion_files(Path(policy.config.model.path)):
         shutil.copy(file, folder / file.name)
     if policy.config.data.chat_template is not None:

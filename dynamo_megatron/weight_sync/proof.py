@@ -1,25 +1,125 @@
 """Proof of sync: hashes of the server's own parameters as they should be, and whether a server has just those.
 
+SGLang's `weights_checker` (0.5.23) has two 64-bit hashes: a server on a CPU uses `Sha256`, one on a GPU `TileHash`.
+
 The ranks that send weights hash what they send, cut and fused as each server rank holds it; rank 0 gathers the hashes
 and compares them with what SGLang's `weights_checker` says of the server's memory.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, call_for
 from dynamo_megatron.runtime.plain_text import on_one_line
-from dynamo_megatron.weight_sync.tensor_hash import Sha256, TileHash
 
 NAMED = 5  # parameters that a message names
+MASK = 0xFFFFFFFF
+TILE_WORDS = 8192
+CHUNK_WORDS = 1 << 22  # hashed at once; some 30 times as many bytes of temporaries
+SEED = 0x243F6A88
+SEEDS = (SEED, ((SEED * 0x9E3779B1) ^ 0xDEADBEEF) & MASK)
+POSITION = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of each of the two lanes
+
+
+class Sha256:
+    """The first 8 bytes of SHA-256 over `nbytes` bytes, added as parts in any order; they are held in host memory until
+    the end."""
+
+    def __init__(self, nbytes: int):
+        self._nbytes, self._parts = nbytes, {}
+
+    def add(self, start: int, data: torch.Tensor) -> None:
+        """`data`: any contiguous tensor; its first byte is byte `start`."""
+        # `numpy` of a parameter itself would fix its storage, which is emptied where memory is released.
+        self._parts[start] = data.flatten().view(torch.uint8).to("cpu", copy=True).numpy()
+
+    def merge(self, other: Sha256) -> None:
+        self._parts.update(other._parts)
+
+    def digest(self) -> int:
+        """Returns the hash. Bytes that no part covers (the vocabulary's padding) count as 0."""
+        whole = np.zeros(self._nbytes, np.uint8)
+        for start, part in self._parts.items():
+            whole[start : start + len(part)] = part
+        return int.from_bytes(hashlib.sha256(whole).digest()[:8], "big")
+
+
+class TileHash:
+    """The hash of `nbytes` bytes, added as parts in any order on any device; only 16 bytes for each tile of 32 KiB are
+    held. As SGLang's kernel gpu_tensor_hash, it sums mixed 32-bit words over tiles of 8192, mixes each tile's sums and
+    adds the tiles."""
+
+    def __init__(self, nbytes: int):
+        self._words = -(-nbytes // 4)
+        self._covered: list[tuple[int, int]] = []  # words
+        self._sums = torch.zeros(2, -(-self._words // TILE_WORDS), dtype=torch.int64)
+
+    def add(self, start: int, data: torch.Tensor) -> None:
+        """`data`: any contiguous tensor; its first byte is byte `start`. Parts begin and end on multiples of 4 bytes,
+        except that the last part may end anywhere."""
+        raw = data.flatten().view(torch.uint8)
+        if tail := -len(raw) % 4:
+            raw = torch.cat([raw, raw.new_zeros(tail)])
+        assert start % 4 == 0 and (not tail or start // 4 + len(raw) // 4 == self._words), "a part within a word"
+        self._add_words(start // 4, raw.view(torch.int32))
+
+    def merge(self, other: TileHash) -> None:
+        self._covered += other._covered
+        self._sums += other._sums
+
+    def digest(self) -> int:
+        """Returns the hash. Bytes that no part covers (the vocabulary's padding) count as 0."""
+        end = 0
+        for first, last in sorted([*self._covered, (self._words, self._words)]):
+            if first > end:
+                self._add_words(end, torch.zeros(first - end, dtype=torch.int32))
+            end = max(end, last)
+        if not self._words:
+            return 0
+        high, low = (_mix((lane & MASK) ^ (self._words * 4 & MASK)) for lane in self._sums)
+        x = ((int(high.sum()) << 32) + int(low.sum())) & 0xFFFFFFFFFFFFFFFF
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFFFFFFFFFF
+        return x ^ (x >> 31)
+
+    def _add_words(self, start: int, words: torch.Tensor) -> None:
+        self._covered.append((start, start + len(words)))
+        sums = []
+        for offset in range(-(start % TILE_WORDS), len(words), CHUNK_WORDS):  # chunks begin with a tile
+            chunk = words[max(0, offset) : offset + CHUNK_WORDS].long() & MASK
+            first = start + max(0, offset)
+            i = torch.arange(first, first + len(chunk), device=words.device) & MASK
+            around = first % TILE_WORDS, -(first + len(chunk)) % TILE_WORDS  # words of these tiles in other parts
+            lanes = []
+            for seed, (factor, rotation) in zip(SEEDS, POSITION, strict=True):
+                rotated = ((i << rotation) | (i >> (32 - rotation))) & MASK
+                mixed = _mix(chunk ^ ((i * factor + seed) & MASK) ^ rotated)
+                lanes.append(functional.pad(mixed, around).view(-1, TILE_WORDS).sum(1))
+            sums.append(torch.stack(lanes))
+        if sums:
+            total = torch.cat(sums, 1).cpu()  # one transfer
+            tile = start // TILE_WORDS
+            self._sums[:, tile : tile + total.shape[1]] += total
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's fmix32 of values in [0, 2^32), int64."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & MASK
+    return x ^ (x >> 16)
+
+
 HASHES = {"cpu": Sha256, "cuda": TileHash}
 
 
@@ -29,14 +129,6 @@ class Expected:
 
     ranks: list[dict[str, str]]  # by server rank: parameter -> 16 hex digits
     missing: dict[str, list[str]]  # parameter -> its Hugging Face tensors that no rank has sent
-    disagreed: list[str]  # parameters that two training ranks gave different values of
-    unproved_layers: list[int]  # left out
-
-
-def proved_layers(version: int, every: int, layers: int) -> frozenset[int]:
-    """The layers whose weights the push of `version` proves: all of them at every `every`-th version, else one in
-    `every`, other ones each time. What is outside the layers is proved always."""
-    return frozenset(i for i in range(layers) if version % every in (0, i % every))
 
 
 class ExpectedChecksums:
@@ -46,13 +138,11 @@ class ExpectedChecksums:
     a fused parameter (experts) from several ranks. Raises ValueError where `tp_size` does not fit the model.
     """
 
-    def __init__(self, spec: ModelSpec, tp_size: int, device: str, layers: Collection[int] | None = None):
+    def __init__(self, spec: ModelSpec, tp_size: int, device: str):
         self._spec, self._tp_size, self._hash = spec, tp_size, HASHES[device]
         check_server_parallel(spec, tp_size, device)
         layout = server_layout(spec, tp_size)
-        self._left_out = [i for i in range(spec.num_layers) if layers is not None and i not in layers]
-        self._places = {name: p for name, p in layout.places.items() if layer_of(name) not in self._left_out}
-        self._sizes = layout.sizes
+        self._places, self._sizes = layout.places, layout.sizes
         self._parts: dict[str, set[str]] = {}  # parameter -> the Hugging Face tensors it is made of
         for name, (parameter, _) in self._places.items():
             self._parts.setdefault(parameter, set()).add(name)
@@ -63,8 +153,6 @@ class ExpectedChecksums:
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """(Hugging Face name, whole tensor) in the servers' dtype. Nothing of a tensor is kept on its device."""
         for name, tensor in tensors:
-            if name not in self._places:
-                continue
             parameter, start = self._places[name]
             for rank in range(self._tp_size):
                 shard = server_shard(self._spec, name, tensor, rank, self._tp_size).contiguous()
@@ -83,27 +171,21 @@ class ExpectedChecksums:
 
     def _joined(self, everyone: list[tuple[dict, dict]]) -> Expected:
         self._given, self._hashes = {}, {}
-        disagreed = set()
         for given, hashes in everyone:
             for parameter, names in given.items():
                 known = self._given.setdefault(parameter, set())
-                again = names <= known  # a replica's
+                assert not names & known, f"{parameter}: two ranks sent {names & known}"
                 for rank in range(self._tp_size):
-                    one, key = hashes[parameter, rank], (parameter, rank)
-                    if not known:
-                        self._hashes[key] = one
-                    elif again:
-                        if isinstance(one, str) and one != self._hashes[key]:
-                            disagreed.add(parameter)
+                    if known:
+                        self._hashes[parameter, rank].merge(hashes[parameter, rank])
                     else:
-                        assert not names & known, f"{parameter}: tensors that two ranks sent, and others that one did"
-                        self._hashes[key].merge(one)
+                        self._hashes[parameter, rank] = hashes[parameter, rank]
                 known |= names
         for parameter in self._given:
             self._finish(parameter)
         missing = {p: sorted(parts - self._given.get(p, set())) for p, parts in self._parts.items()}
         ranks = [{p: self._hashes[p, rank] for p in self._parts if not missing[p]} for rank in range(self._tp_size)]
-        return Expected(ranks, {p: m for p, m in missing.items() if m}, sorted(disagreed), self._left_out)
+        return Expected(ranks, {p: m for p, m in missing.items() if m})
 
     def _finish(self, parameter: str) -> None:
         if self._given[parameter] == self._parts[parameter]:
@@ -112,26 +194,17 @@ class ExpectedChecksums:
                     self._hashes[parameter, rank] = f"{one.digest():016x}"
 
 
-def layer_of(name: str) -> int | None:
-    """The layer that a Hugging Face tensor or server parameter is in."""
-    return int(name.split(".")[2]) if name.startswith("model.layers.") else None
-
-
 def compare(expected: Expected, ranks: Iterable[Mapping]) -> str | None:
     """What is wrong with `ranks`, the `ranks` of a weights_checker reply; None: nothing."""
     try:
         reported = {r["parallelism_info"][0]["tp_rank"]: dict(r["checksums"]) for r in ranks}
     except (LookupError, TypeError, ValueError):
         return "/weights_checker does not answer in the form of SGLang 0.5.23"
-    wrong: dict[str, set[str]] = {
-        "not sent": {f"{p} (lacks {', '.join(m)})" for p, m in expected.missing.items()},
-        "different on two training ranks": set(expected.disagreed),
-    }
+    wrong: dict[str, set[str]] = {"not sent": {f"{p} (lacks {', '.join(m)})" for p, m in expected.missing.items()}}
     if reported.keys() != set(range(len(expected.ranks))):
         return f"{len(reported)} ranks report where {len(expected.ranks)} are expected"
     for rank, should in enumerate(expected.ranks):
-        # SGLang leaves out what it is asked to skip, but not where it is quantised.
-        has = {p: h for p, h in reported[rank].items() if layer_of(p) not in expected.unproved_layers}
+        has = reported[rank]
         wrong.setdefault("differing", set()).update(p for p in should.keys() & has.keys() if should[p] != has[p])
         wrong.setdefault("not on the server", set()).update(should.keys() - has.keys())
         wrong.setdefault("of the server's alone", set()).update(has.keys() - should.keys() - expected.missing.keys())
@@ -146,9 +219,7 @@ def mismatch(endpoint: Endpoint, expected: Expected, timeout: float) -> str | No
 
     `timeout` in seconds. Raises ServerError where the server does not say.
     """
-    skip = [f"model.layers.{i}." for i in expected.unproved_layers]
-    asked = {"action": "checksum", "skip_tensor_list": skip}
-    (ranks,) = call_for(endpoint, "/weights_checker", asked, timeout, "ranks")
+    (ranks,) = call_for(endpoint, "/weights_checker", {"action": "checksum"}, timeout, "ranks")
     return compare(expected, ranks)
 
 

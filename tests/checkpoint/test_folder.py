@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import xxhash
 
-from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.history import MEASURES
-from dynamo_megatron.checkpoint.checksums import file_checksum
+from dynamo_megatron.checkpoint.checksums import ChecksumWriter, file_checksum
 from dynamo_megatron.checkpoint.folder import (
     choose_checkpoint,
     complete_checkpoints,
@@ -47,17 +47,14 @@ def steps(root: Path) -> list[int]:
     return [step for step, _ in complete_checkpoints(root)]
 
 
-def test_a_manifest_lists_every_file_with_its_size(tmp_path):
-    manifest = read_manifest(save(tmp_path, 7))
-    assert manifest["files"] == {name: len(content) for name, content in FILES.items()}
-    assert manifest["step"] == 7 and manifest["model"] == {"family": "qwen2"}
-
-
-def test_the_last_ones_are_kept(tmp_path):
+def test_the_last_ones_are_kept_with_a_manifest_of_their_files(tmp_path):
     for step in (3, 6, 9, 1_000_000):
-        save(tmp_path, step, keep_last=2)
-    assert steps(tmp_path) == [9, 1_000_000]
+        folder = save(tmp_path, step, keep_last=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000009", "step-1000000"]
+    manifest = read_manifest(folder)
+    assert manifest["files"] == {name: len(content) for name, content in FILES.items()}
+    assert manifest["checksums"] == {name: xxhash.xxh3_128_hexdigest(content) for name, content in FILES.items()}
+    assert manifest["step"] == 1_000_000 and manifest["model"] == {"family": "qwen2"}
 
 
 @pytest.mark.parametrize(
@@ -67,9 +64,8 @@ def test_the_last_ones_are_kept(tmp_path):
         (lambda f: os.truncate(f / "__0_0.distcp", 5), "__0_0.distcp: 5 bytes instead of 14"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file or directory"),
         (lambda f: os.truncate(f / "manifest.json", 20), "manifest.json: "),
-        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json: not a checkpoint's manifest (step is "),
-        (lambda f: (f / "manifest.json").write_text("null"), "manifest.json: not a checkpoint's manifest"),
-        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: not a checkpoint's manifest"),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json: not a checkpoint's manifest ('step' "),
+        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: not a JSON object"),
         (lambda f: shutil.copy(f.with_name("step-000003") / "manifest.json", f), "of step 3, the folder was renamed"),
     ],
 )
@@ -81,8 +77,15 @@ def test_a_damaged_one_is_not_chosen(tmp_path, damage, why):
     said = []
     assert choose_checkpoint(tmp_path, said.append) == (3, older)
     assert said == [f"warning: the checkpoint of step 6 is damaged: {fault(newer)}; going on from step 3"]
-    save(tmp_path, 6, keep_last=2)  # the run comes to this step again
+    save(tmp_path, 6, keep_last=2)  # the run comes to this step again; a damaged one does not count among those kept
     assert steps(tmp_path) == [3, 6]
+
+
+def test_a_manifest_of_files_elsewhere_is_refused(tmp_path):
+    folder = save(tmp_path, 3)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"files": {"../../outside": 6}}))
+    assert "not a checkpoint's manifest ('../../outside' " in fault(folder)
 
 
 def flip(file: Path) -> None:
@@ -103,36 +106,29 @@ def refusal(folder: Path, *ranks: int, resume: bool = False) -> str:
 
 @pytest.mark.parametrize("name", list(FILES))
 def test_a_flipped_bit_in_any_file_is_found_by_the_one_process_that_reads_it(tmp_path, name):
-    save(tmp_path, 3, keep_last=2)
+    first = save(tmp_path, 3, keep_last=2)
     folder = save(tmp_path, 6, keep_last=2)
-    assert verify(folder)
-    flip(folder / name)
+    assert verify(folder) and not verify(tmp_path)
+    for one in (first, folder):
+        flip(one / name)
     assert fault(folder) is None, "the size tells nothing"
     why = refusal(folder, resume=True)
     assert why.startswith(f"{folder / name}: its bytes are not those that were saved (XXH3 ") and "\n" not in why
     assert why.endswith(f"; delete {folder} to resume from the checkpoint of step 3")
+    assert refusal(first, resume=True).endswith("; restore it from a copy: there is no earlier complete checkpoint")
     assert refusal(folder).endswith("; restore it from a copy, or use another checkpoint"), "it may be another run's"
     for ranks in (2, 3, 7):
         said = [refusal(folder, rank, ranks, resume=True) for rank in range(ranks)]
         assert sorted(said) == [""] * (ranks - 1) + [why]
 
 
-def test_what_to_do_without_an_earlier_checkpoint(tmp_path):
-    folder = save(tmp_path, 3)
-    flip(folder / "state.json")
-    assert refusal(folder, resume=True).endswith("; restore it from a copy: there is no earlier complete checkpoint")
-
-
-def test_a_manifest_that_lost_a_checksum_is_damaged_and_one_without_any_is_old(tmp_path):
-    folder = save(tmp_path, 3)
-    manifest = read_manifest(folder)
-    assert verify(folder) and manifest["checksums"].keys() == FILES.keys()
-    del manifest["checksums"]["__0_0.distcp"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert refusal(folder).startswith(f"{folder / 'manifest.json'}: no checksum of __0_0.distcp; ")
-    del manifest["checksums"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert not verify(folder) and fault(folder) is None
+def test_a_file_is_hashed_as_torch_writes_it_in_two_openings(tmp_path):
+    file, digest = tmp_path / "data", None
+    for mode, size in (("wb", 1_000_000), ("ab", 7)):
+        with ChecksumWriter(file, mode, digest) as stream:
+            torch.save(torch.rand(size), stream)
+            digest = stream.digest
+    assert digest.hexdigest() == file_checksum(file) == xxhash.xxh3_128_hexdigest(file.read_bytes())
 
 
 def test_a_run_with_only_damaged_ones_does_not_start_again(tmp_path):
@@ -142,29 +138,19 @@ def test_a_run_with_only_damaged_ones_does_not_start_again(tmp_path):
         choose_checkpoint(tmp_path, print)
 
 
-def test_a_damaged_one_does_not_count_among_those_kept(tmp_path):
-    for step in (3, 6):
-        save(tmp_path, step, keep_last=2)
-    (tmp_path / "step-000006" / "state.json").unlink()
-    save(tmp_path, 9, keep_last=2)
-    assert steps(tmp_path) == [3, 9]
-
-
 def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
     save(tmp_path, 3)
-    said = []
+    said, rmdir = [], os.rmdir
+
+    def stuck(path, **options):
+        if Path(path).name == ".step-000003.removed":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))  # a file on NFS that someone reads
+        rmdir(path, **options)
+
     with monkeypatch.context() as patched:
-        rmdir = os.rmdir
-
-        def stuck(path, **options):
-            if Path(path).name == ".step-000003.removed":
-                raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))  # a file on NFS that someone reads
-            rmdir(path, **options)
-
         patched.setattr(os, "rmdir", stuck)
         save(tmp_path, 6, say=said.append)
-        save(tmp_path, 9, say=said.append)
-        assert steps(tmp_path) == [9]
+        assert steps(tmp_path) == [6]
     (line,) = said
     assert line.startswith(f"warning: the old checkpoint {tmp_path / 'step-000003'} was not removed: ")
     save(tmp_path, 12)
@@ -232,50 +218,14 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path, monkeypa
     assert done == [*sorted(FILES), aside, *manifest, f"{aside} -> step-000003", "checkpoints"]
 
 
-# What RolloutAllocator({"half_life": 3}) came to after two steps, as checkpoints held it when its numbers were lists.
-RECORDED = """{"stream": {"position": 3}, "allocator": {"prompt_ids": ["a", "b", "c"],
-"trials": [3.0, 3.5874010519681994, 1.0], "successes": [1.0, 1.7937005259840997, 0.0],
-"reward_mean": [0.6, 0.5836259998963337, 0.0], "reward_squares": [0.42000000000000004, 0.6617624630231497, 0.0]}}"""
-
-
-def test_a_state_of_lists_in_an_older_checkpoint_is_that_of_arrays_in_a_new_one(tmp_path):
-    (tmp_path / "state.json").write_text(RECORDED)
-    old, counts = RolloutAllocator({"half_life": 3}), []
-    for folder in (tmp_path, tmp_path / "new"):
-        allocator = RolloutAllocator({"half_life": 3})
-        allocator.history.load_state_dict(read_state(folder)["allocator"])
-        unmeasured = {**{name: [0.0] * 3 for name in MEASURES}, "energy_line": [0.0] * 5}
-        assert allocator.state_dict() == {**json.loads(RECORDED)["allocator"], **unmeasured}
-        allocator.observe(["a", "d"], [0.1, 0.2], [0, 1], 3)
-        counts.append((allocator.allocate(["a", "b", "c", "d"], 40, step=4).tolist(), allocator.state_dict()))
-        if folder == tmp_path:
-            (tmp_path / "new").mkdir()
-            old.load_state_dict(json.loads(RECORDED)["allocator"])
-            write_state(tmp_path / "new", {"stream": {"position": 3}, "allocator": old.history.state_dict()})
-    assert counts[0] == counts[1]
-    kept = json.loads((tmp_path / "new" / "state.json").read_text())
-    assert kept == {"stream": {"position": 3}, "allocator": {"prompt_ids": ["a", "b", "c"]}}
-    assert read_state(tmp_path / "new")["stream"] == {"position": 3}
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "says"),
-    [
-        ("state.json", b"[]", "state.json: not the state of a run"),
-        ("state.json", b'{"stream": 1}', "state.json: not the state of a run"),
-        ("state.json", b"[" * 100_000, "state.json: nested more than 100 deep"),
-        (
-            "state.json",
-            b'{"stream": {"position": ' + b"9" * 5000 + b"}}",
-            "state.json: a number of more than 4,300",
-        ),
-        ("state.safetensors", b"x", "state.safetensors: .*header"),
-        ("state.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "state.safetensors: .*header"),
-    ],
-)
-def test_a_state_that_is_none_is_refused_by_name(tmp_path, name, data, says):
-    write_state(tmp_path, {"stream": {}, "allocator": {"trials": np.ones(2)}})
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=says) as refused:
+def test_the_state_of_a_run_comes_back(tmp_path):
+    state = {"stream": {"position": 3}, "allocator": {"prompt_ids": ["a"], "trials": np.array([0.1])}}
+    write_state(tmp_path, state)
+    assert json.loads((tmp_path / "state.json").read_text())["allocator"] == {"prompt_ids": ["a"]}
+    assert read_state(tmp_path) == state
+    (tmp_path / "state.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"state\.safetensors: .*header"):
         read_state(tmp_path)
-    assert "\n" not in str(refused.value)
+    (tmp_path / "state.json").write_text('{"stream": 1}')
+    with pytest.raises(ValueError, match=r"state\.json: not the state of a run"):
+        read_state(tmp_path)

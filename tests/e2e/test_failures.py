@@ -140,8 +140,8 @@ if "RANK" in os.environ:
     set_up = train_job.TrainJob.set_up
     def patched(self, policy, coordinator):
         from dynamo_megatron.weight_sync.gather import BucketSource
-        from dynamo_megatron.weight_sync.push import WeightPusher
-        push, gather, now, old = WeightPusher.push, BucketSource.gather, [0], {}
+        from dynamo_megatron.weight_sync.sync import WeightSync
+        push, gather, now, old = WeightSync.sync, BucketSource.gather, [0], {}
         def noted(self, version, *others):
             now[0] = version
             return push(self, version, *others)
@@ -150,7 +150,7 @@ if "RANK" in os.environ:
             if now[0] <= 1 and tensors is not None:
                 old[number] = {name: t.clone() for name, t in tensors.items()}
             return old.get(number) if 2 <= now[0] <= 5 else tensors
-        WeightPusher.push, BucketSource.gather = noted, gathered
+        WeightSync.sync, BucketSource.gather = noted, gathered
         set_up(self, policy, coordinator)
     train_job.TrainJob.set_up = patched
 """

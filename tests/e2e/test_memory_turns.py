@@ -100,7 +100,7 @@ if os.environ.get("RANK"):
 def test_a_parameter_that_every_push_leaves_out(colocated, tmp_path):
     """Without checksums only a server that has freed its memory tells."""
     (tmp_path / "sitecustomize.py").write_text(LEAVE_OUT)
-    keys = ("rollout.proof.full_every=null", "trainer.steps=2")
+    keys = ("rollout.proof.checksums=false", "trainer.steps=2")
     run = colocated("run", *keys, poisoned=True, path=(tmp_path,))
     assert run.wait() == 0, run.text[-3000:]
     assert "server-0 left the rotation" in run.text, run.text

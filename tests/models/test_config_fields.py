@@ -13,132 +13,53 @@ from dynamo_megatron.models.config_fields import HARMLESS, HARMLESS_AS
 from dynamo_megatron.models.published import PUBLISHED
 
 # config.json as published, or what transformers 4 wrote of it.
-LLAMA_32_1B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.45.0.dev0",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
-SMOLLM2_135M = {
-    **{k: v for k, v in LLAMA_32_1B.items() if k not in ("head_dim", "mlp_bias")},
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "is_llama_config": True,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 9,
-    "num_hidden_layers": 30,
-    "num_key_value_heads": 3,
-    "rope_interleaved": False,
-    "rope_scaling": None,
-    "rope_theta": 100000,
-    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
-    "vocab_size": 49152,
-}
-MISTRAL_7B_V03 = {
-    **{k: v for k, v in LLAMA_32_1B.items() if k not in ("attention_bias", "mlp_bias", "pretraining_tp")},
+MISTRAL = {  # Mistral-7B-v0.3
     "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
     "head_dim": 128,
+    "hidden_act": "silu",
     "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
     "max_position_embeddings": 32768,
     "model_type": "mistral",
-    "rope_scaling": None,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
     "sliding_window": None,
     "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.0.dev0",
+    "use_cache": True,
     "vocab_size": 32768,
 }
-QWEN25_MATH = {
-    **PUBLISHED["Qwen2.5-Math-1.5B"]["config"],
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "max_window_layers": 21,
-    "sliding_window": 4096,
-    "torch_dtype": "bfloat16",
-    "use_mrope": False,
-}
-PUBLISHED_WHOLE = {
-    "Llama-3.2-1B": LLAMA_32_1B,
-    "SmolLM2-135M": SMOLLM2_135M,
-    "Mistral-7B-v0.3": MISTRAL_7B_V03,
-    "Qwen2.5-Math-1.5B": QWEN25_MATH,
-} | {name: model["config"] for name, model in PUBLISHED.items()}
+PUBLISHED_WHOLE = {"Mistral-7B-v0.3": MISTRAL} | {name: model["config"] for name, model in PUBLISHED.items()}
 
 # Other families -> the field that is named where someone writes model_type llama into the file. None: all its fields
 # are Llama's own, and transformers would build a Llama too; a published folder's `architectures` still tells.
 OTHERS = {
-    "apertus": "hidden_act",
-    "arcee": "hidden_act",
-    "bitnet": "hidden_act",
     "cohere": "layer_norm_eps",
     "deepseek_v3": "first_k_dense_replace",
-    "ernie4_5": "use_bias",
-    "exaone4": "sliding_window_pattern",
-    "falcon": "activation",
-    "gemma": "hidden_act",
     "gemma2": "attn_logit_softcapping",
     "glm4": "attention_bias",
-    "gpt2": "activation_function",
     "gpt_oss": "num_experts_per_tok",
     "granite": "attention_multiplier",
-    "helium": None,
-    "hunyuan_v1_dense": "eod_token_id",
-    "minicpm3": "dim_model_base",
     "mixtral": "num_experts_per_tok",
-    "nemotron": "norm_eps",
-    "olmo": None,
     "olmo2": None,
-    "phi": "embd_pdrop",
     "phi3": "embd_pdrop",
     "qwen2_moe": "decoder_sparse_step",
-    "seed_oss": "attention_dropout",
     "smollm3": "no_rope_layer_interval",
-    "stablelm": "hidden_dropout",
-    "starcoder2": "embedding_dropout",
 }
 # One at a time added to a Llama's config.json.
 FOREIGN = {
-    "attention_multiplier": 0.0078125,
     "attn_logit_softcapping": 50.0,
-    "clip_qkv": 8.0,
-    "embedding_multiplier": 12.0,
-    "final_logit_softcapping": 30.0,
-    "first_k_dense_replace": 1,
-    "logit_scale": 0.0625,
     "logits_scaling": 8.0,
     "no_rope_layers": [1, 1, 1, 0],
     "num_local_experts": 8,
-    "query_pre_attn_scalar": 224,
-    "residual_multiplier": 0.22,
     "rope_interleaved": True,
-    "scale_emb": 12,
-    "use_qk_norm": True,
     "a_field_of_next_year": 1,
 }
 
@@ -188,11 +109,11 @@ def test_another_family_is_refused_whatever_model_family_says(tmp_path, model_ty
     assert refusal(write(tmp_path, config | named)).split(":")[0] in config
 
 
-@pytest.mark.parametrize("field", FOREIGN)
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Mistral-7B-v0.3", "Qwen2.5-Math-1.5B", "Qwen3-14B"])
-def test_a_field_that_is_not_known_is_refused(tmp_path, name, field):
-    folder = write(tmp_path, PUBLISHED_WHOLE[name] | {field: FOREIGN[field]})
-    assert refusal(folder).startswith(f"{field}: {FOREIGN[field]!r} is not supported")
+@pytest.mark.parametrize("name", ["Mistral-7B-v0.3", "Qwen3-14B"])
+def test_a_field_that_is_not_known_is_refused(tmp_path, name):
+    for field, value in FOREIGN.items():
+        folder = write(tmp_path, PUBLISHED_WHOLE[name] | {field: value})
+        assert refusal(folder).startswith(f"{field}: {value!r} is not supported")
 
 
 VALUES = {

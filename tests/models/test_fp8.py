@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fp8_reference import TINY, VALUES, reference
+from fp8_reference import TINY, reference
 
 from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.fp8 import (
@@ -18,7 +18,7 @@ from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.models.server_layout import server_shard
 
-SHAPES = [(128, 128), (256, 384), (130, 257), (127, 128), (1, 1), (300, 64)]
+SHAPES = [(256, 384), (130, 257), (1, 1)]
 
 
 def random_weight(shape, dtype, seed=0):
@@ -29,12 +29,6 @@ def random_weight(shape, dtype, seed=0):
         weight[:128, :128] = 0
         weight[128:] *= 1e-4
     return weight.to(dtype)
-
-
-def test_the_references_values_are_float8_s():
-    assert VALUES[-1] == 448 and VALUES[1] == 2.0**-9 and VALUES[8] == 2.0**-6
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
-    assert (codes == VALUES).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -74,22 +68,13 @@ def test_zeros_and_the_smallest_numbers_stay_finite():
     assert not again[:128].any() and again.isfinite().all()
 
 
-def test_a_weight_in_any_memory_order_is_quantised_alike_and_stays_as_it_is():
-    weight = random_weight((256, 384), torch.float32)
-    before = weight.clone()
-    turned = weight.t().contiguous().t()
-    pairs = zip(quantize(weight), quantize(turned), strict=True)
-    assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
-    assert torch.equal(weight, before)
-
-
 @pytest.fixture(scope="module")
 def spec_of(make_tiny_model, tmp_path_factory):
     """spec_of(family): a model of two server ranks' whole blocks, each shape another one."""
 
     def made(family):
         folder = tmp_path_factory.mktemp("models") / family
-        sizes = {"hidden": 384, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 768, "expert_ffn": 256}
+        sizes = {"hidden": 128, "heads": 2, "kv_heads": 2, "head_dim": 128, "ffn": 256, "expert_ffn": 256, "layers": 1}
         return load_model_config(make_tiny_model(folder, family, experts=2, **sizes))
 
     return made
@@ -98,7 +83,7 @@ def spec_of(make_tiny_model, tmp_path_factory):
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_layers_linear_weights_are_sent_with_their_scales(spec_of, family):
     shapes = huggingface_shapes(spec_of(family))
     tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
@@ -117,11 +102,10 @@ def test_the_layers_linear_weights_are_sent_with_their_scales(spec_of, family):
     assert all(torch.equal(again[name], tensors[name]) for name in shapes)  # 1 is 448 x (1 / 448), rounded
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_part_of_a_server_rank_has_whole_blocks_of_the_tensor(spec_of, family, tp):
+def test_a_part_of_a_server_rank_has_whole_blocks_of_the_tensor(spec_of, family):
     """Quantised as a whole and cut, a weight is what it would be cut and quantised."""
-    spec = spec_of(family)
+    spec, tp = spec_of(family), 2
     check_fp8_shapes(spec, tp)
     for name, shape in huggingface_shapes(spec).items():
         if not is_quantized(name):
@@ -138,12 +122,7 @@ def test_a_part_of_a_server_rank_has_whole_blocks_of_the_tensor(spec_of, family,
     ("name", "tp", "says"),
     [
         ("Qwen2.5-Math-1.5B", 2, None),
-        ("Qwen2.5-Math-7B", 4, None),
         ("Qwen2.5-Math-7B", 8, "an MLP width of 2368"),
-        ("Qwen2.5-72B", 1, None),
-        ("Qwen2.5-72B", 8, "an MLP width of 3696"),
-        ("Qwen3-32B", 8, None),
-        ("Qwen3-30B-A3B", 2, None),
         ("Qwen3-30B-A3B", 4, "an MLP width of 192"),
     ],
 )

@@ -1,11 +1,14 @@
+"""config.json -> ModelSpec: what is read, and everything else refused by name."""
+
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
 
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.models.rope import check_served_rope
+from dynamo_megatron.models.server_layout import check_served_rope
 
 QWEN2 = {  # as Qwen2.5-1.5B-Instruct's, written by transformers 4
     "architectures": ["Qwen2ForCausalLM"],
@@ -81,18 +84,20 @@ def refusal(call, *arguments, **keywords):
     return message
 
 
-def test_qwen2(tmp_path):
+def test_the_fields_of_a_spec(tmp_path):
     spec = load_model_config(write(tmp_path, QWEN2))
     assert (spec.num_layers, spec.hidden_size, spec.ffn_hidden_size) == (28, 1536, 8960)
     assert (spec.num_attention_heads, spec.num_query_groups, spec.kv_channels) == (12, 2, 128)
     assert (spec.vocab_size, spec.max_positions, spec.norm_eps, spec.rope_theta) == (151936, 32768, 1e-6, 1e6)
     assert spec.tied and spec.qkv_bias and not spec.qk_norm and spec.rope_scaling == ()
-
-
-def test_qwen3(tmp_path):
-    spec = load_model_config(write(tmp_path, QWEN3))
+    assert [replace(spec, vocab_size=129).padded_vocab(tp) for tp in (1, 2, 4, 8)] == [144, 160, 192, 256]
+    spec = load_model_config(write(tmp_path, QWEN3_MOE))
     assert spec.kv_channels == 128 != spec.hidden_size // spec.num_attention_heads
     assert spec.qk_norm and not spec.qkv_bias
+    assert (spec.num_experts, spec.router_topk, spec.moe_ffn_hidden_size, spec.norm_topk_prob) == (128, 8, 768, True)
+    assert list(spec.experts_of(3, 8)) == list(range(48, 64))
+    unused = QWEN2 | {"use_sliding_window": True, "max_window_layers": 28}
+    assert load_model_config(write(tmp_path, unused)).num_layers == 28
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -118,9 +123,8 @@ def test_a_file_that_transformers_5_rewrites_reads_the_same(tmp_path, config):
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 
 
-@pytest.mark.parametrize("family", [None, "llama"])
-def test_mistral_without_a_window_is_a_llama(tmp_path, family):
-    assert load_model_config(write(tmp_path, MISTRAL), family).family == "llama"
+def test_mistral_without_a_window_is_a_llama(tmp_path):
+    assert load_model_config(write(tmp_path, MISTRAL)).family == "llama"
 
 
 def test_the_family_cannot_be_another_than_the_files(tmp_path):
@@ -248,43 +252,25 @@ def test_what_cannot_be_mapped_is_named(tmp_path, config, named):
     assert all(word in message for word in named), message
 
 
-def test_qwen3_moe(tmp_path):
-    spec = load_model_config(write(tmp_path, QWEN3_MOE))
-    assert (spec.num_experts, spec.router_topk, spec.moe_ffn_hidden_size, spec.norm_topk_prob) == (128, 8, 768, True)
-    assert spec.qk_norm and spec.kv_channels == 128
-    assert list(spec.experts_of(3, 8)) == list(range(48, 64))
-
-
 def test_missing_folder_and_file(tmp_path):
     assert "no such folder" in refusal(load_model_config, tmp_path / "nowhere")
     assert "config.json" in refusal(load_model_config, tmp_path)
 
 
-def test_an_unused_window_is_no_window(tmp_path):
-    load_model_config(write(tmp_path, QWEN2 | {"use_sliding_window": True, "max_window_layers": 28}))
-
-
-def test_padded_vocab(tmp_path):
-    spec = load_model_config(write(tmp_path, QWEN2 | {"vocab_size": 129}))
-    assert [spec.padded_vocab(tp) for tp in (1, 2, 4, 8)] == [144, 160, 192, 256]
-    assert load_model_config(write(tmp_path, QWEN2)).padded_vocab(8) == 151936
-
-
-def test_check_parallel(tmp_path):
-    spec = load_model_config(write(tmp_path, QWEN2))
-    spec.check_parallel(2, 4)
-    message = refusal(spec.check_parallel, 4, 1)
-    assert "parallel.tp: 4" in message and "key/value heads" in message and "use one of 1, 2" in message
-    message = refusal(spec.check_parallel, 1, 3)
-    assert "parallel.pp: 3" in message and "use one of 1, 2, 4, 7, 14, 28" in message
-    spec.check_parallel(1, 4, vpp=7)
-    message = refusal(spec.check_parallel, 1, 4, vpp=2)
-    assert "parallel.vpp: 2" in message and "7 layers of a stage" in message and "use one of 1, 7" in message
-    assert "has no experts" in refusal(spec.check_parallel, 1, 1, ep=2)
-
-
-def test_check_parallel_of_experts(tmp_path):
-    spec = load_model_config(write(tmp_path, QWEN3_MOE | {"moe_intermediate_size": 7, "intermediate_size": 7}))
-    spec.check_parallel(4, 2, ep=8)  # an expert is not cut
-    message = refusal(spec.check_parallel, 1, 1, ep=3)
-    assert "parallel.ep: 3" in message and "128 experts" in message and "use one of 1, 2, 4" in message
+@pytest.mark.parametrize(
+    ("config", "layout", "said"),
+    [
+        (QWEN2, {"tp": 2, "pp": 4, "vpp": 7}, None),
+        (QWEN2, {"tp": 4}, "parallel.tp: 4 does not divide the 2 (key/value heads); use one of 1, 2"),
+        (QWEN2, {"pp": 3}, "parallel.pp: 3 does not divide the 28 layers; use one of 1, 2, 4, 7, 14, 28"),
+        (QWEN2, {"pp": 4, "vpp": 2}, "parallel.vpp: 2 does not divide the 7 layers of a stage; use one of 1, 7"),
+        (QWEN2, {"ep": 2}, "has no experts"),
+        (QWEN3_MOE | {"moe_intermediate_size": 7, "intermediate_size": 7}, {"tp": 4, "pp": 2, "ep": 8}, None),
+        (QWEN3_MOE, {"ep": 3}, "parallel.ep: 3 does not divide the 128 experts; use one of 1, 2, 4"),
+    ],
+)
+def test_check_parallel(tmp_path, config, layout, said):
+    spec, layout = load_model_config(write(tmp_path, config)), {"tp": 1, "pp": 1} | layout
+    if said is None:
+        return spec.check_parallel(**layout)
+    assert said in refusal(spec.check_parallel, **layout)

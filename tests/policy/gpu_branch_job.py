@@ -41,7 +41,7 @@ from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
 from dynamo_megatron.weight_sync.gather import BucketSource  # noqa: E402
 from dynamo_megatron.weight_sync.proof import ExpectedChecksums  # noqa: E402
 from dynamo_megatron.weight_sync.schedule import make_schedule  # noqa: E402
-from dynamo_megatron.weight_sync.transports.flat import FlatBuffer  # noqa: E402
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer  # noqa: E402
 
 
 def call_this_a_gpu(capability: list[int]) -> None:

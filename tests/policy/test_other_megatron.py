@@ -48,7 +48,7 @@ def test_python_finds_the_other_version(run_python):
     [
         ("tests/policy", "-m", "not full", *OF_GPUS),
         ("tests/models", "-m", "not full"),
-        ("tests/policy/test_checked_loading.py",),
+        ("tests/checkpoint/test_crafted.py",),
         ("tests/e2e/test_live_run.py",),
     ],
     ids=["policy", "models and conversion", "checkpoints of plain Megatron", "a live run, killed and resumed"],

@@ -11,7 +11,7 @@ from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutResult, Se
 from dynamo_megatron.tracking.clock import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, spike_count, step_metrics
 from dynamo_megatron.types import REWARD_STATES, Rollout, RolloutBatch, TokenStats
-from dynamo_megatron.weight_sync.push import PushReport
+from dynamo_megatron.weight_sync.sync import SyncReport
 
 OPTIONAL = {
     "policy/kl",
@@ -26,7 +26,7 @@ OPTIONAL = {
 
 def metrics(
     clock: Clock | None = None,
-    pushed: PushReport | None = None,
+    pushed: SyncReport | None = None,
     rejected=(),
     *,
     steps=None,
@@ -78,7 +78,7 @@ def metrics(
         TrainBatch(rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
         [update, {"skipped": 1.0}, *([{**update, "grad_norm": 6.0, "skipped": 1.0, "spike": 1.0}] if spike else [])],
-        pushed or PushReport(),
+        pushed or SyncReport(),
         clock or Clock(),
         config,
     )
@@ -121,7 +121,7 @@ def test_the_parts_of_a_step_add_up_to_its_time(monkeypatch):
         now[0] += 2.0
     clock.begin("push weights")
     now[0] += 5.0
-    found = metrics(clock, PushReport(seconds=7.0))
+    found = metrics(clock, SyncReport(seconds=7.0))
     parts = ("generate", "logprobs", "update", "reshard", "evaluate", "save", "other")
     assert sum(found[f"time/{part}"] for part in parts) == pytest.approx(found["time/step"], abs=1e-9)
     assert (found["time/step"], found["time/generate"], found["time/reshard"], found["time/other"]) == (21, 4, 7, 2)

@@ -1,4 +1,4 @@
-"""Running SGLang servers of tiny models, and jobs of ranks that push to them."""
+"""Running SGLang servers of tiny models, and jobs of ranks that send them weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dynamo_megatron.config import ModelConfig
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.servers.server import SGLangServer
 
-JOB = Path(__file__).with_name("push_job.py")
+JOB = Path(__file__).with_name("sync_job.py")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def start_servers():
     """start(model, dtype, tps, folder) -> servers: one of so many ranks for each of `tps`, up, server-0 and so on."""
     started = []
@@ -33,10 +33,9 @@ def start_servers():
             config = RolloutConfig(tp=tp, start_timeout=400, quantization=quantization)
             place = {"name": f"server-{number}", "slot": number, "slots": len(tps)} | options
             log = folder / f"{place['name']}-{place.get('incarnation', 1)}.log"
-            server = SGLangServer(config, ModelConfig(path=str(model), dtype=dtype), log, **place)
-            started.append(server)
-            server.start()
-            servers.append(server)
+            servers.append(SGLangServer(config, ModelConfig(path=str(model), dtype=dtype), log, **place))
+            started.append(servers[-1])
+            servers[-1].start()
 
         async def ready() -> None:
             await asyncio.gather(*(server.wait_ready() for server in servers))
@@ -50,9 +49,9 @@ def start_servers():
 
 
 @pytest.fixture(scope="session")
-def run_pushes():
-    """run(folder, model=..., dtype=..., servers=..., layouts=..., transports=..., pushes=...) -> pushes as seen by
-    rank 0, by layout's name. The ranks' output is in the folder."""
+def run_syncs():
+    """run(folder, model=..., dtype=..., servers=..., layouts=..., transports=..., syncs=...) -> syncs as seen by rank
+    0, by layout's name. The ranks' output is in the folder."""
 
     def run(folder: Path, *, servers: Sequence[SGLangServer], layouts: dict[str, tuple[int, dict]], **job) -> dict:
         folder.mkdir()
@@ -63,14 +62,10 @@ def run_pushes():
             for i, (name, (ranks, parallel)) in enumerate(layouts.items())
         ]
         (folder / "job.json").write_text(json.dumps(job))
+        command = [sys.executable, "-P", str(JOB), str(folder / "job.json")]
         with open(folder / "job.log", "w") as log:
-            code = subprocess.run(
-                [sys.executable, "-P", str(JOB), str(folder / "job.json")],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                timeout=900,
-            ).returncode
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            code = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=900).returncode
         assert code == 0, (folder / "job.log").read_text()[-6000:]
         return {name: json.loads((folder / f"{name}.json").read_text()) for name in layouts}
 

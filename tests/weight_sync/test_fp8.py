@@ -9,17 +9,15 @@ import torch
 from fp8_reference import VALUES, reference
 from safetensors.torch import load_file
 
-import dynamo_megatron.rollout
+import dynamo_megatron.rollout.servers
 from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.config.rollout import FP8_CONFIG, RolloutConfig
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.models.fp8 import check_fp8_shapes, dequantized, is_quantized, quantize_tensors, sent_bytes
+from dynamo_megatron.models.fp8 import is_quantized, quantize_tensors, sent_bytes
 from dynamo_megatron.models.mapping import huggingface_shapes
-from dynamo_megatron.weight_sync.proof import ExpectedChecksums, compare
 from dynamo_megatron.weight_sync.schedule import floor_bytes, make_schedule
-from dynamo_megatron.weight_sync.tensor_hash import Sha256
 from dynamo_megatron.weight_sync.transports import check_transport
-from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer
 
 SIZES = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 256, "experts": 2, "expert_ffn": 256}
 KEYS = "model.layers.1.self_attn.k_proj.weight"
@@ -32,9 +30,7 @@ def model(make_tiny_model, tmp_path_factory):
     def made(family):
         folder = tmp_path_factory.mktemp("models") / family
         make_tiny_model(folder, family, dtype="bfloat16", vocab=131, **SIZES)
-        spec = load_model_config(folder)
-        check_fp8_shapes(spec, 2)
-        return folder, spec
+        return folder, load_model_config(folder)
 
     return made
 
@@ -42,105 +38,44 @@ def model(make_tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"ep": 2}], ids=str)
 def test_the_schedule_sends_values_and_scales_of_what_it_gathers(model, layout):
     _, spec = model("qwen3_moe" if "ep" in layout else "qwen2")
-    parallel, ranks = ParallelConfig(**layout), 4
     plain, fp8 = (
-        make_schedule(spec, parallel, ranks, bucket_bytes=100_000, itemsize=2, quantization=quantization)
+        make_schedule(spec, ParallelConfig(**layout), 4, bucket_bytes=100_000, itemsize=2, quantization=quantization)
         for quantization in (None, "fp8")
     )
     shapes = huggingface_shapes(spec)
     for one, other in zip(plain.buckets, fp8.buckets, strict=True):
         assert one.parameters == other.parameters
-        assert one.nbytes <= 100_000 or len(one.parameters) == 1
         sent = [(n, b) for name in one.names for n, b in sent_bytes(name, shapes[name], 2, "fp8").items()]
         assert other.names == tuple(name for name, _ in sent) and other.nbytes == sum(b for _, b in sent)
     linear = sum(torch.Size(shape).numel() for name, shape in shapes.items() if is_quantized(name))
-    assert fp8.nbytes == plain.nbytes - linear + linear // 128**2 * 4
-    assert floor_bytes(spec, 1, 2, "fp8") == fp8.nbytes
-    rest = floor_bytes(spec, 2, 2) - 2 * linear  # norms and routers twice
-    assert floor_bytes(spec, 2, 2, "fp8") == rest + linear + linear // 128**2 * 4
+    assert floor_bytes(spec, 1, 2, "fp8") == fp8.nbytes == plain.nbytes - linear + linear // 128**2 * 4
 
 
 def test_a_buffer_has_them_as_sglang_takes_them(model):
     folder, _ = model("qwen3")
-    sent = quantize_tensors(load_file(folder / "model.safetensors"))
     buffer = FlatBuffer(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    buffer.fill(sent)
-    for part in buffer.tensors:
-        assert part.start_idx % part.dtype.itemsize == 0  # SGLang's FlattenedTensorBucket views it
-        found = buffer.used[part.start_idx : part.end_idx].view(part.dtype).view(part.shape)
-        assert torch.equal(found.view(torch.uint8), sent[part.name].contiguous().view(torch.uint8))
+    buffer.fill(quantize_tensors(load_file(folder / "model.safetensors")))
+    assert all(part.start_idx % part.dtype.itemsize == 0 for part in buffer.tensors)  # SGLang views them
     described = buffer.description()
     place = described["names"].index(f"{KEYS}_scale_inv")
     assert described["dtypes"][place - 1 : place + 1] == ["float8_e4m3fn", "float32"]
     assert described["shapes"][place - 1 : place + 1] == [[256, 128], [2, 1]]
 
 
-def sglangs_checksums(spec, sent, server_parameters, tp):
-    """What SGLang's weights checker says of servers that hold `sent`: hashes of the values times their scales, in
-    bfloat16 (utils/weight_checker.py, WeightChecker._compute_checksum)."""
-    whole = {}
-    for name, tensor in sent.items():
-        if f"{name}_scale_inv" in sent:
-            scales = sent[f"{name}_scale_inv"]
-            for i in range(tensor.shape[0] // 128):
-                for j in range(tensor.shape[1] // 128):
-                    block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-                    part = whole.setdefault(name, torch.empty(tensor.shape, dtype=torch.bfloat16))
-                    part[block] = (tensor[block].float() * scales[i, j]).bfloat16()
-        elif not name.endswith("_scale_inv"):
-            whole[name] = tensor
-    ranks = []
-    for rank in range(tp):
-        checksums = {}
-        for name, values in server_parameters(spec, whole, rank, tp).items():
-            digest = Sha256(values.nbytes)
-            digest.add(0, values)
-            checksums[name] = f"{digest.digest():016x}"
-        ranks.append({"checksums": checksums, "parallelism_info": [{"tp_rank": rank}]})
-    return ranks
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_the_proof_is_of_values_and_scales(model, server_parameters, family, tp):
-    folder, spec = model(family)
-    sent = quantize_tensors(load_file(folder / "model.safetensors"))
-    fused = "model.layers.1.self_attn.qkv_proj.weight"
-
-    def said_of(tensors, layers=None):
-        checksums = ExpectedChecksums(spec, tp, "cpu", layers)
-        checksums.add(dequantized(sent))
-        return compare(checksums._joined([(checksums._given, checksums._hashes)]), tensors)
-
-    assert said_of(sglangs_checksums(spec, sent, server_parameters, tp)) is None
-    values, scales = sent[KEYS].clone(), sent[f"{KEYS}_scale_inv"].clone()
-    values.view(torch.uint8)[3, 5] ^= 1
-    scales[1, 0] *= 1.01
-    for change in ({KEYS: values}, {f"{KEYS}_scale_inv": scales}):
-        said = said_of(sglangs_checksums(spec, {**sent, **change}, server_parameters, tp))
-        assert said.endswith(f"1 differing: {fused}")
-    # SGLang hashes the quantised weights of layers that it is asked to skip, too.
-    ranks = sglangs_checksums(spec, {**sent, KEYS: values}, server_parameters, tp)
-    assert said_of(ranks, layers={0}) is None
-    assert said_of(ranks, layers={1}).endswith(f"1 differing: {fused}")
-
-
 @pytest.mark.parametrize(("family", "layout"), [("qwen2", {"tp": 2}), ("qwen3_moe", {"ep": 2})])
-def test_the_folder_that_servers_load_from(model, run_pushes, tmp_path, family, layout):
+def test_the_folder_that_servers_load_from(model, run_syncs, tmp_path, family, layout):
     """Written by two ranks: every weight as the reference quantises the whole tensor, each scale with it."""
     folder, _ = model(family)
     job = {"model": folder, "dtype": "bfloat16", "quantization": "fp8", "servers": [], "layouts": {"two": (2, layout)}}
-    run_pushes(tmp_path / "job", run="folder", **job)
-    pushed = tmp_path / "job" / "pushed"
-    files = sorted(pushed.glob("*.safetensors"))
+    run_syncs(tmp_path / "job", run="folder", **job)
+    written = tmp_path / "job" / "written"
+    files = sorted(written.glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    before = load_file(folder / "model.safetensors")
-    index = json.loads((pushed / "model.safetensors.index.json").read_text())
+    index = json.loads((written / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == found.keys() and set(index["weight_map"].values()) == {f.name for f in files}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
-    assert json.loads((pushed / "config.json").read_text())["quantization_config"] == FP8_CONFIG
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    for name, tensor in before.items():
+    assert json.loads((written / "config.json").read_text())["quantization_config"] == FP8_CONFIG
+    for name, tensor in load_file(folder / "model.safetensors").items():
         if not is_quantized(name):
             assert torch.equal(found.pop(name), tensor)
             continue
@@ -158,9 +93,7 @@ def test_the_folder_that_servers_load_from(model, run_pushes, tmp_path, family, 
         (None, "fp8 needs GPUs: on a CPU .*; leave it out"),
         ((8, 0), r"compute capability 8\.9, 9\.0 or from 11\.0 on: on this one \(8\.0\) SGLang repacks"),
         ((10, 0), r"on this one \(10\.0\) SGLang repacks"),
-        ((8, 9), None),
         ((9, 0), None),
-        ((12, 0), None),
     ],
 )
 def test_where_servers_cannot_run_it(monkeypatch, capability, says):
@@ -170,11 +103,8 @@ def test_where_servers_cannot_run_it(monkeypatch, capability, says):
     if says is None:
         assert check_transport(config) == "disk"
     else:
-        with pytest.raises(ValueError, match=f"rollout.quantization: .*{says}") as error:
+        with pytest.raises(ValueError, match=f"rollout.quantization: .*{says}"):
             check_transport(config)
-        assert "\n" not in str(error.value)
-    external = {"placement": "external", "urls": ["http://127.0.0.1:1"]}
-    assert check_transport(RolloutConfig(quantization="fp8", sync={"transport": "disk"}, **external)) == "disk"
 
 
 class RadixAttention:
@@ -182,7 +112,7 @@ class RadixAttention:
 
 
 def test_attention_has_no_scales_of_its_cache():
-    folder = Path(dynamo_megatron.rollout.__file__).parent / "sglang_fp8"
+    folder = Path(dynamo_megatron.rollout.servers.__file__).parent / "sglang_fp8"
     plugin = runpy.run_path(str(folder / "no_cache_scales.py"))["without_cache_scales"]
 
     def original(config, layer, prefix):

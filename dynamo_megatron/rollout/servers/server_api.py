@@ -70,13 +70,15 @@ def request(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeo
 
 
 def open_session(endpoint: Endpoint) -> None:
-    """Opens the server's weight-update session. One that an interrupted push left open is closed first."""
-    status, reply = request(endpoint, "/begin_weight_update", {}, CONTROL_TIMEOUT)
-    if "already open" in endpoint.own_words(reply):
-        close_session(endpoint)
+    """Opens the server's weight-update session. A session that an interrupted sync left open is closed first."""
+    for _ in range(2):
         status, reply = request(endpoint, "/begin_weight_update", {}, CONTROL_TIMEOUT)
-    if status != 200:
-        raise ServerError(f"/begin_weight_update said {status}: {endpoint.own_words(reply)}")
+        if status == 200:
+            return
+        if "already open" not in endpoint.own_words(reply):
+            break
+        call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)
+    raise ServerError(f"/begin_weight_update said {status}: {endpoint.own_words(reply)}")
 
 
 def close_session(endpoint: Endpoint) -> None:

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import torch
@@ -16,35 +15,36 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.servers.server import shares_memory
 
 VERSION_TIMEOUT = 120.0  # seconds for an interpreter to import torch
+# What has to be the same version on both sides: CUDA IPC handles of another torch cannot be opened, and NCCL refuses a
+# group of two versions, in the first sync.
+VERSIONS = {
+    "ipc": ("torch", lambda: torch.__version__, "torch.__version__"),
+    "nccl": (
+        "NCCL",
+        lambda: ".".join(map(str, torch.cuda.nccl.version())),
+        "'.'.join(map(str, torch.cuda.nccl.version()))",
+    ),
+}
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a choice of transport depends on besides the config."""
-
-    cuda: bool
-    hosts: int  # that training ranks run on
-
-
-def choose_transport(config: RolloutConfig, machine: Machine) -> str:
-    """The transport of `rollout.sync.transport`, `auto` resolved. Raises ValueError, one line, where it cannot work."""
-    name, near = config.sync.transport, machine.hosts == 1 and servers_are_here(config)
-    if name == "auto":
-        if machine.cuda:
-            return "ipc" if config.placement == "colocated" else "nccl"
-        return "tensor" if near else "disk"
+def choose_transport(config: RolloutConfig, cuda: bool, hosts: int) -> str:
+    """The transport of `rollout.sync.transport`, `auto` resolved. `cuda`: whether the training ranks have GPUs;
+    `hosts`: that they run on. Raises ValueError, one line, where it cannot work."""
+    name, near = config.sync.transport, hosts == 1 and servers_are_here(config)
     on_gpu = "ipc" if config.placement == "colocated" else "nccl"
+    if name == "auto":
+        return on_gpu if cuda else "tensor" if near else "disk"
     refusals = {
         "ipc": [
-            (not machine.cuda, "needs GPUs; use tensor, gloo or disk"),
+            (not cuda, "needs GPUs; use tensor, gloo or disk"),
             (on_gpu != "ipc", f"needs servers on the trainer's GPUs, and placement is {config.placement}; use nccl"),
         ],
         "nccl": [
-            (not machine.cuda, "needs GPUs; use tensor, gloo or disk"),
+            (not cuda, "needs GPUs; use tensor, gloo or disk"),
             (on_gpu != "nccl", "cannot have two ranks on one GPU, and placement is colocated; use ipc"),
         ],
         "tensor": [
-            (machine.cuda, f"is for servers on the CPU; use {on_gpu}"),
+            (cuda, f"is for servers on the CPU; use {on_gpu}"),
             (not near, "goes through one host's memory, and not all ranks and servers are on it; use disk or gloo"),
         ],
     }
@@ -73,14 +73,13 @@ def is_local(url: str) -> bool:
 
 
 def check_transport(config: RolloutConfig) -> str:
-    """The transport as far as one process knows it: the ranks' hosts are not known yet, so one (weight_sync/push.py).
-    Raises ValueError where it, memory that servers and ranks take turns with, or quantised servers cannot work."""
-    name = choose_transport(config, Machine(torch.cuda.is_available(), hosts=1))
+    """The transport as far as one process knows it: the ranks' hosts are not known yet, so one (weight_sync/sync.py).
+    Raises ValueError where it, offloading or quantised servers cannot work."""
+    name = choose_transport(config, torch.cuda.is_available(), hosts=1)
     if name == "ipc":
         check_segments("rollout.sync.transport: ipc")
-        check_torch(config)
-    if name == "nccl":
-        check_nccl(config)
+    if name in VERSIONS:
+        check_version(config, name)
     if shares_memory(config):
         check_segments("rollout.offload")
     check_quantization(config)
@@ -115,40 +114,22 @@ def check_quantization(config: RolloutConfig) -> None:
         )
 
 
-def check_torch(config: RolloutConfig) -> None:
-    """Raises ValueError where the servers' torch is another version, which could not open CUDA IPC handles."""
-    theirs = _said_by_the_servers(config, "torch.__version__", "torch")
-    if theirs not in (None, torch.__version__):
-        raise InputError(
-            f"rollout.sync.transport: ipc needs one version of torch on both sides: {torch.__version__} in "
-            f"{sys.executable}, {theirs} in {config.python}; {sys.executable} -m pip install "
-            f"torch=={theirs.partition('+')[0]} (docs/install.md), or give the servers GPUs of their own "
-            "(rollout.placement: split)"
-        )
-
-
-def check_nccl(config: RolloutConfig) -> None:
-    """Raises ValueError where the servers' NCCL is another version: it refuses a group of two versions, in the first
-    push."""
-    theirs = _said_by_the_servers(config, "'.'.join(map(str, torch.cuda.nccl.version()))", "torch with NCCL")
-    if theirs is not None and theirs != (ours := ".".join(map(str, torch.cuda.nccl.version()))):
-        raise InputError(
-            f"rollout.sync.transport: nccl needs one version of NCCL on both sides: {ours} in {sys.executable}, "
-            f"{theirs} in {config.python}; install one torch in both (docs/install.md), or set "
-            "rollout.sync.transport: gloo"
-        )
-
-
-def _said_by_the_servers(config: RolloutConfig, expression: str, what: str) -> str | None:
-    """What an expression about torch is in the servers' interpreter; None where that is ours, or another host's. Raises
-    ValueError where it does not say."""
+def check_version(config: RolloutConfig, transport: str) -> None:
+    """Raises ValueError where the library of VERSIONS is another version in the servers' interpreter, or is not there.
+    Servers with this interpreter, or on hosts of others, are not asked."""
     if config.python is None or config.placement == "external":
-        return None
+        return
+    library, ours, expression = VERSIONS[transport]
     asked = [config.python, "-P", "-c", f"import torch; print({expression})"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InputError(f"rollout.python: {config.python} does not tell its version of torch ({error})") from None
     if done.returncode or not done.stdout.strip():
-        raise InputError(f"rollout.python: {config.python} has no {what} ({done.stderr.strip().splitlines()[-1:]})")
-    return done.stdout.strip().splitlines()[-1]
+        raise InputError(f"rollout.python: {config.python} has no {library} ({done.stderr.strip().splitlines()[-1:]})")
+    if (theirs := done.stdout.split()[-1]) != ours():
+        raise InputError(
+            f"rollout.sync.transport: {transport} needs one version of {library} on both sides: {ours()} in "
+            f"{sys.executable}, {theirs} in {config.python}; install one torch in both, or set "
+            f"{'rollout.placement: split' if transport == 'ipc' else 'rollout.sync.transport: gloo'}"
+        )

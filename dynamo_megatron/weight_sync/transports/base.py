@@ -1,10 +1,11 @@
-"""The interface of a transport, which weight_sync/push.py calls, and the code that streaming transports share."""
+"""The interface of a transport, which weight_sync/sync.py calls, and the code that streaming transports share."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
@@ -18,18 +19,18 @@ class Transport(Protocol):
     one at a time.
 
     Whatever goes wrong with one server raises ServerError, RuntimeError or OSError; after that only `forget` is called
-    for it in this push. A method that a transport does not need does nothing.
+    for it in this sync. A method that a transport does not need does nothing.
     """
 
     def prepare(self) -> None:
-        """Rank 0, at the start of a push, before any server is notified."""
+        """Rank 0, at the start of a sync, before any server is notified."""
 
     def begin(self, endpoint: Endpoint) -> None:
         """Rank 0: tells the server that weights are coming."""
 
     def connect(self, endpoint: Endpoint) -> None:
         """Every sender, one after the other: links to this incarnation of the server. The link is kept for later
-        pushes."""
+        syncs."""
 
     @abstractmethod
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -55,17 +56,10 @@ class Transport(Protocol):
         """A sender: drops the link to a server that has failed."""
 
     def end(self) -> None:
-        """Every rank, at the end of a push: frees memory that only the push needed."""
+        """Every rank, at the end of a sync: frees memory that only the sync needed."""
 
     def close(self) -> None:
         """Every rank, at the end of the run."""
-
-
-def rotate(turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
-    """Returns the servers of a turn. Senders go round the servers, so that in one turn they send to different ones."""
-    if own is None:
-        return []
-    return [e for place, e in enumerate(endpoints) if (place + turn) % len(buckets) == buckets.index(own)]
 
 
 class Streamed(Transport):
@@ -77,8 +71,44 @@ class Streamed(Transport):
     def turn(
         self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
     ) -> list[Endpoint]:
-        return rotate(turn, buckets, own, endpoints)
+        """Senders go round the servers, so that in one turn they send to different ones."""
+        if own is None:
+            return []
+        return [e for place, e in enumerate(endpoints) if (place + turn) % len(buckets) == buckets.index(own)]
 
     def finish(self, endpoint: Endpoint, version: int) -> None:
         close_session(endpoint)
         set_version(endpoint, version)
+
+
+class FlatBuffer:
+    """A bucket's tensors end to end in one uint8 buffer, as SGLang's `flattened_bucket` load format has them. It is
+    filled again and again; `make(nbytes)` allocates it when it must grow."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor]):
+        self._make = make
+        self._whole: torch.Tensor | None = None
+        self.tensors: list[SimpleNamespace] = []  # name, shape, dtype; start_idx, end_idx, numel in bytes
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies the tensors in, one after the other; each once."""
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        if self._whole is None or self._whole.numel() < total:
+            self._whole = None  # free the old buffer first
+            self._whole = self._make(total)
+        self.used = self._whole[:total]
+        self.tensors, start = [], 0
+        for name, tensor in tensors.items():
+            end = start + tensor.nbytes
+            self.used[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
+            self.tensors.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
+            start = end
+
+    def description(self) -> dict[str, list[Any]]:
+        """Returns names, dtypes and shapes as /update_weights_from_distributed takes them."""
+        return {
+            "names": [t.name for t in self.tensors],
+            "dtypes": [str(t.dtype).removeprefix("torch.") for t in self.tensors],
+            "shapes": [list(t.shape) for t in self.tensors],
+        }

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
+from unittest import mock
 from urllib.parse import urlsplit
 
 import torch
@@ -24,8 +25,7 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, ServerError, call, request
 from dynamo_megatron.runtime.listening import address_towards, gloo_listens_on, serve_store
 from dynamo_megatron.runtime.threads import Call
-from dynamo_megatron.weight_sync.transports.base import Streamed
-from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Streamed
 
 JOIN_TIMEOUT = 120.0  # seconds for all members of a group to meet
 GROUP_TIMEOUT = TRANSFER_TIMEOUT + 60  # seconds for one broadcast: the server's own error comes first
@@ -36,7 +36,6 @@ ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # by def
 
 class GroupTransport(Streamed):
     def __init__(self, backend: Literal["gloo", "nccl"], device: torch.device):
-        super().__init__()
         self._backend, self._device = backend, device
         self._buffer = FlatBuffer(self._allocate)
         self._groups: dict[str, tuple[Endpoint, str, dist.ProcessGroup]] = {}  # by the server's name
@@ -133,23 +132,16 @@ class GroupTransport(Streamed):
         same."""
         # With gloo the members meet here, with NCCL in the first broadcast.
         timeout = GROUP_TIMEOUT if self._backend == "nccl" else JOIN_TIMEOUT
-        before = os.environ.get(ERROR_HANDLING)
-        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY
-        try:
-            with gloo_listens_on(address):
-                group, _ = _new_process_group_helper(
-                    size,
-                    0,
-                    [],
-                    dist.Backend(self._backend),
-                    dist.PrefixStore(name, store),
-                    group_name=name,
-                    timeout=datetime.timedelta(seconds=timeout),
-                )
-        finally:
-            del os.environ[ERROR_HANDLING]
-            if before is not None:
-                os.environ[ERROR_HANDLING] = before
+        with mock.patch.dict(os.environ, {ERROR_HANDLING: CLEAN_UP_ONLY}), gloo_listens_on(address):
+            group, _ = _new_process_group_helper(
+                size,
+                0,
+                [],
+                dist.Backend(self._backend),
+                dist.PrefixStore(name, store),
+                group_name=name,
+                timeout=datetime.timedelta(seconds=timeout),
+            )
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
         return group
 

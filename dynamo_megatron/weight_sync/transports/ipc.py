@@ -20,15 +20,13 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, TRANSFER_TIMEOUT, ServerError, call, call_for
 from dynamo_megatron.weight_sync.schedule import Bucket
 from dynamo_megatron.weight_sync.transports import is_local
-from dynamo_megatron.weight_sync.transports.base import Streamed
-from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Streamed
 
 DEVICE = 6  # position of the device in rebuild_cuda_tensor's arguments
 
 
 class IpcTransport(Streamed):
     def __init__(self, layout: Layout):
-        super().__init__()
         self._layout = layout
         self._staged = FlatBuffer(self._allocate)
         self._copy: torch.Tensor | None = None  # what servers read: it must not move as long as they do

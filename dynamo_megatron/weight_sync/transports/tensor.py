@@ -20,13 +20,11 @@ import torch.multiprocessing
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, call
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, keeping
-from dynamo_megatron.weight_sync.transports.base import Streamed
-from dynamo_megatron.weight_sync.transports.flat import FlatBuffer
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Streamed
 
 
 class TensorTransport(Streamed):
     def __init__(self) -> None:
-        super().__init__()
         # With the default, file descriptors, a process that is not our child cannot authenticate, and SGLang's
         # scheduler dies of it.
         torch.multiprocessing.set_sharing_strategy("file_system")

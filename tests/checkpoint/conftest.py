@@ -1,0 +1,54 @@
+"""Tiny models, what `convert` makes of one, and the command itself."""
+
+import pytest
+
+from dynamo_megatron import cli
+from dynamo_megatron.checkpoint.convert import hf2mcore
+
+SIZES = {"vocab": 104, "hidden": 32, "ffn": 64}
+
+
+@pytest.fixture(scope="session")
+def model_of(make_tiny_model, tmp_path_factory):
+    """model_of(family, **options) -> its folder, made once a session. Do not change it."""
+    made = {}
+
+    def model(family="qwen2", **options):
+        key = (family, *sorted(options.items()))
+        if key not in made:
+            made[key] = make_tiny_model(tmp_path_factory.mktemp(family) / "model", family, **SIZES, **options)
+        return made[key]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def converted(model_of, tmp_path_factory):
+    """(Hugging Face folder, what hf2mcore made of it). Do not change them."""
+    mcore = tmp_path_factory.mktemp("converted") / "mcore"
+    hf2mcore(model_of(), mcore)
+    return model_of(), mcore
+
+
+@pytest.fixture
+def convert(capsys):
+    """convert(*words) -> (exit code, stderr) of `dynamo-megatron convert`."""
+
+    def run(*words):
+        capsys.readouterr()
+        return cli.main(["convert", *map(str, words)]), capsys.readouterr().err.rstrip("\n")
+
+    return run
+
+
+@pytest.fixture
+def refused(convert, tmp_path):
+    """refused(direction, source, *words) -> the one line of a conversion into tmp_path/out, which leaves nothing."""
+
+    def run(direction, source, *words):
+        before = sorted(tmp_path.iterdir())
+        code, line = convert(direction, source, tmp_path / "out", *words)
+        assert code == 2 and line and sorted(tmp_path.iterdir()) == before, line
+        return line.splitlines()[-1]
+
+    return run

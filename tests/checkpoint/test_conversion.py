@@ -1,0 +1,299 @@
+"""`dynamo-megatron convert` both ways: bit-equal, streamed, and every bad input one line."""
+
+import json
+import os
+import re
+import resource
+import runpy
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from dynamo_megatron.checkpoint import convert as conversion
+from dynamo_megatron.checkpoint import torch_dist
+from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf
+from dynamo_megatron.checkpoint.folder import read_manifest, write_manifest
+from dynamo_megatron.checkpoint.safetensors_folder import companion_files, write_file
+from dynamo_megatron.checkpoint.weights import open_weights
+from dynamo_megatron.models import FAMILIES, load_model_config
+from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.published import PUBLISHED
+
+NORM = "model.norm.weight"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Names, dtypes and bits."""
+    alike = (t.dtype == other[n].dtype and torch.equal(t, other[n]) for n, t in one.items() if n in other)
+    return one.keys() == other.keys() and all(alike)
+
+
+@pytest.fixture
+def changed(model_of, tmp_path):
+    """changed(change, **options) -> a copy of a model whose tensors `change` has altered."""
+
+    def make(change, **options):
+        folder = shutil.copytree(model_of(**options), tmp_path / "changed", dirs_exist_ok=True)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def mcore(converted, tmp_path):
+    """A copy of the converted folder."""
+    return shutil.copytree(converted[1], tmp_path / "mcore")
+
+
+@pytest.mark.parametrize(("dtype", "tied"), [("bfloat16", False), ("float32", True)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_is_bit_equal(model_of, tmp_path, monkeypatch, family, dtype, tied):
+    monkeypatch.setattr(conversion, "FILE_BYTES", 20_000 + conversion.OVERHEAD)  # several files, as a large model has
+    monkeypatch.setattr(torch_dist, "FILE_BYTES", 20_000)
+    folder = model_of(family, dtype=dtype, tied=tied)
+    hf2mcore(folder, tmp_path / "mcore")
+    mcore2hf(tmp_path / "mcore", tmp_path / "hf")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    assert len(list((tmp_path / "mcore").glob("*.distcp"))) > 2
+    assert same(weights(tmp_path / "hf"), weights(folder))
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors" and file.name != "config.json":
+            assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes()
+    with open_weights(tmp_path / "hf", load_model_config(tmp_path / "hf")) as opened:
+        assert set(opened.names) == set(weights(folder))  # the index agrees
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype(converted, tmp_path, dtype):
+    folder, mcore = converted
+    hf2mcore(folder, tmp_path / "mcore", dtype)
+    mcore2hf(tmp_path / "mcore", tmp_path / "there")
+    mcore2hf(mcore, tmp_path / "back", dtype)
+    source = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights(folder).items()}
+    for out in ("there", "back"):
+        assert json.loads((tmp_path / out / "config.json").read_text())["dtype"] == dtype
+        assert same(weights(tmp_path / out), source)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(1e5, "too large for float16"), (float("-inf"), "the source"), (float("nan"), "the source")]
+)
+def test_a_value_that_float16_does_not_have_is_refused(changed, refused, value, said):
+    line = refused("hf2mcore", changed(lambda t: t[NORM][3].fill_(value)), "--dtype", "float16")
+    assert NORM in line and said in line
+
+
+def test_a_value_that_is_not_finite_is_passed_on_in_neither_direction(converted, changed, mcore, refused):
+    name = "model.layers.1.mlp.down_proj.weight"
+    folder = changed(lambda t: t[name][0, 3].fill_(float("nan")))
+    says = f"tensor {name}: the source holds NaN or infinity; download the model again"
+    assert refused("hf2mcore", folder) == says
+    (mcore / "manifest.json").unlink()  # as another program writes it
+    whole, damaged = (weights(f)[name].view(torch.uint8).numpy().tobytes() for f in (converted[0], folder))
+    file = mcore / "__0_0.distcp"
+    assert file.read_bytes().count(whole) == 1
+    file.write_bytes(file.read_bytes().replace(whole, damaged))
+    assert refused("mcore2hf", mcore) == says
+
+
+def test_a_flipped_bit_is_refused(mcore, refused, convert, tmp_path):
+    file = mcore / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    line = refused("mcore2hf", mcore)
+    assert line.startswith(f"{file}: its bytes are not those that were saved (XXH3 ")
+    assert line.endswith("; copy or convert the model again")
+    (mcore / "manifest.json").unlink()  # as another program writes it
+    said = f"{mcore}: saved without checksums, so that its bytes are not verified"
+    assert convert("mcore2hf", mcore, tmp_path / "out") == (0, said)
+
+
+def test_config_and_tokenizer_of_a_converted_folder_may_be_edited(mcore, convert, tmp_path):
+    for file in companion_files(mcore):
+        file.write_bytes(file.read_bytes() + b"\n")
+    assert convert("mcore2hf", mcore, tmp_path / "out") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: [t.pop(n) for n in list(t) if "norm" in n], "5 missing: model"),
+        (lambda t: t.update(extra=torch.ones(1)), "1 without a place in a qwen2 model: extra"),
+        (lambda t: t.update({NORM: torch.ones(31)}), r"1 of another shape: model.norm.weight \[31\] instead of \[32\]"),
+        (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)}), "model.norm.weight is I8; give unquantised"),
+        (lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32).double()}), "give one dtype"),
+    ],
+    ids=["missing", "extra", "shape", "quantised", "dtypes"],
+)
+def test_wrong_tensors_are_listed(changed, refused, change, said):
+    assert re.search(said, refused("hf2mcore", changed(change)))
+
+
+def test_a_tied_folder_may_carry_its_head(model_of, changed, refused, tmp_path):
+    def with_head(tensors, change=0):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() + change
+
+    hf2mcore(changed(with_head, tied=True), tmp_path / "mcore")
+    mcore2hf(tmp_path / "mcore", tmp_path / "hf")
+    assert weights(tmp_path / "hf").keys() == weights(model_of(tied=True)).keys()
+    assert "lm_head.weight differs" in refused("hf2mcore", changed(lambda t: with_head(t, 1), tied=True))
+
+
+def test_damaged_folders(changed, mcore, refused, tmp_path):
+    folder = changed(lambda t: None)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    assert "model.safetensors: corrupt or truncated" in refused("hf2mcore", folder)
+    file.unlink()
+    assert "neither model.safetensors nor" in refused("hf2mcore", folder)
+    for index, said in (
+        ({"weight_map": {"a": "model-00001-of-00002.safetensors"}}, "model-00001-of-00002.safetensors: no such file"),
+        ({"weight_map": {"a": "../a.safetensors"}}, "malformed"),
+        ({}, "malformed"),
+    ):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert said in refused("hf2mcore", folder)
+    assert "no such folder" in refused("hf2mcore", tmp_path / "nowhere")
+    assert "neither a checkpoint nor a run" in refused("mcore2hf", folder)
+    data = mcore / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-5000])
+    assert "__0_0.distcp: truncated" in refused("mcore2hf", mcore)
+    data.unlink()
+    assert "__0_0.distcp: no such file" in refused("mcore2hf", mcore)
+    (mcore / ".metadata").write_bytes(b"nothing")
+    assert ".metadata: cannot be read" in refused("mcore2hf", mcore)
+
+
+def test_a_checkpoint_of_another_model(model_of, mcore, refused):
+    shutil.copy(model_of("qwen3") / "config.json", mcore)
+    line = refused("mcore2hf", mcore)
+    assert "another model" in line and "family qwen2 instead of qwen3" in line
+    (mcore / "manifest.json").unlink()  # another program's checkpoint has none: its tensors tell
+    line = refused("mcore2hf", mcore)
+    assert "missing" in line and "q_layernorm" in line and "linear_qkv.bias" in line
+
+
+def test_targets(converted, refused, convert, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert "file: is there already" in convert("hf2mcore", converted[0], tmp_path / "file")[1]
+    assert "cannot be written" in convert("mcore2hf", converted[1], tmp_path / "file" / "out")[1]
+    (tmp_path / ".out.unfinished").mkdir()
+    assert ".out.unfinished: another conversion writes it, or was killed" in refused("hf2mcore", converted[0])
+    (tmp_path / ".out.unfinished").rmdir()
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 2 * 10**4))
+    assert re.search(r"needs [\d.]+ GB, the disk has 0.000 GB free", refused("hf2mcore", converted[0]))
+
+
+def test_a_disk_that_fills_up(converted, convert, tmp_path):
+    """A limit on a file's size stands in for the disk's end: the system refuses the write in the same place."""
+    for direction, source in zip(("hf2mcore", "mcore2hf"), converted, strict=True):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+        try:
+            code, said = convert(direction, source, tmp_path / "out")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert code == 1 and "out: not written" in said and "\n" not in said
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def run_folder(converted, tmp_path, monkeypatch):
+    """A run started in `tmp_path`/start with a relative model.path, and its checkpoints of step 3 (float16) and 7."""
+    shutil.copytree(converted[0], tmp_path / "start" / "model")
+    settings = {"model": {"path": "model"}, "data": {"source": "none"}, "output_dir": "run"}
+    for step, dtype in ((3, "float16"), (7, None)):
+        folder = tmp_path / "start" / "run" / "checkpoints" / f"step-{step:06d}"
+        hf2mcore(converted[0], folder, dtype)
+        manifest = read_manifest(folder)
+        for file in (*companion_files(folder), folder / "manifest.json"):
+            file.unlink()
+        write_manifest(folder, {"step": step, **{key: manifest[key] for key in ("model", "dtype", "layout")}})
+    (tmp_path / "start" / "run" / "config.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path / "start")
+    return tmp_path / "start" / "run"
+
+
+def test_a_step_of_a_run(run_folder, converted, convert, refused, tmp_path):
+    mcore2hf(run_folder, tmp_path / "newest")
+    assert same(weights(tmp_path / "newest"), weights(converted[0]))
+    assert convert("mcore2hf", run_folder, tmp_path / "third", "--step", 3) == (0, "")
+    mcore2hf(run_folder / "checkpoints" / "step-000003", tmp_path / "same")
+    assert weights(tmp_path / "third")[NORM].dtype == weights(tmp_path / "same")[NORM].dtype == torch.float16
+    assert "has no checkpoint of step 4; it has 3, 7" in refused("mcore2hf", run_folder, "--step", 4)
+    for number in (3, 7):
+        (run_folder / "checkpoints" / f"step-{number:06d}" / "manifest.json").unlink()
+    assert refused("mcore2hf", run_folder).startswith(f"{run_folder}: no complete checkpoint: ")
+
+
+def test_a_checkpoint_without_its_run_or_its_model(run_folder, converted, convert, refused, tmp_path, monkeypatch):
+    copy = shutil.copytree(run_folder / "checkpoints" / "step-000003", tmp_path / "step-000003")
+    assert "--model" in refused("mcore2hf", copy)
+    monkeypatch.chdir(tmp_path)
+    line = refused("mcore2hf", run_folder)
+    assert "no folder model here" in line and "--model" in line
+    for number, path in enumerate((copy, run_folder)):
+        assert convert("mcore2hf", path, tmp_path / f"out-{number}", "--model", converted[0]) == (0, "")
+    assert weights(tmp_path / "out-0")[NORM].dtype == torch.float16 != weights(tmp_path / "out-1")[NORM].dtype
+
+
+def test_the_scripts_are_the_commands(converted, tmp_path, monkeypatch):
+    tools = Path(__file__).parents[2] / "tools"
+    for name, source in zip(("hf_to_megatron", "megatron_to_hf"), converted, strict=True):
+        main = runpy.run_path(str(tools / f"{name}.py"))["main"]
+        assert main([str(source), str(tmp_path / name)]) == 0 and (tmp_path / name / "config.json").is_file()
+
+
+CONVERTS = """
+import sys
+from pathlib import Path
+from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf
+
+def peak():
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) * 1024
+
+before = peak()
+hf2mcore(Path(sys.argv[1]) / "hf", Path(sys.argv[1]) / "mcore")
+mcore2hf(Path(sys.argv[1]) / "mcore", Path(sys.argv[1]) / "back")
+print(peak() - before)
+"""
+
+
+@pytest.mark.full
+def test_memory_is_that_of_a_few_tensors(tmp_path):
+    """Of 0.9 GB, of which the largest tensor has 0.13 GB."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    config = PUBLISHED["Qwen2.5-1.5B"]["config"] | {"num_hidden_layers": 8, "vocab_size": 40_000, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {n: (torch.bfloat16, shape) for n, shape in huggingface_shapes(load_model_config(folder)).items()}
+    write_file(folder / "model.safetensors", tensors, lambda name: torch.rand(tensors[name][1]).bfloat16())
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", CONVERTS, tmp_path],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MALLOC_ARENA_MAX": "2"},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    # Pages of mapped files count too: those of the source, once.
+    size = (folder / "model.safetensors").stat().st_size
+    assert int(done.stdout) < size + 0.6e9, f"{int(done.stdout) / 1e9:.2f} GB for {size / 1e9:.2f} GB"
+    assert same(weights(folder), weights(tmp_path / "back"))

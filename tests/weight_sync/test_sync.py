@@ -1,0 +1,106 @@
+"""Weight syncs with real servers: after each, their checksums are those of the policy's weights."""
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+TRANSPORTS = ("tensor", "gloo", "disk")
+TP2_PP2 = {"tp2-pp2": (4, {"tp": 2, "pp": 2})}
+
+
+def proved(sync, *names):
+    """Proved by the sync itself, and against weights that were computed apart from it."""
+    for name in names:
+        assert sync["outcomes"][name] is None, sync
+        assert sync["servers"][name] == {"checksum": None, "version": str(sync["version"])}, sync
+
+
+def check(seen, syncs, servers):
+    endpoints = [server.endpoint for server in servers]
+    assert [sync["transport"] for sync in seen] == [t for t in TRANSPORTS for _ in range(syncs)]
+    for sync in seen:
+        proved(sync, *(e.name for e in endpoints))
+        assert 0 < sync["pause_seconds"] <= sync["seconds"]
+        assert sync["buckets"] > 3
+        # SGLang's groups give every rank of a server whole tensors.
+        copies = max(e.tp for e in endpoints) if sync["transport"] == "gloo" else 1
+        assert sync["bytes"] <= 1.05 * copies * sync["floor_bytes"]
+
+
+def test_a_tp2_pp2_policy(tiny_model, sglang_server, run_syncs, tmp_path):
+    job = {"model": tiny_model, "dtype": "float32", "servers": [sglang_server], "layouts": TP2_PP2}
+    seen = run_syncs(tmp_path / "job", transports=TRANSPORTS, syncs=2, **job)
+    check(seen["tp2-pp2"], 2, [sglang_server])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "dtype", "options", "layouts"),
+    [
+        ("llama", "bfloat16", {"tied": True, "vocab": 131}, {"tp2": (2, {"tp": 2})}),
+        # SGLang pads experts of other widths on a CPU.
+        (
+            "qwen3_moe",
+            "float32",
+            {"expert_ffn": 64},
+            {"tp2-ep2": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}), "pp2-ep2": (4, {"pp": 2, "ep": 2})},
+        ),
+    ],
+)
+def test_two_servers(make_tiny_model, start_servers, run_syncs, tmp_path, family, dtype, options, layouts):
+    model = make_tiny_model(tmp_path / "model", family=family, dtype=dtype, **options)
+    servers = start_servers(model, dtype, (1, 2), tmp_path)
+    job = {"model": model, "dtype": dtype, "servers": servers, "layouts": layouts}
+    seen = run_syncs(tmp_path / "job", transports=TRANSPORTS, syncs=1, **job)
+    for name in layouts:
+        check(seen[name], 1, servers)
+
+
+@pytest.mark.full
+def test_a_server_killed_in_the_middle_of_a_sync(tiny_model, start_servers, run_syncs, tmp_path):
+    servers = start_servers(tiny_model, "float32", (1, 1), tmp_path)
+    folder = tmp_path / "job"
+
+    def bring_back():
+        while not (folder / "killed").exists():
+            time.sleep(0.2)
+        servers.extend(start_servers(tiny_model, "float32", (1,), tmp_path, name="server-1", incarnation=2))
+        (folder / "back.part").write_text(json.dumps(dataclasses.asdict(servers[-1].endpoint)))
+        (folder / "back.part").rename(folder / "back.json")
+
+    threading.Thread(target=bring_back, daemon=True).start()
+    guard = psutil.Process(servers[1]._process.pid)
+    kill = [process.pid for process in guard.children(recursive=True)]
+    job = {"model": tiny_model, "dtype": "float32", "servers": servers, "layouts": TP2_PP2}
+    seen = run_syncs(folder, run="kill", transports=("gloo",), kill=kill, **job)["tp2-pp2"]
+    proved(seen[0], "server-0", "server-1")
+    proved(seen[1], "server-0")
+    assert "no answer" in seen[1]["outcomes"]["server-1"]
+    proved(seen[2], "server-0")
+    proved(seen[3], "server-0", "server-1")
+
+
+@pytest.mark.full
+def test_servers_with_fp8_weights(make_tiny_model, start_servers, run_syncs, tmp_path, monkeypatch):
+    """SGLang's own loaders and checker; the products of the layers are a stand-in's (fp8_on_cpu)."""
+    stand_in = Path(__file__).with_name("fp8_on_cpu")
+    inherited = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(stand_in), *([inherited] if inherited else [])]))
+    sizes = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 256}
+    model = make_tiny_model(tmp_path / "model", family="qwen3", dtype="bfloat16", vocab=131, **sizes)
+    servers = start_servers(model, "bfloat16", (2,), tmp_path, quantization="fp8")
+    job = {"model": model, "dtype": "bfloat16", "quantization": "fp8", "servers": servers}
+    job["layouts"] = {"tp2": (2, {"tp": 2})}
+    check(run_syncs(tmp_path / "job", transports=TRANSPORTS, syncs=1, **job)["tp2"], 1, servers)
+    # A scale that does not arrive is noticed as its weight.
+    withheld = "model.layers.1.self_attn.k_proj.weight_scale_inv"
+    job |= {"run": "withheld", "withheld": withheld, "transports": ("tensor",)}
+    first, second = run_syncs(tmp_path / "withheld", **job)["tp2"]
+    assert "1 differing: model.layers.1.self_attn.qkv_proj.weight" in first["outcomes"]["server-0"]
+    proved(second, "server-0")
