@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from dynamo_megatron.cli.launch_options import check_sbatch
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.command import refuse_secrets
+from dynamo_megatron.launcher.options import check_sbatch
 from dynamo_megatron.launcher.slurm import sbatch_option, sbatch_quote
 
 # SLURM signals the script (B:) before the limit; the run saves and exits with 75, and its task is requeued.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo_megatron.cli.launch_options import JobOptions
 from dynamo_megatron.config import Config
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB
 from dynamo_megatron.planning.plan import RESERVED, SERVER_WORKING, SLOWEST, Plan, StageMemory
 from dynamo_megatron.rollout.retention import SHARE, stored_step
+
+STOP_BEFORE = 1800  # seconds, the default of `launch slurm --stop-before`
 
 SLOW_SERVER = 3  # times the floor of a response: what a server may take without a fault
 
@@ -132,11 +133,11 @@ def _rest(plan: Plan) -> list[str]:
     fullest = max(plan.stages, key=lambda stage: stage.peak)
     phase = {"update": sum(fullest.training.values()), **fullest.others}
     item = max(phase, key=lambda name: phase[name])
-    if plan.stop_before > JobOptions.stop_before:
+    if plan.stop_before > STOP_BEFORE:
         lines.append(
             f"between two safe points, the end of generation and that of the step, a stop waits at least "
             f"{t.training:.0f} s, in practice up to {SLOWEST} times as long, and for the save: `launch slurm --gpu "
-            f"{plan.cluster.gpu.name}` sets --stop-before {plan.stop_before} (the default: {JobOptions.stop_before}), "
+            f"{plan.cluster.gpu.name}` sets --stop-before {plan.stop_before} (the default: {STOP_BEFORE}), "
             "`launch nemo` needs it as an option"
         )
     lines += cautions(plan)

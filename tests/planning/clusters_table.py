@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dynamo_megatron.cli.launch_options import JobOptions
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.jobs.layout_checks import check_ranks
+from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning.command import UNNEEDED, model_spec
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
