@@ -19,10 +19,10 @@ from dynamo_megatron.config import shipped
 from dynamo_megatron.config.files import ConfigError, compose, describe
 from dynamo_megatron.config.peer_keys import ours
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.jobs.rank_variables import rank_variables
 from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.runtime.plain_text import escaped_line, printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
-from dynamo_megatron.runtime.rank_variables import rank_variables
 from dynamo_megatron.tracking.progress import Progress
 
 

@@ -16,15 +16,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.config.peer_keys import PREFIX, ours
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.runtime.credentials import in_urls
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 Layer = tuple[str, Mapping[str, Any]]  # what messages call it, and the sections that it sets
-
-
-class ConfigError(InputError):
-    """A configuration that is refused; the message has a line for each fault."""
 
 
 def compose(

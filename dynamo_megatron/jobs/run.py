@@ -17,11 +17,11 @@ from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.layout_checks import check_layout, describe_layout, missing_data
 from dynamo_megatron.jobs.output_dir import OutputDir
+from dynamo_megatron.jobs.start_checks import check_room
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.policy import backend
 from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.spikes import GradientSpike
-from dynamo_megatron.preflight.machine_checks import check_room, trainer_faults
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.retention import after_a_stop
@@ -59,8 +59,6 @@ class Job:
     def check(self, ranks: int, *, generates: bool = True) -> dict[str, Any]:
         """What can be checked in a moment and without writing anything; returns the derived values. Not called in
         order. `generates`: the run makes rollouts. Raises ConfigError."""
-        if bad := [finding.text for finding in trainer_faults() if finding.level == "FAILED"]:
-            raise ConfigError(bad[0])
         faults = missing_data(self.config)
         try:
             spec = check_layout(self.config, ranks)

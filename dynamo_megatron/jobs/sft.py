@@ -23,8 +23,8 @@ from dynamo_megatron.evaluation.overlap import problem_text
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.sft_examples import Example, examples_of
+from dynamo_megatron.jobs.start_checks import check_vocabulary
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.types import Prompt, Sequences
@@ -79,26 +79,14 @@ class SFTJob(Job):
             self.output.keep_chat_template(self._tokenizer.chat_template)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
-        from dynamo_megatron.jobs.checkpoints import Checkpoints  # these need Megatron
-        from dynamo_megatron.jobs.sft_trainer import SFTTrainer
-        from dynamo_megatron.phases import Phases
-        from dynamo_megatron.policy.spikes import SPIKES
-        from dynamo_megatron.training_run import RunParts
+        from dynamo_megatron.jobs.sft_trainer import SFTTrainer  # these need Megatron
+        from dynamo_megatron.jobs.training_run import open_run
 
-        journal, leads = self.journal, policy.layout.rank == 0
-        state = {"stream": self._stream} if leads else {}
-        if leads and policy.spikes is not None:
-            state[SPIKES] = policy.spikes
-        checkpoints = Checkpoints(policy, self.config, state, journal.say if leads else None)
-        start = checkpoints.resume()
-        if leads:
-            self.output.take_over(start)
-        phases = Phases(journal.progress if leads else None, None)
-        parts = RunParts(self.config, policy, coordinator, checkpoints, phases, journal, start)
-        self._trainer = SFTTrainer(parts, self._next)
+        self._run = open_run(self, policy, coordinator, {"stream": self._stream})
+        self._trainer = SFTTrainer(self._run, self.journal, self._next)
 
     def run(self) -> None:
-        self._trainer.run()
+        self._run.carry_out(self._trainer.train)
 
     def _next(self, on_poll: Callable[[], None]) -> Sequences:
         """The examples of the next update. `on_poll` is called while the data gives none."""

@@ -7,50 +7,69 @@ from typing import Any
 
 import numpy as np
 
+from dynamo_megatron.jobs.training_run import TrainingRun
+from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_metrics import spike_count
-from dynamo_megatron.train import Trainer
-from dynamo_megatron.training_run import RunParts
 from dynamo_megatron.types import Sequences
 
 LINES = 20  # about this many step lines are printed; metrics.jsonl has every step
 
 
-class SFTTrainer(Trainer):
-    """`next_examples(on_poll)` is called on rank 0 and returns a step's examples; it calls `on_poll` while it waits."""
+class SFTTrainer:
+    """`next_examples(on_poll)` is called on rank 0 and returns a step's examples; it calls `on_poll` while it waits.
+    `journal`: rank 0's."""
 
-    def __init__(self, parts: RunParts, next_examples: Callable[[Callable[[], None]], Sequences]):
-        super().__init__(parts)
-        self.next_examples = next_examples
+    def __init__(
+        self,
+        run: TrainingRun,
+        journal: Journal | None,
+        next_examples: Callable[[Callable[[], None]], Sequences],
+    ):
+        self.run, self.config, self.journal, self.next_examples = run, run.config, journal, next_examples
 
-    def before_first_step(self) -> None:
+    def train(self) -> None:
+        """Trains until `trainer.steps` or `trainer.stop_when`."""
+        run = self.run
         if self.journal is not None:
-            self.journal.progress.start(self.start)
+            self.journal.progress.start(run.start)
+        run.phases.clock.restart()
+        run.save()  # finishes an interrupted export
+        stop_reason = self.stop_reason(run.start)
+        for step in range(run.start + 1, self.config.trainer.steps + 1):
+            if stop_reason is not None:
+                break
+            run.begin_step(step)
+            self.train_step(step)
+            run.reached(step)
+            stop_reason = self.stop_reason(step)
+            run.save_if_due(step, stop_reason)
 
     def train_step(self, step: int) -> None:
-        self.phases.begin("read data")
+        phases, policy, coordinator = self.run.phases, self.run.policy, self.run.coordinator
+        phases.begin("read data")
         if self.journal is None:
-            self.coordinator.pass_on_stop()
-        sequences = self.on_rank_0(f"the examples of step {step}", self.draw)
-        self.phases.begin("update")
+            coordinator.pass_on_stop()
+        sequences = self.run.on_rank_0(f"the examples of step {step}", self.draw)
+        phases.begin("update")
         tokens, lr = int(sequences.response_lengths.sum()), self.config.learning_rate(step)
         weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)  # every completion token counts the same
-        update = self.policy.fit(sequences, weights, lr)
-        self.policy.check_weights(lr)
+        update = policy.fit(sequences, weights, lr)
+        policy.check_weights(lr)
         if self.journal is not None:
             self.log(step, tokens, lr, update)
-        self.phases.clock.restart()
+        phases.clock.restart()
 
     def draw(self) -> Sequences:
-        self.coordinator.check_stop()
-        return self.next_examples(self.coordinator.check_stop)
+        self.run.coordinator.check_stop()
+        return self.next_examples(self.run.coordinator.check_stop)
 
-    def evaluate_if_due(self, step: int) -> str | None:
+    def stop_reason(self, step: int) -> str | None:
         if self.config.trainer.stop_when is None:
             return None
-        return self.on_rank_0(f"the end of step {step}", lambda: self.journal.finished())
+        return self.run.on_rank_0(f"the end of step {step}", lambda: self.journal.finished())
 
     def log(self, step: int, tokens: int, lr: float, update: dict[str, float]) -> None:
-        clock, steps = self.phases.clock, self.config.trainer.steps
+        clock, steps = self.run.phases.clock, self.config.trainer.steps
         metrics = {
             "step": step,
             "sft/loss": update["loss"],

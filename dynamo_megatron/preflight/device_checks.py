@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.jobs.rank_variables import rank_variables
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok
 from dynamo_megatron.preflight.subject import Subject
-from dynamo_megatron.runtime.rank_variables import rank_variables
 
 TIMEOUT = 120.0  # seconds for all ranks to start, meet and finish the all-reduce
 BUSY_SHARE = 0.1  # of a GPU's memory; a note where other processes take more

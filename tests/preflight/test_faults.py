@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.jobs.start_checks import check_vocabulary
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.preflight import device_checks, machine_checks, model_checks
+from dynamo_megatron.preflight import device_checks, machine_checks
 from dynamo_megatron.runtime.free_ports import free_port
 
 
@@ -88,7 +89,7 @@ def test_the_demos_tokenizer_is_its_models(tmp_path):
     demo["make_model"](tokenizer, tmp_path, 0)
     loaded = load_tokenizer(tmp_path)
     assert max(loaded.get_vocab().values()) >= len(tokenizer), "else this says nothing"
-    model_checks.check_vocabulary(tmp_path, load_model_config(tmp_path), loaded)
+    check_vocabulary(tmp_path, load_model_config(tmp_path), loaded)
 
 
 def test_an_end_token_beyond_the_embedding(base, failure):

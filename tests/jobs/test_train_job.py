@@ -11,12 +11,13 @@ from dynamo_megatron.runtime.coordination import StopRequested
 def test_links_to_servers_are_closed_where_the_ranks_are_in_step(ending, closes):
     closed = []
 
-    def run():
+    def run(train):
         if ending is not None:
             raise ending
 
     job = TrainJob.__new__(TrainJob)
-    job._trainer, job._serving = SimpleNamespace(run=run), SimpleNamespace(close=lambda: closed.append(1))
+    job._trainer, job._serving = SimpleNamespace(train=None), SimpleNamespace(close=lambda: closed.append(1))
+    job._training = SimpleNamespace(carry_out=run)
     if ending is None:
         job.run()
     else:
