@@ -172,7 +172,7 @@ def _fields(kind: Any) -> dict[str, Any]:
     """name -> type of a section; nothing for a plain value."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return typing.get_type_hints(kind)
     for option in typing.get_args(kind):  # Section | None
         if fields := _fields(option):

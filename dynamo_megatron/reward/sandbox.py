@@ -37,6 +37,7 @@ ENVIRONMENT = {
 HARNESS = "/harness.py"
 START_TIMEOUT = 60.0  # seconds; an interpreter on a busy network file system takes long
 MESSAGE = 4096  # bytes of what bubblewrap or the harness says
+FILE_SIZE = 16 << 20  # bytes of all files in a program's temporary folder
 LATE = (None, 128 + signal.SIGKILL)  # exit codes: none in time; that at the limit of CPU time
 MEND = (
     "install bubblewrap 0.7 or newer, allow user namespaces (sysctl user.max_user_namespaces, "
@@ -64,7 +65,7 @@ class Sandbox:
         if program is None:
             raise InputError(f"reward.functions: code: there is no bwrap on the PATH; {MEND}")
         interpreter = config.python or os.path.realpath(sys.executable)
-        self._isolation = [program, *_isolation(interpreter, config.file_size)]
+        self._isolation = [program, *_isolation(interpreter, FILE_SIZE)]
         # -S: the folders of packages take longer to go through than all the rest of an interpreter's start.
         self._python = [interpreter, *([] if config.python else ["-S"]), "-s", "-B", "-X", "utf8"]
         self._limits = [str(config.cpu_seconds), str(config.memory)]

@@ -49,7 +49,6 @@ def refused(capsys, *arguments, command: str = "train") -> str:
         ("optimzer.lr=1", "unknown key optimzer; did you mean optimizer?"),
         ("rollout.top_p=0.9", "top_p: training needs 1.0"),
         ("model.dtype=float16", "model.dtype: 'float16' needs loss scaling"),
-        ("model.router_aux_loss_coef=0.001", "model.router_aux_loss_coef: 0.001: the policy loss is normalised over"),
         ("parallel.tp=3", "parallel.tp: 3 does not divide the 4 (attention heads); use one of 1, 2"),
         ("parallel.pp=4", "parallel.pp: 4 does not divide the 2 layers"),
         ("parallel.ep=2", "parallel.ep: 2, but a qwen2 model has no experts"),

@@ -43,17 +43,14 @@ def test_checks_across_sections_report_all_they_find():
     stop = "trainer.stop_when={metric: eval/pass@4, above: 1}"
     words = ("algorithm.allocation.budget=3", "algorithm.loss.mini_batches=100", "checkpoint.export_hf=best")
     streamed = ("data.source=my_data:problems", "algorithm.allocation.prior_by=level")
-    words += ("tracking.profile_steps=[3, 12, 4]", "trainer.steps=10", "rollout.agent_python=/opt/python")
     lines = refused(*words, *streamed, stop)
     assert [line.removeprefix("the command line: ").partition(":")[0] for line in lines] == [
-        "rollout.agent_python",
         "algorithm.allocation.budget",
         "algorithm.loss.mini_batches",
         "algorithm.allocation.prior_by",
         "trainer.stop_when.metric",
         "trainer.stop_when.metric",
         "checkpoint.export_hf",
-        "tracking.profile_steps",
     ]
 
 
@@ -140,7 +137,7 @@ CORRECTED = "algorithm.rollout_correction={level: sequence}"
         (["rollout={max_staleness: 1, stop: [.]}", CORRECTED], "set rollout.at_push to drain"),
         (["rollout={max_staleness: 1, step_deadline: 60}", CORRECTED], "rollout.step_deadline drops what is late"),
         (["rollout.max_staleness=1", CORRECTED, "algorithm.dynamic_sampling={}"], "algorithm.dynamic_sampling needs"),
-        (["rollout.at_push=drain"], "with rollout.max_staleness 0 nothing is under way"),
+        (["parallel.cp=2", "algorithm.modulation.expectation=sequence_mean"], "needs whole sequences on a rank"),
         (["rollout.agent=my:agent", "data.template='{prompt}'"], "set data.template to chat"),
     ],
 )

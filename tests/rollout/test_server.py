@@ -40,15 +40,6 @@ def test_a_port_in_use_is_refused_before_the_launch(tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [("::", "http://[::]:"), ("[::]", "http://[::]:"), ("*", "http://0.0.0.0:"), ("0.0.0.0", "http://0.0.0.0:")],
-)
-def test_a_server_may_listen_on_every_interface(host, url, tmp_path):
-    config = RolloutConfig(host=host, every_interface=True)
-    assert SGLangServer(config, ModelConfig(path="m"), tmp_path / "log").endpoint.url.startswith(url)
-
-
 def test_a_port_of_its_own_cannot_become_that_of_an_outgoing_connection_meanwhile(tmp_path):
     server = SGLangServer(RolloutConfig(), ModelConfig(path="unused"), tmp_path / "sglang.log")
     assert 12000 <= urlsplit(server.endpoint.url).port < 32768  # from there on Linux takes those of connections
