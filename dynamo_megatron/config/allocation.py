@@ -13,9 +13,8 @@ ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cure
 
 
 class AllocationConfig(Section):
-    kind: Annotated[str, built_in(ALLOCATORS)] = (
-        "neyman"  # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
-    )
+    # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
+    kind: Annotated[str, built_in(ALLOCATORS)] = "neyman"
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
     rollout_n_min: Positive = 2
     rollout_n_max: Positive = 24

@@ -57,9 +57,8 @@ def built_in(names: tuple[str, ...]) -> AfterValidator:
 
 
 class AdvantageConfig(Section):
-    kind: Annotated[str, built_in(ADVANTAGES)] = (
-        "rloo"  # grpo, dr_grpo, rloo, reinforce, otb, history or module:function
-    )
+    # grpo, dr_grpo, rloo, reinforce, otb, history or module:function
+    kind: Annotated[str, built_in(ADVANTAGES)] = "rloo"
     singleton: Literal["zero", "raw"] = "zero"
     eps: Annotated[float, Field(ge=0)] = 1e-6
     prior_strength: Annotated[float, Field(gt=0, le=16)] = 1.0  # history: rollouts that the pool's mean counts as
