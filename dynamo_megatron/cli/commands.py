@@ -19,7 +19,6 @@ from dynamo_megatron.config import shipped
 from dynamo_megatron.config.files import ConfigError, compose, describe
 from dynamo_megatron.config.peer_keys import ours
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.rank_variables import rank_variables
 from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.runtime.plain_text import escaped_line, printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
@@ -74,7 +73,7 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     for number in asked:
         signal.signal(number, partial(_end_start, Path(config.output_dir)))
     if "RANK" in os.environ:
-        os.environ |= {**rank_variables(config), **os.environ}  # before anything uses CUDA
+        os.environ |= {**config.rank_variables(), **os.environ}  # before anything uses CUDA
     with _loading_packages():
         if options.command == "train":
             from dynamo_megatron.jobs.train import TrainJob as Job
@@ -313,7 +312,7 @@ def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
     folder = find_failed_step(Path(run), int(number))
     config, had = step_config(folder, options.run)
     if "RANK" in os.environ:
-        os.environ |= {**rank_variables(config), **os.environ}
+        os.environ |= {**config.rank_variables(), **os.environ}
         return run_rank(StepReplay(config))
     ranks = local_ranks(options.ranks, had)
     StepReplay(config).check(ranks)

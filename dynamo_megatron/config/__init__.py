@@ -340,6 +340,15 @@ class Config(Section):
             found["reward.prime.reference"] = prime.reference or self.model.path
         return found
 
+    def rank_variables(self) -> dict[str, str]:
+        """Environment variables that CUDA and NCCL read as they start; what the user has set takes precedence."""
+        # SGLang's ranks have this value; an NCCL group of ranks with different values fails.
+        variables = {"NCCL_CUMEM_ENABLE": "0"}
+        if self.parallel.tp > 1 or self.parallel.cp > 1:
+            # One queue: Megatron issues an exchange before the GEMM that hides it, and relies on that order.
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        return variables
+
     def with_servers(self, ranks: int, nodes: int) -> Config:
         """As `RolloutConfig.with_servers`."""
         return self.model_copy(update={"rollout": self.rollout.with_servers(ranks, nodes)})

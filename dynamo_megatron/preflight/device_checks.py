@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.rank_variables import rank_variables
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok
 from dynamo_megatron.preflight.subject import Subject
 
@@ -83,7 +82,7 @@ def _environments(subject: Subject) -> list[dict[str, str]]:
     """One environment per process to start here: one under a launcher, otherwise one for each rank on this node."""
     # With torchrun's own variables rank 0 would not serve the store but wait for torchrun's, at another port.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    inherited = {**rank_variables(subject.config), **inherited}
+    inherited = {**subject.config.rank_variables(), **inherited}
     if "RANK" in inherited:
         # The next port: rank 0's own process may already use the launcher's port.
         return [{**inherited, "MASTER_PORT": str(int(inherited.get("MASTER_PORT", "29500")) + 1)}]
