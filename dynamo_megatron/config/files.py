@@ -263,34 +263,14 @@ def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, A
 
 
 # What makes a run the same run: everything but steps, learning rate, layout, servers and logging.
-_IDENTITY = (
-    "model",
-    "data",
-    "seed",
-    "reward.functions",
-    "reward.fusion",
-    "reward.success_threshold",
-    "reward.format",
-    "reward.code.score",
-    "reward.code.tests",
-    "reward.prime",
-    "reward.judge.model",
-    "reward.judge.template",
-    "reward.judge.pattern",
-    "reward.judge.range",
-    "reward.judge.request",
-    "reward.reward_model.path",
-    "reward.reward_model.range",
-    "algorithm",
-    "rollout.agent",
-    "rollout.temperature",
-    "rollout.max_new_tokens",
-    "rollout.max_staleness",
-    "rollout.stop",
-)
-
-
 _REWARDS_WITH_SETTINGS = ("format", "code", "prime", "judge", "reward_model")  # in sections of their names
+_IDENTITY = (
+    *("model", "data", "seed", "algorithm"),
+    *("reward.functions", "reward.fusion", "reward.success_threshold", "reward.format", "reward.prime"),
+    *("reward.code.score", "reward.code.tests", "reward.reward_model.path", "reward.reward_model.range"),
+    *(f"reward.judge.{name}" for name in ("model", "template", "pattern", "range", "request")),
+    *(f"rollout.{name}" for name in ("agent", "temperature", "max_new_tokens", "max_staleness", "stop")),
+)
 
 
 def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:

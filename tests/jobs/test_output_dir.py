@@ -256,17 +256,6 @@ def test_a_run_with_only_damaged_checkpoints_is_refused_before_anything_starts(t
     )
 
 
-def test_a_flipped_checkpoint_is_refused_before_anything_starts(tmp_path):
-    folder = tmp_path / "checkpoints" / "step-000003"
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_text("{}")
-    write_manifest(folder, {"step": 3, "model": {}, "dtype": "bfloat16", "layout": None})
-    OutputDir(settings(tmp_path)).check_start()
-    (folder / "state.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"state.json: its bytes are not those that were saved .* restore it"):
-        OutputDir(settings(tmp_path)).check_start()
-
-
 def test_an_export_that_names_no_step_is_refused_with_its_file(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "export.json").write_text("{}")
