@@ -41,7 +41,8 @@ def http_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"{url!r} is no http://HOST:PORT")
     if parts.query or parts.fragment:
-        raise ValueError(f"{url!r} has a query, and a path is appended to the URL; leave the query out")
+        base = parts._replace(query="", fragment="").geturl()
+        raise ValueError(f"a path is appended to the URL, so that it cannot have a query; leave {base}")
     return url
 
 

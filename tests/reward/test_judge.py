@@ -251,7 +251,6 @@ def test_equal_responses_under_way_at_once_are_one_request(judge):
         ({"pattern": "("}, "not a regular expression"),
         ({"range": [1, 1]}, "1 is not below 1"),
         ({"range": [1]}, "at least 2"),
-        ({"request": {"stream": True}}, "stream: not a field to be set here"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, words):

@@ -217,7 +217,6 @@ def test_servers_take_turns_and_one_that_is_lost_is_waited_for(reward_model):
         ({}, "reward_model.path: name the reward model's folder"),
         ({"reward_model": {"path": "p"}}, "servers: the run starts servers of the reward model, or reward_model.urls"),
         ({"reward_model": {"path": "p", "urls": ["http://h"]}, "servers": {}}, "servers: the run starts servers of"),
-        ({"reward_model": {"path": "p", "api_key_env": "K"}, "servers": {}}, "api_key_env: goes with urls"),
         ({"reward_model": {"path": "p", "urls": ["h"]}}, "'h' is no http://HOST:PORT"),
         ({"reward_model": {"path": "p", "urls": ["http://h/v1#a"]}}, "cannot have a query; leave http://h/v1"),
         ({"functions": ["math"], "servers": {}}, "servers: are those of the reward model; put reward_model into"),
