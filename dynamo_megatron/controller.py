@@ -72,8 +72,9 @@ class Controller:
         self._dispatched = 0  # the last step whose first round this process has dispatched
         self._journal, self._coordinator = journal, coordinator
 
-    def print_notes(self) -> None:
-        """Prints what the user should know about the method, and the legend of the step lines."""
+    def begin(self, start: int) -> None:
+        """To be called before the step after `start`. Prints what the user should know about the method, and the legend
+        of the step lines."""
         allocation = self.config.algorithm.allocation
         if allocation.kind == "neyman":
             alike = "in the pool, so that a first pass is uniform"
@@ -84,6 +85,7 @@ class Controller:
             self._journal.say(f"warning: {warning}")
         ahead = self.config.rollout.max_staleness > 0
         self._journal.say(legend(self.config.trainer.steps, self._journal.width, ahead=ahead))
+        self._journal.progress.start(start)
 
     # -- sampling --------------------------------------------------------------------------------------------------
     def begin_round(self, step: int, rounds: Sequence[Round]) -> Round:

@@ -1,4 +1,4 @@
-"""The error that the user can fix, as opposed to errors of the program."""
+"""The errors that the user can fix, as opposed to errors of the program."""
 
 
 class InputError(ValueError):
@@ -6,3 +6,7 @@ class InputError(ValueError):
     what, where and how to fix it. The user is shown nothing else, and a command that has not begun its work ends with
     exit code 2. Any other error is shown with a traceback. Functions of the pure packages raise plain ValueError for a
     wrong argument."""
+
+
+class ConfigError(InputError):
+    """A configuration that is refused; the message has a line for each fault."""

@@ -19,9 +19,9 @@ from pathlib import Path
 import nemo_run as run
 from nemo_run.config import RUNDIR_NAME, get_nemorun_home
 
-from dynamo_megatron.cli.launch_options import JobOptions
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.options import JobOptions
 
 # nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed. Its
 # head_node_ip is the address of the node's name on the node itself, 127.0.1.1 on many. The rest is as in slurm.sh.

@@ -14,10 +14,10 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from dynamo_megatron.cli.launch_options import JobOptions
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.options import JobOptions
 
 BODY = Path(__file__).with_name("slurm.sh")
 SHELLCHECK = "# shellcheck disable=SC2016  # values are not for bash to expand"

@@ -31,32 +31,14 @@ from dynamo_megatron.config import ModelConfig, RolloutConfig
 ROOT = Path(__file__).parents[1]
 
 
-NEEDS = "needs "  # beginning of the reason of a skip; the program follows
-PACKAGES = "tools/debian_packages.sh"  # installs these
-PROGRAMS = ("bubblewrap", "chromium", "shellcheck", "slurmctld", "slurmd", "munged", "slurmdbd", "mariadbd", "sacct")
-REQUIRED = PROGRAMS[:2]  # with REQUIRED_TOOLS=1
-
-
-def missing_program(report: pytest.TestReport) -> str | None:
-    """The one of PROGRAMS for which a test was skipped."""
-    reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
-    return reason.removeprefix(NEEDS) if reason.removeprefix(NEEDS) in PROGRAMS else None
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """With REQUIRED_TOOLS=1 a test that is skipped because such a program is missing fails."""
+    """With REQUIRED_TOOLS=1 a test that is skipped because bubblewrap or chromium is missing fails."""
     report = (yield).get_result()
-    if report.skipped and os.environ.get("REQUIRED_TOOLS") == "1" and missing_program(report) in REQUIRED:
-        report.outcome, report.longrepr = "failed", f"REQUIRED_TOOLS=1: {NEEDS}{missing_program(report)}"
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Skips for want of a program that PACKAGES installs become one line of the summary."""
-    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if missing_program(report)]
-    programs = ", ".join(sorted({missing_program(report) for report in skipped}))
-    for report in skipped:
-        report.longrepr = (PACKAGES, None, f"installs, as root, what these tests need: {programs}")
+    if report.skipped and os.environ.get("REQUIRED_TOOLS") == "1":
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        if reason.endswith(("needs bubblewrap", "needs chromium")):
+            report.outcome, report.longrepr = "failed", f"REQUIRED_TOOLS=1: {reason}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 import yaml
-from step_sampling import BATCH, Alone, Answering, Policy, batch_of, make_controller, sample
+from step_sampling import BATCH, Alone, Answering, Policy, batch_of, make_controller, sample, trainer
 
 from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -17,7 +17,6 @@ from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import PromptStream
-from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
@@ -126,10 +125,11 @@ def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_pat
     selection = {"kind": "priority", "candidates": None, "weights": True}
     live = controller(30, 3, Answering(RolloutStore(tmp_path)), selection)
     for step in range(1, 12):  # the first steps give the history by which prompts have other probabilities
-        sampled = sample(live, step, Policy(lambda rollouts: rollouts.engine_logprobs))
+        loop = trainer(live, Policy(lambda rollouts: rollouts.engine_logprobs))
+        sampled = loop.sample(step)
     rollouts, rounds = sampled.rollouts, sampled.rounds
     assert len(rounds) > 1 and len(rollouts.rollout_ids) < sum(r.sampled for r in rounds)
-    batch = TrainBatch.build(rollouts, live.config, None, None, sampled.selection.weights)
+    batch = loop.advantages(sampled)
     own = {group_id(step, place): p for place, p in enumerate(p for r in rounds for p in r.prompts)}
     assert all(own[g].prompt_id == p for g, p in zip(rollouts.group_ids, rollouts.prompt_ids, strict=True))
     assert len({own[g].weight for g in rollouts.group_ids}) > 1

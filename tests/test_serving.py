@@ -2,10 +2,10 @@
 
 import pytest
 
-from dynamo_megatron.phases import Phases
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.runtime.coordination import StopRequested
 from dynamo_megatron.serving import TRIES, Serving
+from dynamo_megatron.tracking.phases import Phases
 from dynamo_megatron.weight_sync.sync import SyncReport
 
 

@@ -1,42 +1,86 @@
-from contextlib import nullcontext
+"""The order of a run's steps, in the loops of `train` and `sft`."""
+
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from dynamo_megatron.jobs.train import TrainJob
-from dynamo_megatron.runtime.coordination import StopRequested
+from dynamo_megatron.config import Config
+from dynamo_megatron.jobs.sft import SFTJob
+from dynamo_megatron.train import Sampled, Trainer
+
+LOSS = {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
 
 
-@pytest.mark.parametrize(("ending", "closes"), [(None, 1), (StopRequested("SIGTERM"), 1), (ValueError("the cause"), 0)])
-def test_links_to_servers_are_closed_where_the_ranks_are_in_step(ending, closes):
-    closed = []
+class Noted:
+    """A part of a run whose methods only note their calls, or return what `returns` has for them."""
 
-    def run():
-        if ending is not None:
-            raise ending
+    def __init__(self, calls: list[str], **returns: object):
+        self.calls, self.returns = calls, returns
 
-    job = TrainJob.__new__(TrainJob)
-    job._trainer, job._serving = SimpleNamespace(run=run), SimpleNamespace(close=lambda: closed.append(1))
-    if ending is None:
-        job.run()
-    else:
-        with pytest.raises(type(ending), match=str(ending)):
-            job.run()
-    assert len(closed) == closes
+    def __getattr__(self, name: str):
+        def call(*given: object, **_: object):
+            steps = [str(word) for word in given if isinstance(word, int)]
+            self.calls.append(" ".join([name, *steps]))
+            found = self.returns.get(name)
+            return found(*given) if callable(found) else found
+
+        return call
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_servers_are_ended_before_the_trackers_are_waited_for(fails):
-    order = []
+def a_run(calls: list[str], start: int, **trainer: object) -> Noted:
+    run = Noted(calls, on_rank_0=lambda what, make: make())
+    run.config = Config(
+        model={"path": "m"}, data={"source": "s"}, output_dir="o", trainer={"steps": 3, **trainer}, seed=1
+    )
+    run.start, run.coordinator, run.phases = start, Noted([]), Noted([], report=None)
+    run.phases.memory = None
+    run.phases.clock = SimpleNamespace(restart=lambda: None, total=1.0, seconds={})
+    return run
 
-    def end_servers():
-        order.append("servers")
-        if fails:
-            raise RuntimeError("no answer")
 
-    job = TrainJob.__new__(TrainJob)
-    job._rollout = SimpleNamespace(close=end_servers)
-    job.journal = SimpleNamespace(close=lambda: order.append("journal"))
-    with pytest.raises(RuntimeError) if fails else nullcontext():
-        job.close()
-    assert order == ["servers", "journal"]
+@pytest.mark.parametrize(("start", "stops"), [(1, None), (0, 1), (2, 2)])
+def test_a_step_samples_updates_and_syncs_before_it_is_evaluated_and_saved(start, stops, monkeypatch):
+    calls: list[str] = []
+
+    def end_of(step):
+        reason = "reward/mean" if step == stops else None
+        return SimpleNamespace(evaluate=step == 2, is_best=step == 2, stop_reason=reason)
+
+    run = a_run(calls, start)
+    run.policy = Noted(calls, update=dict(LOSS), layout=None)
+    run.policy.layout = SimpleNamespace(gather=lambda value: [value])
+    controller = Noted(calls, end_of=end_of, evaluate=end_of)
+    serving = Noted(calls, ask=lambda phase, what, make, **_: make())
+    loop = Trainer(run, serving, controller)
+    monkeypatch.setattr(
+        loop, "sample", lambda step: calls.append(f"sample {step}") or Sampled(None, [1, 2], None, None, [])
+    )
+    monkeypatch.setattr(loop, "advantages", lambda sampled: calls.append("advantages"))
+    monkeypatch.setattr(loop, "log", lambda step, *_: calls.append(f"log {step}"))
+    loop.train()
+    expected = [f"push {start}", f"begin {start}", "save", "on_rank_0", f"end_of {start}"]
+    for step in range(start, 4):
+        if step > start:
+            expected += [f"begin_step {step}", f"sample {step}", "advantages", "reference_logprobs", "update 1"]
+            expected += ["update 2", "check_weights", f"push {step}", f"log {step}", f"reached {step}"]
+            expected += ["on_rank_0", f"end_of {step}"]
+        expected += ["ask", f"evaluate {step}", "export_best"] if step == 2 else []
+        expected += [f"save_if_due {step}"] if step > start else []
+        if step == stops:
+            break
+    assert calls == expected
+
+
+def test_the_loop_of_sft():
+    calls: list[str] = []
+    run = a_run(calls, 1)
+    run.policy = Noted(calls, fit=dict(LOSS))
+    job = SFTJob(run.config)
+    job._run, job._next = run, lambda on_poll: SimpleNamespace(response_lengths=np.array([2, 3]), prompt_ids=["a", "b"])
+    job._train()
+    step = ["on_rank_0", "fit", "check_weights"]
+    assert calls == [
+        "save",
+        *(w for n in (2, 3) for w in (f"begin_step {n}", *step, f"reached {n}", f"save_if_due {n}")),
+    ]

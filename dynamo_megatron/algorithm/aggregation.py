@@ -11,13 +11,20 @@ from dynamo_megatron.config.method import AGGREGATIONS
 
 
 def token_weights(mode: str, lengths: Array, group_ids: Sequence[Hashable], *, max_length: int | None = None) -> Array:
-    """The weight of every response token of rollout s, float64 [S].
+    """1 / `token_divisors`, which raises the same errors."""
+    return like(1.0 / token_divisors(mode, lengths, group_ids, max_length=max_length), lengths)
+
+
+def token_divisors(
+    mode: str, lengths: Array, group_ids: Sequence[Hashable], *, max_length: int | None = None
+) -> np.ndarray:
+    """What the loss of every response token of rollout s is divided by, float64 [S].
 
     S rollouts, P groups, n_i rollouts in group i, l_j response tokens (`lengths`) in rollout j, L = `max_length`:
-    `token_mean` 1/sum l; `sequence_mean` 1/(S l_j); `sequence_sum` 1/S; `constant_length` 1/(S L);
-    `prompt_mean` 1/(P n_i L); `prompt_token_mean` 1/(P sum of l over the group).
+    `token_mean` sum l; `sequence_mean` S l_j; `sequence_sum` S; `constant_length` S L; `prompt_mean` P n_i L;
+    `prompt_token_mean` P times the sum of l over the group.
     `prompt_mean` is the estimator that the allocation's theory assumes: every prompt has the same weight for any n_i.
-    A rollout without response tokens has weight 0 and counts in S and n_i.
+    A rollout without response tokens has infinity, a weight of 0, and counts in S and n_i.
 
     Raises ValueError naming `mode`, `lengths`, `group_ids` or `max_length`.
     """
@@ -43,5 +50,4 @@ def token_weights(mode: str, lengths: Array, group_ids: Sequence[Hashable], *, m
         divisor = groups * np.bincount(index, minlength=groups)[index] * longest
     else:
         divisor = groups * np.bincount(index, length, minlength=groups)[index]
-    weights = np.where(length > 0, 1.0 / np.maximum(divisor, 1), 0.0)
-    return like(weights, lengths)
+    return np.where(length > 0, np.maximum(divisor, 1), np.inf)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,33 +14,39 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.cli.options import EXAMPLES, parser
-from dynamo_megatron.cli.parser import unknown_command, unknown_options
+from dynamo_megatron.cli.options import parser
 from dynamo_megatron.config import shipped
 from dynamo_megatron.config.files import ConfigError, compose, describe
+from dynamo_megatron.config.peer_keys import ours
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.runtime.plain_text import escaped_line, printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
-from dynamo_megatron.runtime.rank_variables import rank_variables
 from dynamo_megatron.tracking.progress import Progress
 
 
 def carry_out(arguments: list[str]) -> int:
     """Carries out the command that `arguments` name; returns its exit code."""
     sys.excepthook = show_exception
-    if (why := unknown_command(arguments, EXAMPLES)) is not None:
-        print(why, file=sys.stderr)
-        return 2
     options, rest = parser().parse_known_args(arguments)  # configs and keys may stand on both sides of an option
     if unknown := [word for word in rest if word.startswith("-") or not hasattr(options, "config")]:
-        print(unknown_options(unknown, options.subparser), file=sys.stderr)
+        print("\n".join(_unknown(word, options.subparser) for word in unknown), file=sys.stderr)
         return 2
     try:
         return _COMMANDS[options.command](options, rest, arguments)
     except ConfigError as error:
         show(str(error))
         return 2
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    option = word.partition("=")[0]
+    if (hint := ours(option) if option.startswith("--") else None) is None:
+        near = difflib.get_close_matches(option, re.findall(r"--[a-z][a-z0-9-]*", parser.format_help()), 1)
+        hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+    if "." in option:
+        hint = f"a key of the config has no dashes: {option.lstrip('-')}=VALUE"
+    return f"unknown {'option' if option.startswith('-') else 'argument'} {option}; {hint}"
 
 
 # The functions below import torch and other packages late. That takes seconds, and a typo in the config is reported
@@ -65,7 +73,7 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     for number in asked:
         signal.signal(number, partial(_end_start, Path(config.output_dir)))
     if "RANK" in os.environ:
-        os.environ |= {**rank_variables(config), **os.environ}  # before anything uses CUDA
+        os.environ |= {**config.rank_variables(), **os.environ}  # before anything uses CUDA
     with _loading_packages():
         if options.command == "train":
             from dynamo_megatron.jobs.train import TrainJob as Job
@@ -247,7 +255,7 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     if options.ranks is not None or not options.run:
         raise ConfigError("replay: name a RUN, or with --step RUN N one of its steps")
     if more := options.run[1:]:
-        raise ConfigError(unknown_options(more, options.subparser))
+        raise ConfigError(_unknown(more[0], options.subparser))
     from dynamo_megatron.replay.command import write_replay
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
@@ -277,7 +285,7 @@ def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
     folder = find_failed_step(Path(run), int(number))
     config, had = step_config(folder, options.run)
     if "RANK" in os.environ:
-        os.environ |= {**rank_variables(config), **os.environ}
+        os.environ |= {**config.rank_variables(), **os.environ}
         return run_rank(StepReplay(config))
     ranks = local_ranks(options.ranks, had)
     StepReplay(config).check(ranks)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.cli.launch_options import JobOptions, add_nemo_arguments, add_slurm_arguments
-from dynamo_megatron.cli.parser import Parser, Version
+from dynamo_megatron.launcher.options import JobOptions, add_nemo_arguments, add_slurm_arguments, positive
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
 CONFIG_HELP = "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys, the later wins"
+REPORTED = ("dynamo-megatron", "torch", "megatron-core", "sglang")
 DTYPES = ("bfloat16", "float16", "float32")
 EXAMPLES = {
     "train": "dynamo-megatron train my.yaml methods/dynamo trainer.steps=20 output_dir=runs/first",
@@ -36,9 +38,18 @@ EXAMPLES = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="dynamo-megatron", description="RLVR on Megatron-core with DynaMO.")
-    top.add_argument("--version", action=Version)
+    top = Parser(
+        prog="dynamo-megatron",
+        description="RLVR on Megatron-core with DynaMO.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=_versions())
     commands = top.add_subparsers(dest="command", required=True)
     for add in (
         _add_training,
@@ -57,6 +68,13 @@ def parser() -> argparse.ArgumentParser:
     ):  # in the order of `--help`
         add(commands)
     return top
+
+
+def _versions() -> str:
+    """Of this package and of those that results depend on, without importing them."""
+    installed = {d.name: d.version for name in REPORTED for d in metadata.Distribution.discover(name=name)}
+    others = (f"{name} {installed.get(name, 'not installed')}" for name in REPORTED[1:])
+    return f"{REPORTED[0]} {installed.get(REPORTED[0])} (Python {platform.python_version()}, {', '.join(others)})"
 
 
 def _command(among: Any, name: str, help: str) -> argparse.ArgumentParser:
@@ -80,7 +98,7 @@ def _add_training(commands: Any) -> None:
         sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
         sub.add_argument("--print-config", action="store_true", help="show every value and who set it, then stop")
         sub.add_argument(
-            "--ranks", type=_positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
+            "--ranks", type=positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"
         )
 
 
@@ -94,14 +112,14 @@ def _add_configs(commands: Any) -> None:
 def _add_preflight(commands: Any) -> None:
     sub = _command(commands, "preflight", "check a configuration, this node and the server before a job waits for them")
     sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
-    sub.add_argument("--ranks", type=_positive, help="of the run (default: as `train` would start here)")
+    sub.add_argument("--ranks", type=positive, help="of the run (default: as `train` would start here)")
     sub.add_argument("--no-server", action="store_true", help="do not start a small server, which takes longest")
 
 
 def _add_serve(commands: Any) -> None:
     sub = _command(commands, "serve", "run one node's share of a run's rollout servers (rollout.placement: split)")
     sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="the configs and keys that `train` gets")
-    sub.add_argument("--nodes", type=_positive, required=True, help="nodes with servers; each runs an equal share")
+    sub.add_argument("--nodes", type=positive, required=True, help="nodes with servers; each runs an equal share")
     sub.add_argument("--node", type=int, required=True, help="which of them this one is, from 0")
 
 
@@ -144,7 +162,7 @@ def _add_convert(commands: Any) -> None:
     )
     sub.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     sub.add_argument("--dtype", choices=DTYPES, help="default: each tensor's own")
-    sub.add_argument("--step", type=_positive, help="which checkpoint of a run (default: the newest)")
+    sub.add_argument("--step", type=positive, help="which checkpoint of a run (default: the newest)")
     sub.add_argument(
         "--model",
         metavar="HF",
@@ -180,13 +198,13 @@ def _add_launch(commands: Any) -> None:
         sub = _command(launchers, name, help)
         sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
         if name == "launch local":
-            sub.add_argument("--ranks", type=_positive, help="local processes (default: as train)")
+            sub.add_argument("--ranks", type=positive, help="local processes (default: as train)")
             continue
         if name == "launch ray":
-            sub.add_argument("--ranks", type=_positive, help="a GPU each (default: the cluster's GPUs, else as train)")
+            sub.add_argument("--ranks", type=positive, help="a GPU each (default: the cluster's GPUs, else as train)")
             sub.add_argument("--address", help="a Ray cluster's: auto or HOST:PORT (default: Ray on this machine)")
             sub.add_argument(
-                "--wait", type=_positive, default=300, metavar="SECONDS", help="for free resources (default 300)"
+                "--wait", type=positive, default=300, metavar="SECONDS", help="for free resources (default 300)"
             )
             continue
         JobOptions.add_arguments(sub)
@@ -198,11 +216,11 @@ def _add_plan(commands: Any) -> None:
         commands, "plan", "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict"
     )
     sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
-    sub.add_argument("--gpus", type=_positive, required=True, help="that train; those of split servers come on top")
+    sub.add_argument("--gpus", type=positive, required=True, help="that train; those of split servers come on top")
     sub.add_argument("--gpu", required=True, help="kind: a100-80, h100-80, h200-141, b200-180")
-    sub.add_argument("--gpus-per-node", type=_positive, default=8, help="default: 8")
+    sub.add_argument("--gpus-per-node", type=positive, default=8, help="default: 8")
     sub.add_argument(
-        "--response-tokens", type=_positive, help="the mean response's, for times (default: half of max_new_tokens)"
+        "--response-tokens", type=positive, help="the mean response's, for times (default: half of max_new_tokens)"
     )
     sub.add_argument("--search", action="store_true", help="rank layouts instead of judging the config's")
 
@@ -216,7 +234,7 @@ def _add_report(commands: Any) -> None:
     )
     sub.add_argument(
         "--watch",
-        type=_positive,
+        type=positive,
         nargs="?",
         const=30,
         metavar="SECONDS",
@@ -227,12 +245,12 @@ def _add_report(commands: Any) -> None:
 def _add_samples(commands: Any) -> None:
     sub = _command(commands, "samples", "rollouts of a run to read: prompt, response, answer, reward and its parts")
     sub.add_argument("run", type=Path, help="a run's output_dir, running or not")
-    sub.add_argument("--step", type=_positive, help="of training (default: the newest; with --prompt all)")
+    sub.add_argument("--step", type=positive, help="of training (default: the newest; with --prompt all)")
     sub.add_argument("--prompt", metavar="ID", help="those of this problem alone, by its prompt_id")
-    sub.add_argument("--best", type=_positive, metavar="N", help="the N of the highest reward, the highest first")
-    sub.add_argument("--worst", type=_positive, metavar="N", help="the N of the lowest reward, the lowest first")
+    sub.add_argument("--best", type=positive, metavar="N", help="the N of the highest reward, the highest first")
+    sub.add_argument("--worst", type=positive, metavar="N", help="the N of the lowest reward, the lowest first")
     sub.add_argument(
-        "--limit", type=_positive, default=8, metavar="N", help="without --best and --worst: the first N (default 8)"
+        "--limit", type=positive, default=8, metavar="N", help="without --best and --worst: the first N (default 8)"
     )
     sub.add_argument("--json", action="store_true", help="an object a line")
 
@@ -252,7 +270,7 @@ def _add_replay(commands: Any) -> None:
         "(--save-debug-rollout-data); with --step keys of the configuration that are to differ",
     )
     sub.add_argument("--step", nargs=2, metavar=("RUN", "N"), help="repeat what gave NaN or infinity in step N of RUN")
-    sub.add_argument("--ranks", type=_positive, help="with --step: local processes (default: as many as the run had)")
+    sub.add_argument("--ranks", type=positive, help="with --step: local processes (default: as many as the run had)")
     sub.add_argument(
         "--allocator",
         action="append",
@@ -274,20 +292,14 @@ def _add_compare(commands: Any) -> None:
         "train arms x seeds x learning rates, resumable; what each arm costs, as a table; docs/analysis.md",
     )
     sub.add_argument("spec", metavar="SPEC.yaml", help="arms, control, seeds, learning rates, metric and output_dir")
-    sub.add_argument("--ranks", type=_positive, help="local processes of each run (default: as train)")
+    sub.add_argument("--ranks", type=positive, help="local processes of each run (default: as train)")
     how = sub.add_mutually_exclusive_group()
     how.add_argument(
         "--jobs",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="runs at a time, each with its share of this machine's GPUs, or without GPUs of its cores (default 1)",
     )
     how.add_argument("--table", action="store_true", help="train nothing: the tables of the seeds that are complete")
     sub.add_argument("--dry-run", action="store_true", help="print the commands of the runs; start nothing")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)

@@ -1,4 +1,4 @@
-"""The configuration: one typed tree, without torch. `config_files` composes it from YAML files and `key=value`."""
+"""The configuration: one typed tree, without torch. config/files.py composes it from YAML files and `key=value`."""
 
 from __future__ import annotations
 
@@ -45,26 +45,13 @@ class ModelConfig(Section):
     path: str  # Hugging Face folder: config.json, safetensors, tokenizer
     family: str | None = None  # None: from config.json's model_type, which it cannot contradict
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    router_aux_loss_coef: float = 0.0  # of a mixture of experts' balancing loss; only 0 is exact, so only 0 is taken
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
 
     @field_validator("dtype", mode="before")
     @classmethod
     def _no_loss_scaling(cls, value: object) -> object:
         if value in ("float16", "fp16"):
-            raise ValueError(
-                f"{value!r} needs loss scaling, and the policy head makes its gradients for a scale of 1; use bfloat16"
-            )
-        return value
-
-    @field_validator("router_aux_loss_coef")
-    @classmethod
-    def _no_auxiliary_loss(cls, value: float) -> float:
-        if value != 0:
-            raise ValueError(
-                f"{value:g}: the policy loss is normalised over the mini-batch, an auxiliary loss would be over each "
-                "micro-batch and depend on the layout; use 0"
-            )
+            raise ValueError(f"{value!r} needs loss scaling, which the policy head does not have; use bfloat16")
         return value
 
 
@@ -224,7 +211,7 @@ class TrackingConfig(Section):
 class Config(Section):
     model: ModelConfig
     data: DataConfig
-    output_dir: str
+    output_dir: Annotated[str, Field(min_length=1)]
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of every random draw (docs/configuration.md)
     parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -236,13 +223,6 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
-
-    @field_validator("output_dir")
-    @classmethod
-    def _not_empty(cls, value: str) -> str:
-        if not value:
-            raise ValueError("name a folder")
-        return value
 
     @property
     def prompt_stream(self) -> DataConfig:
@@ -354,8 +334,6 @@ class Config(Section):
             yield f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every"
         if self.checkpoint.export_hf == "best" and not self.eval.every:
             yield "checkpoint.export_hf: 'best' is chosen by the periodic evaluation; set eval.every"
-        if (last := max(self.tracking.profile_steps, default=0)) > self.trainer.steps:
-            yield f"tracking.profile_steps: {last} is beyond trainer.steps, {self.trainer.steps}; name steps of the run"
         if self.rollout.keep_last is not None and self.checkpoint.every is None:
             yield "rollout.keep_last: a resume needs all rollouts since the last checkpoint; set checkpoint.every"
 
@@ -369,6 +347,15 @@ class Config(Section):
             found["reward.prime.model"] = prime.model
             found["reward.prime.reference"] = prime.reference or self.model.path
         return found
+
+    def rank_variables(self) -> dict[str, str]:
+        """Environment variables that CUDA and NCCL read as they start; what the user has set takes precedence."""
+        # SGLang's ranks have this value; an NCCL group of ranks with different values fails.
+        variables = {"NCCL_CUMEM_ENABLE": "0"}
+        if self.parallel.tp > 1 or self.parallel.cp > 1:
+            # One queue: Megatron issues an exchange before the GEMM that hides it, and relies on that order.
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        return variables
 
     def with_servers(self, ranks: int, nodes: int) -> Config:
         """As `RolloutConfig.with_servers`."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from dynamo_megatron.config.method import Positive, Section
-from dynamo_megatron.runtime.user_code import SPEC
+from dynamo_megatron.config.method import Positive, Section, built_in
 
 ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cures")
 
 
 class AllocationConfig(Section):
-    kind: str = "neyman"  # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
+    # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
+    kind: Annotated[str, built_in(ALLOCATORS)] = "neyman"
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
     rollout_n_min: Positive = 2
     rollout_n_max: Positive = 24
@@ -28,13 +28,6 @@ class AllocationConfig(Section):
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
     on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]
-
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if value not in ALLOCATORS and not SPEC.fullmatch(value):
-            raise ValueError(f"{value!r} is unknown; give {', '.join(ALLOCATORS)} or module:Class")
-        return value
 
     @model_validator(mode="after")
     def _bounds(self) -> AllocationConfig:

@@ -52,8 +52,6 @@ def staleness_faults(config: Config) -> Iterator[str]:
             "algorithm.loss.old engine the loss does so; set one of them to its default"
         )
     if rollout.max_staleness == 0:
-        if rollout.at_push != "partial":
-            yield "rollout.at_push: with rollout.max_staleness 0 nothing is under way at a push; set it to partial"
         return
     what = f"rollout.max_staleness: {rollout.max_staleness}"
     for key in ("dynamic_sampling", "sequential"):
@@ -91,12 +89,7 @@ def quantization_faults(config: Config) -> Iterator[str]:
 
 
 def agent_faults(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.agent is None:
-        if rollout.agent_python is not None:
-            yield "rollout.agent_python: is the interpreter of rollout.agent; set that too"
-        return
-    if config.data.template != "chat":
+    if config.rollout.agent is not None and config.data.template != "chat":
         yield "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from dynamo_megatron.runtime.user_code import SPEC
@@ -52,13 +52,16 @@ def built_in_or_function(value: str, built_in: tuple[str, ...]) -> str:
     return value
 
 
+def built_in(names: tuple[str, ...]) -> AfterValidator:
+    return AfterValidator(lambda value: built_in_or_function(value, names))
+
+
 class AdvantageConfig(Section):
-    kind: str = "rloo"  # grpo, dr_grpo, rloo, reinforce, otb, history or module:function
+    # grpo, dr_grpo, rloo, reinforce, otb, history or module:function
+    kind: Annotated[str, built_in(ADVANTAGES)] = "rloo"
     singleton: Literal["zero", "raw"] = "zero"
     eps: Annotated[float, Field(ge=0)] = 1e-6
-    prior_strength: Annotated[float, Field(gt=0, le=16)] = (
-        1.0  # history: rollouts that the pool's mean reward counts as
-    )
+    prior_strength: Annotated[float, Field(gt=0, le=16)] = 1.0  # history: rollouts that the pool's mean counts as
     # history: energy of wrong over right rollouts, of which the optimal baseline is made; auto: measured, and 1 if a
     # reward is outside [0, 1]; 1: the mean
     score_ratio: Literal["auto"] | Annotated[float, Field(gt=0)] = 1.0
@@ -69,11 +72,6 @@ class AdvantageConfig(Section):
     process: ProcessConfig = ProcessConfig()
     # per token: A + min(alpha H, |A| / kappa) (arXiv 2506.14758), or module:function, yours (docs/your-own.md)
     entropy_shaping: EntropyShapingConfig | str | None = None
-
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        return built_in_or_function(value, ADVANTAGES)
 
     @field_validator("entropy_shaping")
     @classmethod
@@ -94,6 +92,8 @@ class AdvantageConfig(Section):
         else:
             names = ("prior_strength",) if self.score_ratio in ("auto", 1) else ("prior_strength", "score_ratio")
             self.unused(names, f"an option of kind history, and kind is {self.kind}")
+        if self.kind in ("reinforce", "history") and self.overlong_buffer is not None:
+            raise ValueError(f"overlong_buffer: its penalty is not in the rewards that kind {self.kind} is made for")
         return self
 
     @property
@@ -105,17 +105,6 @@ class AdvantageConfig(Section):
     def needs_company(self) -> bool:
         """The only rollout of a group has the advantage 0."""
         return self.kind in ("grpo", "dr_grpo", "rloo", "otb") and self.singleton == "zero"
-
-    @model_validator(mode="after")
-    def _unit_rewards(self) -> AdvantageConfig:
-        if self.kind == "reinforce" and self.overlong_buffer is not None:
-            raise ValueError("overlong_buffer: its penalty leaves the rewards from 0 to 1 that kind reinforce takes")
-        if self.kind == "history" and self.overlong_buffer is not None:
-            raise ValueError(
-                "overlong_buffer: its penalty is not in the rewards that kind history has seen; set it to null, or "
-                "kind to rloo"
-            )
-        return self
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -174,7 +163,7 @@ BUILT_IN_LOSS = (
 class LossConfig(Section):
     # clip, cispo (arXiv 2506.13585: the ratio, held to [1 - low, 1 + high], is a weight without gradient on the
     # logprob), or module:function, a loss of yours per token (docs/your-own.md)
-    kind: str = "clip"
+    kind: Annotated[str, built_in(LOSSES)] = "clip"
     # Between policy and old policy. sequence: one a response, the product of its tokens' ratios; sequence_mean: their
     # geometric mean (GSPO, arXiv 2507.18071)
     ratio: Literal["token", "sequence", "sequence_mean"] = "token"
@@ -189,11 +178,6 @@ class LossConfig(Section):
     entropy_top_ratio: Annotated[float, Field(gt=0, le=1)] | None = None  # train this share, by entropy; None: all
     clip_cov: ClipCovConfig | None = None
     kl_cov: KLCovConfig | None = None
-
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        return built_in_or_function(value, LOSSES)
 
     @model_validator(mode="after")
     def _fits(self) -> LossConfig:
@@ -221,9 +205,8 @@ class LossConfig(Section):
 class KLConfig(Section):
     coef: Annotated[float, Field(ge=0)] = 0.0
     kind: Literal["k1", "k2", "k3", "abs"] = "k3"
-    where: Literal["loss", "function"] = (
-        "loss"  # function: the user's loss has the term, with the coef that it is given
-    )
+    # function: the user's loss has the term, with the coef that it is given
+    where: Literal["loss", "function"] = "loss"
     reference: str | None = None  # folder of the reference policy, as model.path; None: model.path, the run's start
 
     @model_validator(mode="after")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import regex
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from dynamo_megatron.config.method import Positive, Seconds, Section
 from dynamo_megatron.runtime.user_code import spec_fault
 
 Rate = Annotated[float, Field(gt=0)]
-Range = Annotated[list[float], Field(min_length=2, max_length=2)]
 JUDGE_TEMPLATE = """Judge the response to the problem.
 
 Problem:
@@ -34,34 +32,52 @@ NAMES = (
     *("judge", "reward_model", "prime"),
 )
 URLS = ("http://", "https://")
-MOST_WORKERS = 1024  # on a node
-TAG = re.compile(r"[A-Za-z][\w-]*")
 COMPARING = frozenset(("math", "qa_f1", "qa_exact", "choice", "code"))  # rewards that fail on a row without an answer
+
+
+def http_url(url: str) -> str:
+    """Raises ValueError for what is none, or has a query."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{url!r} is no http://HOST:PORT")
+    if parts.query or parts.fragment:
+        base = parts._replace(query="", fragment="").geturl()
+        raise ValueError(f"a path is appended to the URL, so that it cannot have a query; leave {base}")
+    return url
+
+
+def _ascending(value: list[float]) -> list[float]:
+    if value[0] >= value[1]:
+        raise ValueError(f"{value[0]:g} is not below {value[1]:g}; give the lowest number first")
+    return value
+
+
+def _expression(library: Any, groups: int) -> AfterValidator:
+    """Of a regular expression of `library` with at least `groups` groups."""
+
+    def compiles(value: str) -> str:
+        try:
+            found = library.compile(value).groups
+        except library.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        if found < groups:
+            raise ValueError(f"{value!r} has no group; put the number in parentheses")
+        return value
+
+    return AfterValidator(compiles)
+
+
+Url = Annotated[str, AfterValidator(http_url)]
+Range = Annotated[list[float], Field(min_length=2, max_length=2), AfterValidator(_ascending)]
 
 
 class FormatConfig(Section):
     """What a response must look like for the reward `format`."""
 
-    tags: Annotated[list[str], Field(min_length=1)] = ["think", "answer"]  # each once, in this order, nothing outside
-    pattern: str | None = None  # regular expression of the whole response (. matches line ends); then tags are not used
-
-    @field_validator("tags")
-    @classmethod
-    def _are_names(cls, value: list[str]) -> list[str]:
-        if wrong := [tag for tag in value if not TAG.fullmatch(tag)]:
-            raise ValueError(f"{wrong[0]!r} is no name of a tag; <think> is think")
-        if len(set(value)) < len(value):
-            raise ValueError("a tag is named twice; a pattern can ask for that")
-        return value
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        try:
-            re.compile(value or "", re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from None
-        return value
+    # each once, in this order, nothing outside
+    tags: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]], Field(min_length=1)] = ["think", "answer"]
+    # regular expression of the whole response (. matches line ends); then tags are not used
+    pattern: Annotated[str, _expression(re, 0)] | None = None
 
 
 class CodeConfig(Section):
@@ -84,30 +100,21 @@ class PrimeConfig(Section):
     beta: Annotated[float, Field(gt=0)] = 0.05  # prime: times the log-ratio of the two
 
 
-def _ascending(value: list[float] | None) -> list[float] | None:
-    if value is not None and value[0] >= value[1]:
-        raise ValueError(f"{value[0]:g} is not below {value[1]:g}; give the lowest number first")
-    return value
-
-
 class JudgeConfig(Section):
     """The endpoint of the reward `judge`, what it is asked, and how its reply becomes a number."""
 
-    url: str | None = None  # of an OpenAI-compatible API, as https://HOST/v1; /chat/completions is added
+    url: Url | None = None  # of an OpenAI-compatible API, as https://HOST/v1; /chat/completions is added
     model: str | None = None  # the endpoint's name of it
     api_key_env: str | None = None  # environment variable with the key sent as Authorization: Bearer
     template: str = JUDGE_TEMPLATE  # what the judge is asked; {prompt}, {response} and {answer} are replaced
     # regular expression; the first group of its last match in the reply is the number
-    pattern: str = r'(?i)score[\s*_"]*[:\uff1a][\s*_"]*([-+\u2212]?\d*\.?\d+(?:e[-+]?\d+)?)'
+    pattern: Annotated[str, _expression(regex, 1)] = (
+        r'(?i)score[\s*_"]*[:\uff1a][\s*_"]*([-+\u2212]?\d*\.?\d+(?:e[-+]?\d+)?)'
+    )
     range: Range = [0.0, 10.0]  # lowest and highest number of the judge, which become 0 and 1
     request: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}  # further fields of the request
     concurrency: Positive = 32  # requests under way at once
     requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
-
-    @field_validator("url")
-    @classmethod
-    def _is_a_url(cls, value: str | None) -> str | None:
-        return value if value is None else _http(value)
 
     @field_validator("template")
     @classmethod
@@ -116,56 +123,17 @@ class JudgeConfig(Section):
             raise ValueError("has no {response}: the judge would not see what it scores")
         return value
 
-    @field_validator("pattern")
-    @classmethod
-    def _has_a_group(cls, value: str) -> str:
-        try:
-            groups = regex.compile(value).groups
-        except regex.error as error:
-            raise ValueError(f"not a regular expression: {error}") from None
-        if not groups:
-            raise ValueError(f"{value!r} has no group; put the number in parentheses")
-        return value
-
-    @field_validator("range")
-    @classmethod
-    def _ascends(cls, value: list[float]) -> list[float]:
-        return _ascending(value) or value
-
-    @field_validator("request")
-    @classmethod
-    def _leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if ours := {"model", "messages", "stream", "n"} & value.keys():
-            raise ValueError(f"{min(ours)}: not a field to be set here")
-        return value
-
 
 class RewardModelConfig(Section):
     """The model of the reward `reward_model`: a sequence classifier with one output, served by SGLang."""
 
     path: str | None = None  # its Hugging Face folder: what our servers serve; tokenizer and chat template always
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of our servers
-    urls: list[str] = []  # servers of it that run already; none: those of reward.servers
+    urls: list[Url] = []  # servers of it that run already; none: those of reward.servers
     api_key_env: str | None = None  # of `urls`: environment variable with their key
     range: Range | None = None  # scores that become 0 and 1, those beyond are cut off; None: the score as it is
     concurrency: Positive = 64  # requests under way at once, of one response each
     requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
-
-    @field_validator("urls")
-    @classmethod
-    def _are_urls(cls, value: list[str]) -> list[str]:
-        return [_http(url) for url in value]
-
-    @field_validator("range")
-    @classmethod
-    def _ascends(cls, value: list[float] | None) -> list[float] | None:
-        return _ascending(value)
-
-    @model_validator(mode="after")
-    def _key_of_given_servers(self) -> RewardModelConfig:
-        if self.api_key_env is not None and not self.urls:
-            raise ValueError("api_key_env: goes with urls; servers of reward.servers get a key of their own")
-        return self
 
 
 class RewardServersConfig(Section):
@@ -180,25 +148,19 @@ class RewardServersConfig(Section):
     server_args: list[str] = []  # passed to sglang.launch_server as they are
 
 
-def _http(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{url!r} is no http://HOST:PORT")
-    if parts.query or parts.fragment:
-        base = parts._replace(query="", fragment="").geturl()
-        raise ValueError(f"a path is appended to the URL, so that it cannot have a query; leave {base}")
-    return url
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
 class RewardConfig(Section):
     # math | qa_f1 | qa_exact | choice | format | code | reasoning_gym | judge | reward_model | prime |
     # module:function | http://
-    functions: Annotated[list[str], Field(min_length=1)] = ["math"]
+    functions: Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list)] = ["math"]
     fusion: Literal["sum", "mean", "product"] = "sum"
     success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
     deadline: Seconds = 10.0  # seconds a sample (services: a request, its repeats included); then reward 0, counted
     on_error: Literal["raise", "zero"] = "raise"
-    workers: Positive = 2  # processes; with placement ray on each node
+    workers: Annotated[int, Field(ge=1, le=1024)] = 2  # processes; with placement ray on each node
     # nodes that the functions' processes are on: rank 0's (local), or all of the run's Ray cluster (docs/rewards.md)
     placement: Literal["local", "ray"] = "local"
     api_key_env: str | None = None  # http://: environment variable with the key sent as Authorization: Bearer
@@ -221,11 +183,6 @@ class RewardConfig(Section):
         """Each response token has an implicit process reward."""
         return "prime" in self.functions
 
-    @field_validator("functions", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
-
     @field_validator("functions")
     @classmethod
     def _are_known(cls, value: list[str]) -> list[str]:
@@ -243,16 +200,6 @@ class RewardConfig(Section):
                 raise ValueError(fault)
         return value
 
-    @field_validator("workers")
-    @classmethod
-    def _can_be_started(cls, value: int) -> int:
-        if value > MOST_WORKERS:
-            raise ValueError(
-                f"{value} processes are more than a node can have ({MOST_WORKERS} at most); about one per CPU is "
-                f"enough, and this machine has {os.cpu_count()}"
-            )
-        return value
-
     @model_validator(mode="after")
     def _key_of_one_host(self) -> RewardConfig:
         hosts = sorted({urlsplit(name).netloc for name in self.functions if name.startswith(URLS)})
@@ -263,7 +210,7 @@ class RewardConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _prime_has_its_models(self) -> RewardConfig:
+    def _functions_have_their_settings(self) -> RewardConfig:
         if self.functions[0] == "prime":
             raise ValueError(
                 "functions: prime rewards tokens, and whether a rollout succeeds is the first function's to say; name "
@@ -273,10 +220,7 @@ class RewardConfig(Section):
             raise ValueError("prime.model: name the folder of the implicit process reward model (docs/rewards.md)")
         if not self.implicit and self.prime != PrimeConfig():
             raise ValueError("prime: is about the reward prime; put it into functions, such as [math, prime]")
-        return self
 
-    @model_validator(mode="after")
-    def _are_reached(self) -> RewardConfig:
         if "judge" in self.functions and (self.judge.url is None or self.judge.model is None):
             raise ValueError("judge: name the endpoint's url and the model that it is asked for")
         model, used = self.reward_model, "reward_model" in self.functions
@@ -286,10 +230,6 @@ class RewardConfig(Section):
             raise ValueError("servers: the run starts servers of the reward model, or reward_model.urls names them")
         if self.servers is not None and not used:
             raise ValueError("servers: are those of the reward model; put reward_model into functions")
-        return self
-
-    @model_validator(mode="after")
-    def _a_test_fits(self) -> RewardConfig:
         if "code" in self.functions and self.code.seconds >= self.deadline:
             raise ValueError(
                 f"code.seconds: a test may take {self.code.seconds:g} s and the whole sample {self.deadline:g} s "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from dynamo_megatron.config.method import Positive, Seconds, Section
+from dynamo_megatron.config.reward import Url
 
 SHORTEST_TIMEOUT, TOKEN_TIMEOUT = 600.0, 0.1  # seconds of a rollout, and of each token that it may have
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
@@ -42,10 +42,9 @@ class RolloutConfig(Section):
     placement: Literal["colocated", "split", "external"] = "colocated"  # docs/fleet.md
     servers: Positive = 1  # on all nodes together; unset, colocated on GPUs: as many as the ranks' GPUs have room for
     tp: Positive = 1  # ranks of a server
-    urls: list[str] = []  # placement external: servers that run already
+    urls: list[Url] = []  # placement external: servers that run already
     api_key_env: str | None = None  # placement external: the environment variable that holds their API key
     host: str = "127.0.0.1"  # what servers listen on: an address, or a network interface (ib0) of every node
-    every_interface: bool = False  # lets `host` be 0.0.0.0 or ::
     python: str | None = None  # the server's interpreter; None: this one
     port: Annotated[int, Field(ge=1, le=65535)] | None = None  # the first server's, the next ones'; None: free ones
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -112,15 +111,11 @@ class RolloutConfig(Section):
     def _servers(self) -> RolloutConfig:
         if (self.placement == "external") != bool(self.urls):
             raise ValueError("urls: name running servers together with placement: external, and only then")
-        for url in self.urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-                raise ValueError(f"urls: {url!r} is no http://HOST:PORT")
         if self.api_key_env is not None and self.placement != "external":
             raise ValueError("api_key_env: goes with placement: external; our own servers get a key of their own")
-        if self.host in EVERY_INTERFACE and not self.every_interface:
+        if self.host in EVERY_INTERFACE:
             raise ValueError(
-                f"host: {self.host} opens the servers to every network of the node; name an address or interface, "
-                "or set every_interface: true"
+                f"host: {self.host} opens the servers to every network of the node; name an address or interface"
             )
         if self.offload is True and self.placement != "colocated":
             raise ValueError(f"offload: servers and ranks share no memory where placement is {self.placement}")

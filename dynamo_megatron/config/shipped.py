@@ -17,9 +17,9 @@ def names() -> list[str]:
 
 def path(name: str) -> Path | None:
     """The file of `methods/dynamo`, `methods/dynamo.yaml` or, as the documentation of a checkout names it,
-    `configs/methods/dynamo.yaml`; None where no such file is shipped."""
+    `configs/methods/dynamo.yaml`; of a method also `dynamo`. None where no such file is shipped."""
     name = name.removeprefix("configs/").removesuffix(".yaml")
-    return folder() / f"{name}.yaml" if name in names() else None
+    return next((folder() / f"{known}.yaml" for known in (name, f"methods/{name}") if known in names()), None)
 
 
 def listing() -> str:

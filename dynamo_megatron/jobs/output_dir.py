@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint.exports import best_step, every_export, exported_step
-from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_state, verify
+from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_state
 from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
@@ -27,8 +27,6 @@ from dynamo_megatron.tracking.stopping import StopRule
 
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
 _TRAJECTORY = ("optimizer", "parallel", "kernels", "trainer.micro_batch_tokens", "trainer.deterministic")
-
-READ_AT_START = 8 << 30  # bytes of a checkpoint
 
 
 class OutputDir:
@@ -82,20 +80,13 @@ class OutputDir:
         return True
 
     def check_start(self) -> None:
-        """Raises ConfigError where the folder cannot be made or written, another process trains in it, or the bytes of
-        a checkpoint that is read within seconds are not those that were saved (a larger one is read by all ranks)."""
+        """Raises ConfigError where the folder cannot be made or written, or another process trains in it."""
         there = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "cannot be written to" if there.is_dir() else "is no folder"
             raise ConfigError(f"output_dir: {there} {why}; name another folder")
         if is_held(self.path):
             raise ConfigError(self._held())
-        last = self._last()
-        if last is not None and sum(file.stat().st_size for file in last[1].iterdir()) <= READ_AT_START:
-            try:
-                verify(last[1], resume=True)
-            except ValueError as error:
-                raise ConfigError(f"output_dir: {error}") from None
 
     def _held(self) -> str:
         return f"output_dir: another process trains in {self.path}; end it or name another folder"

@@ -17,11 +17,11 @@ from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.layout_checks import check_layout, describe_layout, missing_data
 from dynamo_megatron.jobs.output_dir import OutputDir
+from dynamo_megatron.jobs.start_checks import check_room
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.policy import backend
 from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.spikes import GradientSpike
-from dynamo_megatron.preflight.machine_checks import check_room
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.retention import after_a_stop

@@ -23,14 +23,18 @@ from dynamo_megatron.evaluation.overlap import problem_text
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.sft_examples import Example, examples_of
+from dynamo_megatron.jobs.start_checks import check_vocabulary
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.tracking.step_metrics import spike_count
 from dynamo_megatron.types import Prompt, Sequences
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
+
+
+LINES = 20  # about this many step lines are printed; metrics.jsonl has every step
 
 
 class SFTJob(Job):
@@ -79,29 +83,72 @@ class SFTJob(Job):
             self.output.keep_chat_template(self._tokenizer.chat_template)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
-        from dynamo_megatron.jobs.checkpoints import Checkpoints  # these need Megatron
-        from dynamo_megatron.jobs.sft_trainer import SFTTrainer
-        from dynamo_megatron.phases import Phases
-        from dynamo_megatron.policy.spikes import SPIKES
-        from dynamo_megatron.training_run import RunParts
+        from dynamo_megatron.jobs.training_run import open_run  # it needs Megatron
 
-        journal, leads = self.journal, policy.layout.rank == 0
-        state = {"stream": self._stream} if leads else {}
-        if leads and policy.spikes is not None:
-            state[SPIKES] = policy.spikes
-        checkpoints = Checkpoints(policy, self.config, state, journal.say if leads else None)
-        start = checkpoints.resume()
-        if leads:
-            self.output.take_over(start)
-        phases = Phases(journal.progress if leads else None, None)
-        parts = RunParts(self.config, policy, coordinator, checkpoints, phases, journal, start)
-        self._trainer = SFTTrainer(parts, self._next)
+        self._run = open_run(self, policy, coordinator, {"stream": self._stream})
 
     def run(self) -> None:
-        self._trainer.run()
+        self._run.carry_out(self._train)
+
+    def _train(self) -> None:
+        """Trains until `trainer.steps` or `trainer.stop_when`."""
+        run = self._run
+        if self.journal is not None:
+            self.journal.progress.start(run.start)
+        run.phases.clock.restart()
+        run.save()  # finishes an interrupted export
+        stop_reason = self._stop_reason(run.start)
+        for step in range(run.start + 1, self.config.trainer.steps + 1):
+            if stop_reason is not None:
+                break
+            run.begin_step(step)
+            self._step(step)
+            run.reached(step)
+            stop_reason = self._stop_reason(step)
+            run.save_if_due(step, stop_reason)
+
+    def _step(self, step: int) -> None:
+        phases, policy, coordinator = self._run.phases, self._run.policy, self._run.coordinator
+        phases.begin("read data")
+        if self.journal is None:
+            coordinator.pass_on_stop()
+        sequences = self._run.on_rank_0(f"the examples of step {step}", lambda: self._next(coordinator.check_stop))
+        phases.begin("update")
+        tokens, lr = int(sequences.response_lengths.sum()), self.config.learning_rate(step)
+        weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)  # every completion token counts the same
+        update = policy.fit(sequences, weights, lr)
+        policy.check_weights(lr)
+        if self.journal is not None:
+            self._log(step, tokens, lr, update)
+        phases.clock.restart()
+
+    def _stop_reason(self, step: int) -> str | None:
+        if self.config.trainer.stop_when is None:
+            return None
+        return self._run.on_rank_0(f"the end of step {step}", lambda: self.journal.finished())
+
+    def _log(self, step: int, tokens: int, lr: float, update: dict[str, float]) -> None:
+        clock, steps = self._run.phases.clock, self.config.trainer.steps
+        metrics = {
+            "step": step,
+            "sft/loss": update["loss"],
+            "sft/tokens": tokens,
+            "policy/grad_norm": update["grad_norm"],
+            "policy/learning_rate": lr,
+            **spike_count([update], self.config),
+            "time/step": clock.total,
+            "time/save": clock.seconds.get("save", 0.0),
+        }
+        line = (
+            f"step {step:>{len(str(steps))}}/{steps}  loss {update['loss']:.4f}"
+            f"  grad {update['grad_norm']:.3f}  {clock.total:.2f} s"
+        )
+        shown = step % max(1, steps // LINES) == 0 or step == steps
+        self.journal.step(metrics, line if shown else None)
 
     def _next(self, on_poll: Callable[[], None]) -> Sequences:
         """The examples of the next update. `on_poll` is called while the data gives none."""
+        on_poll()
         prompts = self._stream.next(self.config.data.batch_prompts, on_poll)
         examples = [(prompt.prompt_id, example) for prompt in prompts for example in self._examples(prompt)]
         lengths = np.asarray([len(e.tokens) for _, e in examples])

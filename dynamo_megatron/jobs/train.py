@@ -24,10 +24,9 @@ from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.jobs.layout_checks import check_servers_here
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
+from dynamo_megatron.jobs.start_checks import check_ports, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served_rope
-from dynamo_megatron.preflight.machine_checks import check_ports
-from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.serve import NodeServers
 from dynamo_megatron.rollout.servers.server import check_reachable, check_server_args, shares_memory
@@ -162,13 +161,10 @@ class TrainJob(Job):
     def set_up(self, policy: Any, coordinator: Coordinator) -> None:
         # These need Megatron, which may only be imported once the backend is set up.
         from dynamo_megatron.controller import Controller
-        from dynamo_megatron.jobs.checkpoints import Checkpoints
-        from dynamo_megatron.phases import Phases
+        from dynamo_megatron.jobs.training_run import open_run
         from dynamo_megatron.policy.backend import Fusions
-        from dynamo_megatron.policy.spikes import SPIKES
         from dynamo_megatron.serving import Serving
-        from dynamo_megatron.train import RLTrainer
-        from dynamo_megatron.training_run import RunParts
+        from dynamo_megatron.train import Trainer
         from dynamo_megatron.weight_sync.memory import DeviceMemory
         from dynamo_megatron.weight_sync.sync import WeightSync
 
@@ -186,22 +182,15 @@ class TrainJob(Job):
                 state["shape"] = controller.shape
             if config.rollout.max_staleness:
                 state["ahead"] = controller.ahead
-            if policy.spikes is not None:
-                state[SPIKES] = policy.spikes
-        memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
-        phases = Phases(journal.progress if leads else None, memory)
-        weight_sync = WeightSync(policy, rollout, coordinator)
+        self._memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
+        self._training = open_run(self, policy, coordinator, state, self._memory, self._free_memory)
+        weight_sync, phases = WeightSync(policy, rollout, coordinator), self._training.phases
         self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
-        checkpoints = Checkpoints(policy, config, state, journal.say if leads else None)
-        start = checkpoints.resume()
-        if leads:
-            self.output.take_over(start)
-        parts = RunParts(config, policy, coordinator, checkpoints, phases, journal, start)
-        self._trainer = RLTrainer(parts, self._serving, controller, self._end_servers)
+        self._trainer = Trainer(self._training, self._serving, controller)
 
     def run(self) -> None:
         try:
-            self._trainer.run()
+            self._training.carry_out(self._trainer.train)
         except StopRequested:
             self._serving.close()
             raise
@@ -216,3 +205,9 @@ class TrainJob(Job):
     def _end_servers(self) -> None:
         if self._rollout is not None:
             self._rollout.close()
+
+    def _free_memory(self) -> None:
+        """Ends servers that hold device memory, which a save needs."""
+        if self._memory is not None:
+            self._end_servers()
+            self._memory.set_servers([])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo_megatron.cli.launch_options import JobOptions
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB
 from dynamo_megatron.planning.plan import SERVER_WORKING, SLOWEST, Plan
 from dynamo_megatron.rollout.retention import stored_step
+
+STOP_BEFORE = 1800  # seconds, the default of `launch slurm --stop-before`
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -91,7 +92,7 @@ def _times(plan: Plan) -> list[str]:
         f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.push:.2f}; "
         f"together {t.step:.1f}{', generated while the ranks train' if t.overlap else ''}",
     ]
-    if plan.stop_before > JobOptions.stop_before:
+    if plan.stop_before > STOP_BEFORE:
         lines.append(
             f"from the end of generation to the end of the step a stop waits at least {t.training:.0f} s, in practice "
             f"up to {SLOWEST} times as long, and for the save: `launch slurm --gpu {plan.cluster.gpu.name}` sets "

@@ -17,7 +17,7 @@ from dynamo_megatron.algorithm.advantages import (
     overlong_penalty,
     weighted,
 )
-from dynamo_megatron.algorithm.aggregation import token_weights
+from dynamo_megatron.algorithm.aggregation import token_divisors
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.gradient_noise import Split
 from dynamo_megatron.algorithm.process_rewards import process_advantages
@@ -46,35 +46,26 @@ class TrainBatch:
         config: Config,
         gather: Callable[[str], list[str]] | None = None,
         baseline: Baseline | None = None,
-        prompt_weights: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
         implicit_rewards: np.ndarray | None = None,
     ) -> TrainBatch:
-        """Computes advantages by group, mini-batches, and the token weights in each. `gather`: as in
+        """Computes advantages by group, and mini-batches. `gather`: as in
         `custom_advantages`. `baseline`: the known baseline of each rollout's prompt (`Selection.baseline`);
         None: nothing is known of any prompt.
-        `prompt_weights`: float64 [S], the weight of each rollout's prompt, which multiplies the token weights; None: 1.
+        `weights`: float64 [S], of each response token in the loss of its mini-batch; None: 1 / `loss_divisors`.
         `implicit_rewards`: from `Policy.implicit_rewards`.
 
         Raises UserCodeError if a user's function returns invalid advantages, or others on another rank.
         """
-        group, loss = _group_numbers(rollouts.group_ids), config.algorithm.loss
-        max_length = config.rollout.max_new_tokens
+        group = _group_numbers(rollouts.group_ids)
         advantages = _advantages(rollouts, group, config, gather, baseline)
         if config.algorithm.advantage.normalise == "batch":
             advantages = batch_normalised(advantages)
-        mini_batches = cut_mini_batches(rollouts.group_ids, loss.mini_batches)
         mini_batch = np.zeros(len(group), np.int64)
-        weights = np.zeros(len(group), np.float64)
-        for m, here in enumerate(mini_batches):
+        for m, here in enumerate(cut_mini_batches(rollouts.group_ids, config.algorithm.loss.mini_batches)):
             mini_batch[here] = m
-            weights[here] = token_weights(
-                loss.aggregation,
-                rollouts.response_lengths[here],
-                group[here],
-                max_length=max_length,
-            )
-        if prompt_weights is not None:
-            weights *= prompt_weights
+        if weights is None:
+            weights = 1.0 / loss_divisors(rollouts, config)
         rewards = [r for r in (rollouts.step_rewards, implicit_rewards) if r is not None]
         lengths, advantage = rollouts.response_lengths, config.algorithm.advantage
         process = sum(process_advantages(r, group, lengths, advantage) for r in rewards) if rewards else None
@@ -94,6 +85,16 @@ class TrainBatch:
         """The rollouts (indices, ascending) of each update."""
         count = int(self.mini_batch.max()) + 1 if len(self.mini_batch) else 0
         return [np.flatnonzero(self.mini_batch == m) for m in range(count)]
+
+
+def loss_divisors(rollouts: RolloutBatch, config: Config) -> np.ndarray:
+    """float64 [S]: what the loss of each response token is divided by, in the mini-batch of its rollout."""
+    loss, lengths, found = config.algorithm.loss, rollouts.response_lengths, np.zeros(len(rollouts.group_ids))
+    group = _group_numbers(rollouts.group_ids)
+    for here in cut_mini_batches(rollouts.group_ids, loss.mini_batches):
+        most = config.rollout.max_new_tokens
+        found[here] = token_divisors(loss.aggregation, lengths[here], group[here], max_length=most)
+    return found
 
 
 def cut_mini_batches(group_ids: Sequence[str], count: int) -> list[np.ndarray]:

@@ -19,12 +19,12 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps, problem_text
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.jobs.layout_checks import check_layout, describe_layout
+from dynamo_megatron.jobs.start_checks import check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.planning.plan import make_plan, workload
 from dynamo_megatron.planning.report import cautions, verdict
 from dynamo_megatron.preflight.findings import Finding, failed, note, ok, skipped
-from dynamo_megatron.preflight.model_checks import check_vocabulary
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.types import Prompt
 

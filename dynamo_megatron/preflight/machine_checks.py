@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import tempfile
@@ -12,19 +11,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.layout_checks import check_layout, check_servers_here
-from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.planning import formulas
+from dynamo_megatron.jobs.start_checks import check_ports, check_room, existing_folder
+from dynamo_megatron.jobs.start_checks import size_text as _size
 from dynamo_megatron.planning.plan import host_memory as planned_host_memory
 from dynamo_megatron.planning.plan import workload
 from dynamo_megatron.preflight.findings import Finding, ok
 from dynamo_megatron.preflight.job_checks import Subject
-from dynamo_megatron.rollout.retention import stored_step
-from dynamo_megatron.rollout.servers.fleet import training_nodes
-from dynamo_megatron.rollout.servers.server import listening_address
-from dynamo_megatron.runtime.listening import check_port, ranks_address
+from dynamo_megatron.runtime.listening import ranks_address
 from dynamo_megatron.runtime.run_folder import refuse_foreign
 from dynamo_megatron.weight_sync.transports import check_transport
 
@@ -59,94 +54,12 @@ def network(subject: Subject) -> Iterator[Finding]:
     yield ok(f"ports of servers: {where}; rendezvous: {rendezvous}; weights go by {transport}")
 
 
-def check_ports(config: Config) -> None:
-    """Raises ValueError where `rollout.host` is no address or interface of this node, or where `rollout.port`,
-    `reward.servers.port`, or a MASTER_PORT that is set, cannot be listened to here."""
-    rollout, rewards = config.rollout, config.reward.servers
-    here: list[tuple[str, int | None, int]] = []  # key, first port, ports
-    if rollout.engine == "sglang" and rollout.placement == "colocated":
-        here.append(("rollout.port", rollout.port, max(1, rollout.servers // training_nodes())))
-    if rewards is not None and rollout.placement != "split":  # rank 0's node starts all of them
-        here.append(("reward.servers.port", rewards.port, rewards.count))
-    host = listening_address(rollout.host) if here else ""
-    wanted = [
-        (host, port, f"{key}: {{}}; free it, name another one, or leave it out")
-        for key, first, count in here
-        if first is not None
-        for port in range(first, first + count)
-    ]
-    if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
-        wanted.append(("", int(os.environ["MASTER_PORT"]), "MASTER_PORT: {}; free it or set another one"))
-    for host, port, message in wanted:
-        check_port(host, port, message)
-
-
-def room_needed(config: Config, spec: ModelSpec, *, generates: bool = True) -> dict[str, int]:
-    """What -> bytes that a run leaves on disk: `keep_last` checkpoints and the one being written, the exports, the
-    weights being pushed, those of a step that ends in NaN or infinity, and of the rollouts, whose lengths nobody knows,
-    the steps that stay at their longest: one, or `rollout.keep_last` and the one that is being made; all without
-    checkpoints, since a resume begins with them. `generates`: not for sft."""
-    weights = formulas.weight_bytes(spec, config.model.dtype)
-    exports = {"final": 1, "best": 1, "never": 0, "every": 0}[config.checkpoint.export_hf]
-    if config.checkpoint.export_hf == "every":
-        exports = -(-config.trainer.steps // (config.checkpoint.every or config.trainer.steps))
-    checkpoints = config.checkpoint.keep_last + 1
-    if not generates or config.rollout.engine == "recorded":
-        steps = 0
-    elif config.checkpoint.every is None:
-        steps = config.trainer.steps
-    else:
-        steps = 1 + (config.rollout.keep_last or 0)
-    step = stored_step(config.rollout_budget, config.rollout.max_new_tokens)
-    return {
-        f"{checkpoints} checkpoints": checkpoints * formulas.checkpoint_bytes(spec, config.model.dtype),
-        f"{exports} exported folder{'s' * (exports != 1)}": exports * weights,
-        "the weights pushed": weights,
-        "the weights of a failed step": weights,
-        f"the rollouts of {steps} step{'s' * (steps != 1)}": int(steps * step),
-    }
-
-
-def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> str:
-    """What the run needs and what there is. Raises ValueError where the disk is too small.
-
-    Checkpoints, exports and pushed weights that an earlier start has left count as room: they will be replaced. So do
-    its rollouts where the steps that stay are a part of what is needed."""
-    output = Path(config.output_dir)
-    needed = room_needed(config, spec, generates=generates)
-    replaced, ways = ["checkpoints", "hf*", "push"], "lower checkpoint.keep_last"
-    if config.rollout.keep_last is not None:
-        replaced, ways = [*replaced, "rollouts"], f"{ways} or rollout.keep_last"
-    elif config.checkpoint.every is None:
-        replaced, ways = [*replaced, "rollouts"], f"{ways}, or set checkpoint.every: old rollouts go after a checkpoint"
-    there = sum(_folder_size(folder) for name in replaced for folder in output.glob(name))
-    stat = os.statvfs(_existing(output))
-    free = stat.f_bavail * stat.f_frsize
-    told = ", ".join(f"{what} {_size(size)}" for what, size in needed.items() if size)
-    if sum(needed.values()) > free + there:
-        raise InputError(
-            f"output_dir: {output} has {_size(free)} free, the run needs {_size(sum(needed.values()))} ({told}); "
-            f"free some, name a folder on another disk, or {ways}"
-        )
-    return f"{_size(free)} free for {told}"
-
-
-def _folder_size(folder: Path) -> int:
-    """Bytes of its files; one that another process removes meanwhile has none."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(parent, name)).st_size
-    return total
-
-
 def disk(subject: Subject) -> Iterator[Finding]:
     """Room for the run's files in a folder that can be written."""
     output = Path(subject.config.output_dir)
     refuse_foreign(output)
     told = check_room(subject.config, subject.spec)
-    folder = _existing(output)
+    folder = existing_folder(output)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-"):
             yield ok(told)
@@ -189,17 +102,3 @@ def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
             used = int((level / "memory.current").read_text()) - int(counts["inactive_file"])
             room = min(room, int(text) - used)
     return room
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
-
-
-def _size(size: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size / 1e3:.3g} kB"

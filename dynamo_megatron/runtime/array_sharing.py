@@ -10,20 +10,32 @@ import contextlib
 import mmap
 import os
 import pickle
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dynamo_megatron.runtime.arena import Arena, Piece, dump
 
-if TYPE_CHECKING:
-    from dynamo_megatron.policy.layout import Layout
-
 T = TypeVar("T")
 
 
-def share(value: T | None, layout: Layout) -> T:
+class Ranks(Protocol):
+    """A rank's place and its groups for objects, as policy/layout.py has them."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def host(self) -> dist.ProcessGroup: ...
+    @property
+    def node(self) -> dist.ProcessGroup: ...
+    @property
+    def leaders(self) -> dist.ProcessGroup | None: ...
+
+
+def share(value: T | None, layout: Ranks) -> T:
     """Returns on every rank the `value` of rank 0 (None elsewhere), which must be picklable; collective over all ranks.
 
     With several ranks every rank, also rank 0, gets a value of its own. `value` itself must not be changed any more,

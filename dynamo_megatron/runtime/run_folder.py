@@ -8,7 +8,7 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from dynamo_megatron.config.files import ConfigError
+from dynamo_megatron.errors import ConfigError
 
 LOCK_FILE = ".lock"  # flock'd by the process that trains in the folder, until it ends (output_dir.py)
 FAILED_STEPS = "nonfinite"  # what steps that ended in NaN or infinity were computed from (failed_step.py)

@@ -1,122 +1,233 @@
+"""The shipped methods: one table of what each file resolves to, over every base that the docs name, against the recipe
+that its authors or a peer publish; and what cannot be combined. verl is 0.9.1, TRL 1.16.0."""
+
 from pathlib import Path
 
 import pytest
+import yaml
 
-from dynamo_megatron.config import Config
+from dynamo_megatron.config import AlgorithmConfig, Config
 from dynamo_megatron.config.files import ConfigError, compose, identity, to_plain
+from dynamo_megatron.config.method import AdvantageConfig, LossConfig
 
-ROOT = Path(__file__).parents[2]
-METHODS = ROOT / "configs" / "methods"
-ALL = sorted(path.stem for path in METHODS.glob("*.yaml"))
-DEMO = str(ROOT / "configs" / "demo" / "rl.yaml")
+CONFIGS = Path(__file__).parents[2] / "configs"
+METHODS = sorted(path.stem for path in (CONFIGS / "methods").glob("*.yaml"))
+PAPER, SMOLLM2, DEMO = (CONFIGS / name for name in ("paper.yaml", "smollm2.yaml", "demo/rl.yaml"))
+# A user's own file, from other experiments: it sets what makes a method, each key to what no method has.
+MINE = """
+model: {path: model}
+data: {source: train.jsonl}
+output_dir: out
+algorithm:
+  allocation: {kind: waterfill, half_life: 2, static: true, variance: surprise, prior_by: level, variance_floor: 0.9}
+  dynamic_sampling: {rounds: 3}
+  sequential: null
+  advantage:
+    kind: dr_grpo
+    singleton: raw
+    eps: 0.1
+    normalise: batch
+    positive_weight: 0.7
+    overlong_buffer: 0.4
+    overlong_penalty: 0.9
+    process: {weight: 0.3, gamma: 0.8}
+    entropy_shaping: {alpha: 0.3}
+  modulation: {alpha: 0.7, lambda_min: 0.1, gamma: 5.0, tau: 0.2, stabiliser: quantile, quantile: 0.5}
+  loss:
+    kind: mine:loss
+    clip_ratio_low: 0.4
+    clip_ratio_high: 0.6
+    clip_ratio_c: 4.0
+    aggregation: prompt_token_mean
+    entropy_coef: 0.7
+    entropy_top_ratio: 0.9
+    clip_cov: {ratio: 0.5, low: 0.1, high: 0.2}
+    kl_cov: {ratio: 0.6, coef: 7.0}
+"""
 
-ROUNDS = {"lower": 0.125, "upper": 0.25, "explore": 0.0, "exit": "balanced", "keep": 4}
-# What a method sets otherwise than GRPO. `dynamo*`: the whole algorithm section is its own.
-DIFFERENCES = {
-    "clip_higher": {"loss.clip_ratio_high": 0.28},
-    "entropy_loss": {"loss.entropy_coef": 0.001},
-    "fork_tokens": {
-        "dynamic_sampling.rounds": 9,
-        "loss.clip_ratio_high": 0.28,
-        "loss.clip_ratio_c": 10.0,
-        "advantage.overlong_buffer": 0.2,
-        "loss.entropy_top_ratio": 0.2,
-    },
-    "entropy_advantages": {"advantage.entropy_shaping.alpha": 0.4, "advantage.entropy_shaping.kappa": 2.0},
-    "clip_cov": {
-        "loss.clip_ratio_low": 1.0,
-        "loss.clip_ratio_high": 1.0,
-        "loss.clip_cov.ratio": 0.0002,
-        "loss.clip_cov.low": 1.0,
-        "loss.clip_cov.high": 5.0,
-    },
-    "kl_cov": {
-        "loss.clip_ratio_low": 1.0,
-        "loss.clip_ratio_high": 1e9,
-        "loss.kl_cov.ratio": 0.002,
-        "loss.kl_cov.coef": 1.0,
-    },
-    "w_reinforce": {"advantage.kind": "reinforce", "advantage.positive_weight": 0.1, "loss.entropy_coef": 0.001},
-    "dapo": {
-        "dynamic_sampling.rounds": 9,
-        "loss.clip_ratio_high": 0.28,
-        "loss.clip_ratio_c": 10.0,
-        "advantage.overlong_buffer": 0.2,
-    },
-    "dr_grpo": {"advantage.kind": "dr_grpo", "loss.aggregation": "constant_length"},
-    "rloo": {"advantage.kind": "rloo", "loss.ratio": "sequence", "loss.aggregation": "sequence_sum"},
-    "gspo": {
-        "loss.ratio": "sequence_mean",
-        "loss.clip_ratio_low": 3e-4,
-        "loss.clip_ratio_high": 4e-4,
-        "loss.aggregation": "sequence_mean",
-    },
-    "cispo": {"loss.kind": "cispo", "loss.clip_ratio_low": 1.0, "loss.clip_ratio_high": 4.0},
-    "otb": {"advantage.kind": "otb"},
-    "history": {
-        "allocation.half_life": 4.0,
-        "advantage.kind": "history",
-        "advantage.score_ratio": "auto",
-        "loss.aggregation": "prompt_mean",
-    },
-    "pilot": {
-        "allocation.budget": 12288,
-        "allocation.rollout_n_max": 64,
-        **{f"sequential.{key}": value for key, value in ROUNDS.items()},
-        "sequential.kind": "pilot",
-        "sequential.round_n": 16,
-        "loss.clip_ratio_high": 0.28,
-        "loss.clip_ratio_c": 10.0,
-    },
-    "reinforce_ada": {
-        "allocation.rollout_n_max": 32,
-        **{f"sequential.{key}": value for key, value in ROUNDS.items()},
-        "sequential.kind": "reinforce_ada",
-        "sequential.round_n": 8,
-        "advantage.kind": "rloo",
-        "loss.clip_ratio_high": 0.28,
-        "loss.clip_ratio_c": 10.0,
-    },
-    "spo": {
-        "allocation.rollout_n_min": 1,
-        "allocation.rollout_n_max": 1,
-        "allocation.on_shortfall": "clip",
-        "allocation.half_life": 5.2,
-        "advantage.kind": "history",
-        "advantage.normalise": "batch",
-        "loss.clip_ratio_high": 0.28,
-        "loss.clip_ratio_c": 10.0,
-    },
+
+def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="token", **others) -> dict:
+    """Everything that makes the loss; what is not named is off."""
+    low, high = clip
+    loss = {
+        "kind": kind,
+        "ratio": ratio,
+        "clip_ratio_low": low,
+        "clip_ratio_high": high,
+        "clip_ratio_c": c,
+    }
+    loss |= {"aggregation": aggregation, "entropy_coef": 0.0, "entropy_top_ratio": None, "clip_cov": None}
+    section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "sequential": None, "modulation": None}
+    section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
+    section["advantage"] |= {"singleton": "zero", "eps": 1e-6, "prior_strength": 1.0, "score_ratio": 1.0}
+    section["advantage"] |= {"normalise": "none", "process": {"weight": 1.0, "gamma": 1.0}}
+    section["allocation"] = {"kind": "uniform"}
+    for key, value in others.items():
+        part, _, name = key.rpartition("__")
+        (section[part] if part else section)[name] = value
+    return section
+
+
+DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99, "stabiliser": "max", "quantile": 0.99}
+DAPO = {"dynamic_sampling": {"rounds": 9}, "advantage__overlong_buffer": 0.2}
+LEARNS = {"half_life": 4.0, "static": False}
+ROUNDS = {"round_n": 8, "lower": 0.125, "upper": 0.25, "explore": 0.0, "exit": "balanced", "keep": 4}
+SIZES = {"budget": 8192, "rollout_n_min": 8, "rollout_n_max": 24, "initial_budget": 8}
+RECIPES = {
+    # TRL GRPOConfig: epsilon 0.2, epsilon_high and delta (the dual clip) off, loss_type bnpo for the token mean
+    "grpo": recipe((0.2, 0.2), "token_mean"),
+    # arXiv 2503.14476, section 4.1
+    "clip_higher": recipe((0.2, 0.28), "token_mean"),
+    # verl's recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches 10, the first one counted, buffer 4096 of
+    # 20480, clip_ratio_c 10
+    "dapo": recipe((0.2, 0.28), "token_mean", c=10.0, **DAPO),
+    # Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR: the same script with entropy_top_ratio 0.2
+    "fork_tokens": recipe((0.2, 0.28), "token_mean", c=10.0, loss__entropy_top_ratio=0.2, **DAPO),
+    # TRL GRPOConfig: loss_type dr_grpo, scale_rewards none
+    "dr_grpo": recipe((0.2, 0.2), "constant_length", "dr_grpo"),
+    # TRL RLOOConfig: epsilon 0.2, the ratio exp(sum of the response's log ratios)
+    "rloo": recipe((0.2, 0.2), "sequence_sum", "rloo", ratio="sequence"),
+    # verl's examples/gspo_trainer and arXiv 2507.18071, section 5.1
+    "gspo": recipe((3e-4, 4e-4), "sequence_mean", ratio="sequence_mean"),
+    # arXiv 2506.13585, Eq. 4 (no lower bound); the upper one is ScaleRL's (arXiv 2510.13786), TRL's epsilon_high 5.0
+    "cispo": recipe((1.0, 4.0), "token_mean", kind="cispo"),
+    # verl's compute_policy_loss_clip_cov with recipe/entropy/7b_clip_cov.sh; the function has no dual clip
+    "clip_cov": recipe((1.0, 1.0), "token_mean", loss__clip_cov={"ratio": 2e-4, "low": 1.0, "high": 5.0}),
+    # verl's compute_policy_loss_kl_cov with recipe/entropy/7b_kl_cov.sh; the function has no clip at all
+    "kl_cov": recipe((1.0, 1e9), "token_mean", loss__kl_cov={"ratio": 0.002, "coef": 1.0}),
+    # verl's ppo_trainer.yaml of 2025: entropy_coeff 0.001
+    "entropy_loss": recipe((0.2, 0.2), "token_mean", loss__entropy_coef=0.001),
+    # arXiv 2506.14758, section 3
+    "entropy_advantages": recipe((0.2, 0.2), "token_mean", advantage__entropy_shaping={"alpha": 0.4, "kappa": 2.0}),
+    # TianHongZXY/RLVR-Decomposed: run_qwen2.5-math-7b_psr_nsr.sh over its ppo_trainer.yaml (entropy_coeff 0.001)
+    "w_reinforce": recipe(
+        (0.2, 0.2), "token_mean", "reinforce", advantage__positive_weight=0.1, loss__entropy_coef=0.001
+    ),
+    # verl's docs/algo/otb.md and its examples/otb_trainer
+    "otb": recipe((0.2, 0.2), "token_mean", "otb"),
+    # ours
+    "history": recipe(
+        (0.2, 0.2),
+        "prompt_mean",
+        "history",
+        advantage__score_ratio="auto",
+        allocation={"kind": "uniform", "half_life": 4.0, "static": False, "prior_by": None},
+    ),
+    # verl's recipe/spo: train.sh, and clip_lower 0.875 of its config as a constant
+    "spo": recipe(
+        (0.2, 0.28),
+        "token_mean",
+        "history",
+        c=10.0,
+        advantage__normalise="batch",
+        allocation={"kind": "uniform", "half_life": 5.2, "static": False, "prior_by": None},
+    ),
+    # databricks/pilot-commit: train_scripts/pc_qwen3-4b_p16c48.sh (verl's script with clip_ratio_c 10)
+    "pilot": recipe(
+        (0.2, 0.28),
+        "token_mean",
+        c=10.0,
+        sequential=ROUNDS | {"kind": "pilot", "round_n": 16},
+        allocation={"kind": "uniform", "budget": 384 * 16 + 128 * 48, "rollout_n_min": 2, "rollout_n_max": 16 + 48},
+    ),
+    # RLHFlow/Reinforce-Ada: scripts/run_reinforce_ada.sh, with round_repeat 8 and max_rounds 4 of its ppo_trainer.yaml
+    "reinforce_ada": recipe(
+        (0.2, 0.28),
+        "token_mean",
+        "rloo",
+        c=10.0,
+        sequential=ROUNDS | {"kind": "reinforce_ada"},
+        allocation={"kind": "uniform", "rollout_n_min": 2, "rollout_n_max": 4 * 8},
+    ),
+    # arXiv 2602.19208: the theory with our baseline, and the script's values (its "0.2" runs 0.28)
+    "dynamo": recipe(
+        (0.2, 0.2),
+        "prompt_mean",
+        "history",
+        advantage__score_ratio="auto",
+        modulation={**DECAY6, "expectation": "exact", "scope": "mini_batch"},
+        allocation={"kind": "neyman", "variance": "bernoulli", "variance_floor": 0.2, **LEARNS, "prior_by": None},
+    ),
+    "dynamo_published": recipe(
+        (0.2, 0.28),
+        "token_mean",
+        c=10.0,
+        modulation={**DECAY6, "expectation": "sequence_mean", "scope": "micro_batch"},
+        allocation={"kind": "waterfill", "power": "sigma2", "static": False, **SIZES},
+    ),
 }
+
+
+SEQUENTIAL = ("pilot", "reinforce_ada")  # their rounds need sizes of their own
 
 
 def load(name: str, *overrides: str) -> Config:
     wanted = ["model.path=model", "data.source=train.jsonl", "output_dir=out", *overrides]
-    return compose([str(METHODS / f"{name}.yaml")], wanted)[0]
+    return compose([f"methods/{name}"], wanted)[0]
 
 
-def flat(name: str) -> dict:
-    return identity(to_plain(load(name)), ["algorithm"])
+def check(name: str, files: list[Path], *more: str) -> None:
+    config, _ = compose([str(file) for file in files], ["output_dir=out", *more])
+    got, want = to_plain(config)["algorithm"], RECIPES[name]
+    for part, value in want.items():
+        # Of these what the recipe is about: not mini_batches, the size of a penalty, an allocation's sizes.
+        seen = {k: got[part][k] for k in value} if part in ("loss", "advantage", "allocation") else got[part]
+        assert seen == value, (name, part, [file.name for file in files])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("base", ["paper", "smollm2", "demo", "mine", "paper after"])
+def test_a_method_is_its_published_recipe_over_every_base(tmp_path, name, base):
+    mine, method = tmp_path / "my.yaml", CONFIGS / "methods" / f"{name}.yaml"
+    mine.write_text(MINE)
+    sizes = ["model.path=model", "data.source=train.jsonl"]
+    if name == "dynamo_published" and base in ("smollm2", "demo", "mine"):
+        sizes += ["data.batch_prompts=512", "algorithm.allocation.budget=8192"]
+    if name in SEQUENTIAL and base == "paper after":
+        sizes += [f"algorithm.allocation.{key}={value}" for key, value in RECIPES[name]["allocation"].items()]
+    orders = {
+        "paper": [PAPER, method],
+        "smollm2": [SMOLLM2, method],
+        "demo": [DEMO, method],
+        "mine": [mine, PAPER, method],
+        "paper after": [method, PAPER],
+    }
+    check(name, orders[base], *sizes)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_after_another_is_itself(name):
+    for before in METHODS:
+        files = [CONFIGS / "methods" / f"{before}.yaml", CONFIGS / "methods" / f"{name}.yaml"]
+        sizes = ["data.batch_prompts=512"]
+        if before == "spo" and name not in ("spo", "dynamo_published", *SEQUENTIAL):  # it has one rollout a prompt
+            sizes += ["algorithm.allocation.rollout_n_min=2", "algorithm.allocation.rollout_n_max=24"]
+        check(name, files, "model.path=model", "data.source=train.jsonl", *sizes)
+
+
+def test_the_base_of_all_methods_sets_every_key_that_makes_one():
+    own = yaml.safe_load((CONFIGS / "methods" / "grpo.yaml").read_text())["algorithm"]
+    assert set(LossConfig.model_fields) - {"mini_batches", "old"} <= set(own["loss"])  # old: of rollout.max_staleness
+    assert set(AdvantageConfig.model_fields) <= set(own["advantage"])
+    others = {"kl", "rollout_correction"}  # of the engine and the reference policy: they go with any method
+    assert set(AlgorithmConfig.model_fields) - others <= set(own)
+
+
+def test_no_base_sets_a_key_that_makes_a_method():
+    keys = set(identity(RECIPES["grpo"], ["loss", "advantage"]))
+    for path in (PAPER, SMOLLM2, DEMO):
+        section = yaml.safe_load(path.read_text())["algorithm"]
+        assert not keys & set(identity(section, [part for part in ("loss", "advantage") if part in section])), path
+
+
+def test_every_method_has_a_row():
+    assert sorted(RECIPES) == METHODS
 
 
 @pytest.mark.parametrize("kind", ["rloo", "grpo", "mine:advantages"])
 def test_another_advantage_can_follow_a_method_with_a_history(kind):
     """`score_ratio: auto` of the file does nothing then."""
     assert load("dynamo", f"algorithm.advantage.kind={kind}").algorithm.advantage.kind == kind
-
-
-def test_presets_are_valid_and_what_they_say():
-    grpo, dynamo, published = (load(name).algorithm for name in ("grpo", "dynamo", "dynamo_published"))
-    assert (grpo.allocation.kind, grpo.advantage.kind, grpo.modulation) == ("uniform", "grpo", None)
-    assert (dynamo.allocation.kind, dynamo.advantage.kind, dynamo.loss.aggregation) == (
-        "neyman",
-        "history",
-        "prompt_mean",
-    )
-    assert (dynamo.modulation.expectation, dynamo.modulation.scope) == ("exact", "mini_batch")
-    assert (published.allocation.kind, published.allocation.power) == ("waterfill", "sigma2")
-    assert (published.modulation.expectation, published.modulation.scope) == ("sequence_mean", "micro_batch")
-    assert (published.loss.clip_ratio_high, published.loss.clip_ratio_c) == (0.28, 10.0)
 
 
 def test_published_preset_has_the_papers_sizes():
@@ -148,47 +259,6 @@ def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
         load("dynamo").algorithm
         == compose([], ["model.path=model", "data.source=train.jsonl", "output_dir=out", *history])[0].algorithm
     )
-
-
-@pytest.mark.parametrize("name", [n for n in ALL if n != "grpo" and not n.startswith("dynamo")])
-def test_a_method_differs_from_grpo_in_its_own_keys_alone(name):
-    base, own = flat("grpo"), flat(name)
-    changed = {key.removeprefix("algorithm."): value for key, value in own.items() if base.get(key) != value}
-    assert changed == DIFFERENCES[name]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_method_composes_over_the_demo(name):
-    sizes = []
-    if name == "dynamo_published":  # it brings the paper's batch
-        sizes = ["data.batch_prompts=32", "algorithm.allocation.budget=512", "algorithm.loss.mini_batches=1"]
-    if name == "pilot":
-        sizes = ["data.batch_prompts=16", "algorithm.allocation.budget=512"]
-    config, origins = compose([DEMO, str(METHODS / f"{name}.yaml")], sizes)
-    one_each = config.data.batch_prompts if name == "spo" else 256
-    assert config.rollout_budget == (512 if sizes else one_each)
-    assert origins["algorithm.advantage.kind"].endswith(f"{name}.yaml")
-
-
-def test_the_ablations_of_the_docs_change_what_they_name_and_nothing_else():
-    text = (ROOT / "docs" / "methods.md").read_text().split("## Ablations")[1].split("##")[0]
-    rows = [line.split("|") for line in text.splitlines() if "algorithm." in line and line.startswith("|")]
-    assert len(rows) == 8
-    base = flat("dynamo")
-    for _, what, overrides, _ in rows:
-        words = overrides.strip().strip("`").split()
-        own = identity(to_plain(load("dynamo", *words)), ["algorithm"])
-        named = {word.partition("=")[0] for word in words}
-        changed = {key for key in own.keys() | base.keys() if own.get(key) != base.get(key)}
-        if "modulation=null" in overrides:
-            changed = {"algorithm.modulation" if key.startswith("algorithm.modulation") else key for key in changed}
-        # waterfill's sigma is the default already
-        assert changed == named - ({"algorithm.allocation.power"} if what.strip().endswith("sigma") else set()), what
-
-
-def test_the_docs_list_every_method():
-    table = (ROOT / "docs" / "methods.md").read_text().split("## Selections")[0]
-    assert sorted(line.split("`")[1] for line in table.splitlines() if line.startswith("| `")) == ALL
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ JOB = """
 import os
 import sys
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.run import Job, run_rank
 
 
@@ -25,20 +26,19 @@ class Waits(Job):
         return {}
 
     def prepare(self, spec):
-        pass
+        match os.environ.get("FAILS"):
+            case "input":
+                raise InputError("data.source: it is empty")
+            case "argument":
+                raise ValueError("kind: 'no such kind' is unknown")
+            case "interrupt":
+                print("step 1")
+                raise KeyboardInterrupt
 
     def wait_ready(self, coordinator, layout):
         print(f"waited with {layout.world_size} rank", flush=True)
 
 
-if os.environ.get("NO_RANKS"):
-    from dynamo_megatron.policy import layout
-
-    def join_ranks(config, store):
-        assert os.listdir(config.output_dir) == [".ranks"]
-        raise RuntimeError("no NCCL here")
-
-    layout.join_ranks = join_ranks
 sys.exit(run_rank(Waits(Config.model_validate_json(sys.argv[1]))))
 """
 
@@ -50,7 +50,6 @@ VARIABLES = ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
     ("keys", "given", "expected"),
     [
         ([], {}, ("0", None)),
-        (["parallel.tp=2"], {}, ("0", "1")),
         (["parallel.cp=2"], {}, ("0", "1")),
         (["parallel.tp=2"], dict.fromkeys(VARIABLES, "7"), ("7", "7")),
     ],
@@ -72,22 +71,6 @@ def test_what_cuda_and_nccl_read_is_set_before_a_rank_asks_for_a_gpu(keys, given
     monkeypatch.setattr(run, "run_rank", note)
     main(["train", str(tmp_path / "config.yaml"), *keys])
     assert len(seen) == 2 and set(seen) == {expected}
-
-
-def test_what_was_printed_stands_before_the_last_line(tiny_model, tmp_path):
-    """An interrupt may come between a print and its flush."""
-    job = JOB.replace("        pass\n", "        print('step 1')\n        raise KeyboardInterrupt\n")
-    config = {"model": {"path": str(tiny_model)}, "data": {"source": "none"}, "output_dir": str(tmp_path / "run")}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", job, json.dumps(config)],
-        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "PYTHONUNBUFFERED": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    first, last = done.stdout.splitlines()
-    assert (done.returncode, first, last) == (130, "step 1", "interrupted"), done.stdout
 
 
 def one_rank(tiny_model, tmp_path, **environment: str) -> subprocess.CompletedProcess:
@@ -115,10 +98,19 @@ def test_servers_are_waited_for_before_the_policy_is_built(tiny_model, tmp_path)
     assert done.stdout.splitlines()[-1] == "waited with 1 rank"
 
 
-def test_a_start_that_fails_while_ranks_join_leaves_no_secret(tiny_model, tmp_path):
-    done = one_rank(tiny_model, tmp_path, NO_RANKS="1")
-    assert done.returncode == 1 and "no NCCL here" in done.stderr, done.stderr[-2000:]
-    assert not any((tmp_path / "run").iterdir())
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fails", "code", "out", "last"),
+    [
+        ("input", 2, "", "data.source: it is empty"),
+        ("argument", 1, "", "ValueError: kind: 'no such kind' is unknown"),
+        ("interrupt", 130, "step 1\n", "interrupted"),  # what was printed comes before it
+    ],
+)
+def test_the_exit_code_and_the_last_line_follow_from_the_error(tiny_model, tmp_path, fails, code, out, last):
+    done = one_rank(tiny_model, tmp_path, FAILS=fails)
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (code, out, last), done.stderr
+    assert ("Traceback" in done.stderr) == (fails == "argument")
 
 
 @pytest.mark.parametrize(

@@ -64,22 +64,6 @@ def losses(output) -> list[float]:
     return [json.loads(line)["sft/loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_first_loss_is_the_cross_entropy_of_all_completion_tokens(sft, tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    total, count = 0.0, 0
-    for prompt, answer in EXAMPLES:
-        start = tokenizer.encode(prompt)
-        end = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-        with torch.no_grad():
-            logprobs = model(torch.tensor([start + end])).logits[0, len(start) - 1 : -1].log_softmax(-1)
-        total -= float(logprobs[torch.arange(len(end)), torch.tensor(end)].sum())
-        count += len(end)
-    assert losses(sft[0])[0] == pytest.approx(total / count, abs=1e-5)
-
-
 def test_the_loss_of_conversations_is_of_all_their_answers(tiny_model, tmp_path, command_line):
     from transformers import AutoModelForCausalLM
 
@@ -161,58 +145,24 @@ def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
     assert len(losses(output.parent / "every")) == 4
 
 
-def test_a_flipped_bit_in_the_newest_checkpoint_stops_the_resume_until_it_is_deleted(sft):
-    output, run = sft
-    keys = ("output_dir=flipped", "trainer.stop_when=null", "checkpoint.every=2")
-    assert run(*keys, "trainer.steps=4")[0] == 0
-    newest = output.parent / "flipped" / "checkpoints" / "step-000004"
-    file = newest / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    code, text = run(*keys, "trainer.steps=6")
-    last = text.splitlines()[-1]
-    assert code == 2 and last.startswith(f"{file.relative_to(output.parent)}: its bytes are not those that were saved")
-    assert last.endswith(f"; delete {newest.relative_to(output.parent)} to resume from the checkpoint of step 2")
-    assert "Traceback" not in text and len(losses(output.parent / "flipped")) == 4
-    shutil.rmtree(newest)
-    code, text = run(*keys, "trainer.steps=6")
-    assert code == 0 and "(step 2)" in text and len(losses(output.parent / "flipped")) == 6
-
-
-def test_an_export_onto_a_full_disk_is_one_line(sft):
-    """A limit on a file's size stands in for the disk's end: the system refuses the write in the same place."""
-    output, _ = sft
-    before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
-    command = f"ulimit -f 64; exec {sys.executable} -P -m dynamo_megatron.cli convert mcore2hf run onto-a-full-disk"
-    with open(output.parent / "convert.err", "w") as err:
-        code = subprocess.run(["bash", "-c", command], cwd=output.parent, stderr=err, timeout=120).returncode
-    said = (output.parent / "convert.err").read_text().splitlines()
-    assert code == 1 and len(said) == 1 and "onto-a-full-disk" in said[0], said
-    assert not (output.parent / "onto-a-full-disk").exists()
-    assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stop_is_heard_while_the_iterator_stalls(tiny_model, tmp_path, ranks):
+def test_a_stop_is_heard_while_the_iterator_stalls(tiny_model, tmp_path):
     (tmp_path / "stalling.py").write_text(STALLING)
     keys = [f"model.path={tiny_model}", "model.dtype=float32", "data.source=stalling:rows", "data.template='{prompt}'"]
     keys += ["data.batch_prompts=2", "trainer.steps=5", "output_dir=run"]
     with open(tmp_path / "console.log", "w") as log:
         run = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "sft", *keys, "--ranks", str(ranks)],
+            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "sft", *keys, "--ranks", "2"],
             cwd=tmp_path,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     try:
-        deadline = time.monotonic() + 180
         while not (tmp_path / "stalled").exists():
-            assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "console.log").read_text()
+            assert run.poll() is None, (tmp_path / "console.log").read_text()
             time.sleep(0.05)
         run.send_signal(signal.SIGTERM)
-        code = run.wait(60)
+        code = run.wait(240)
     finally:
         run.kill()
     said = (tmp_path / "console.log").read_text()

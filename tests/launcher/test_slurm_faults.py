@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from dynamo_megatron.cli.launch_options import JobOptions
+from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.launcher.slurm import render
 
 REAL_SLEEP = "/bin/sleep"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.cli.launch_options import JobOptions
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.command import refuse_secrets
+from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.launcher.slurm import adopt_rank, render
 
 NASTY = [

@@ -97,7 +97,7 @@ def build(config: Config, spec, layout, path: str) -> Policy:
 
 
 def update(policy: Policy, mini_batches: int, rate: float, weight: float = 0.1) -> list[dict]:
-    """Makes a step's updates, each with a response, as `RLTrainer.train_step` does."""
+    """Makes a step's updates, each with a response, as `Trainer` does."""
     source, of_update = rollouts(), np.array([0, mini_batches - 1, 0])
     batch = TrainBatch(source, np.array([1.0, -1.0, 0.0]), of_update, np.full(len(LENGTHS), weight))
     packed = policy.pack(source, batch.mini_batches)

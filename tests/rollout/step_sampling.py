@@ -11,12 +11,10 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import PromptStream
-from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.result import Accounted, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.train import RLTrainer, Sampled
-from dynamo_megatron.training_run import RunParts
+from dynamo_megatron.train import Sampled, Trainer
 from dynamo_megatron.types import Prompt, Rollout
 
 BATCH = 4
@@ -40,7 +38,7 @@ class Alone:
 class Policy:
     """Packs nothing; its logprobs of rollouts are what `logprobs` says."""
 
-    layout = None
+    layout = SimpleNamespace(gather=None)
 
     def __init__(self, logprobs):
         self.logprobs, self.packed = logprobs, 0
@@ -50,27 +48,34 @@ class Policy:
         self.packed += 1
         return list(mini_batches)
 
+    def implicit_rewards(self, rollouts, mini_batches):
+        return None
+
     def token_stats(self, rollouts, mini_batches):
         logprobs = torch.from_numpy(self.logprobs(rollouts))
         return SimpleNamespace(logprobs=logprobs, collision=torch.exp(2 * logprobs), rollouts=rollouts)
 
 
+def trainer(controller: Controller, policy: Policy) -> Trainer:
+    """The loop with one rank."""
+    phases = SimpleNamespace(begin=lambda phase: None)
+    run = SimpleNamespace(config=controller.config, policy=policy, phases=phases, on_rank_0=lambda what, make: make())
+    return Trainer(run, Alone(), controller)
+
+
 def sample(controller: Controller, step: int, policy: Policy) -> Sampled:
-    """A step's sampling by the loop with one rank."""
-    parts = RunParts(controller.config, policy, Alone(), None, SimpleNamespace(begin=lambda phase: None), None, 0)
-    return RLTrainer(parts, Alone(), controller, lambda: None).sample(step)
+    return trainer(controller, policy).sample(step)
 
 
 def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollouts.engine_logprobs):
     """(batch, StepRecord) of a step, where the policy gives `logprobs` of rollouts."""
-    config, policy = controller.config, Policy(logprobs)
+    policy = Policy(logprobs)
     sampled = sample(controller, step, policy)
     rollouts = sampled.rollouts
     left_out = len(sampled.rounds) > 1 or len(rollouts.rollout_ids) < sampled.rounds[0].sampled
     assert policy.packed == len(sampled.rounds) + left_out
     assert sampled.stats.rollouts is rollouts and sum(map(len, sampled.mini_batches)) == len(rollouts.rollout_ids)
-    batch = TrainBatch.build(rollouts, config, None, sampled.selection.baseline, sampled.selection.weights)
-    return batch, controller.record(step, sampled.rounds)
+    return trainer(controller, policy).advantages(sampled), controller.record(step, sampled.rounds)
 
 
 class Answering:

@@ -22,9 +22,7 @@ sys.meta_path.insert(0, Finder())
     ("module", "word"),
     [
         ("pydantic", "train"),
-        ("dynamo_megatron.config.files", "report"),
         ("torch", "train"),
-        ("dynamo_megatron.reports.page", "report"),
         ("dynamo_megatron.runtime.free_ports", "dynamo_megatron.launcher.local"),
     ],
 )

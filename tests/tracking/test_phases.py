@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo_megatron.phases import MEMORY, Phases
 from dynamo_megatron.tracking import clock
+from dynamo_megatron.tracking.phases import MEMORY, Phases
 from dynamo_megatron.weight_sync.memory import PHASES
 
 

@@ -64,11 +64,11 @@ class JobOptions:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--nodes", type=_count, default=1, help="nodes that train (default 1)")
+        parser.add_argument("--nodes", type=positive, default=1, help="nodes that train (default 1)")
         parser.add_argument("--gpus-per-node", type=_count_or_0, default=0, metavar="N", help="default 0: a CPU run")
-        parser.add_argument("--ranks-per-node", type=_count, metavar="N", help="default: a node's GPUs, at least 1")
+        parser.add_argument("--ranks-per-node", type=positive, metavar="N", help="default: a node's GPUs, at least 1")
         parser.add_argument(
-            "--cpus-per-task", type=_count, metavar="N", help=f"cores of a rank; default: {CORES} with GPUs"
+            "--cpus-per-task", type=positive, metavar="N", help=f"cores of a rank; default: {CORES} with GPUs"
         )
         parser.add_argument(
             "--mem",
@@ -81,7 +81,7 @@ class JobOptions:
         parser.add_argument("--name", help="the job's; default: the last part of output_dir")
         parser.add_argument(
             "--stop-before",
-            type=_count,
+            type=positive,
             metavar="SECONDS",
             help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter "
             "of --time; what `plan` asks for, if `launch slurm` has --gpu)",
@@ -168,7 +168,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--idle-restarts",
-        type=_count,
+        type=positive,
         default=3,
         metavar="N",
         help="stop after this number of stops in a row without a new checkpoint (default 3)",
@@ -212,11 +212,11 @@ def _tasks(text: str) -> tuple[str, ...]:
     return tuple(task for task in TASKS if task in tasks)
 
 
-def _count(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def _count_or_0(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return 0 if text == "0" else positive(text)

@@ -1,0 +1,53 @@
+"""Too little disk for a run is found before it starts."""
+
+import pytest
+
+from dynamo_megatron.config.files import compose
+from dynamo_megatron.jobs.start_checks import check_room
+from dynamo_megatron.models import load_model_config
+
+NEVER = ["checkpoint.every=null", "trainer.steps=1000000000000"]
+
+
+@pytest.fixture
+def room(tiny_model, tmp_path):
+    """room(*keys, generates=True) -> what check_room says of a run of the tiny model."""
+
+    def check(*keys, generates=True) -> str:
+        needed = [f"model.path={tiny_model}", "data={source: d, batch_prompts: 2}", f"output_dir={tmp_path}/run"]
+        config, _ = compose([], [*needed, "model.dtype=bfloat16", *keys])
+        return check_room(config, load_model_config(tiny_model), generates=generates)
+
+    return check
+
+
+def test_what_a_run_leaves_on_the_disk(room):
+    said = room("rollout.keep_last=7", "checkpoint={keep_last: 3, export_hf: every, every: 10}")
+    for what in ("4 checkpoints", "10 exported folders", "the weights of a failed step", "the rollouts of 8 steps"):
+        assert what in said
+    assert "the rollouts of 1 step " in room() and "the rollouts of 10 steps" in room(NEVER[0], "trainer.steps=10")
+    with pytest.raises(ValueError, match="the rollouts of 1000000000000 steps"):
+        room(*NEVER)
+    assert "rollouts" not in room(*NEVER, generates=False)
+    assert "rollouts" not in room(*NEVER, "rollout.engine=recorded", "rollout.recorded=x")
+
+
+@pytest.mark.parametrize(
+    ("folder", "keys", "enough"),
+    [
+        ("rollouts", [], False),
+        ("checkpoints", [], True),
+        ("rollouts", ["rollout.keep_last=50"], True),  # of what the run itself will replace
+    ],
+)
+def test_only_what_will_be_replaced_counts_as_room(small_disk, room, folder, keys, enough):
+    file = small_disk / "run" / folder / "file"
+    file.parent.mkdir(parents=True)
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 30)
+    keys = [f"output_dir={small_disk}/run", *keys]
+    if enough:
+        assert "the rollouts of " in room(*keys)
+    else:
+        with pytest.raises(ValueError, match=r"has 1\.0\d MB free, the run needs .*lower checkpoint\.keep_last"):
+            room(*keys)

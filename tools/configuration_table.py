@@ -1,0 +1,84 @@
+"""The table of docs/configuration.md, from the configuration's types, defaults and comments:
+
+python -P tools/configuration_table.py       # rewrites it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from dynamo_megatron.config import Config
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
+SHORT = {str: "text", int: "integer", float: "number", bool: "true or false"}
+
+
+def rows(section: Any, at: tuple[str, ...] = ()) -> Iterator[str]:
+    """A line for every key; of sections for those that may be null."""
+    comments = comments_of(section)
+    fields = section.model_fields if issubclass(section, BaseModel) else section.__pydantic_fields__
+    for name, field in fields.items():
+        key = (*at, field.alias or name)
+        inner = section_of(field.annotation)
+        comment = comments.get(name, "") or (inspect.getdoc(inner) or "" if inner else "")
+        comment = re.sub(r"\bNone\b", "null", " ".join(comment.split())).replace("|", "\\|")
+        kind, default = kind_of(field.annotation), "required"
+        if not field.is_required() and inner is None:
+            text = yaml.safe_dump(field.default, default_flow_style=True, width=10**6).strip().removesuffix("...")
+            default = f"`{json.dumps(field.default) if chr(10) in text.strip() else text.strip()}`"
+        elif inner is not None:
+            kind, default = "section or `null`", "`null`" if field.default is None else "the section"
+        if inner is None or type(None) in typing.get_args(field.annotation):
+            yield f"| `{'.'.join(key)}` | {kind} | {default} | {comment} |"
+        if inner is not None:
+            yield from rows(inner, key)
+
+
+def section_of(kind: Any) -> Any:
+    """The section's type, of an optional one too; None for a plain value."""
+    for option in typing.get_args(kind) or (kind,):
+        if isinstance(option, type) and (issubclass(option, BaseModel) or dataclasses.is_dataclass(option)):
+            return option
+    return None
+
+
+def kind_of(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(kind_of(argument) for argument in arguments if argument is not type(None))
+    if origin in (list, tuple):
+        return f"list of {kind_of(arguments[0])}"
+    return "mapping" if origin is dict else kind_of(arguments[0]) if arguments else SHORT.get(kind) or str(kind)
+
+
+def comments_of(section: Any) -> dict[str, str]:
+    """name -> the comment on the field's line, or else on the lines above it."""
+    found, above = {}, ""
+    for line in inspect.getsource(section).splitlines():
+        text = line.partition("  # ")[2]
+        if start := re.match(r"    (\w+): ", line):
+            found[start[1]], above = text or above, ""
+        else:
+            comment = re.match(r"    # (.*)", line)
+            above = f"{above} {comment[1]}".strip() if comment else ""
+    return found
+
+
+if __name__ == "__main__":
+    table = "\n".join(["| key | value | default | |", "|---|---|---|---|", *rows(Config)]) + "\n"
+    marks = re.compile(r"(<!-- generated -->\n).*?(<!-- /generated -->)", re.DOTALL)
+    page = marks.sub(lambda found: f"{found[1]}{table}{found[2]}", DOCUMENT.read_text(encoding="utf-8"))
+    DOCUMENT.write_text(page, encoding="utf-8")
