@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from dynamo_megatron.algorithm.advantages import (
 )
 from dynamo_megatron.algorithm.aggregation import token_weights
 from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.gradient_noise import Split
 from dynamo_megatron.algorithm.process_rewards import process_advantages
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
@@ -264,9 +262,3 @@ class MiniBatch:
 
     members: np.ndarray  # int64, ascending: indices of the step's sequences
     micro_batches: list[MicroBatch]
-    split: Split | None = None  # of the members; None: the gradient noise is not measured
-    ends: tuple[int, ...] = ()  # the index in `micro_batches` where each part of the split but the last one ends
-
-    @property
-    def parts(self) -> list[list[MicroBatch]]:
-        return [self.micro_batches[i:j] for i, j in pairwise((0, *self.ends, len(self.micro_batches)))]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -28,20 +27,3 @@ def wrap(chunks: Sequence[PolicyModel], layout: Layout) -> list[DistributedDataP
     if overlap:  # else every micro-batch would count as the last one
         megatron.no_sync_func = ddp[0].no_sync if len(ddp) == 1 else [chunk.no_sync for chunk in ddp]
     return ddp
-
-
-@contextmanager
-def reduced_afterwards(ddp: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, the gradients of several passes are accumulated on each rank alone; they are reduced only afterwards."""
-    megatron = ddp[0].module.config
-    of_a_pass, megatron.no_sync_func = megatron.no_sync_func, None
-    try:
-        with ExitStack() as stack:
-            for chunk in ddp:
-                stack.enter_context(chunk.no_sync())
-            yield
-    finally:
-        megatron.no_sync_func = of_a_pass
-    for chunk in ddp:
-        if chunk.ddp_config.overlap_grad_reduce:
-            chunk.start_grad_sync()

@@ -1,11 +1,10 @@
-"""The loss of a micro-batch on the last pipeline stage, and the error if the loss or the gradient is not finite."""
+"""The loss of a micro-batch on the last pipeline stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,20 +12,10 @@ from dynamo_megatron.algorithm.losses import kl_estimate
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses
 from dynamo_megatron.config import KLConfig
 from dynamo_megatron.kernels import PolicyLossOutput, TokenLogprobs
-from dynamo_megatron.policy.batch import MicroBatch, MiniBatch
-from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.non_finite import NonFiniteError
-from dynamo_megatron.policy.pass_inputs import PassInputs
+from dynamo_megatron.policy.batch import MicroBatch
+from dynamo_megatron.policy.non_finite import Finite
 from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.runtime.user_code import UserFunction
-
-
-class Finite(NamedTuple):
-    """Flags of the n tokens of a micro-batch that are trained on. They stay on their device until they are needed."""
-
-    slots: Tensor  # int64 [n], on the CPU
-    inputs: Tensor  # bool [n]: the inputs of the loss are finite
-    function: Tensor  # bool [n]: the user's function's losses and derivatives are finite, or `inputs` is False
 
 
 class HeadLoss(NamedTuple):
@@ -92,43 +81,3 @@ def custom_loss(
 
 def _finite(*values: Tensor) -> Tensor:
     return torch.stack([torch.isfinite(v) for v in values]).all(0)
-
-
-def raise_non_finite(
-    result: Mapping[str, float],
-    found: Sequence[Finite],
-    parameters: Sequence[Tensor],
-    inputs: PassInputs,
-    mini_batch: MiniBatch,
-    layout: Layout,
-    function: UserFunction | None,
-    broken: Sequence[str],
-) -> NoReturn:
-    """Raises NonFiniteError on all ranks. `result`: loss and gradient norm of the update. `found`: the flags of this
-    rank's micro-batches. `broken`: from `broken_weights`."""
-    source = inputs.sequences
-
-    def prompts(slots: np.ndarray) -> set[str]:
-        owners = np.searchsorted(source.response_offsets, slots, side="right") - 1
-        return {source.prompt_ids[s] for s in owners}
-
-    bad_inputs: set[str] = set()
-    by_function: set[str] = set()
-    for finite in found:
-        slots = finite.slots.numpy()
-        by_function |= prompts(slots[~finite.function.cpu().numpy()])
-        bad_inputs |= prompts(slots[~finite.inputs.cpu().numpy()])
-    gradients_finite = all(torch.isfinite(p.main_grad).all() for p in parameters)
-    trained = {source.prompt_ids[s] for m in mini_batch.micro_batches for s in m.sequences}
-    mine = (layout.rank, gradients_finite and not bad_inputs, sorted(bad_inputs), sorted(trained), sorted(by_function))
-    everyone = layout.gather(mine)
-    what = f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g} before the optimizer step"
-    causes = [*inputs.faults(), *broken]
-    if at_fault := [x for x in everyone if x[4]]:
-        assert function is not None
-        where = "; ".join(f"rank {rank}, prompts {', '.join(bad)}" for rank, *_, bad in at_fault)
-        what = f"{function.name} gave a loss or derivative that is NaN or infinite: {what}"
-    else:
-        at_fault = [x for x in everyone if x[2]] or [x for x in everyone if not x[1]] or everyone
-        where = "; ".join(f"rank {rank}, prompts {', '.join(bad or prompts)}" for rank, _, bad, prompts, _ in at_fault)
-    raise NonFiniteError("; ".join([f"{what}: {where}", *causes]), inputs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -29,23 +28,25 @@ from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
 from dynamo_megatron.policy.frozen_models import FrozenModels
-from dynamo_megatron.policy.gradients import reduced_afterwards, wrap
+from dynamo_megatron.policy.gradients import wrap
 from dynamo_megatron.policy.head_loss import (
-    Finite,
     HeadLoss,
     LossOfHidden,
     StepTokens,
     custom_loss,
     fused_loss,
-    raise_non_finite,
 )
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import build_chunks
-from dynamo_megatron.policy.non_finite import NonFiniteError
+from dynamo_megatron.policy.non_finite import (
+    Finite,
+    NonFiniteError,
+    PassInputs,
+    broken_weights,
+    non_finite_update,
+)
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step
 from dynamo_megatron.policy.packing import Packer
-from dynamo_megatron.policy.partial_norms import accumulated_square
-from dynamo_megatron.policy.pass_inputs import PassInputs, broken_weights
 from dynamo_megatron.policy.spikes import Spikes
 from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.types import Sequences, TokenStats
@@ -97,9 +98,9 @@ class Policy:
             "chunk_tokens": self.config.kernels.chunk_tokens,
         }
 
-    def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray], measured: bool = False) -> list[MiniBatch]:
+    def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> list[MiniBatch]:
         """As `Packer.pack`."""
-        return self._packer.pack(source, mini_batches, measured)
+        return self._packer.pack(source, mini_batches)
 
     def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool) -> None:
         """Sends micro-batches through the pipeline; `on_hidden(micro_batch, hidden rows) -> loss` on the last stage."""
@@ -133,13 +134,13 @@ class Policy:
         mini_batches: Sequence[MiniBatch],
         model: str = "policy",
         temperature: float | None = None,
-        kind: Literal["statistics", "reference", "implicit"] = "statistics",
+        method: str = "token_stats",
     ) -> TokenStats:
         """Statistics of all response tokens of `source`, from which `mini_batches` are packed.
 
-        `model`, `kind`: whose weights are in place, for messages and for `replay --step`. `temperature` None: the
-        rollouts' temperature. Raises, on every rank, NonFiniteError, and ValueError for a token outside the vocabulary,
-        whose embedding would be zeros or a row of padding."""
+        `model`: whose weights are in place, for messages. `temperature` None: the rollouts' temperature. `method`: of
+        Policy, which calls this, for `replay --step`. Raises, on every rank, NonFiniteError, and ValueError for a token
+        outside the vocabulary, whose embedding would be zeros or a row of padding."""
         source.check_tokens(self.spec.vocab_size)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots and statistics, these on their device
         head = self._head if temperature is None else {**self._head, "temperature": temperature}
@@ -157,8 +158,7 @@ class Policy:
             gathered[:, torch.cat(slots)] = torch.cat(rows, 1).cpu()
         gathered = self.layout.world_sum(gathered)
         if not is_finite(gathered):
-            members, measured = [m.members for m in mini_batches], any(m.split is not None for m in mini_batches)
-            inputs = PassInputs.of_pass(source, members, kind, measured=measured)
+            inputs = PassInputs(method, source, [m.members for m in mini_batches])
             said = [inputs.bad_statistics(gathered, model), *broken_weights(self.chunks, self.spec, self.layout)]
             raise NonFiniteError("; ".join(said), inputs)
         return TokenStats(*gathered)
@@ -173,7 +173,9 @@ class Policy:
         if folder is None:
             return None
         with self._frozen.in_place_of_policy(folder):
-            return self.token_stats(source, mini_batches, f"reference model {folder}", kind="reference").logprobs
+            return self.token_stats(
+                source, mini_batches, f"reference model {folder}", method="reference_logprobs"
+            ).logprobs
 
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
@@ -184,7 +186,9 @@ class Policy:
         for key in ("reward.prime.model", "reward.prime.reference"):
             folder = self.config.frozen_models[key]
             with self._frozen.in_place_of_policy(folder):
-                stats = self.token_stats(source, mini_batches, f"{key} {folder}", temperature=1.0, kind="implicit")
+                stats = self.token_stats(
+                    source, mini_batches, f"{key} {folder}", temperature=1.0, method="implicit_rewards"
+                )
             logprobs.append(stats.logprobs.double().numpy())
         return self.config.reward.prime.beta * (logprobs[0] - logprobs[1])
 
@@ -196,9 +200,8 @@ class Policy:
         reference_logprobs: torch.Tensor | None,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm, for a
-        measured mini-batch also the gradient noise, and `selected`, the number of tokens that entropy_top_ratio,
-        clip_cov or kl_cov selected.
+        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm, and
+        `selected`, the number of tokens that entropy_top_ratio, clip_cov or kl_cov selected.
 
         The step is skipped (`skipped` 1) if no token can give a gradient (all weights are 0, or all advantages are 0
         and there are neither KL nor entropy terms), with a user's function if the gradient is 0, and with
@@ -222,11 +225,10 @@ class Policy:
             head_loss = functools.partial(self._custom_loss, tokens)
         elif (head_loss := self._fused_loss(tokens, shaped)) is None:
             return {"skipped": 1.0}
-        inputs = PassInputs.of_pass(
+        inputs = PassInputs(
+            "update",
             batch.rollouts,
             [mini_batch.members],
-            "update",
-            measured=mini_batch.split is not None,
             batch=batch,
             stats=stats,
             reference_logprobs=reference_logprobs,
@@ -307,7 +309,7 @@ class Policy:
         sequences.check_tokens(self.spec.vocab_size)
         rows = [np.arange(len(weights))]
         (mini_batch,) = self.pack(sequences, rows)
-        inputs = PassInputs.of_pass(sequences, rows, "fit", weights=weights, learning_rate=learning_rate)
+        inputs = PassInputs("fit", sequences, rows, weights=weights, learning_rate=learning_rate)
         return self._optimize(inputs, mini_batch, self._cross_entropy(sequences, weights, temperature=1.0))
 
     def score(self, sequences: Sequences, mini_batch: MiniBatch) -> list[torch.Tensor]:
@@ -345,24 +347,13 @@ class Policy:
 
         return cross_entropy
 
-    def _backward(self, mini_batch: MiniBatch, on_hidden: Callable[..., torch.Tensor]) -> list[float]:
-        """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as in `_run`.
-
-        Returns the squared norms for `Split.noise`, or none if the mini-batch has no split."""
+    def _backward(self, mini_batch: MiniBatch, on_hidden: Callable[..., torch.Tensor]) -> None:
+        """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as in `_run`."""
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        squares = []
-        if mini_batch.split is None:
-            self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
-        else:
-            with reduced_afterwards(self.ddp):
-                for part in mini_batch.parts:
-                    self._run(part, on_hidden, forward_only=False)
-                    if len(squares) < 2:
-                        squares.append(accumulated_square(self.chunks, self.layout))
+        self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
         finalize_model_grads(self.ddp)
-        return squares
 
     def _optimize(self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden) -> dict[str, float]:
         """One optimizer step. Sums and flags stay on the device until the last micro-batch: the host waits for none."""
@@ -378,20 +369,19 @@ class Policy:
             finite.append(output.finite)
             return output.loss
 
-        squares = self._backward(mini_batch, on_hidden)
+        self._backward(mini_batch, on_hidden)
         self.optimizer.prepare_grads()
         on_host = sums.to("cpu", non_blocking=True)  # complete once Megatron has waited for the norm
         grad_norm = float(self.optimizer.get_grad_norm())
         totals = self.layout.world_sum(on_host)
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
-            if inputs.kind == "update":  # the step's statistics were finite, so an earlier update of it did this
+            if inputs.method == "update":  # the step's statistics were finite, so an earlier update of it did this
                 self.check_weights(inputs.learning_rate)
             broken = broken_weights(self.chunks, self.spec, self.layout)
-            where = (inputs, mini_batch, self.layout)
-            raise_non_finite(result, finite, self._parameters, *where, self.loss_function, broken)
-        if mini_batch.split is not None:
-            result |= mini_batch.split.noise(squares, grad_norm**2).metrics()
+            where = (inputs, mini_batch, self.layout, self.loss_function)
+            message = non_finite_update(result, finite, self._parameters, *where)
+            raise NonFiniteError("; ".join([message, *broken]), inputs)
         if self.loss_function is not None and grad_norm == 0:
             return {**result, "skipped": 1.0}
         if self.spikes is not None and self.spikes.on_all_ranks(grad_norm, self.layout):

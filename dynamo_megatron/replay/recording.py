@@ -81,7 +81,7 @@ def read_run(folder: Path) -> Recording:
     rows = list(read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n"))
     by_step = [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
     whole = by_step and (folder / "allocation.jsonl").read_bytes().endswith(b"\n")
-    if by_step and not (whole and len(by_step[-1]) >= _prompts_of(folder, config, by_step[-1][0]["step"])):
+    if by_step and not (whole and len(by_step[-1]) >= config["data"]["batch_prompts"]):
         notes.append(f"Step {by_step.pop()[0]['step']} is left out: a kill tore its allocation.")
     if not by_step:
         raise InputError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
@@ -98,14 +98,6 @@ def read_run(folder: Path) -> Recording:
         strata=strata,
         gradients={row["prompt_id"]: row["variance"] for row in measured},
     )
-
-
-def _prompts_of(folder: Path, config: dict[str, Any], step: int) -> int:
-    """The number of prompts that `step` has drawn at least."""
-    if (prompts := config["data"]["batch_prompts"]) != "auto":
-        return prompts
-    rows = read_rows(folder / "metrics.jsonl", "step", "allocation/prompts")
-    return next((row["allocation/prompts"] for row in rows if row["step"] == step), 0)
 
 
 def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.algorithm.gradient_noise import Noise
 from dynamo_megatron.evaluation.results import (
     compare_rows,
     markdown,
@@ -34,7 +33,7 @@ def write_report(run: Path, out: Path) -> str:
     record = read_run(run)
     revisits = read_revisits(run)
     parts = [_heading(record), _evaluation(record), _allocation(revisits), *_prices(record)]
-    text = "\n\n".join([*parts, _shape(record), _course(record)])
+    text = "\n\n".join([*parts, _course(record)])
     picture = out / "report.png"
     out.mkdir(parents=True, exist_ok=True)
     draw_run(record, revisits, picture)
@@ -164,34 +163,6 @@ def _prices(run: RunRecord) -> list[str]:
         "## Rollouts by what one was expected to cost\n\nThe response tokens that the allocator expected of a rollout;"
         " of an agent's episode, those of all its answers.\n\n" + "\n".join(lines)
     ]
-
-
-def _shape(run: RunRecord) -> str:
-    """What other shapes of the batch would have given, in one line."""
-    title = "## The batch's shape"
-    found = [(noise, m) for m in run.metrics if (noise := Noise.of(m)) is not None]
-    if not found:
-        return f"{title}\n\nThe noise of the gradient was not measured (`data.shape.every` asks for it)."
-    between, within = (float(np.mean([getattr(noise, name) for noise, _ in found])) for name in ("between", "within"))
-    last = found[-1][1]
-    prompts, rollouts = last["allocation/prompts"], last["rollout/requested"]
-
-    def variance(of: float) -> float:
-        return between / of + within / rollouts
-
-    measured = f"{len(found)} measurement{'s' if len(found) > 1 else ''} of the gradient's noise"
-    if between <= 0 or within <= 0:
-        return f"{title}\n\n{measured}: too few to tell the noise between prompts from that within them."
-    others = " and ".join(
-        f"{of:g} prompts with {rollouts / of:.3g} rollouts each {variance(of) / variance(prompts):.2f} times"
-        for of in (prompts / 2, 2 * prompts)
-        if of <= rollouts
-    )
-    return (
-        f"{title}\n\n{measured}: the variance between prompts is {between / within:.2g} of that of a rollout within "
-        f"one. With a baseline that is not from the group, {others} would have given the variance of {prompts} prompts "
-        f"with {rollouts / prompts:.3g}."
-    )
 
 
 def _course(run: RunRecord) -> str:

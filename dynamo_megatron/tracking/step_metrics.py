@@ -3,7 +3,7 @@
 `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about what
 was trained on, the gap about its tokens of the newest weights, and absent without any. `allocation/n_min` and `n_max`
 are of a prompt in a round. `policy/grad_norm` and `policy/loss` are means over the updates that had a gradient, those
-that `optimizer.spike` skipped (`policy/gradient_spikes`) included. A step that measures it has `gradient_noise/`.
+that `optimizer.spike` skipped (`policy/gradient_spikes`) included.
 
 Of each reward function: `reward/FUNCTION/mean` of its scores, where it gave any, and, as shares of what was requested,
 `scored`, `wrong_format`, `timed_out` and `crashed`. With process rewards: `reward/steps` and `reward/prime`, of a
@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynamo_megatron.algorithm.advantages import informative, overlong_penalty
-from dynamo_megatron.algorithm.gradient_noise import PREFIX
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.result import KINDS
@@ -141,7 +140,6 @@ def step_metrics(
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
         **_of_options(record, differing, len(rollouts.rollout_ids), times["time/generate"], config),
         **_of_process_rewards(sampled, batch),
-        **{name: value for u in updates for name, value in u.items() if name.startswith(PREFIX)},
     }
 
 

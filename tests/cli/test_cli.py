@@ -104,25 +104,6 @@ def test_context_parallelism_refuses_what_needs_whole_sequences(base, capsys):
     assert says in refused(capsys, base / "config.yaml", *keys)
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "says"),
-    [
-        ({"family": "qwen3_moe"}, "parallel.pp=1", "data.shape.every: with experts no rank has"),
-        ({"tied": True}, "parallel.pp=2", "data.shape.every: with a tied head in another pipeline stage"),
-    ],
-)
-def test_noise_that_no_rank_could_measure_is_refused(base, capsys, make_tiny_model, tmp_path, model, layout, says):
-    made = make_tiny_model(tmp_path / "other", **model)
-    capsys.readouterr()
-    keys = (f"model.path={made}", layout, "data.shape.every=2", "data.batch_prompts=4")
-    assert says in refused(capsys, base / "config.yaml", *keys)
-
-
-def test_sft_has_no_noise_to_measure(base, capsys):
-    assert main(["sft", str(base / "config.yaml"), "data.shape.every=2"]) == 2
-    assert "data.shape.every: not for sft" in capsys.readouterr().err
-
-
 def test_a_reference_policy_of_another_shape_is_refused(base, capsys, make_tiny_model):
     other = make_tiny_model(base / "other", layers=3)
     capsys.readouterr()

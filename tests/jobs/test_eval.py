@@ -127,7 +127,6 @@ def test_several_greedy_samples_are_warned_about(models, caplog, words):
     "words",
     [
         ["algorithm.allocation.rollout_n_min=1", "algorithm.advantage.kind=rloo"],
-        ["data.batch_prompts=auto"],
         ["data.batch_prompts=2", "algorithm.loss.mini_batches=4", "algorithm.allocation.budget=1000"],
         ["trainer.stop_when={metric: eval/pass@16, above: 0.9}", "checkpoint.export_hf=best"],
         ["algorithm.loss.kind=cispo", "algorithm.loss.clip_ratio_c=null"],

@@ -112,28 +112,6 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def shape_line(folder: Path, *noise: tuple[float, float]) -> str:
-    write_config(folder)
-    for step, (between, within) in enumerate(noise, 1):
-        sizes = {"allocation/prompts": 8, "rollout/requested": 64}
-        found = {f"gradient_noise/{n}": v for n, v in {"signal": 9.0, "between": between, "within": within}.items()}
-        append(folder / "metrics.jsonl", metrics(step, 0.5, 1.0, 0) | sizes | found)
-    append(folder / "metrics.jsonl", metrics(len(noise) + 1, 0.5, 1.0, 0))
-    text = write_report(folder, folder)
-    return text.split("## The batch's shape\n\n")[1].split("\n\n")[0]
-
-
-def test_what_another_shape_would_have_given(run, tmp_path):
-    """Mean between 3 and within 8: 3/8 + 8/64 = .5; four prompts 7/8, sixteen 5/16."""
-    assert shape_line(tmp_path / "two", (2.0, 12.0), (4.0, 4.0)) == (
-        "2 measurements of the gradient's noise: the variance between prompts is 0.38 of that of a rollout within one. "
-        "With a baseline that is not from the group, 4 prompts with 16 rollouts each 1.75 times and 16 prompts with 4 "
-        "rollouts each 0.62 times would have given the variance of 8 prompts with 8."
-    )
-    assert shape_line(tmp_path / "one", (-1.0, 2.0)).startswith("1 measurement of the gradient's noise: too few")
-    assert "The noise of the gradient was not measured (`data.shape.every` asks for it)." in write_report(run, run)
-
-
 def test_report_and_picture(run):
     text = write_report(run, run)
     report = (run / "report.md").read_text()

@@ -19,7 +19,6 @@ KEYS = (
     *("time/generate", "time/logprobs", "time/update", "time/reshard", "time/evaluate", "time/save", "time/other"),
     *("time/step", "time/generate_tail", "throughput/tokens_per_second", "fleet/idle_share", "resources/cpu"),
     *("rollout/zero_variance_groups", "allocation/n_min", "allocation/n_max", "allocation/history_share"),
-    *("gradient_noise/signal", "gradient_noise/between", "gradient_noise/within"),
     *("variance_proxy/proxy1_signal_strength", "variance_proxy/proxy2_total_power", "variance_proxy/proxy3_pure_noise"),
 )
 SMOOTHED = (
