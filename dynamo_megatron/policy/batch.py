@@ -22,7 +22,6 @@ from dynamo_megatron.algorithm.process_rewards import process_advantages
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.types import RolloutBatch, Sequences
 
 
@@ -163,6 +162,11 @@ def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:
     """int64 [S], groups counted in the order of their first rollout."""
     numbers = {g: i for i, g in enumerate(dict.fromkeys(group_ids))}
     return np.asarray([numbers[g] for g in group_ids], np.int64)
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies through pinned memory: a copy to a GPU from other memory would wait for all earlier work of the GPU."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def context_positions(length: int, cp_size: int) -> np.ndarray:

@@ -12,9 +12,8 @@ from dynamo_megatron.algorithm.losses import kl_estimate
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses
 from dynamo_megatron.config import KLConfig
 from dynamo_megatron.kernels import PolicyLossOutput, TokenLogprobs
-from dynamo_megatron.policy.batch import MicroBatch
+from dynamo_megatron.policy.batch import MicroBatch, to_device
 from dynamo_megatron.policy.non_finite import Finite
-from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.runtime.user_code import UserFunction
 
 

@@ -25,7 +25,7 @@ from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.models.rope import scaled_frequencies
 from dynamo_megatron.policy.attention import PackedAttention, SegmentPlan, Segments
-from dynamo_megatron.policy.backend import Fusions
+from dynamo_megatron.policy.backend import Fusions, define_router_gemm, rotate_whole_batches
 from dynamo_megatron.policy.batch import MicroBatch
 from dynamo_megatron.policy.layout import Layout
 
@@ -244,6 +244,9 @@ def _fuse_weight_gradients(chunks: list[PolicyModel]) -> None:
 
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
     """This rank's shard of its pipeline stage, with parameters not loaded yet: one chunk, or `parallel.vpp` of them."""
+    define_router_gemm()
+    if not _uses_transformer_engine():
+        rotate_whole_batches()
     megatron, count = transformer_config(spec, config), config.parallel.vpp
     layer, norm = _layer_spec(spec, megatron.params_dtype)
     chunks = [

@@ -26,9 +26,8 @@ from dynamo_megatron.checkpoint.safetensors_folder import is_finite
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
+from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch, to_device
 from dynamo_megatron.policy.frozen_models import FrozenModels
-from dynamo_megatron.policy.gradients import wrap
 from dynamo_megatron.policy.head_loss import (
     HeadLoss,
     LossOfHidden,
@@ -37,6 +36,7 @@ from dynamo_megatron.policy.head_loss import (
     fused_loss,
 )
 from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.non_finite import (
     Finite,
@@ -45,10 +45,8 @@ from dynamo_megatron.policy.non_finite import (
     broken_weights,
     non_finite_update,
 )
-from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step
-from dynamo_megatron.policy.packing import Packer
+from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.spikes import Spikes
-from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.types import Sequences, TokenStats
 
 
@@ -61,7 +59,7 @@ class Policy:
 
     def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
         self.spec, self.config, self.layout = spec, config, layout
-        self._packer = Packer(spec, config, layout)
+        self._cost = SequenceCost.of_model(spec)
         self.chunks = build_chunks(spec, config, layout)
         self._frozen = FrozenModels(self.chunks, spec, config, layout)
         if spec.tied and layout.is_last_stage:
@@ -99,8 +97,32 @@ class Policy:
         }
 
     def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> list[MiniBatch]:
-        """As `Packer.pack`."""
-        return self._packer.pack(source, mini_batches)
+        """Packs this rank's part of each of `mini_batches` (indices of sequences, ascending) into micro-batches."""
+        parallel, budget = self.config.parallel, self.config.trainer.micro_batch_tokens
+        dp, cp = self.layout.dp, self.layout.cp
+        lengths = np.diff(source.offsets) - 1
+        packed = []
+        for members in mini_batches:
+            assigned = assign_micro_batches(
+                lengths[members].tolist(),
+                dp.size(),
+                budget,
+                cost=self._cost,
+                multiple=parallel.pp if parallel.vpp > 1 else 1,
+            )
+            micro_batches = [
+                MicroBatch.pack(
+                    source,
+                    members[sequences].tolist(),
+                    multiple=parallel.tp if parallel.sequence_parallel else 1,
+                    device=self.layout.device,
+                    cp_rank=cp.rank(),
+                    cp_size=cp.size(),
+                )
+                for sequences in assigned[dp.rank()]
+            ]
+            packed.append(MiniBatch(members, micro_batches))
+        return packed
 
     def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool) -> None:
         """Sends micro-batches through the pipeline; `on_hidden(micro_batch, hidden rows) -> loss` on the last stage."""

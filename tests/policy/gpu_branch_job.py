@@ -19,8 +19,6 @@ if JOB["transformer_engine"]:
 from dynamo_megatron.policy import backend  # noqa: E402
 
 backend.enable_cpu()
-backend.define_router_gemm()
-backend.fix_torch_adam_checkpoints()
 
 import torch  # noqa: E402
 from layout_runs import rollouts  # noqa: E402

@@ -17,8 +17,6 @@ from forked_ranks import fork_ranks, wait_for
 from dynamo_megatron.policy import backend
 
 backend.enable_cpu()
-backend.define_router_gemm()
-backend.fix_torch_adam_checkpoints()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -29,7 +27,6 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer  # noqa
 from dynamo_megatron.algorithm.baseline import Baseline  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
-from dynamo_megatron.policy import gradients as gradients_module  # noqa: E402
 from dynamo_megatron.policy import optimizer as optimizer_module  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
@@ -168,21 +165,21 @@ def built_with(fault: str | None, overlap: bool):
             stack.enter_context(mock.patch.object(module, name, partial(stock, **arguments)))
 
         if overlap or fault == "stale_parameters":  # as on GPUs
-            stack.enter_context(mock.patch.object(gradients_module, "overlaps", lambda layout: True))
+            stack.enter_context(mock.patch.object(optimizer_module, "overlaps", lambda layout: True))
         if overlap:  # in several buckets, which only much larger models have
-            replaced(gradients_module, "DistributedDataParallelConfig", bucket_size=20_000)
+            replaced(optimizer_module, "DistributedDataParallelConfig", bucket_size=20_000)
         if fault == "stale_parameters":  # gathered in the next forward pass only
-            replaced(gradients_module, "DistributedDataParallelConfig", overlap_param_gather=True)
+            replaced(optimizer_module, "DistributedDataParallelConfig", overlap_param_gather=True)
             replaced(optimizer_module, "MegatronConfig", overlap_param_gather=True)
         if fault == "experts_as_dense":  # as Megatron marks them where ep is 1
-            stock_ddp = gradients_module.DistributedDataParallel
+            stock_ddp = optimizer_module.DistributedDataParallel
 
             def dense(config, ddp_config, chunk, **arguments):
                 for parameter in chunk.parameters():
                     parameter.allreduce = True
                 return stock_ddp(config, ddp_config, chunk, **arguments)
 
-            stack.enter_context(mock.patch.object(gradients_module, "DistributedDataParallel", dense))
+            stack.enter_context(mock.patch.object(optimizer_module, "DistributedDataParallel", dense))
         yield
 
 

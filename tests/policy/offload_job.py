@@ -7,8 +7,6 @@ from pathlib import Path
 from dynamo_megatron.policy import backend
 
 backend.enable_cpu()
-backend.define_router_gemm()
-backend.fix_torch_adam_checkpoints()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

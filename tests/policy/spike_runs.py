@@ -11,7 +11,6 @@ from forked_ranks import fork_ranks, wait_for
 from dynamo_megatron.policy import backend
 
 backend.enable_cpu()
-backend.fix_torch_adam_checkpoints()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -19,8 +19,6 @@ sys.path.append(str(Path(__file__).parent))
 from dynamo_megatron.policy import backend
 
 backend.enable_cpu()
-backend.define_router_gemm()
-backend.fix_torch_adam_checkpoints()
 
 import torch  # noqa: E402
 import xxhash  # noqa: E402

@@ -16,6 +16,7 @@ from dynamo_megatron.policy import backend
 
 by_sequence = rope_utils._apply_rotary_pos_emb_thd
 backend.enable_cpu()
+backend.rotate_whole_batches()
 at_once = rope_utils._apply_rotary_pos_emb_thd
 assert at_once is not by_sequence
 
