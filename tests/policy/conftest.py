@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for layout_guard and method_tokens, which several files share
+sys.path.insert(0, str(Path(__file__).parent))  # for modules that several files share
 import method_tokens
 
 
@@ -43,7 +43,7 @@ def gpu_branch(make_tiny_model, tmp_path_factory):
             "optimizer": {"warmup_steps": 0},
             "trainer": {"micro_batch_tokens": 80},
         }
-        settings = {"gpu": True, "capability": (9, 0), "transformer_engine": True, "measured": False, **job}
+        settings = {"gpu": True, "capability": (9, 0), "transformer_engine": True, **job}
         settings["config"] = config | (changes or {})
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-P", str(Path(__file__).with_name("gpu_branch_job.py")), json.dumps(settings)]

@@ -11,19 +11,17 @@ from dynamo_megatron.policy.backend import Fusions
 HOPPER, AMPERE = (9, 0), (8, 0)
 
 
-@pytest.mark.parametrize("measured", [False, True], ids=["plain", "measured"])
-def test_transformer_engine_trains_fused_and_without_host_waits(gpu_branch, measured):
-    """`measured`: an update of several passes, whose gradients add up in main_grad."""
-    fused = gpu_branch(update=True, measured=measured)
+def test_transformer_engine_trains_fused_and_without_host_waits(gpu_branch):
+    fused = gpu_branch(update=True)
     assert fused["attention"] == "TEDotProductAttention"
     # Of each layer and micro-batch: q and k rotated; qkv, proj, fc1, fc2 and their weights' gradients.
     wanted = {"attention": 1, "fused RoPE": 2, "linear": 4, "wgrad into main_grad": 4}
     assert fused["calls"] == wanted
-    plain = gpu_branch(update=True, measured=measured, gpu=False, transformer_engine=False)
+    plain = gpu_branch(update=True, gpu=False, transformer_engine=False)
     gap = torch.tensor(fused["logprobs"]) - torch.tensor(plain["logprobs"])
     assert gap.abs().mean() < 0.02
     figures = plain["figures"]
-    assert set(fused["figures"]) == set(figures) and any("noise" in name for name in figures) == measured
+    assert set(fused["figures"]) == set(figures)
     assert fused["figures"] == pytest.approx(figures, rel=0.05, abs=0.02 * figures["grad_norm"] ** 2)
 
 
@@ -93,19 +91,6 @@ def test_a_package_that_is_half_there_is_refused_in_one_line(site, name):
     with pytest.raises(InputError, match=f"{name.split('.')[0].replace('_', '.')}.* cannot be imported") as refused:
         Fusions.detect()
     assert "\n" not in str(refused.value) and "uninstall it" in str(refused.value)
-
-
-def test_transformer_engine_serves_beside_an_apex_that_cannot_be_imported(site):
-    site("transformer_engine.pytorch", "")
-    site("fused_weight_gradient_mlp_cuda", "raise ImportError('undefined symbol: _ZN3c10')")
-    assert Fusions.detect().gradient_accumulation == "transformer-engine"
-
-
-def test_megatron_would_fail_on_an_apex_with_another_error_beside_transformer_engine(site):
-    site("transformer_engine.pytorch", "")
-    site("fused_weight_gradient_mlp_cuda", "raise OSError('libcudart.so.99: cannot open shared object file')")
-    with pytest.raises(InputError, match="fused_weight_gradient_mlp_cuda is installed and cannot be imported"):
-        Fusions.detect()
 
 
 def test_packages_that_are_not_there_are_done_without(site):

@@ -5,10 +5,14 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from rank_cases import run_cases, settings
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.checkpoint.convert import hf2mcore
+from dynamo_megatron.types import Rollout, RolloutBatch
 
 pytestmark = pytest.mark.full
 
@@ -48,38 +52,89 @@ def folders(make_tiny_model, tmp_path_factory) -> dict[str, Path]:
     return {name: root / name for name in ("whole", "inf", "nan", "huge", "flipped", "old")}
 
 
+LENGTHS = [(3, 5), (2, 4), (4, 0)]  # prompt and response, tokens
+
+
+def rollouts(change: tuple[int, int, int] | None = None) -> RolloutBatch:
+    """`change`: (rollout, position, token id)."""
+    made = []
+    for i, (prompt, response) in enumerate(LENGTHS):
+        tokens = list(range(5 + i, 5 + i + prompt + response))
+        if change is not None and change[0] == i:
+            tokens[change[1]] = change[2]
+        spans = [(0, 0, response)]
+        mask, logprobs = [0] * prompt + [1] * response, [-1.0] * response
+        record = Rollout(f"g{i}-0", f"g{i}", f"p{i}", 1, tokens, mask, logprobs, spans, "stop", 0.0, False, {})
+        made.append(record)
+    return RolloutBatch.from_rollouts(made)
+
+
+def on_rank(case, config, layout) -> dict:
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.batch import TrainBatch
+    from dynamo_megatron.policy.non_finite import NonFiniteError
+    from dynamo_megatron.policy.policy import Policy
+
+    spec = load_model_config(config.model.path)
+
+    def said(call) -> str:
+        try:
+            return str(call() and "nothing")
+        except (ValueError, NonFiniteError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def build(path: str = config.model.path, **algorithm) -> Policy:
+        plain = config.model_dump()
+        plain["model"]["path"] = path
+        for section, change in algorithm.items():
+            plain["algorithm"][section] |= change
+        return Policy(spec, type(config).model_validate(plain), layout)
+
+    def update(policy: Policy, mini_batches: int, rate: float, weight: float = 0.1) -> list[dict]:
+        """Makes a step's updates, each with a response, as `RLTrainer.train_step` does."""
+        source, of_update = rollouts(), np.array([0, mini_batches - 1, 0])
+        batch = TrainBatch(source, np.array([1.0, -1.0, 0.0]), of_update, np.full(len(LENGTHS), weight))
+        packed = policy.pack(source, batch.mini_batches)
+        stats, reference = policy.token_stats(source, packed), policy.reference_logprobs(source, packed)
+        results = [policy.update(batch, mini, stats, reference, rate) for mini in packed]
+        policy.check_weights(rate)
+        return results
+
+    found = {name: said(lambda path=path: build(path)) for name, path in case["folders"].items()}
+    for name in ("flipped", "nan"):
+        kl = {"coef": 0.1, "reference": case["folders"][name]}
+        found[f"reference {name}"] = said(lambda kl=kl: build(kl=kl))
+    policy, weights = build(), np.full(len(LENGTHS), 0.1)
+    for change in [None, *CHANGES]:
+        batch, everyone = rollouts(change), [np.arange(len(LENGTHS))]
+        found[f"stats {change}"] = said(lambda b=batch, e=everyone: policy.token_stats(b, policy.pack(b, e)))
+        found[f"fit {change}"] = said(lambda b=batch: policy.fit(b, weights, 1e-3))
+    batch = rollouts()
+    everyone = policy.pack(batch, [np.arange(len(LENGTHS))])
+    for name, here in (("NaN", layout.rank == layout.world_size - 1), ("NaN on all", True)):
+        if here:
+            policy.chunks[-1].head_weight.data[0, 0] = torch.nan
+        found[name] = said(lambda: policy.token_stats(batch, everyone))
+    for rate in map(float, RATES):
+        for mini_batches in (1, 2):
+            found[f"{mini_batches} updates at {rate}"] = said(lambda m=mini_batches, r=rate: update(build(), m, r))
+        policy = build()
+        found[f"sft at {rate}"] = said(lambda p=policy, r=rate: (p.fit(batch, weights, r), p.check_weights(r)))
+    found["kl"] = update(build(kl={"coef": 0.1, "reference": config.model.path}), 1, 1e-3, weight=0.0)
+    found["entropy"] = update(build(loss={"entropy_coef": 0.1}), 1, 1e-3, weight=0.0)
+    policy = build(kl={"coef": 0.1, "reference": case["folders"]["huge"]})
+    found["reference NaN"] = said(lambda: policy.reference_logprobs(batch, everyone))
+    return found
+
+
 @pytest.fixture(scope="module")
-def both(folders, run_script, tmp_path_factory) -> dict[int, Path]:
-    """Where the ranks have written what was said, by tensor-parallel size."""
+def said(folders, tmp_path_factory) -> tuple[list[dict[str, str]], str]:
+    """(what each of two tensor-parallel ranks says, by case; rank 0's output)."""
     out = tmp_path_factory.mktemp("said")
     damaged = {name: str(folder) for name, folder in folders.items() if name != "whole"}
-    cases = []
-    for ranks in (1, 2):
-        (out / f"tp{ranks}").mkdir()
-        config = {
-            "model": {"path": str(folders["whole"]), "dtype": "float32"},
-            "data": {"source": "none"},
-            "output_dir": "none",
-            "parallel": {"tp": ranks},
-        }
-        case = {"config": config, "ranks": ranks, "folders": damaged, "changes": list(CHANGES)}
-        case["rates"] = list(map(float, RATES))
-        whole = str(folders["whole"])
-        case["every token counts"] = {
-            "kl": {"kl": {"coef": 0.1, "reference": whole}},
-            "entropy": {"loss": {"entropy_coef": 0.1}},
-        }
-        cases.append({**case, "out": str(out / f"tp{ranks}")})
-    run_script(Path(__file__).with_name("input_runs.py"), cases, out, 300)
-    return {ranks: out / f"tp{ranks}" for ranks in (1, 2)}
-
-
-@pytest.fixture(params=[1, 2], ids=["TP1", "TP2"])
-def said(request, both) -> tuple[list[dict[str, str]], str]:
-    """(what each rank says, by case; rank 0's output)."""
-    out = both[request.param]
-    ranks = [json.loads((out / f"rank{r}.json").read_text()) for r in range(request.param)]
-    return ranks, (out / "rank0.log").read_text()
+    case = {"config": settings(folders["whole"], {"tp": 2}), "ranks": 2, "folders": damaged, "out": str(out / "case")}
+    (ranks,) = run_cases(__file__, [case], out)
+    return ranks, (out / "case" / "rank0.log").read_text()
 
 
 @pytest.mark.parametrize("what", ["stats", "fit"])
