@@ -17,7 +17,7 @@ from torch import Tensor
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
 from dynamo_megatron.kernels.chunked import ChunkedHead
-from dynamo_megatron.kernels.terms import loss_terms, summed_loss
+from dynamo_megatron.kernels.reference import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import METRICS, Statistics, Tokens
 from dynamo_megatron.types import TokenStats
 
@@ -239,13 +239,15 @@ def policy_loss(
                 g_h = terms.grad_entropy if config.entropy_coef else None
                 gradients = head.gradients(hidden, weight, wanted, stats, terms.grad_logprobs, g_h)
     if eager:
-        loss = _EagerLoss.apply(hidden, weight, terms.sums[0], *gradients)
+        *_, advantages, sums = terms
+        loss = _EagerLoss.apply(hidden, weight, sums[0], *gradients)
     else:
-        terms = summed_loss(config, *_Logprobs.apply(hidden, weight, head, stats), tokens, expected, ranges)
-        loss = terms.sums[0]
+        logprobs, entropy = _Logprobs.apply(hidden, weight, head, stats)
+        _, advantages, sums = summed_loss(config, logprobs, entropy, tokens, expected, ranges)
+        loss = sums[0]
     metrics = {"tokens": torch.full((), float(len(head.rows)), device=hidden.device)}
-    metrics |= dict(zip(METRICS, terms.sums.detach().float(), strict=True))
-    return PolicyLossOutput(loss, _token_stats(head, stats), head.scatter(terms.advantages), metrics)
+    metrics |= dict(zip(METRICS, sums.detach().float(), strict=True))
+    return PolicyLossOutput(loss, _token_stats(head, stats), head.scatter(advantages), metrics)
 
 
 def _check_arguments(

@@ -117,7 +117,6 @@ def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     Raises ConfigError or ValueError if it cannot be converted or `out` cannot be used, OSError if writing fails.
     """
     spec = load_model_config(source)
-    _check_config(source, spec)
     with SafetensorsFolder(source, spec) as folder:
         kinds = {name: _kind(folder.dtype(name), dtype) for name in folder.names}
         with _aside(out, source, _bytes(spec, kinds)) as unfinished:
@@ -134,7 +133,6 @@ def mcore2hf(
 ) -> None:
     """Writes a Megatron checkpoint (as `open_checkpoint` finds it) as a Hugging Face folder; raises as `hf2mcore`."""
     folder, spec, model = open_checkpoint(source, step, model)
-    _check_config(model, spec)
     kinds = {name: _kind(folder.dtype(name), dtype) for name in folder.names}
     shapes = huggingface_shapes(spec)
     with _aside(out, model, _bytes(spec, kinds)) as unfinished:
@@ -146,12 +144,6 @@ def mcore2hf(
         if parent.name == "checkpoints" and (template := parent.parent / CHAT_TEMPLATE_FILE).is_file():
             shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)  # the run trained with it
         sync_folder(unfinished)
-
-
-def _check_config(source: Path, spec: ModelSpec) -> None:
-    from dynamo_megatron.policy.config_check import check_config  # takes seconds: imports Megatron
-
-    check_config(source, spec)
 
 
 def compare_weights(a: str | Path, b: str | Path) -> tuple[dict[str, float], list[str]]:

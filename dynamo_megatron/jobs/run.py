@@ -199,10 +199,6 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
         job.prepare_node()
     job.show("loading packages")
     _set_up_backend(job.config.trainer.deterministic)
-    # Megatron may only be imported once the backend is set up.
-    from dynamo_megatron.policy.config_check import check_config
-
-    check_config(Path(model.path), spec)
     return spec
 
 

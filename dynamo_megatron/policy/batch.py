@@ -17,6 +17,7 @@ from dynamo_megatron.algorithm.advantages import (
     weighted,
 )
 from dynamo_megatron.algorithm.aggregation import token_weights
+from dynamo_megatron.algorithm.arrays import group_index
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.process_rewards import process_advantages
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
@@ -160,8 +161,7 @@ def _check_rewards(rollouts: RolloutBatch, rewards: np.ndarray, setting: str, ad
 
 def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:
     """int64 [S], groups counted in the order of their first rollout."""
-    numbers = {g: i for i, g in enumerate(dict.fromkeys(group_ids))}
-    return np.asarray([numbers[g] for g in group_ids], np.int64)
+    return group_index(group_ids, len(group_ids))[0]
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

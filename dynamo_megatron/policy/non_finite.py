@@ -135,29 +135,22 @@ def non_finite_update(
     return "; ".join([f"{what}: {where}", *inputs.faults()])
 
 
-def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layout) -> list[str]:
-    """Describes which weights are NaN, infinite or above LARGEST_WEIGHT: for each rank that has such weights the
-    Hugging Face name of the first, each name once. Collective over all ranks; reads all parameters, with one wait for
+def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layout) -> str | None:
+    """Describes which weights are NaN, infinite or above LARGEST_WEIGHT: the Hugging Face name of the first one on the
+    first rank that has any; None if there are none. Collective over all ranks; reads all parameters, with one wait for
     the device."""
     experts = spec.experts_of(layout.ep.rank(), layout.ep.size())
     named = [(chunk, name, p) for chunk in chunks for name, p in chunk.named_parameters() if p.numel()]
     norms = [torch.linalg.vector_norm(p.detach(), math.inf).float() for *_, p in named]
     largest = torch.stack(norms).tolist() if norms else []
-    if not layout.on_any_rank(not all(value <= LARGEST_WEIGHT for value in largest)):
-        return []
-    found = [
-        huggingface_names(spec, global_name(name, chunk.layer_offset, experts.start))
-        for (chunk, name, _), value in zip(named, largest, strict=True)
-        if not value <= LARGEST_WEIGHT  # NaN is not
-    ]
-    first = " or ".join(found[0]) if found else ""
-    more = f", and {len(found) - 1} more parameters" if len(found) > 1 else ""
-    by_name: dict[str, list[tuple[int, str]]] = {}
-    for rank, (name, others) in enumerate(layout.gather((first, more))):
-        if name:
-            by_name.setdefault(name, []).append((rank, others))
-    return [
-        f"NaN, infinity or values above {LARGEST_WEIGHT:.1e} in the weights of rank {ranks[0][0]}: {name}{ranks[0][1]}"
-        + (f" (and on {len(ranks) - 1} more ranks)" if len(ranks) > 1 else "")
-        for name, ranks in by_name.items()
-    ]
+    bad = [place for place, value in enumerate(largest) if not value <= LARGEST_WEIGHT]  # NaN is not
+    if not layout.on_any_rank(bool(bad)):
+        return None
+    mine = ""
+    if bad:
+        chunk, name, _ = named[bad[0]]
+        mine = " or ".join(huggingface_names(spec, global_name(name, chunk.layer_offset, experts.start)))
+        mine += f", and {len(bad) - 1} more parameters" if len(bad) > 1 else ""
+    (rank, first), *others = [(rank, text) for rank, text in enumerate(layout.gather(mine)) if text]
+    more = f" (and on {len(others)} more ranks)" if others else ""
+    return f"NaN, infinity or values above {LARGEST_WEIGHT:.1e} in the weights of rank {rank}: {first}{more}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -181,9 +181,12 @@ class Policy:
         gathered = self.layout.world_sum(gathered)
         if not is_finite(gathered):
             inputs = PassInputs(method, source, [m.members for m in mini_batches])
-            said = [inputs.bad_statistics(gathered, model), *broken_weights(self.chunks, self.spec, self.layout)]
-            raise NonFiniteError("; ".join(said), inputs)
+            raise self._non_finite(inputs.bad_statistics(gathered, model), inputs)
         return TokenStats(*gathered)
+
+    def _non_finite(self, message: str, inputs: PassInputs) -> NonFiniteError:
+        broken = broken_weights(self.chunks, self.spec, self.layout)
+        return NonFiniteError(message if broken is None else f"{message}; {broken}", inputs)
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -332,33 +335,18 @@ class Policy:
         rows = [np.arange(len(weights))]
         (mini_batch,) = self.pack(sequences, rows)
         inputs = PassInputs("fit", sequences, rows, weights=weights, learning_rate=learning_rate)
-        return self._optimize(inputs, mini_batch, self._cross_entropy(sequences, weights, temperature=1.0))
-
-    def score(self, sequences: Sequences, mini_batch: MiniBatch) -> list[torch.Tensor]:
-        """Minus the gradient of the log-probability of `mini_batch`'s responses, at the rollouts' temperature.
-
-        One float32 tensor per parameter of this rank, in the order of `chunks`; the next pass overwrites them.
-        """
-        ones = np.ones(len(sequences.prompt_ids))
-        cross_entropy = self._cross_entropy(sequences, ones, self.config.rollout.temperature)
-        self._backward(mini_batch, lambda *on_hidden: cross_entropy(*on_hidden).loss)
-        return [p.main_grad for p in self._parameters]
-
-    def _cross_entropy(self, sequences: Sequences, weights: np.ndarray, temperature: float) -> LossOfHidden:
-        """`weights`: float [S], of each token of a response."""
         per_token = torch.from_numpy(sequences.per_token(weights)).float()
-        head = {**self._head, "temperature": temperature}
+        head = {**self._head, "temperature": 1.0}
 
         def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             here = micro_batch.slots
             weight = to_device(per_token[here], self.layout.device)
-            ones = torch.ones_like(weight)
             # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
                 micro_batch.labels,
-                ones,
+                torch.ones_like(weight),
                 None,
                 weight,
                 PolicyLossConfig(),
@@ -367,15 +355,7 @@ class Policy:
             )
             return fused_loss(here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()}))
 
-        return cross_entropy
-
-    def _backward(self, mini_batch: MiniBatch, on_hidden: Callable[..., torch.Tensor]) -> None:
-        """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as in `_run`."""
-        for chunk in self.ddp:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
-        finalize_model_grads(self.ddp)
+        return self._optimize(inputs, mini_batch, cross_entropy)
 
     def _optimize(self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden) -> dict[str, float]:
         """One optimizer step. Sums and flags stay on the device until the last micro-batch: the host waits for none."""
@@ -391,7 +371,11 @@ class Policy:
             finite.append(output.finite)
             return output.loss
 
-        self._backward(mini_batch, on_hidden)
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
+        finalize_model_grads(self.ddp)
         self.optimizer.prepare_grads()
         on_host = sums.to("cpu", non_blocking=True)  # complete once Megatron has waited for the norm
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -400,10 +384,8 @@ class Policy:
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
             if inputs.method == "update":  # the step's statistics were finite, so an earlier update of it did this
                 self.check_weights(inputs.learning_rate)
-            broken = broken_weights(self.chunks, self.spec, self.layout)
             where = (inputs, mini_batch, self.layout, self.loss_function)
-            message = non_finite_update(result, finite, self._parameters, *where)
-            raise NonFiniteError("; ".join([message, *broken]), inputs)
+            raise self._non_finite(non_finite_update(result, finite, self._parameters, *where), inputs)
         if self.loss_function is not None and grad_norm == 0:
             return {**result, "skipped": 1.0}
         if self.spikes is not None and self.spikes.on_all_ranks(grad_norm, self.layout):
@@ -417,6 +399,6 @@ class Policy:
         if broken := broken_weights(self.chunks, self.spec, self.layout):
             raise NonFiniteError(
                 f"the update at learning rate {learning_rate:g} ruined the weights, and they are not saved: "
-                f"{'; '.join(broken)}; lower optimizer.lr or optimizer.weight_decay",
+                f"{broken}; lower optimizer.lr or optimizer.weight_decay",
                 None,
             )

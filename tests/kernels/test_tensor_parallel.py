@@ -8,30 +8,17 @@ import pytest
 import torch
 import tp_worker
 
-LAUNCHES = {
-    "torch-2": ("torch", 2, tuple(tp_worker.CASES)),
-    "triton-2": ("triton", 2, ("eager", "empty_shard", "bfloat16")),
-    "triton-4": ("triton", 4, tuple(tp_worker.CASES)),
-    "torch-4": ("torch", 4, tuple(tp_worker.CASES)),
-}
-QUICK = ("torch-2", "triton-2")
+SIZE = 2
+CASES = {"torch": tuple(tp_worker.CASES), "triton": ("eager", "empty_shard", "bfloat16")}
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """launched(name) -> what each rank of one of LAUNCHES left."""
-    done = {}
-
-    def launch(name):
-        if name not in done:
-            backend, size, cases = LAUNCHES[name]
-            done[name] = run(tmp_path_factory.mktemp(name), backend, size, cases)
-        return done[name]
-
-    return launch
+    """What each rank left, by backend."""
+    return {backend: run(tmp_path_factory.mktemp(backend), backend, cases) for backend, cases in CASES.items()}
 
 
-def run(folder, backend, size, cases):
+def run(folder, backend, cases, size=SIZE):
     worker = Path(__file__).with_name("tp_worker.py")  # run as a script, it finds plain_head beside it
     log = folder / "output.txt"
     with log.open("w") as output:
@@ -54,18 +41,11 @@ def run(folder, backend, size, cases):
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(size)]
 
 
-@pytest.mark.parametrize(
-    ("launch", "name"),
-    [
-        pytest.param(launch, name, marks=() if launch in QUICK else pytest.mark.full)
-        for launch, (_, _, names) in LAUNCHES.items()
-        for name in names
-    ],
-)
-def test_shards_agree_and_match_the_whole(launched, launch, name, request):
-    if launch.startswith("triton"):
+@pytest.mark.parametrize(("backend", "name"), [(backend, name) for backend, names in CASES.items() for name in names])
+def test_shards_agree_and_match_the_whole(launched, backend, name, request):
+    if backend == "triton":
         request.getfixturevalue("interpreter")
-    results = [rank[name] for rank in launched(launch)]
+    results = [rank[name] for rank in launched[backend]]
     for other in results[1:]:
         for mine, its in zip(results[0]["same"], other["same"], strict=True):
             assert torch.equal(mine, its)
@@ -82,7 +62,7 @@ def test_shards_agree_and_match_the_whole(launched, launch, name, request):
     tol = 1e-11 if c.hidden.dtype == torch.float64 else 1e-5
     grad_tol = tol
     if c.hidden.dtype == torch.bfloat16:  # the interpreter cuts off where a GPU rounds
-        grad_tol = 2**-8 if launch.startswith("torch") else 2**-6
+        grad_tol = 2**-8 if backend == "torch" else 2**-6
     for got, expected, limit in (
         (loss, want.loss, tol),
         (logprobs[keep], want.logprobs, tol),

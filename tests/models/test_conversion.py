@@ -1,10 +1,8 @@
 """`dynamo-megatron convert` both ways: bit-equal, streamed, and every bad input one line."""
 
 import json
-import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections import namedtuple
@@ -14,7 +12,6 @@ import torch
 from conversion_command import SIZES, refusal, say
 from safetensors.torch import load_file, save_file
 
-from dynamo_megatron import cli
 from dynamo_megatron.checkpoint import safetensors_writer, torch_dist
 from dynamo_megatron.checkpoint.convert import compare_weights, hf2mcore, mcore2hf
 from dynamo_megatron.checkpoint.folder import read_manifest
@@ -223,59 +220,6 @@ def test_tensors_of_another_family(converted, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config))
     line = refusal(capsys, tmp_path / "out", "hf2mcore", folder, tmp_path / "out")
     assert "q_norm.weight" in line and "6 tensors without a place in a qwen3 model" in line and "bias" in line
-
-
-def test_the_config_is_compared_with_what_megatron_builds(converted, tmp_path, capsys, monkeypatch):
-    """A family's file that mistook a field: the config says 2 key/value heads, the spec 4."""
-    from dynamo_megatron.models import FAMILIES as families
-    from dynamo_megatron.models.spec import decoder_spec, integer
-
-    def mistaken(config):
-        assert integer(config, "num_key_value_heads") == 2
-        wrong = {**config, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
-        return decoder_spec(wrong, "qwen2", layer_names={}, architectures=["Qwen2ForCausalLM"])
-
-    monkeypatch.setitem(families, "qwen2", mistaken)
-    said = "num_key_value_heads: 2, Megatron: 4; rms_norm_eps: 1e-06, Megatron: 1e-05"
-    assert said in refusal(capsys, tmp_path / "out", "hf2mcore", converted[0], tmp_path / "out")
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text('{"problem": "1 + 1", "answer": "2"}\n')
-    words = ["--model", str(converted[0]), "--out", str(tmp_path / "eval"), f"eval.data={problems}"]
-    assert cli.main(["eval", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-MISTAKEN_SFT = """
-import dataclasses, sys
-from dynamo_megatron import cli, models
-right = models.FAMILIES["qwen2"]
-models.FAMILIES["qwen2"] = lambda config: dataclasses.replace(right(config), norm_eps=1e-5)
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.full
-def test_a_rank_compares_the_config_too(converted, tmp_path):
-    """As `train` does, whose ranks are the same."""
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    settings = {"model.path": converted[0], "data.source": tmp_path / "data.jsonl", "output_dir": tmp_path / "run"}
-    words = ["sft", *(f"{key}={value}" for key, value in settings.items()), "data.batch_prompts=1"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", MISTAKEN_SFT, *words],
-        env=os.environ | rank | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    last = ran.stderr.rstrip().splitlines()[-1]
-    assert (ran.returncode, last.partition(": ")[2]) == (
-        2,
-        "Megatron would build another model: rms_norm_eps: 1e-06, Megatron: 1e-05",
-    ), ran.stderr
 
 
 def test_a_rope_scaling_survives_both_ways(converted, tmp_path, capsys):

@@ -13,7 +13,7 @@ from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.kernels.terms import loss_terms, summed_loss
+from dynamo_megatron.kernels.reference import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import RolloutBatch, TokenStats

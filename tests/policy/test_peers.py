@@ -27,7 +27,7 @@ from dynamo_megatron.algorithm.selection import ENTROPY_GRID, covariance
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.config.method import RolloutCorrectionConfig
-from dynamo_megatron.kernels.terms import loss_terms, summed_loss
+from dynamo_megatron.kernels.reference import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import RolloutBatch, TokenStats
@@ -191,9 +191,9 @@ def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -
         zeros = torch.zeros_like(new[here])
         stats = Statistics(zeros, zeros, new[here], entropy[here], expected[here], zeros)
         terms = loss_terms(config.policy_loss(), stats, tokens, expected[here], shaped.ranges)
-        per_token = summed_loss(config.policy_loss(), new[here], entropy[here], tokens, expected[here], shaped.ranges)
+        loss, *_ = summed_loss(config.policy_loss(), new[here], entropy[here], tokens, expected[here], shaped.ranges)
         found.losses.append(terms.sums[0].item())
-        values = (advantages, terms.advantages, tokens.weights, per_token.loss, *terms[:2], shaped.selected[here], held)
+        values = (advantages, terms.advantages, tokens.weights, loss, *terms[:2], shaped.selected[here], held)
         for key, value in zip(keys, values, strict=True):
             if value is not None:
                 getattr(found, key)[here.numpy()] = value.numpy()
