@@ -7,22 +7,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for modules that several files share
-import method_tokens
-
-
-@pytest.fixture(scope="session")
-def rollouts():
-    return method_tokens.make_rollouts()
-
-
-@pytest.fixture(scope="session")
-def stats(rollouts):
-    return method_tokens.make_stats(rollouts)
-
-
-@pytest.fixture(scope="session")
-def grpo(rollouts, stats):
-    return method_tokens.run_grpo(rollouts, stats)
 
 
 @pytest.fixture(scope="session")

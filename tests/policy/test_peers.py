@@ -1,9 +1,9 @@
-"""Every method of configs/methods against verl's and TRL's own functions, on 400 random batches each.
+"""Every method of configs/methods against verl's and TRL's own functions, on random batches.
 
 The peers have an interpreter of their own (`make peers`: PEERS_PYTHON or .venv-peers/bin/python), started once; it
 runs peer_job.py. CASES says which of a peer's functions is the method's. What no peer has is taken from here and
-given to it: DynaMO's modulated advantages and weights (tests/vectors and test_method_losses.py have those), the
-advantages of history, spo and reinforce_ada, with the weights of history (test_method_losses.py has those; dynamo's
+given to it: DynaMO's modulated advantages and weights (tests/vectors and test_methods.py have those), the
+advantages of history, spo and reinforce_ada, with the weights of history (test_methods.py has those; dynamo's
 advantages are history's), the advantages of w_reinforce and entropy_advantages (compared here with their formulas),
 and which tokens fork_tokens trains (compared here with TRL's choice). Only clip_cov's choice is random: there the
 peer's is taken, and must be of the same band and number.
@@ -35,7 +35,7 @@ from dynamo_megatron.types import RolloutBatch, TokenStats
 ROOT = Path(__file__).parents[2]
 METHODS = ROOT / "configs" / "methods"
 PEERS_PYTHON = os.environ.get("PEERS_PYTHON", str(ROOT / ".venv-peers" / "bin" / "python"))
-BATCHES, LENGTH = 400, 24
+BATCHES, LENGTH = 60, 24
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(not Path(PEERS_PYTHON).is_file(), reason=f"no {PEERS_PYTHON} (make peers)"),
@@ -103,10 +103,6 @@ GIVEN = {
     ),
     "weights": ("dynamo", "history"),
 }
-
-
-def test_every_method_has_a_case():
-    assert {name.split()[0] for name in CASES} == {path.stem for path in METHODS.glob("*.yaml")}
 
 
 def make_batch(seed: int) -> SimpleNamespace:
@@ -289,7 +285,7 @@ def test_loss_and_gradient_are_the_peer_s(compared, name):
             losses = np.bincount(owner, of_tokens, minlength=batch.minis)
         close(losses, theirs.losses, b, "loss")
         moved += (theirs.grad != 0).sum()
-    assert moved > 10_000
+    assert moved > 25 * BATCHES
 
 
 def test_the_batches_reach_what_is_compared(compared):
@@ -304,7 +300,7 @@ def test_the_batches_reach_what_is_compared(compared):
         first = np.cumsum(batch.lengths) - batch.lengths
         stopped += ((mine.grad == 0) & (mine.advantages != 0))[first].sum()
     rollouts = sum(len(batch.lengths) for batch in compared.batches)
-    assert dual > 100 and held > 400 and 0.1 * rollouts < stopped < 0.9 * rollouts
+    assert dual > BATCHES / 4 and held > BATCHES and 0.1 * rollouts < stopped < 0.9 * rollouts
 
 
 def test_the_advantages_that_no_peer_has(compared):
