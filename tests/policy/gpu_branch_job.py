@@ -26,7 +26,6 @@ from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy.batch import TrainBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
-from dynamo_megatron.policy.model import transformer_config  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
 
@@ -68,8 +67,6 @@ def main() -> None:
     if JOB["gpu"]:
         call_this_a_gpu(JOB["capability"])
     found = {"packages": str(backend.Fusions.detect())}
-    wanted = transformer_config(spec, config)
-    found["config"] = {name: getattr(wanted, name) for name in JOB.get("flags", ())}
     if JOB.get("update"):
         policy = Policy(spec, config, layout)
         attention = policy.chunks[0].decoder.layers[0].self_attention.core_attention

@@ -139,18 +139,6 @@ def test_batches_are_joined_and_taken_apart():
         assert same(packed(whole, members).tokens, packed(taken).tokens)
 
 
-def test_episodes_and_other_rollouts_are_not_trained_together():
-    with pytest.raises(ValueError, match="of an agent and others"):
-        RolloutBatch.join([batch_of(EPISODES[:1]), batch_of(EPISODES[1:2], plain=True)])
-
-
-def test_a_line_of_a_file_keeps_the_episode():
-    rollout = episode(0, *EPISODES[0])
-    rollout.episode.messages = [{"role": "user", "content": "größer?"}]
-    assert Rollout.from_json(rollout.to_json()) == rollout
-    assert '"episode":null' in episode(1, *EPISODES[1], plain=True).to_json()
-
-
 def on_rank(case, config, layout) -> dict:
     """An update on the episodes, or on the same tokens as rollouts of one turn each."""
     from dynamo_megatron.models import load_model_config

@@ -25,23 +25,6 @@ def test_transformer_engine_trains_fused_and_without_host_waits(gpu_branch):
     assert fused["figures"] == pytest.approx(figures, rel=0.05, abs=0.02 * figures["grad_norm"] ** 2)
 
 
-FLAGS = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion", "moe_grouped_gemm")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("job", "on"),
-    [
-        ({}, (True, True, True, True)),
-        ({"transformer_engine": False}, (False, True, False, False)),
-        ({"gpu": False, "transformer_engine": False}, (False, False, False, False)),
-    ],
-    ids=["TransformerEngine", "GPU alone", "CPU"],
-)
-def test_what_megatron_is_asked_to_fuse(gpu_branch, job, on):
-    assert gpu_branch("qwen3_moe", flags=FLAGS, **job)["config"] == dict(zip(FLAGS, on, strict=True))
-
-
 @pytest.mark.full
 def test_a_gpu_without_packed_attention_in_cudnn_takes_ours(gpu_branch):
     found = gpu_branch(update=True, capability=AMPERE)
