@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -166,39 +166,23 @@ def define_router_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
-@dataclass(frozen=True)
-class Fusions:
-    """Which optional packages serve this run, each "torch" or "off" where none does."""
+class Fusions(NamedTuple):
+    """What serves this run, "transformer-engine" or "torch"."""
 
-    adam: str
-    norm: str  # and linears, RoPE, grouped experts: "transformer-engine" stands for all its layers
+    norm: str  # and linears, RoPE, grouped experts, fused weight gradients, Adam
     attention: str
-    gradient_accumulation: str
 
     @classmethod
     def detect(cls) -> Fusions:
-        """Imports them, before Megatron does: it takes a package that is only half there for one that works, or for
+        """Imports the packages, before Megatron does: it takes one that is only half there for one that works, or for
         none. Raises InputError for such a package."""
-        if not torch.cuda.is_available():
-            return cls(adam="torch", norm="torch", attention="torch", gradient_accumulation="off")
-        transformer_engine = _imported("transformer_engine.pytorch", "transformer-engine")
-        apex = not transformer_engine and _imported("apex.optimizers", "apex")
-        # The output layer's, also beside TransformerEngine.
-        fused_wgrad = _imported("fused_weight_gradient_mlp_cuda", "apex's fused_weight_gradient_mlp_cuda")
-        fast_attention = transformer_engine and (_has_cudnn_attention() or _imported("flash_attn", "flash-attn"))
-        layers = "transformer-engine" if transformer_engine else None
-        return cls(
-            adam=layers or ("apex" if apex else "torch"),
-            norm=layers or "torch",
-            attention="transformer-engine" if fast_attention else "torch",
-            gradient_accumulation="apex" if fused_wgrad else layers or "off",
-        )
+        if not torch.cuda.is_available() or not _imported("transformer_engine.pytorch", "transformer-engine"):
+            return cls("torch", "torch")
+        fast_attention = _has_cudnn_attention() or _imported("flash_attn", "flash-attn")
+        return cls("transformer-engine", "transformer-engine" if fast_attention else "torch")
 
     def __str__(self) -> str:
-        return (
-            f"Adam: {self.adam}, norms: {self.norm}, attention: {self.attention}, "
-            f"fused gradient accumulation: {self.gradient_accumulation}"
-        )
+        return f"layers and Adam: {self.norm}, attention: {self.attention}"
 
 
 def _has_cudnn_attention() -> bool:

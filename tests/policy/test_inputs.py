@@ -1,7 +1,6 @@
 """What enters the policy and must not train it: token ids beyond the vocabulary, damaged weights, NaN, a learning rate
 that ruins the weights."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -25,7 +24,7 @@ CHANGES = {  # (rollout, position, token id): what is said
 }
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
 BROKEN = "NaN, infinity or values above 1.8e+19 in the weights"
-RATES = ("1e30", "1e38", "1e308")  # finite weights, a number that torch's Adam refuses, infinite weights
+RATES = ("1e30", "1e308")  # finite weights that are too large; a number that torch's Adam refuses
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +40,11 @@ def folders(make_tiny_model, tmp_path_factory) -> dict[str, Path]:
     tensors = load_file(root / "huge" / "model.safetensors")
     tensors["model.norm.weight"].fill_(3e38)  # finite, but what it is multiplied with is not
     save_file(tensors, root / "huge" / "model.safetensors", {"format": "pt"})
-    for name in ("flipped", "old"):
-        hf2mcore(whole, root / name)
-    manifest = json.loads((root / "old" / "manifest.json").read_text())
-    manifest.pop("checksums")
-    (root / "old" / "manifest.json").write_text(json.dumps(manifest))
+    hf2mcore(whole, root / "flipped")
     content = bytearray((root / "flipped" / "__0_0.distcp").read_bytes())
     content[len(content) // 2] ^= 1
     (root / "flipped" / "__0_0.distcp").write_bytes(content)
-    return {name: root / name for name in ("whole", "inf", "nan", "huge", "flipped", "old")}
+    return {name: root / name for name in ("whole", "inf", "nan", "huge", "flipped")}
 
 
 LENGTHS = [(3, 5), (2, 4), (4, 0)]  # prompt and response, tokens
@@ -116,8 +111,7 @@ def on_rank(case, config, layout) -> dict:
             policy.chunks[-1].head_weight.data[0, 0] = torch.nan
         found[name] = said(lambda: policy.token_stats(batch, everyone))
     for rate in map(float, RATES):
-        for mini_batches in (1, 2):
-            found[f"{mini_batches} updates at {rate}"] = said(lambda m=mini_batches, r=rate: update(build(), m, r))
+        found[f"2 updates at {rate}"] = said(lambda r=rate: update(build(), 2, r))
         policy = build()
         found[f"sft at {rate}"] = said(lambda p=policy, r=rate: (p.fit(batch, weights, r), p.check_weights(r)))
     found["kl"] = update(build(kl={"coef": 0.1, "reference": config.model.path}), 1, 1e-3, weight=0.0)
@@ -128,18 +122,16 @@ def on_rank(case, config, layout) -> dict:
 
 
 @pytest.fixture(scope="module")
-def said(folders, tmp_path_factory) -> tuple[list[dict[str, str]], str]:
-    """(what each of two tensor-parallel ranks says, by case; rank 0's output)."""
-    out = tmp_path_factory.mktemp("said")
+def said(folders, tmp_path_factory) -> list[dict[str, str]]:
+    """What each of two tensor-parallel ranks says, by case."""
     damaged = {name: str(folder) for name, folder in folders.items() if name != "whole"}
-    case = {"config": settings(folders["whole"], {"tp": 2}), "ranks": 2, "folders": damaged, "out": str(out / "case")}
-    (ranks,) = run_cases(__file__, [case], out)
-    return ranks, (out / "case" / "rank0.log").read_text()
+    case = {"config": settings(folders["whole"], {"tp": 2}), "ranks": 2, "folders": damaged}
+    return run_cases(__file__, [case], tmp_path_factory.mktemp("said"))[0]
 
 
 @pytest.mark.parametrize("what", ["stats", "fit"])
 def test_a_token_id_that_the_model_does_not_have_is_refused_on_every_rank(said, what):
-    for rank in said[0]:
+    for rank in said:
         assert rank[f"{what} None"] == "nothing"
         for change, expected in CHANGES.items():
             assert rank[f"{what} {change}"].startswith(
@@ -148,37 +140,32 @@ def test_a_token_id_that_the_model_does_not_have_is_refused_on_every_rank(said, 
 
 
 def test_a_weight_that_is_not_finite_is_refused_by_name_on_every_rank(said, folders):
-    for rank in said[0]:
+    for rank in said:
         for name in ("inf", "nan"):
             why = f"InputError: {folders[name]}: tensor {DAMAGED} holds NaN or infinity"
             assert rank[name].startswith(why)
 
 
 def test_a_flipped_bit_of_a_converted_model_is_refused_on_every_rank(said, folders):
-    for rank in said[0]:
+    for rank in said:
         file = folders["flipped"] / "__0_0.distcp"
         assert rank["flipped"].startswith(f"InputError: {file}: its bytes are not those that were saved (XXH3 ")
 
 
 def test_a_damaged_reference_model_is_refused_before_anything_is_generated(said):
-    for rank in said[0]:
+    for rank in said:
         assert rank["reference flipped"] == rank["flipped"] and rank["reference nan"] == rank["nan"] != "nothing"
 
 
-def test_a_model_that_was_converted_without_checksums_loads_with_one_line(said, folders):
-    assert all(rank["old"] == "nothing" for rank in said[0])
-    assert said[1].count(f"{folders['old']}: saved without checksums, so that its bytes are not verified\n") == 1
-
-
 def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders):
-    weight = f"; {BROKEN} of rank {len(said[0]) - 1}: lm_head.weight"
-    others = " (and on 1 more ranks)" if len(said[0]) == 2 else ""
+    weight = f"; {BROKEN} of rank {len(said) - 1}: lm_head.weight"
+    others = " (and on 1 more ranks)" if len(said) == 2 else ""
     cases = (
         ("NaN", "policy", weight),
         ("NaN on all", "policy", f"; {BROKEN} of rank 0: lm_head.weight{others}"),
         ("reference NaN", f"reference model {folders['huge']}", f"; {BROKEN} of rank 0: model.norm.weight{others}"),
     )
-    for rank in said[0]:
+    for rank in said:
         for case, model, cause in cases:
             assert rank[case] == (
                 f"NonFiniteError: NaN or infinite logprobs or entropy of the {model} in 2 of 3 responses; the first: "
@@ -186,10 +173,10 @@ def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders)
             )
 
 
-@pytest.mark.parametrize("rate", map(float, RATES))
-@pytest.mark.parametrize("updates", ["1 updates", "2 updates", "sft"])
+@pytest.mark.parametrize("rate", list(map(float, RATES)))
+@pytest.mark.parametrize("updates", ["2 updates", "sft"])
 def test_an_update_that_ruins_the_weights_is_found_after_it_on_every_rank(said, rate, updates):
-    for rank in said[0]:
+    for rank in said:
         assert rank[f"{updates} at {rate}"].startswith(
             f"NonFiniteError: the update at learning rate {rate:g} ruined the weights, and they are not saved: "
             f"{BROKEN} of rank 0: model.embed_tokens.weight, and "
@@ -198,4 +185,4 @@ def test_an_update_that_ruins_the_weights_is_found_after_it_on_every_rank(said, 
 
 @pytest.mark.parametrize("term", ["kl", "entropy"])
 def test_an_update_in_which_no_token_has_a_weight_is_skipped(said, term):
-    assert all(rank[term] == [{"skipped": 1.0}] for rank in said[0])
+    assert all(rank[term] == [{"skipped": 1.0}] for rank in said)

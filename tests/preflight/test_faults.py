@@ -341,7 +341,6 @@ def test_an_optional_package_that_is_half_there(base, failure, monkeypatch):
     assert said.startswith(
         "transformer-engine is installed and cannot be imported (FileNotFoundError: no shared object)"
     )
-    assert failure("model config") == said, "before Megatron fails on it"
 
 
 def test_a_gpu_that_needs_flash_attn_is_noted(base, check, monkeypatch):
