@@ -62,8 +62,6 @@ class Policy:
         self._cost = SequenceCost.of_model(spec)
         self.chunks = build_chunks(spec, config, layout)
         self._frozen = FrozenModels(self.chunks, spec, config, layout)
-        if spec.tied and layout.is_last_stage:
-            self._head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
