@@ -5,11 +5,11 @@ import pickle
 import resource
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from rank_cases import settings
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +24,7 @@ def case(model: Path, parallel: dict, out: Path, *, ranks: int = 4, dtype: str =
     """`load`: the folder to begin with; else the policy trains three steps and is saved. `damaged`: see `damage`."""
     config = settings(model, parallel, trainer={"micro_batch_tokens": 64})
     config["model"]["dtype"] = dtype
-    return {"config": config, "ranks": ranks, "out": str(out), "alone": True, **more}
+    return {"config": config, "ranks": ranks, "out": str(out), **more}
 
 
 def train(policy, step: int) -> None:
@@ -115,12 +115,9 @@ def damage(policy, root: Path) -> dict[str, str]:
         said[f"{what} left"] = " ".join(path.name for path in root.iterdir())
     folder = root / "step-000003"
     for name in read_manifest(folder)["files"]:
-        said[f"{name} flipped"] = loaded(policy, folder / name, flipped)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["checksums"] = {}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+        said[f"{name} flipped"] = loaded(policy, folder / name, flipped(folder / name))
     for name, crafted in crafted_files(folder, f"touch {root / 'ran'}").items():
-        said[f"{name} crafted"] = loaded(policy, folder / name, lambda _, crafted=crafted: crafted)
+        said[f"{name} crafted"] = loaded(policy, folder / name, crafted, with_checksum=True)
         said["ran"] = str((root / "ran").exists())
     return said
 
@@ -138,18 +135,24 @@ def crafted_files(folder: Path, command: str) -> dict[str, bytes]:
     return {".metadata": in_metadata, "common.pt": in_torch_file, data.name: bytes(whole)}
 
 
-def flipped(whole: bytes) -> bytes:
-    return whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :]
+def flipped(file: Path) -> bytes:
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    return bytes(whole)
 
 
-def loaded(policy, file: Path, change: Callable[[bytes], bytes]) -> str:
-    """What is said of loading the checkpoint with that file changed."""
+def loaded(policy, file: Path, content: bytes, *, with_checksum: bool = False) -> str:
+    """What is said of loading the checkpoint with other content of that file, perhaps with its right checksum."""
     from dynamo_megatron.checkpoint.policy_state import load_checkpoint
 
     whole, manifest = file.read_bytes(), file.with_name("manifest.json")
-    changed, original = change(whole), manifest.read_text()
-    file.write_bytes(changed)
-    manifest.write_text(original.replace(f'"{file.name}": {len(whole)}', f'"{file.name}": {len(changed)}'))
+    original = manifest.read_text()
+    changed = json.loads(original)
+    changed["files"][file.name] = len(content)
+    if with_checksum:
+        changed["checksums"][file.name] = xxhash.xxh3_128_hexdigest(content)
+    file.write_bytes(content)
+    manifest.write_text(json.dumps(changed))
     try:
         load_checkpoint(policy, file.parent)
     except ValueError as error:

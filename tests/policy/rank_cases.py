@@ -29,7 +29,7 @@ def settings(model: Path, parallel: dict, **sections) -> dict:
 def run_cases(file: str, cases: list[dict], folder: Path, timeout: float = 600) -> list[list[Any]]:
     """What `on_rank(case, config, layout)` of the test file `file` returns on each rank of each case. A case has
     `config` and `ranks`; it gets `out`, a folder of its own. Cases begin in order, as many as fit on RANKS ranks at
-    the same time, unless a case says `alone`. Raises AssertionError with the end of the log if a rank fails."""
+    the same time. Raises AssertionError with the end of the log if a rank fails."""
     for number, case in enumerate(cases):
         case.setdefault("out", str(folder / f"case{number}"))
         Path(case["out"]).mkdir(parents=True)
@@ -86,7 +86,7 @@ def main(file: str, cases_file: str) -> None:
         running.clear()
 
     for case in json.loads(Path(cases_file).read_text()):
-        if case.get("alone") or sum(other["ranks"] for other, _ in running) + case["ranks"] > RANKS:
+        if sum(other["ranks"] for other, _ in running) + case["ranks"] > RANKS:
             finish()
         running.append((case, fork_ranks(case["ranks"], partial(as_rank, module.on_rank, case), Path(case["out"]))))
     finish()
