@@ -5,7 +5,7 @@ runs peer_job.py. CASES says which of a peer's functions is the method's. What n
 given to it: DynaMO's modulated advantages and weights (tests/vectors and test_methods.py have those), the
 advantages of history, spo and reinforce_ada, with the weights of history (test_methods.py has those; dynamo's
 advantages are history's), the advantages of w_reinforce and entropy_advantages (compared here with their formulas),
-and which tokens fork_tokens trains (compared here with TRL's choice). Only clip_cov's choice is random: there the
+and which tokens fork_tokens trains. Only clip_cov's choice is random: there the
 peer's is taken, and must be of the same band and number.
 """
 
@@ -22,11 +22,9 @@ import torch
 
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.losses import response_log_ratios
-from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios, mismatch
-from dynamo_megatron.algorithm.selection import ENTROPY_GRID, covariance
+from dynamo_megatron.algorithm.selection import covariance
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.config.method import RolloutCorrectionConfig
 from dynamo_megatron.kernels.reference import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
@@ -66,7 +64,6 @@ CASES = {
     "clip_higher trl": trl("grpo", "grpo", clip=(0.2, 0.28)),
     "dapo": verl("vanilla", "grpo", clip=(0.2, 0.28), c=10.0),
     "fork_tokens": verl("vanilla", "grpo", clip=(0.2, 0.28), c=10.0),
-    "fork_tokens trl": trl("grpo", "grpo", clip=(0.2, 0.28), top_entropy_quantile=0.2),
     "dr_grpo": verl("vanilla", "dr_grpo", "seq-mean-token-sum-norm", **MEAN_OF_SUMS),
     "dr_grpo trl": trl("grpo", "dr_grpo", clip=(0.2, 0.2), loss_type="dr_grpo", max_completion_length=LENGTH),
     "rloo": trl("rloo", "rloo", clip=(0.2, 0.2)),
@@ -125,7 +122,6 @@ def make_batch(seed: int) -> SimpleNamespace:
     batch.rewards = rewards if seed % 2 == 0 else rng.random(len(groups))
     batch.entropy, batch.expected = rng.exponential(0.8, count), rng.normal(0, 0.1, count)
     batch.collision = np.exp(old) ** 2 + rng.random(count) * (1 - np.exp(old)) ** 2  # what the others can add
-    batch.engine = old - np.where(rng.random(count) < 0.02, rng.uniform(-6, 6, count), rng.normal(0, 0.2, count))
     batch.rollouts = RolloutBatch(
         prompt_ids=[str(g) for g in groups],
         tokens=np.zeros(count + len(groups), np.int64),
@@ -133,7 +129,7 @@ def make_batch(seed: int) -> SimpleNamespace:
         prompt_lengths=np.ones(len(groups), np.int64),
         rollout_ids=[f"{seed}/{g}/{i}" for i, g in enumerate(groups)],
         group_ids=[str(g) for g in groups],
-        engine_logprobs=batch.engine.astype(np.float32),
+        engine_logprobs=old.astype(np.float32),
         rewards=batch.rewards,
         successes=batch.rewards > 0.5,
         weight_versions=np.zeros(count, np.int32),
@@ -228,10 +224,10 @@ def compared(tmp_path_factory) -> Compared:
     arrays = {"lengths": [np.pad(b.lengths, (0, size - len(b.lengths))) for b in batches]}
     arrays["group"] = [np.pad(b.groups, (0, size - len(b.groups))) for b in batches]
     arrays["rewards"] = [np.pad(b.rewards, (0, size - len(b.rewards))) for b in batches]
-    for name in ("dapo", "fork_tokens", "fork_tokens trl"):
+    for name in ("dapo", "fork_tokens"):
         arrays[f"rewards/{name}"] = [np.pad(penalised(b), (0, size - len(b.rewards))) for b in batches]
     arrays["mini"] = [np.pad(m.mini, (0, size - len(m.mini)), constant_values=-1) for m in mine["grpo"]]
-    for key in ("old", "new", "entropy", "engine", "collision"):
+    for key in ("old", "new", "entropy", "collision"):
         arrays[key] = [padded(b, getattr(b, key), size) for b in batches]
     arrays["mask"] = [padded(b, np.ones_like(b.old), size) for b in batches]
     for name in GIVEN["advantages"]:
@@ -267,7 +263,7 @@ def pairs(compared, name):
         yield b, batch, mine, SimpleNamespace(**rows, losses=theirs["loss"][: batch.minis])
 
 
-PLAIN = [name for name in CASES if not name.startswith(("clip_cov", "kl_cov")) and name != "fork_tokens trl"]
+PLAIN = [name for name in CASES if not name.startswith(("clip_cov", "kl_cov"))]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -316,17 +312,6 @@ def test_the_advantages_that_no_peer_has(compared):
         close(mine.advantages, compared.mine["history"][b].advantages, b)
 
 
-def test_fork_tokens_are_trl_s_choice(compared):
-    """Where one mini-batch is all. TRL divides by the number of all tokens, the paper (Eq. 6) by the selected ones'."""
-    for b, batch, mine, theirs in pairs(compared, "fork_tokens trl"):
-        if batch.minis == 1:
-            chosen, selected = flat(batch, compared.theirs["high_entropy"][b]), mine.selected != 0
-            at_the_edge = np.abs(batch.entropy - batch.entropy[selected].min()) < 2 * ENTROPY_GRID
-            assert (chosen == selected)[~at_the_edge].all() and abs(chosen.sum() - selected.sum()) <= 1, b
-            both = chosen & selected & (batch.new - batch.old < np.log(10.0))  # TRL's has no dual clip
-            close(mine.grad[both] * selected.sum() / len(selected), theirs.grad[both], b)
-
-
 @pytest.mark.parametrize("name", ["clip_cov", "clip_cov wide"])
 def test_clip_cov_takes_as_many_tokens_of_the_same_band(compared, name):
     settings = config_of(name, 1).algorithm.loss.clip_cov
@@ -370,14 +355,3 @@ def test_kl_cov_is_the_peer_s_but_for_the_rounding_of_the_absolute_value(compare
         close((mine.losses + lifted)[updated], theirs.losses[updated], b, "loss")
         compared_tokens += (mine.held > 0).sum()
     assert compared_tokens > BATCHES
-
-
-def test_rollout_correction_and_its_kl(compared):
-    for b, batch in enumerate(compared.batches):
-        d, lengths = batch.old - batch.engine, batch.lengths
-        close(mismatch(d, lengths, None)["kl"], compared.theirs["k3_kl"][b], b, "kl")
-        for kind, low in (("truncate", 0.0), ("mask", 0.5)):
-            for level in ("token", "sequence"):
-                config = RolloutCorrectionConfig(kind=kind, level=level, low=low, high=2.0)
-                weights = correction_weights(importance_ratios(d, lengths, level), config)
-                close(weights, flat(batch, compared.theirs[f"correction/{kind}_{level}"][b]), b, kind, level)
