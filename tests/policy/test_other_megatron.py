@@ -16,8 +16,6 @@ from rank_cases import run_cases
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
-# Their stand-in for TransformerEngine is made for what 0.16 imports of it.
-OF_GPUS = ("--ignore=tests/policy/test_gpu_branch.py",)
 
 
 @pytest.fixture
@@ -47,7 +45,7 @@ def test_python_finds_the_other_version(run_python):
 @pytest.mark.parametrize(
     "words",
     [
-        ("tests/policy", "-m", "not full", *OF_GPUS),
+        ("tests/policy", "-m", "not full"),
         ("tests/models", "-m", "not full"),
         ("tests/e2e/test_live_run.py",),
     ],

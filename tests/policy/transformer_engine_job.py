@@ -2,7 +2,7 @@
 the model of every rank of a layout twice on the meta device, with TransformerEngine's own modules, as a GPU's ranks
 do, and with the local ones, and compares them: parameters, their marks, and what a checkpoint of them holds.
 
-A case has `name`, `folder` (config.json), `parallel` and `ranks`. Its line has `parameters`, the number of those that are
+A case has `name`, `folder` (config.json), `parallel` and `ranks`. Its line has `parameters`, the number of those
 compared, and `differences`.
 """
 

@@ -1,4 +1,4 @@
-"""The branch of the policy that GPUs run, on a CPU: Megatron's TransformerEngine layers over a stand-in for it."""
+"""Which optional packages serve a run on a GPU."""
 
 import sys
 
@@ -9,36 +9,6 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.policy.backend import Fusions
 
 HOPPER, AMPERE = (9, 0), (8, 0)
-
-
-def test_transformer_engine_trains_fused_and_without_host_waits(gpu_branch):
-    fused = gpu_branch(update=True)
-    assert fused["attention"] == "TEDotProductAttention"
-    # Of each layer and micro-batch: q and k rotated; qkv, proj, fc1, fc2 and their weights' gradients.
-    wanted = {"attention": 1, "fused RoPE": 2, "linear": 4, "wgrad into main_grad": 4}
-    assert fused["calls"] == wanted
-    plain = gpu_branch(update=True, gpu=False, transformer_engine=False)
-    gap = torch.tensor(fused["logprobs"]) - torch.tensor(plain["logprobs"])
-    assert gap.abs().mean() < 0.02
-    figures = plain["figures"]
-    assert set(fused["figures"]) == set(figures)
-    assert fused["figures"] == pytest.approx(figures, rel=0.05, abs=0.02 * figures["grad_norm"] ** 2)
-
-
-@pytest.mark.full
-def test_a_gpu_without_packed_attention_in_cudnn_takes_ours(gpu_branch):
-    found = gpu_branch(update=True, capability=AMPERE)
-    assert found["attention"] == "PackedAttention" and "attention: torch" in found["packages"]
-    assert "attention" not in found["calls"] and found["calls"]["fused RoPE"] == 2
-
-
-@pytest.mark.full
-def test_a_save_before_the_first_step_is_resumed(gpu_branch, tmp_path):
-    straight, resumed, moments, of_resumed = gpu_branch(update=True, save_first=str(tmp_path / "checkpoints"))[
-        "resumed"
-    ]
-    assert straight["figures"] == resumed["figures"] and straight["weights"] == resumed["weights"]
-    assert moments == of_resumed and all(norm for pair in moments for norm in pair)
 
 
 @pytest.fixture
