@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,23 +19,16 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamo_megatron import kernels
-from dynamo_megatron.algorithm.losses import response_log_ratios
+from dynamo_megatron.algorithm.losses import kl_estimate, response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
-from dynamo_megatron.algorithm.user_functions import load_loss
+from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
 from dynamo_megatron.checkpoint.safetensors_folder import is_finite
-from dynamo_megatron.config import Config, PolicyLossConfig
+from dynamo_megatron.config import Config, KLConfig, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch, to_device
 from dynamo_megatron.policy.frozen_models import FrozenModels
-from dynamo_megatron.policy.head_loss import (
-    HeadLoss,
-    LossOfHidden,
-    StepTokens,
-    custom_loss,
-    fused_loss,
-)
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
 from dynamo_megatron.policy.model import build_chunks
@@ -47,7 +41,73 @@ from dynamo_megatron.policy.non_finite import (
 )
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.spikes import Spikes
+from dynamo_megatron.runtime.user_code import UserFunction
 from dynamo_megatron.types import Sequences, TokenStats
+
+
+class HeadLoss(NamedTuple):
+    """The loss of one micro-batch."""
+
+    loss: torch.Tensor  # scalar, whose backward pass gives the gradient of the model
+    metrics: dict[str, torch.Tensor]  # sums
+    finite: Finite
+
+
+LossOfHidden = Callable[[MicroBatch, torch.Tensor], HeadLoss]  # from a micro-batch and its hidden rows, [r, h]
+
+
+def fused_loss(slots: torch.Tensor, output: kernels.PolicyLossOutput) -> HeadLoss:
+    """Converts the output of the kernels' loss."""
+    finite = _finite(output.stats.logprobs, output.stats.entropy, output.advantages)
+    return HeadLoss(output.loss, output.metrics, Finite(slots, finite, torch.ones_like(finite)))
+
+
+class StepTokens(NamedTuple):
+    """Values of all response tokens of a step, float32 [R] on the CPU; LossInputs describes them."""
+
+    old_logprobs: torch.Tensor
+    engine_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    weights: torch.Tensor
+
+
+def custom_loss(
+    function: UserFunction, micro_batch: MicroBatch, head: kernels.TokenLogprobs, tokens: StepTokens, kl: KLConfig
+) -> HeadLoss:
+    """sum_t w_t loss_t by the user's function, plus the KL term unless kl.where is `function`. Raises UserCodeError."""
+    device = head.logprobs.device
+    here = (None if t is None else to_device(t[micro_batch.slots], device) for t in tokens)
+    logprobs = head.logprobs.detach().requires_grad_()
+    inputs = LossInputs(
+        logprobs=logprobs,
+        entropy=head.entropy.detach(),
+        response=micro_batch.response,
+        kl_coef=kl.coef if kl.where == "function" else 0.0,
+        **dict(zip(StepTokens._fields, here, strict=True)),
+    )
+    finite = _finite(*(v for v in vars(inputs).values() if isinstance(v, torch.Tensor)))
+    weights, reference = inputs.weights.clone(), inputs.reference_logprobs
+    loss = gradient = logprobs.detach()
+    if len(loss):
+        loss, gradient = custom_losses(function, inputs)
+    kept = _finite(loss, gradient) | ~finite
+    metrics = {}
+    if reference is not None:
+        with torch.enable_grad():
+            estimate = kl_estimate(logprobs, reference, kl.kind)
+            (slope,) = torch.autograd.grad((weights * estimate).sum(), logprobs)
+        metrics["kl"] = estimate.detach().sum()
+        if kl.where == "loss":
+            loss, gradient = loss + kl.coef * estimate.detach(), gradient + kl.coef * slope
+    metrics["loss"] = (weights * loss).sum().to(logprobs.dtype)
+    # The value is metrics["loss"]; the derivative with respect to head.logprobs is `gradient`.
+    total = metrics["loss"] + (gradient * (head.logprobs - logprobs.detach())).sum()
+    return HeadLoss(total, metrics, Finite(micro_batch.slots, finite, kept))
+
+
+def _finite(*values: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.isfinite(v) for v in values]).all(0)
 
 
 class Policy:

@@ -166,7 +166,7 @@ def test_a_part_leaves_the_tables_to_the_whole(made, tmp_path, capsys):
 
 
 def test_a_nan_is_known_by_the_name_of_its_error():
-    from dynamo_megatron.policy.head_loss import NonFiniteError
+    from dynamo_megatron.policy.non_finite import NonFiniteError
 
     assert Outcome(1, f"rank 0, step 3: {NonFiniteError.__name__}: loss").diverged
     assert not Outcome(1, "rank 0, step 3: OSError: no space").diverged and not Outcome(0, NAN).diverged
