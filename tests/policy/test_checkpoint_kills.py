@@ -124,7 +124,7 @@ def main(model: str, folder: Path, background: bool) -> None:
     counts = []
     for victim in (0, 1):
         change, codes = 0, [9]
-        while change == 0 or any(codes):  # until the save has no such change
+        while change < 2 or any(codes):  # without a kill at first, and until the save has no such change
             pids = fork_ranks(2, lambda v=victim, c=change: on_rank(config, v, c), folder)
             codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
             said = "\n".join((folder / f"rank{r}.log").read_text()[-2000:] for r in range(2))
