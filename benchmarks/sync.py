@@ -59,8 +59,6 @@ def run_rank(job_file: Path) -> None:
     from dynamo_megatron.policy import backend
 
     backend.enable_cpu()
-    backend.define_router_gemm()
-    backend.fix_torch_adam_checkpoints()
     import torch.distributed as dist
 
     from dynamo_megatron.models import load_model_config

@@ -12,9 +12,7 @@ import numpy as np
 from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.batch_shape import BatchShape
 from dynamo_megatron.algorithm.energy import rollout_energies
-from dynamo_megatron.algorithm.gradient_noise import Noise
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.algorithm.rejection import rejections
 from dynamo_megatron.algorithm.sequential import NextRound, Rule
@@ -49,8 +47,8 @@ class StepEnd(NamedTuple):
 
 class Controller:
     """One method for each thing that rank 0 does in a step, in the order of the loop (train.py). State across steps is
-    in the prompt selection, the batch shape, the allocator's history, the journal, and the rounds and the evaluation
-    under way; state within a step is in its `Round`s.
+    in the prompt selection, the allocator's history, the journal, and the rounds and the evaluation under way;
+    state within a step is in its `Round`s.
 
     Methods that wait raise StopRequested if a stop of the run is requested.
     """
@@ -67,7 +65,7 @@ class Controller:
     ):
         self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
-        self.shape, self.ahead = BatchShape(config), RoundsAhead()
+        self.ahead = RoundsAhead()
         self._said_even = False  # why an allocation came out even
         self._dispatched = 0  # the last step whose first round this process has dispatched
         self._journal, self._coordinator = journal, coordinator
@@ -120,7 +118,7 @@ class Controller:
         step's budget according to the history that `observe` has collected. A prompt without history counts as the
         average prompt. Rounds of `algorithm.sequential` have budgets of their own, divided evenly."""
         advantage, ids = self.config.algorithm.advantage, [prompt.prompt_id for prompt in prompts]
-        budget = self.config.rollout_budget * len(prompts) // self.shape.prompts
+        budget = self.config.rollout_budget * len(prompts) // self.config.batch_prompts
         first = sum(len(r.prompts) for r in rounds)
         origin = first + np.arange(len(prompts))
         if further := self._further(step, rounds):
@@ -274,7 +272,7 @@ class Controller:
         for batch in (r.result.batch for r in rounds):
             differs = informative(batch.rewards, batch.group_ids)
             there += len({batch.group_ids[s] for s in np.flatnonzero(differs)})
-        return self.shape.prompts - there
+        return self.config.batch_prompts - there
 
     # -- after the update ------------------------------------------------------------------------------------------
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:
@@ -286,15 +284,11 @@ class Controller:
 
     def log(self, record: StepRecord, metrics: Mapping[str, float], batch: TrainBatch, stats: TokenStats) -> None:
         """Writes the step's metrics and allocation, its line for the user, and with `tracking.token_rollouts` the token
-        statistics of some rollouts. The gradient noise in `metrics` may change the batch shape of the next step."""
+        statistics of some rollouts."""
         if count := self.config.tracking.token_rollouts:
             self._journal.tokens(record.step, token_rows(batch, stats, self.config, count))
         line = step_line(metrics, self.config.trainer.steps, self._journal.width)
         self._journal.step(metrics, line, record.allocation_rows())
-        sampled = record.result.batch
-        lengths = (sampled.prompt_lengths.mean(), sampled.response_lengths.mean())
-        if (change := self.shape.observe(Noise.of(metrics), *lengths)) is not None:
-            self._journal.say(f"step {record.step}: {change}")
 
     def end_of(self, step: int) -> StepEnd:
         """Decides what comes after `step`. An evaluation from before a kill counts, since the kill may have prevented

@@ -153,7 +153,7 @@ class Trainer:
         policy at the start of the step is exactly 1."""
         self.phases.begin("logprobs")
         rows = cut_mini_batches(rollouts.group_ids, self.config.algorithm.loss.mini_batches)
-        mini_batches = self.policy.pack(rollouts, rows, self.config.measures_noise(step))
+        mini_batches = self.policy.pack(rollouts, rows)
         return mini_batches, self.policy.token_stats(rollouts, mini_batches)
 
     def advantages(self, sampled: Sampled) -> TrainBatch:

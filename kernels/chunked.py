@@ -141,17 +141,16 @@ class ChunkedHead:
         self,
         hidden: Tensor,
         weight: Tensor,
-        wanted: tuple[bool, bool],
         config: PolicyLossConfig,
         tokens: Tokens,
         ranges: ModulationRanges | None,
-    ) -> tuple[Statistics, Terms, tuple[Tensor | None, Tensor | None]]:
+    ) -> tuple[Statistics, Terms, tuple[Tensor, Tensor | None]]:
         """Returns statistics, loss terms and (dX, dW) from one pass, 3 GEMMs: a chunk's loss and gradients use the same
         logits."""
         stats = hidden.new_empty(len(Statistics._fields), len(self.rows), dtype=self.dtype)
         terms = stats.new_empty(3, len(self.rows))  # gradients and advantages
         sums = stats.new_zeros(len(METRICS))
-        gradients = _Gradients(self, hidden, weight, wanted)
+        gradients = _Gradients(self, hidden, weight)
         w = self.as_operand(weight)
         if ranges is not None:  # to the device once, not with every chunk
             ranges = ModulationRanges(*(torch.as_tensor(r, dtype=self.dtype, device=hidden.device) for r in ranges))
@@ -171,18 +170,17 @@ class ChunkedHead:
         self,
         hidden: Tensor,
         weight: Tensor,
-        wanted: tuple[bool, bool],
         stats: Statistics,
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns (dX, dW) for gradients [n] of logprobs and entropy (None: 0). The logits are computed again: 3
         GEMMs."""
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(stats.logprobs)
         grad_logprobs = grad_logprobs.contiguous()  # autograd hands out expanded scalars
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-        gradients = _Gradients(self, hidden, weight, wanted)
+        gradients = _Gradients(self, hidden, weight)
         w = self.as_operand(weight)
         for chunk in self.chunks():
             x, z = self.logits(hidden, w, chunk)
@@ -198,37 +196,32 @@ class ChunkedHead:
 
 
 class _Gradients:
-    """dX [T, h] and dW [V/tp, h], built chunk by chunk; either may be unwanted."""
+    """dX [T, h] and dW [V/tp, h], built chunk by chunk."""
 
-    def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor, wanted: tuple[bool, bool]):
+    def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor):
         self.head, self.dtype = head, weight.dtype
         rows = {"memory_format": torch.contiguous_format}  # whatever the strides of `hidden` and `weight`
-        self.hidden = torch.zeros_like(hidden, **rows) if wanted[0] else None
-        self.main = getattr(weight, "main_grad", None) if wanted[1] else None
+        self.hidden = torch.zeros_like(hidden, **rows)
+        self.main = getattr(weight, "main_grad", None)
         # A main_grad of the compute dtype takes the GEMMs' results directly; any other is rounded to once, at the end.
         self.direct = self.main is not None and self.main.dtype == head.dtype
-        self.weight = None
-        if wanted[1]:
-            self.weight = self.main if self.direct else torch.zeros_like(weight, dtype=head.dtype, **rows)
+        self.weight = self.main if self.direct else torch.zeros_like(weight, dtype=head.dtype, **rows)
 
     def add(self, chunk: slice, x: Tensor, weight: Tensor, logits: Tensor, *row: Tensor | None) -> None:
         """row: maximum, log_sum, entropy, grad_logprobs, grad_entropy of `logits_gradient_`, [c] each."""
         head = self.head
         dz = head.backend.logits_gradient_(logits, head.labels[chunk], head.shard, *row, head.temperature, head.operand)
-        if self.hidden is not None:
-            dx = _product(dz, weight, head.dtype)
-            reduced = dist.all_reduce(dx, group=head.group, async_op=True) if head.size > 1 else None
-        if self.weight is not None:
-            _add_product_(self.weight, dz.t(), x)
-        if self.hidden is not None:
-            if reduced is not None:
-                reduced.wait()
-            self.hidden.index_copy_(0, head.rows[chunk], dx.to(self.hidden.dtype))
+        dx = _product(dz, weight, head.dtype)
+        reduced = dist.all_reduce(dx, group=head.group, async_op=True) if head.size > 1 else None
+        _add_product_(self.weight, dz.t(), x)
+        if reduced is not None:
+            reduced.wait()
+        self.hidden.index_copy_(0, head.rows[chunk], dx.to(self.hidden.dtype))
 
-    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+    def finish(self) -> tuple[Tensor, Tensor | None]:
         """Returns (dX, dW in the weight's dtype); dW is None where it went to main_grad."""
         if self.main is None:
-            return self.hidden, None if self.weight is None else self.weight.to(self.dtype)
+            return self.hidden, self.weight.to(self.dtype)
         if not self.direct:
             self.main.add_(self.weight)
         return self.hidden, None

@@ -7,7 +7,6 @@ statistics, loss and clip decisions are bitwise equal on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
 from dynamo_megatron.kernels.chunked import ChunkedHead
-from dynamo_megatron.kernels.terms import loss_terms, summed_loss
+from dynamo_megatron.kernels.reference import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import METRICS, Statistics, Tokens
 from dynamo_megatron.types import TokenStats
 
@@ -38,10 +37,10 @@ class PolicyLossOutput(NamedTuple):
     metrics: dict[str, Tensor]  # float32 scalars, sums over this call's labelled tokens
 
 
-def _hand_back(weight: Tensor, wanted: bool, dw: Tensor | None) -> Tensor | None:
+def _hand_back(weight: Tensor, dw: Tensor | None) -> Tensor:
     """Returns the gradient of `weight` for autograd: `dw`, or zeros where `weight` has a main_grad, to which its
     gradient went."""
-    if not (wanted and hasattr(weight, "main_grad")):
+    if dw is not None:
         return dw
     # Megatron's hooks fire only for a gradient, and with zero_out_wgrad they add it: exact zeros. These are freed once
     # the hook has run; one tensor kept for all calls would be alive beside the forward pass's workspace.
@@ -49,13 +48,12 @@ def _hand_back(weight: Tensor, wanted: bool, dw: Tensor | None) -> Tensor | None
     return torch.zeros_like(weight)
 
 
-def _poison_unless_one_(upstream: Tensor, gradients: Iterable[Tensor | None]) -> None:
+def _poison_unless_one_(upstream: Tensor, *gradients: Tensor) -> None:
     """Adds NaN to one element of each gradient where upstream is not 1; on a GPU the host does not wait for the
     comparison."""
     poison = torch.where(upstream == 1.0, 0.0, torch.nan)
     for gradient in gradients:
-        if gradient is not None:
-            gradient.view(-1)[:1].add_(poison)
+        gradient.view(-1)[:1].add_(poison)
 
 
 class _EagerLoss(torch.autograd.Function):
@@ -70,17 +68,15 @@ class _EagerLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
         weight, dx, dw = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:2]
         if upstream.is_cuda:
             # The gradient norm shows the NaN before the optimizer's step.
-            went = weight.main_grad if wanted[1] and dw is None else dw
-            _poison_unless_one_(upstream, (dx, went))
+            _poison_unless_one_(upstream, dx, weight.main_grad if dw is None else dw)
         elif upstream.item() != 1.0:
             raise ValueError(
                 f"gradient: 'eager' formed the gradients for an upstream gradient of 1, got {upstream.item()}; "
                 "leave the loss unscaled or use 'recompute'"
             )
-        return dx, _hand_back(weight, wanted[1], dw), None, None, None
+        return dx, _hand_back(weight, dw), None, None, None
 
 
 class _Logprobs(torch.autograd.Function):
@@ -97,9 +93,8 @@ class _Logprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, *stats = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:2]
-        dx, dw = ctx.head.gradients(hidden, weight, wanted, Statistics(*stats), grad_logprobs, grad_entropy)
-        return dx, _hand_back(weight, wanted[1], dw), None, None
+        dx, dw = ctx.head.gradients(hidden, weight, Statistics(*stats), grad_logprobs, grad_entropy)
+        return dx, _hand_back(weight, dw), None, None
 
 
 def _sequence_mean(stats: Statistics, head: ChunkedHead, cu_seqlens: Tensor) -> Tensor:
@@ -225,27 +220,28 @@ def policy_loss(
     }
     _check_arguments(per_token, labels, config, ranges, cu_seqlens, gradient)
     sequence_mean = config.modulation is not None and config.modulation.expectation == "sequence_mean"
-    wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (hidden, weight))
-    eager = gradient == "eager" and any(wanted)
+    eager = gradient == "eager" and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.no_grad():
         tokens = Tokens(*(None if v is None else v[head.rows].to(head.dtype) for v in per_token.values()))
         if eager and not sequence_mean:
-            stats, terms, gradients = head.loss_and_gradients(hidden, weight, wanted, config, tokens, ranges)
+            stats, terms, gradients = head.loss_and_gradients(hidden, weight, config, tokens, ranges)
         else:
             stats = head.statistics(hidden, weight)
             expected = _sequence_mean(stats, head, cu_seqlens) if sequence_mean else stats.expected_pi_lambda
             if eager:
                 terms = loss_terms(config, stats, tokens, expected, ranges)
                 g_h = terms.grad_entropy if config.entropy_coef else None
-                gradients = head.gradients(hidden, weight, wanted, stats, terms.grad_logprobs, g_h)
+                gradients = head.gradients(hidden, weight, stats, terms.grad_logprobs, g_h)
     if eager:
-        loss = _EagerLoss.apply(hidden, weight, terms.sums[0], *gradients)
+        *_, advantages, sums = terms
+        loss = _EagerLoss.apply(hidden, weight, sums[0], *gradients)
     else:
-        terms = summed_loss(config, *_Logprobs.apply(hidden, weight, head, stats), tokens, expected, ranges)
-        loss = terms.sums[0]
+        logprobs, entropy = _Logprobs.apply(hidden, weight, head, stats)
+        _, advantages, sums = summed_loss(config, logprobs, entropy, tokens, expected, ranges)
+        loss = sums[0]
     metrics = {"tokens": torch.full((), float(len(head.rows)), device=hidden.device)}
-    metrics |= dict(zip(METRICS, terms.sums.detach().float(), strict=True))
-    return PolicyLossOutput(loss, _token_stats(head, stats), head.scatter(terms.advantages), metrics)
+    metrics |= dict(zip(METRICS, sums.detach().float(), strict=True))
+    return PolicyLossOutput(loss, _token_stats(head, stats), head.scatter(advantages), metrics)
 
 
 def _check_arguments(

@@ -7,7 +7,8 @@ from which, over the whole vocabulary,
 Subtracting m before dividing keeps H exact to rounding where |z| is large; lse - sum p z would cancel.
 Row statistics are [6, c] tensors so that one all-gather carries them.
 
-The functions from `workspace_buffers` on are the interface of a backend: `triton_backend` has the same functions.
+The functions from `workspace_buffers` to `logits_gradient_` are the interface of a backend; `triton_backend` has them,
+too. `summed_loss` and `loss_terms` are the policy loss of tokens whose statistics are known.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.algorithm.losses import MAX_LOG_RATIO, policy_loss_terms
+from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulate, modulation_ranges
 from dynamo_megatron.config import PolicyLossConfig
-from dynamo_megatron.kernels.terms import loss_terms
-from dynamo_megatron.kernels.types import Shard, Statistics, Terms, Tokens
+from dynamo_megatron.kernels.types import BOOSTED, DAMPED, Shard, Statistics, Terms, Tokens
 
 # e^FLOOR is exactly 0 in float32 and in float64, and FLOOR is finite: -inf logits never make 0 * inf.
 FLOOR = -1000.0
@@ -131,3 +132,73 @@ def logits_gradient_(
         z.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / temperature).sub_(g[:, None]).mul_(p)
     z[torch.arange(len(z), device=z.device), column] += torch.where(owned, g, 0.0)
     return logits
+
+
+def summed_loss(
+    config: PolicyLossConfig,
+    logprobs: Tensor,
+    entropy: Tensor,
+    tokens: Tokens,
+    expected_pi_lambda: Tensor,
+    ranges: ModulationRanges | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns loss [n] without weights, advantages [n] after modulation, and sums [10] of METRICS, the first of them
+    sum_t w_t loss_t, of labelled tokens; inputs are [n] each. ranges None: over these tokens. Loss and first sum are
+    differentiable with respect to logprobs and entropy."""
+    advantages = tokens.advantages
+    logp, h = logprobs.detach(), entropy.detach()
+    old_logprobs = logp if tokens.old_logprobs is None else tokens.old_logprobs
+    damped = boosted = torch.zeros_like(advantages)
+    if config.modulation is not None and len(advantages):
+        m = config.modulation
+        mask = torch.ones_like(advantages)
+        change = entropy_change(
+            advantages,
+            logp,
+            h,
+            old_logprobs,
+            mask,
+            config.clip_ratio_low,
+            config.clip_ratio_high,
+            expected_pi_lambda=expected_pi_lambda,
+        )
+        if ranges is None:
+            ranges = modulation_ranges(h, change, mask)
+        modulated = modulate(
+            advantages, h, change, ranges, alpha=m.alpha, lambda_min=m.lambda_min, gamma=m.gamma, tau=m.tau
+        )
+        advantages = modulated.advantages
+        damped, boosted = modulated.beta_stab < DAMPED, modulated.beta_comp > BOOSTED
+    loss = policy_loss_terms(
+        logprobs,
+        entropy,
+        old_logprobs,
+        advantages,
+        tokens.ref_logprobs,
+        config,
+        tokens.old_kl_coef,
+        tokens.log_ratios,
+    )
+    kl = torch.zeros_like(advantages) if loss.kl is None else loss.kl.detach()
+    log_ratios = logp - old_logprobs if tokens.log_ratios is None else tokens.log_ratios
+    ratio = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    counts = (loss.clipped, loss.clipped_dual, damped, boosted)
+    values = (h, kl, kl.square(), ratio, ratio.square(), *counts)
+    sums = [(tokens.weights * loss.loss).sum(), *(v.sum(dtype=logp.dtype) for v in values)]
+    return loss.loss, advantages, torch.stack(sums)
+
+
+def loss_terms(
+    config: PolicyLossConfig,
+    stats: Statistics,
+    tokens: Tokens,
+    expected_pi_lambda: Tensor,
+    ranges: ModulationRanges | None,
+) -> Terms:
+    """Returns `summed_loss` of tokens with these statistics, and its gradients."""
+    with torch.enable_grad():
+        logprobs = stats.logprobs.detach().requires_grad_()
+        entropy = stats.entropy.detach().requires_grad_()
+        _, advantages, sums = summed_loss(config, logprobs, entropy, tokens, expected_pi_lambda, ranges)
+        grads = torch.autograd.grad(sums[0], (logprobs, entropy), allow_unused=True, materialize_grads=True)
+    return Terms(*grads, advantages, sums.detach())

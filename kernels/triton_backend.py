@@ -11,7 +11,7 @@ from dynamo_megatron.config import PolicyLossConfig
 from dynamo_megatron.kernels.triton_kernels import SUMS, gradient_kernel, merge_kernel, statistics_kernel
 from dynamo_megatron.kernels.types import METRICS, Shard, Statistics, Terms, Tokens
 
-# Columns or tokens at once, and warps: no spills and at most 64 registers (tests/kernels/test_compiled.py).
+# Columns or tokens at once, and warps: no spills and at most 64 registers on sm_80, sm_90 and sm_100.
 STATISTICS_BLOCK, STATISTICS_WARPS = 4096, 16
 GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
 MERGE_BLOCK, MERGE_WARPS = 128, 4

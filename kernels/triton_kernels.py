@@ -3,7 +3,7 @@
 All compute in the logits' dtype (float32; float64 where the caller's tensors are). Row offsets are int64 and rows lie
 on grid axis 0, the only one without a limit of 65535. No atomics: a rerun gives the same bits. Numbers that are fixed
 for a run are constexpr, so that none is promoted to float64. Those that vary are not specialized: no new compilation
-for another chunk size, and 1 stays a number with `.to`. The mathematics is that of `reference` and `terms`.
+for another chunk size, and 1 stays a number with `.to`. The mathematics is that of `reference`.
 """
 
 import triton

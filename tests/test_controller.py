@@ -2,29 +2,22 @@
 
 import dataclasses
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 
 import numpy as np
 import pytest
 import yaml
-from step_sampling import BATCH, Alone, Answering, Policy, batch_of, make_controller, sample, trainer
+from step_sampling import BATCH, Answering, Policy, batch_of, make_controller, sample, trainer
 
 from dynamo_megatron.algorithm.advantages import informative
-from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.batch_shape import PATIENCE
-from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.controller import Controller
-from dynamo_megatron.data.selection import PromptSelection
-from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout
+from dynamo_megatron.types import EpisodeRecord, Rollout
 
 
 def failed(step, prompts, counts, first) -> RolloutResult:
@@ -49,36 +42,6 @@ def controller(tmp_path):
         return make_controller(tmp_path, prompts, rollout, algorithm, {"selection": selection}, {"proof": proof})
 
     return make
-
-
-def test_the_shape_follows_the_noise(tmp_path, capsys):
-    """From 4 prompts with 8 rollouts each to 8 with 4, once the noise lies between prompts; the budget stays."""
-    config = Config(
-        model={"path": "none"},
-        data={"source": "none", "batch_prompts": "auto", "shape": {"prompt_cost": 0.0}},
-        rollout={"max_new_tokens": 4},
-        algorithm={"allocation": {"budget": 32}, "advantage": {"kind": "history"}},
-        trainer={"steps": 50},
-        output_dir=str(tmp_path),
-    )
-    items = [Prompt(f"p{i}", text=f"p{i}") for i in range(30)]
-    stream = PromptStream(items, config.prompt_stream, lambda p: [1, int(p.prompt_id[1:])], None)
-    allocator = RolloutAllocator(config.algorithm.allocation)
-    prompts = PromptSelection(config.prompt_stream, stream, allocator.history)
-    journal = Journal(config)
-    live = Controller(config, prompts, allocator, Answering(RolloutStore(tmp_path)), None, journal, Alone())
-    journal.open(0)
-    journal.progress.start(0)
-    for step in range(1, PATIENCE + 2):
-        round_ = live.allocate(step, live.draw(step, []), [])
-        live.generate(step, round_)
-        assert round_.allocation.counts.sum() == 32 and len(round_.prompts) == (4 if step <= PATIENCE else 8)
-        noise = {"signal": 0.0, "between": 1.0, "within": 1.0}
-        metrics = defaultdict(float, step=step, **{f"gradient_noise/{name}": value for name, value in noise.items()})
-        live.log(live.record(step, [round_]), metrics, None, None)  # keeps no tokens
-    assert (
-        f"step {PATIENCE}: batch shape: 8 prompts with 4 rollouts each in place of 4 with 8" in capsys.readouterr().out
-    )
 
 
 def test_an_even_allocation_is_explained_once(tmp_path, capsys):

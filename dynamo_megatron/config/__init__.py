@@ -10,11 +10,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
 from dynamo_megatron.config.contradictions import (
-    FEWEST_PROMPTS,
     agent_faults,
     quantization_faults,
     sequential_faults,
-    shape_faults,
     staleness_faults,
 )
 from dynamo_megatron.config.data import DataConfig
@@ -38,7 +36,6 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 EVALUATION = "evaluation"  # context of the validation: nothing is trained, so only evaluation's options are to fit
-SHAPE_EVERY = 4  # steps between measurements where data.batch_prompts is auto
 
 
 class ModelConfig(Section):
@@ -226,9 +223,9 @@ class Config(Section):
 
     @property
     def prompt_stream(self) -> DataConfig:
-        """`data` with the seed of its order and the prompts of the first step."""
+        """`data` with the seed of its order."""
         seed = self.seed if self.data.shuffle_seed is None else self.data.shuffle_seed
-        return self.data.model_copy(update={"shuffle_seed": seed, "batch_prompts": self.batch_prompts})
+        return self.data.model_copy(update={"shuffle_seed": seed})
 
     @property
     def needs_answers(self) -> bool:
@@ -236,29 +233,9 @@ class Config(Section):
         return self.rollout.agent is None and not COMPARING.isdisjoint(self.reward.functions)
 
     @property
-    def chooses_shape(self) -> bool:
-        return self.data.batch_prompts == "auto"
-
-    @property
     def batch_prompts(self) -> int:
-        """Prompts a step; with `auto` of the first one: 8 rollouts each, within the bounds."""
-        if (asked := self.data.batch_prompts) != "auto":
-            return asked
-        fewest, most = self.prompt_bounds
-        return min(max((self.algorithm.allocation.budget or 8) // 8, fewest), most)
-
-    @property
-    def prompt_bounds(self) -> tuple[int, int]:
-        """The fewest and the most prompts of a step with `auto`: the allocation's bounds are kept, and mini-batches
-        have the prompts and rollouts for a measurement."""
-        allocation = self.algorithm.allocation
-        budget = allocation.budget or 8
-        fewest = max(-(-budget // allocation.rollout_n_max), FEWEST_PROMPTS * self.algorithm.loss.mini_batches)
-        return fewest, budget // max(2, allocation.rollout_n_min)
-
-    def measures_noise(self, step: int) -> bool:
-        every = self.data.shape.every or (SHAPE_EVERY if self.chooses_shape else None)
-        return every is not None and step % every == 0
+        """Prompts a step."""
+        return self.data.batch_prompts
 
     @property
     def rollout_budget(self) -> int:
@@ -297,7 +274,6 @@ class Config(Section):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        yield from shape_faults(self)
         yield from staleness_faults(self)
         yield from quantization_faults(self)
         prompts = self.batch_prompts

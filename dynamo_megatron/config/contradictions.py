@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # its validator calls these functions
     from dynamo_megatron.config import Config
 
-FEWEST_PROMPTS = 4  # of a mini-batch whose noise is measured: half of them are in the smaller sums
-
 
 def sequential_faults(config: Config, budget: int, low: int, high: int) -> Iterator[str]:
     algorithm, rule = config.algorithm, config.algorithm.sequential
@@ -91,50 +89,3 @@ def quantization_faults(config: Config) -> Iterator[str]:
 def agent_faults(config: Config) -> Iterator[str]:
     if config.rollout.agent is not None and config.data.template != "chat":
         yield "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
-
-
-def shape_faults(config: Config) -> Iterator[str]:
-    algorithm, shape = config.algorithm, config.data.shape
-    if shape.every is not None or config.chooses_shape:
-        modulation = algorithm.modulation
-        if algorithm.sequential is not None:
-            yield (
-                "data.shape.every: algorithm.sequential chooses by the step's own outcomes, and the noise is "
-                "measured of rollouts as they come; set it to null, and data.batch_prompts to a number"
-            )
-        if config.parallel.cp > 1:
-            yield (
-                f"data.shape.every: with cp {config.parallel.cp} no rank has the whole gradient of a sequence, "
-                "of which the noise is measured; use cp 1, or set it to null and data.batch_prompts to a number"
-            )
-        if algorithm.dynamic_sampling is not None:
-            yield (
-                "data.shape.every: the noise is measured of rollouts as they come, and algorithm.dynamic_sampling "
-                "leaves out groups by their rewards; set it to null, and data.batch_prompts to a number, or set "
-                "algorithm.dynamic_sampling to null"
-            )
-        if modulation is not None and modulation.scope == "micro_batch":
-            yield (
-                "data.shape.every: with algorithm.modulation.scope micro_batch a rollout's gradient depends on its "
-                "micro-batch, and the parts of which the noise is measured have others; use mini_batch"
-            )
-    if not config.chooses_shape:
-        if shape.prompt_cost is not None:
-            yield "data.shape.prompt_cost: an option of data.batch_prompts auto; set it to null"
-        return
-    kind = algorithm.advantage.kind
-    if kind not in ("history", "reinforce"):
-        yield (
-            f"data.batch_prompts: auto needs a baseline that does not get worse with fewer rollouts, and that of "
-            f"advantage.kind {kind} comes from the group; give a number, or set algorithm.advantage.kind to history"
-        )
-    if algorithm.allocation.budget is None:
-        yield "data.batch_prompts: auto divides algorithm.allocation.budget among prompts; set it"
-        return
-    fewest, most = config.prompt_bounds
-    if fewest > most:
-        yield (
-            f"data.batch_prompts: auto has at least {fewest} prompts (algorithm.allocation.rollout_n_max, and "
-            f"{FEWEST_PROMPTS} a mini-batch) and at most {most} (2 rollouts or algorithm.allocation.rollout_n_min "
-            f"each); raise algorithm.allocation.budget, which is {algorithm.allocation.budget}"
-        )

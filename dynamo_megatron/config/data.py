@@ -42,14 +42,6 @@ class SelectionConfig(Section):
         return self
 
 
-class ShapeConfig(Section):
-    """The shape of a step's batch, prompts x rollouts, and what is measured for it (docs/gradient-variance.md)."""
-
-    every: Positive | None = None  # steps between measurements of the gradient's noise; None: with auto 4, else none
-    # of one more prompt, in rollouts; None: its prefill by tokens, 0 where the servers keep no prefixes
-    prompt_cost: Annotated[float, Field(ge=0)] | None = None
-
-
 class DataConfig(Section):
     source: str  # file.jsonl | file.parquet | datasets:NAME?split=S | reasoning_gym:NAME?size=N&key=value | module:fn
     prompt_key: str | None = None  # dotted; text or chat messages; None: problem, question or prompt
@@ -62,8 +54,7 @@ class DataConfig(Section):
     system_prompt: str | None = None  # chat only
     few_shot: str = ""  # text before the plain template
     shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
-    batch_prompts: Positive | Literal["auto"] = 32  # auto: by the measured noise, algorithm.allocation.budget rollouts
-    shape: ShapeConfig = ShapeConfig()
+    batch_prompts: Positive = 32
     selection: SelectionConfig = SelectionConfig()
     max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
     on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted

@@ -205,9 +205,6 @@ def _prepared(
     spec = load_model_config(config.model.path, config.model.family)
     progress.phase("loading tokenizer")
     if subject.url is None:
-        from dynamo_megatron.policy.config_check import check_config  # seconds: it brings Megatron
-
-        check_config(Path(config.model.path), spec)
         check_served_rope(spec)
         with open_weights(config.model.path, spec):
             pass  # opening checks every header

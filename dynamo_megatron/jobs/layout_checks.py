@@ -67,13 +67,6 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool 
             check_fp8_shapes(spec, config.rollout.tp)
     except InputError as error:
         raise ConfigError(str(error)) from None
-    tied_apart = spec.tied and p.pp > 1
-    if (config.chooses_shape or config.data.shape.every is not None) and (spec.num_experts or tied_apart):
-        why = "a tied head in another pipeline stage than its embedding" if tied_apart else "experts"
-        raise ConfigError(
-            f"data.shape.every: with {why} no rank has the whole gradient of a sequence, of which the noise is "
-            "measured; set it to null, and data.batch_prompts to a number"
-        )
     if config.rollout.max_staleness and config.rollout.placement == "colocated" and gpus:
         raise ConfigError(
             f"rollout.max_staleness: {config.rollout.max_staleness} has servers generate while the ranks train, and "

@@ -193,10 +193,6 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
         job.prepare_node()
     job.show("loading packages")
     _set_up_backend(job.config.trainer.deterministic)
-    # Megatron may only be imported once the backend is set up.
-    from dynamo_megatron.policy.config_check import check_config
-
-    check_config(Path(model.path), spec)
     return spec
 
 
@@ -205,12 +201,8 @@ def _set_up_backend(deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without,
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # and so does TransformerEngine's attention
         torch.use_deterministic_algorithms(True)
-    fusions = backend.Fusions.detect()  # refuses a package that Megatron would fail on, or do without in silence
+    backend.Fusions.detect()  # refuses a package that Megatron would fail on, or do without in silence
     backend.enable_cpu()
-    if fusions.norm == "torch":
-        backend.rotate_whole_batches()
-    backend.define_router_gemm()
-    backend.fix_torch_adam_checkpoints()
 
 
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_start: Callable[[], str] | None) -> int:

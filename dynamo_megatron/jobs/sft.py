@@ -47,8 +47,6 @@ class SFTJob(Job):
             "eval.every": self.config.eval.every,
             "data.max_prompt_length": self.config.data.max_prompt_length,
             "data.selection": self.config.data.selection.kind != "uniform",
-            "data.batch_prompts=auto": self.config.chooses_shape,
-            "data.shape.every": self.config.data.shape.every,
             "checkpoint.export_hf=best": self.config.checkpoint.export_hf == "best",
         }
         if asked := [key for key, value in refused.items() if value]:

@@ -78,8 +78,7 @@ class TrainJob(Job):
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
             "weights to servers": f"{transport}, buckets of {config.rollout.sync.bucket_bytes / 2**20:g} MiB",
             **self._servers(),
-            "rollouts a step": f"{config.rollout_budget} for {config.batch_prompts} prompts"
-            f"{' at first' if config.chooses_shape else ''}, "
+            "rollouts a step": f"{config.rollout_budget} for {config.batch_prompts} prompts, "
             f"{config.algorithm.loss.mini_batches} updates",
         }
 
@@ -178,8 +177,6 @@ class TrainJob(Job):
             controller = Controller(
                 config, self._selection, self._allocator, rollout, self._evaluation, journal, coordinator
             )
-            if config.chooses_shape:
-                state["shape"] = controller.shape
             if config.rollout.max_staleness:
                 state["ahead"] = controller.ahead
         self._memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None

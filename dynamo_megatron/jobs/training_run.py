@@ -79,7 +79,7 @@ class TrainingRun:
             if isinstance(error, NonFiniteError) and error.inputs is not None:
                 self._free_memory()
                 self.phases.begin("failed step")
-                write_failed_step(self.policy, self.config, step, str(error), error.inputs, say)
+                write_failed_step(self.policy, self.config, step, error, say)
         except (OSError, RuntimeError, MemoryError) as second:
             if say is not None or not isinstance(second, OSError):  # every rank raises OSError for another's file
                 self._warn(f"saving after this error failed: {error_line(second)}")

@@ -1,8 +1,7 @@
 """Megatron on every rank: parallel groups, packing, token statistics, update, checkpoint."""
 
+import logging
 import warnings
-
-from dynamo_megatron.policy.megatron_versions import hide_advice
 
 # Megatron warns in a dozen places about packages that are not installed; a run's start-up line lists them once.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -10,6 +9,9 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 # Megatron's distributed optimizer keeps gradients on shards that are views of the parameters.
 warnings.filterwarnings("ignore", category=UserWarning, message="The .grad attribute of a Tensor that is not a leaf")
-hide_advice()
+# Megatron-core 0.19 calls GPTModel deprecated for HybridModel, which 0.16 lacks, and advises to give DDP the layout of
+# its buffers, which DDP computes itself.
+for name in ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed.distributed_data_parallel"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 import dynamo_megatron.policy.backend  # noqa: E402, F401  before Megatron, whose import compiles where a compiler is

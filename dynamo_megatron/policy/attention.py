@@ -13,8 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
-from dynamo_megatron.policy.batch import context_positions
-from dynamo_megatron.policy.transfer import to_device
+from dynamo_megatron.policy.batch import context_positions, to_device
 
 
 class SegmentGroup(NamedTuple):

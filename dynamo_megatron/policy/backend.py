@@ -1,8 +1,6 @@
-"""Megatron-core on a machine without CUDA: the one place that changes what Megatron or torch.cuda do.
+"""What this project changes in Megatron-core and in torch.cuda on a machine without CUDA or without TransformerEngine.
 
-Everything here is a no-op where CUDA is available, except what stands in for TransformerEngine: `define_router_gemm`,
-`rotate_whole_batches`, and `fix_torch_adam_checkpoints` where Apex does not bring an Adam either. The patched names are
-private to Megatron; the policy tests are the guard for its upgrades.
+The patched names are private to Megatron; the policy tests are the guard for its upgrades.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -124,7 +122,6 @@ def enable_cpu() -> None:
     assert hasattr(megatron_random, "_set_cuda_rng_state"), "megatron-core moved _set_cuda_rng_state"
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     _let_experts_run()
-    rotate_whole_batches()
     _mode = _CudaMeansCpu()
     _mode.__enter__()
 
@@ -169,84 +166,23 @@ def define_router_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
-def fix_torch_adam_checkpoints() -> None:
-    """Makes Megatron's distributed optimizer save and load torch's Adam (no TransformerEngine, no Apex) correctly.
+class Fusions(NamedTuple):
+    """What serves this run, "transformer-engine" or "torch"."""
 
-    Stock megatron-core (0.16 to 0.20) fails on the key "step", needs a step before it can save, and after a load
-    shares one step tensor between all parameters, which torch's Adam then counts up once per parameter.
-    """
-    from megatron.core.optimizer import distrib_optimizer
-
-    if distrib_optimizer.HAVE_APEX_OR_TE or getattr(distrib_optimizer, "_dynamo_megatron_fixed", False):
-        return
-    optimizer_class = distrib_optimizer.DistributedOptimizer
-    assert hasattr(optimizer_class, "_set_main_param_and_optimizer_states"), "megatron-core moved its state setter"
-
-    @torch.no_grad()
-    def set_states(self, model_param, tensors):
-        group, order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][order]
-        own = {"param": main_param, **self.optimizer.state[main_param]}
-        for key, value in tensors.items():
-            if key in own and key != "step":
-                own[key].copy_(value)
-
-    stock_sharded, stock_load = optimizer_class.sharded_state_dict, optimizer_class.load_state_dict
-
-    def sharded_state_dict(self, *args, **kwargs):
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if "step" not in self.optimizer.state[p]:
-                    zeros = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
-                    self.optimizer.state[p].update(step=torch.tensor(0.0), **zeros)
-        return stock_sharded(self, *args, **kwargs)
-
-    def load_state_dict(self, state_dict):
-        stock_load(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    optimizer_class._set_main_param_and_optimizer_states = set_states
-    optimizer_class.sharded_state_dict = sharded_state_dict
-    optimizer_class.load_state_dict = load_state_dict
-    distrib_optimizer._dynamo_megatron_fixed = True
-
-
-@dataclass(frozen=True)
-class Fusions:
-    """Which optional packages serve this run, each "torch" or "off" where none does."""
-
-    adam: str
-    norm: str  # and linears, RoPE, grouped experts: "transformer-engine" stands for all its layers
+    norm: str  # and linears, RoPE, grouped experts, fused weight gradients, Adam
     attention: str
-    gradient_accumulation: str
 
     @classmethod
     def detect(cls) -> Fusions:
-        """Imports them, before Megatron does: it takes a package that is only half there for one that works, or for
+        """Imports the packages, before Megatron does: it takes one that is only half there for one that works, or for
         none. Raises InputError for such a package."""
-        if not torch.cuda.is_available():
-            return cls(adam="torch", norm="torch", attention="torch", gradient_accumulation="off")
-        transformer_engine = _imported("transformer_engine.pytorch", "transformer-engine")
-        apex = not transformer_engine and _imported("apex.optimizers", "apex")
-        # The output layer's, also beside TransformerEngine, which serves where this one is missing.
-        fused_wgrad = _imported(
-            "fused_weight_gradient_mlp_cuda", "apex's fused_weight_gradient_mlp_cuda", spare=transformer_engine
-        )
-        fast_attention = transformer_engine and (_has_cudnn_attention() or _imported("flash_attn", "flash-attn"))
-        layers = "transformer-engine" if transformer_engine else None
-        return cls(
-            adam=layers or ("apex" if apex else "torch"),
-            norm=layers or "torch",
-            attention="transformer-engine" if fast_attention else "torch",
-            gradient_accumulation="apex" if fused_wgrad else layers or "off",
-        )
+        if not torch.cuda.is_available() or not _imported("transformer_engine.pytorch", "transformer-engine"):
+            return cls("torch", "torch")
+        fast_attention = _has_cudnn_attention() or _imported("flash_attn", "flash-attn")
+        return cls("transformer-engine", "transformer-engine" if fast_attention else "torch")
 
     def __str__(self) -> str:
-        return (
-            f"Adam: {self.adam}, norms: {self.norm}, attention: {self.attention}, "
-            f"fused gradient accumulation: {self.gradient_accumulation}"
-        )
+        return f"layers and Adam: {self.norm}, attention: {self.attention}"
 
 
 def _has_cudnn_attention() -> bool:
@@ -255,15 +191,12 @@ def _has_cudnn_attention() -> bool:
     return (9, 0) <= torch.cuda.get_device_capability() < (12, 0)
 
 
-def _imported(module: str, package: str, *, spare: bool = False) -> bool:
-    """False where it is not installed. Raises InputError where it is and does not work. `spare`: another package does
-    the same, and False also stands for an ImportError, which Megatron takes alike."""
+def _imported(module: str, package: str) -> bool:
+    """False where it is not installed. Raises InputError where it is and does not work."""
     try:
         importlib.import_module(module)
     except Exception as error:  # of a build gone wrong: ImportError, OSError, AssertionError, ...
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
-            return False
-        if spare and isinstance(error, ImportError):
             return False
         raise InputError(
             f"{package} is installed and cannot be imported ({error_line(error)}); build it against torch "

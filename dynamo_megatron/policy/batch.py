@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,13 +17,12 @@ from dynamo_megatron.algorithm.advantages import (
     weighted,
 )
 from dynamo_megatron.algorithm.aggregation import token_divisors
+from dynamo_megatron.algorithm.arrays import group_index
 from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.gradient_noise import Split
 from dynamo_megatron.algorithm.process_rewards import process_advantages
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.policy.transfer import to_device
 from dynamo_megatron.types import RolloutBatch, Sequences
 
 
@@ -164,8 +162,12 @@ def _check_rewards(rollouts: RolloutBatch, rewards: np.ndarray, setting: str, ad
 
 def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:
     """int64 [S], groups counted in the order of their first rollout."""
-    numbers = {g: i for i, g in enumerate(dict.fromkeys(group_ids))}
-    return np.asarray([numbers[g] for g in group_ids], np.int64)
+    return group_index(group_ids, len(group_ids))[0]
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies through pinned memory: a copy to a GPU from other memory would wait for all earlier work of the GPU."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def context_positions(length: int, cp_size: int) -> np.ndarray:
@@ -265,9 +267,3 @@ class MiniBatch:
 
     members: np.ndarray  # int64, ascending: indices of the step's sequences
     micro_batches: list[MicroBatch]
-    split: Split | None = None  # of the members; None: the gradient noise is not measured
-    ends: tuple[int, ...] = ()  # the index in `micro_batches` where each part of the split but the last one ends
-
-    @property
-    def parts(self) -> list[list[MicroBatch]]:
-        return [self.micro_batches[i:j] for i, j in pairwise((0, *self.ends, len(self.micro_batches)))]

@@ -34,14 +34,10 @@ class FrozenModels:
     def in_place_of_policy(self, folder: str) -> Iterator[None]:
         """Inside, the parameters are those of the model in `folder`."""
         self._change_places(self._held[folder])
-        failed = True
         try:
             yield
-            failed = False
         finally:
-            # After a failure this may fail again, for lack of memory. The first error is the one to report.
-            with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
-                self._change_places(self._held[folder])
+            self._change_places(self._held[folder])
 
     @property
     def _parameters(self) -> list[torch.Tensor]:

@@ -43,17 +43,12 @@ class Layout:
         return self.pp.rank() == self.pp.size() - 1
 
     @property
-    def speaks_for_its_share(self) -> bool:
-        """True on the one rank of each data- and context-parallel share that adds its tokens to a world-wide sum."""
-        return self.is_last_stage and self.tp.rank() == 0
-
-    @property
     def device(self) -> torch.device:
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
     def world_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums CPU tensors over the ranks that speak for a share, in place; every rank gets the sum."""
-        if not self.speaks_for_its_share:
+        """Sums CPU tensors over one rank of each data- and context-parallel share, in place and on every rank."""
+        if not (self.is_last_stage and self.tp.rank() == 0):
             values.zero_()
         dist.all_reduce(values, group=self.host)
         return values

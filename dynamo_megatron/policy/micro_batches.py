@@ -1,18 +1,11 @@
 """Which sequences go into which micro-batch of which data-parallel rank. Pure Python.
 
 The number of micro-batches is the smallest that the token budget allows, rounded up to a multiple of ranks times
-`multiple`. Sequences are placed in order of falling cost, each in the cheapest micro-batch that has room for it.
-Micro-batches are then dealt out by falling cost, so that the k-th ones of all ranks, which run at the same time, cost
-about the same. In each such round the costliest goes to the rank with the least cost so far.
-
-Invariants:
-- every sequence is in exactly one micro-batch;
-- a micro-batch has at most `budget` tokens, or a single sequence that is longer;
-- every rank has the same number of micro-batches, a multiple of `multiple`, some of them possibly empty (the pipeline
-  and the collectives still run them); none at all if there is no sequence;
-- within a micro-batch sequences are in ascending order;
-- the assignment is a function of the lengths alone: it does not depend on the tokens, the step or the rank that
-  computes it.
+`multiple`. Sequences are placed in order of falling cost, each in the cheapest micro-batch that has room for it; one
+that is longer than the budget is alone in its own. Micro-batches are then dealt out by falling cost, so that the k-th
+ones of all ranks, which run at the same time, cost about the same. Every rank gets the same number of micro-batches,
+some of them possibly empty: the pipeline and the collectives still run them. The assignment is a function of the
+lengths alone.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.models.spec import scaled_frequencies
 from dynamo_megatron.policy.attention import PackedAttention, SegmentPlan, Segments
-from dynamo_megatron.policy.backend import Fusions
+from dynamo_megatron.policy.backend import Fusions, define_router_gemm, rotate_whole_batches
 from dynamo_megatron.policy.batch import MicroBatch
 from dynamo_megatron.policy.layout import Layout
 
@@ -105,7 +105,7 @@ def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
 
 def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
     """Megatron's config for a model under the configured layout."""
-    cuda, dtype, fusions = torch.cuda.is_available(), getattr(torch, config.model.dtype), Fusions.detect()
+    cuda, dtype = torch.cuda.is_available(), getattr(torch, config.model.dtype)
     p, recompute = config.parallel, config.trainer.recompute
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -149,13 +149,12 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         batch_p2p_sync=cuda,
         # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
         deallocate_pipeline_outputs=cuda,
-        # Megatron's own linears, such as the output layer, support it with Apex alone (see _fuse_weight_gradients).
-        gradient_accumulation_fusion=fusions.gradient_accumulation == "apex",
+        gradient_accumulation_fusion=False,  # Megatron's own linears need Apex for it (see _fuse_weight_gradients)
         masked_softmax_fusion=False,
         bias_activation_fusion=cuda,  # SwiGLU
         bias_dropout_fusion=False,
         # The fused kernel has sines and cosines in float32, as the servers do; the unfused code rounds them to `dtype`.
-        apply_rope_fusion=fusions.norm == "transformer-engine",
+        apply_rope_fusion=_uses_transformer_engine(),
         persist_layer_norm=False,
         deterministic_mode=config.trainer.deterministic and cuda,
         **_experts(spec, config),
@@ -244,6 +243,9 @@ def _fuse_weight_gradients(chunks: list[PolicyModel]) -> None:
 
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
     """This rank's shard of its pipeline stage, with parameters not loaded yet: one chunk, or `parallel.vpp` of them."""
+    define_router_gemm()
+    if not _uses_transformer_engine():
+        rotate_whole_batches()
     megatron, count = transformer_config(spec, config), config.parallel.vpp
     layer, norm = _layer_spec(spec, megatron.params_dtype)
     chunks = [
@@ -260,7 +262,7 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         ).to(layout.device)
         for chunk in range(count)
     ]
-    if Fusions.detect().gradient_accumulation == "transformer-engine":
+    if _uses_transformer_engine():
         _fuse_weight_gradients(chunks)
     for chunk in chunks:
         if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own

@@ -1,22 +1,46 @@
-"""Megatron's distributed Adam, and its step with the settings of this run."""
+"""Megatron's gradient buffers and distributed Adam, and its step with the settings of this run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 
 from dynamo_megatron.config import OptimizerConfig
-from dynamo_megatron.policy.megatron_versions import match_groups_by_kind
+from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.model import PolicyModel
 
 # Torch's Adam raises at numbers beyond float32. This one ruins all weights too, and `Policy.check_weights` reports it.
 UNUSABLE = 1e30
 
 
+def overlaps(layout: Layout) -> bool:
+    """Whether gradients are reduced while the last micro-batch's backward pass still runs. Parameters are gathered with
+    the optimizer's step, never in the next forward pass: pushes, saves and the head read them outside of any module."""
+    return torch.cuda.is_available() and layout.dp_cp.size() > 1
+
+
+def wrap(chunks: Sequence[PolicyModel], layout: Layout) -> list[DistributedDataParallel]:
+    """Wraps each chunk in Megatron's DistributedDataParallel, which holds the gradient buffers."""
+    megatron, overlap = chunks[0].config, overlaps(layout)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
+    )
+    ddp = [DistributedDataParallel(megatron, config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    if overlap:  # else every micro-batch would count as the last one
+        megatron.no_sync_func = ddp[0].no_sync if len(ddp) == 1 else [chunk.no_sync for chunk in ddp]
+    return ddp
+
+
 def build_optimizer(config: OptimizerConfig, ddp: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    match_groups_by_kind()
+    # megatron-core 0.19 finds the parameter groups of a saved optimizer by their learning rates, too, and would fail
+    # where a run is resumed with another one.
+    assert hasattr(distrib_optimizer, "param_group_identifier_keys"), "megatron-core moved its groups' keys"
+    distrib_optimizer.param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    _fix_torch_adam_checkpoints()
     megatron = ddp[0].module.config
     return get_megatron_optimizer(
         MegatronConfig(
@@ -42,3 +66,44 @@ def optimizer_step(optimizer: MegatronOptimizer, config: OptimizerConfig, learni
         decay = min(config.weight_decay, UNUSABLE) * group["wd_mult"]
         group.update(lr=min(learning_rate, UNUSABLE), weight_decay=decay, betas=config.betas, eps=config.eps)
     optimizer.step()
+
+
+def _fix_torch_adam_checkpoints() -> None:
+    """Makes Megatron's distributed optimizer save and load torch's Adam (no TransformerEngine, no Apex) correctly.
+
+    Stock megatron-core (0.16 to 0.20) fails on the key "step", needs a step before it can save, and after a load
+    shares one step tensor between all parameters, which torch's Adam then counts up once per parameter.
+    """
+    if distrib_optimizer.HAVE_APEX_OR_TE or getattr(distrib_optimizer, "_dynamo_megatron_fixed", False):
+        return
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+    assert hasattr(optimizer_class, "_set_main_param_and_optimizer_states"), "megatron-core moved its state setter"
+
+    @torch.no_grad()
+    def set_states(self, model_param, tensors):
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        own = {"param": main_param, **self.optimizer.state[main_param]}
+        for key, value in tensors.items():
+            if key in own and key != "step":
+                own[key].copy_(value)
+
+    stock_sharded, stock_load = optimizer_class.sharded_state_dict, optimizer_class.load_state_dict
+
+    def sharded_state_dict(self, *args, **kwargs):
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if "step" not in self.optimizer.state[p]:
+                    zeros = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[p].update(step=torch.tensor(0.0), **zeros)
+        return stock_sharded(self, *args, **kwargs)
+
+    def load_state_dict(self, state_dict):
+        stock_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    optimizer_class._set_main_param_and_optimizer_states = set_states
+    optimizer_class.sharded_state_dict = sharded_state_dict
+    optimizer_class.load_state_dict = load_state_dict
+    distrib_optimizer._dynamo_megatron_fixed = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,36 +19,95 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dynamo_megatron import kernels
-from dynamo_megatron.algorithm.losses import response_log_ratios
+from dynamo_megatron.algorithm.losses import kl_estimate, response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
-from dynamo_megatron.algorithm.user_functions import load_loss
-from dynamo_megatron.config import Config, PolicyLossConfig
+from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
+from dynamo_megatron.config import Config, KLConfig, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_finite
-from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch
+from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch, to_device
 from dynamo_megatron.policy.frozen_models import FrozenModels
-from dynamo_megatron.policy.gradients import reduced_afterwards, wrap
-from dynamo_megatron.policy.head_loss import (
-    Finite,
-    HeadLoss,
-    LossOfHidden,
-    StepTokens,
-    custom_loss,
-    fused_loss,
-    raise_non_finite,
-)
 from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
 from dynamo_megatron.policy.model import build_chunks
-from dynamo_megatron.policy.non_finite import NonFiniteError
-from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step
-from dynamo_megatron.policy.packing import Packer
-from dynamo_megatron.policy.partial_norms import accumulated_square
-from dynamo_megatron.policy.pass_inputs import PassInputs, broken_weights
+from dynamo_megatron.policy.non_finite import (
+    Finite,
+    NonFiniteError,
+    PassInputs,
+    broken_weights,
+    non_finite_update,
+)
+from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.spikes import Spikes
-from dynamo_megatron.policy.transfer import to_device
+from dynamo_megatron.runtime.user_code import UserFunction
 from dynamo_megatron.types import Sequences, TokenStats
+
+
+class HeadLoss(NamedTuple):
+    """The loss of one micro-batch."""
+
+    loss: torch.Tensor  # scalar, whose backward pass gives the gradient of the model
+    metrics: dict[str, torch.Tensor]  # sums
+    finite: Finite
+
+
+LossOfHidden = Callable[[MicroBatch, torch.Tensor], HeadLoss]  # from a micro-batch and its hidden rows, [r, h]
+
+
+def fused_loss(slots: torch.Tensor, output: kernels.PolicyLossOutput) -> HeadLoss:
+    """Converts the output of the kernels' loss."""
+    finite = _finite(output.stats.logprobs, output.stats.entropy, output.advantages)
+    return HeadLoss(output.loss, output.metrics, Finite(slots, finite, torch.ones_like(finite)))
+
+
+class StepTokens(NamedTuple):
+    """Values of all response tokens of a step, float32 [R] on the CPU; LossInputs describes them."""
+
+    old_logprobs: torch.Tensor
+    engine_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    weights: torch.Tensor
+
+
+def custom_loss(
+    function: UserFunction, micro_batch: MicroBatch, head: kernels.TokenLogprobs, tokens: StepTokens, kl: KLConfig
+) -> HeadLoss:
+    """sum_t w_t loss_t by the user's function, plus the KL term unless kl.where is `function`. Raises UserCodeError."""
+    device = head.logprobs.device
+    here = (None if t is None else to_device(t[micro_batch.slots], device) for t in tokens)
+    logprobs = head.logprobs.detach().requires_grad_()
+    inputs = LossInputs(
+        logprobs=logprobs,
+        entropy=head.entropy.detach(),
+        response=micro_batch.response,
+        kl_coef=kl.coef if kl.where == "function" else 0.0,
+        **dict(zip(StepTokens._fields, here, strict=True)),
+    )
+    finite = _finite(*(v for v in vars(inputs).values() if isinstance(v, torch.Tensor)))
+    weights, reference = inputs.weights.clone(), inputs.reference_logprobs
+    loss = gradient = logprobs.detach()
+    if len(loss):
+        loss, gradient = custom_losses(function, inputs)
+    kept = _finite(loss, gradient) | ~finite
+    metrics = {}
+    if reference is not None:
+        with torch.enable_grad():
+            estimate = kl_estimate(logprobs, reference, kl.kind)
+            (slope,) = torch.autograd.grad((weights * estimate).sum(), logprobs)
+        metrics["kl"] = estimate.detach().sum()
+        if kl.where == "loss":
+            loss, gradient = loss + kl.coef * estimate.detach(), gradient + kl.coef * slope
+    metrics["loss"] = (weights * loss).sum().to(logprobs.dtype)
+    # The value is metrics["loss"]; the derivative with respect to head.logprobs is `gradient`.
+    total = metrics["loss"] + (gradient * (head.logprobs - logprobs.detach())).sum()
+    return HeadLoss(total, metrics, Finite(micro_batch.slots, finite, kept))
+
+
+def _finite(*values: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.isfinite(v) for v in values]).all(0)
 
 
 class Policy:
@@ -60,11 +119,9 @@ class Policy:
 
     def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
         self.spec, self.config, self.layout = spec, config, layout
-        self._packer = Packer(spec, config, layout)
+        self._cost = SequenceCost.of_model(spec)
         self.chunks = build_chunks(spec, config, layout)
         self._frozen = FrozenModels(self.chunks, spec, config, layout)
-        if spec.tied and layout.is_last_stage:
-            self._head_weight.zero_out_wgrad = True  # else DDP's hook drops the embedding's half of a tied gradient
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
@@ -97,9 +154,33 @@ class Policy:
             "chunk_tokens": self.config.kernels.chunk_tokens,
         }
 
-    def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray], measured: bool = False) -> list[MiniBatch]:
-        """As `Packer.pack`."""
-        return self._packer.pack(source, mini_batches, measured)
+    def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> list[MiniBatch]:
+        """Packs this rank's part of each of `mini_batches` (indices of sequences, ascending) into micro-batches."""
+        parallel, budget = self.config.parallel, self.config.trainer.micro_batch_tokens
+        dp, cp = self.layout.dp, self.layout.cp
+        lengths = np.diff(source.offsets) - 1
+        packed = []
+        for members in mini_batches:
+            assigned = assign_micro_batches(
+                lengths[members].tolist(),
+                dp.size(),
+                budget,
+                cost=self._cost,
+                multiple=parallel.pp if parallel.vpp > 1 else 1,
+            )
+            micro_batches = [
+                MicroBatch.pack(
+                    source,
+                    members[sequences].tolist(),
+                    multiple=parallel.tp if parallel.sequence_parallel else 1,
+                    device=self.layout.device,
+                    cp_rank=cp.rank(),
+                    cp_size=cp.size(),
+                )
+                for sequences in assigned[dp.rank()]
+            ]
+            packed.append(MiniBatch(members, micro_batches))
+        return packed
 
     def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool) -> None:
         """Sends micro-batches through the pipeline; `on_hidden(micro_batch, hidden rows) -> loss` on the last stage."""
@@ -133,13 +214,13 @@ class Policy:
         mini_batches: Sequence[MiniBatch],
         model: str = "policy",
         temperature: float | None = None,
-        kind: Literal["statistics", "reference", "implicit"] = "statistics",
+        method: str = "token_stats",
     ) -> TokenStats:
         """Statistics of all response tokens of `source`, from which `mini_batches` are packed.
 
-        `model`, `kind`: whose weights are in place, for messages and for `replay --step`. `temperature` None: the
-        rollouts' temperature. Raises, on every rank, NonFiniteError, and ValueError for a token outside the vocabulary,
-        whose embedding would be zeros or a row of padding."""
+        `model`: whose weights are in place, for messages. `temperature` None: the rollouts' temperature. `method`: of
+        Policy, which calls this, for `replay --step`. Raises, on every rank, NonFiniteError, and ValueError for a token
+        outside the vocabulary, whose embedding would be zeros or a row of padding."""
         source.check_tokens(self.spec.vocab_size)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots and statistics, these on their device
         head = self._head if temperature is None else {**self._head, "temperature": temperature}
@@ -157,11 +238,13 @@ class Policy:
             gathered[:, torch.cat(slots)] = torch.cat(rows, 1).cpu()
         gathered = self.layout.world_sum(gathered)
         if not is_finite(gathered):
-            members, measured = [m.members for m in mini_batches], any(m.split is not None for m in mini_batches)
-            inputs = PassInputs.of_pass(source, members, kind, measured=measured)
-            said = [inputs.bad_statistics(gathered, model), *broken_weights(self.chunks, self.spec, self.layout)]
-            raise NonFiniteError("; ".join(said), inputs)
+            inputs = PassInputs(method, source, [m.members for m in mini_batches])
+            raise self._non_finite(inputs.bad_statistics(gathered, model), inputs)
         return TokenStats(*gathered)
+
+    def _non_finite(self, message: str, inputs: PassInputs) -> NonFiniteError:
+        broken = broken_weights(self.chunks, self.spec, self.layout)
+        return NonFiniteError(message if broken is None else f"{message}; {broken}", inputs)
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -173,7 +256,9 @@ class Policy:
         if folder is None:
             return None
         with self._frozen.in_place_of_policy(folder):
-            return self.token_stats(source, mini_batches, f"reference model {folder}", kind="reference").logprobs
+            return self.token_stats(
+                source, mini_batches, f"reference model {folder}", method="reference_logprobs"
+            ).logprobs
 
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
@@ -184,7 +269,9 @@ class Policy:
         for key in ("reward.prime.model", "reward.prime.reference"):
             folder = self.config.frozen_models[key]
             with self._frozen.in_place_of_policy(folder):
-                stats = self.token_stats(source, mini_batches, f"{key} {folder}", temperature=1.0, kind="implicit")
+                stats = self.token_stats(
+                    source, mini_batches, f"{key} {folder}", temperature=1.0, method="implicit_rewards"
+                )
             logprobs.append(stats.logprobs.double().numpy())
         return self.config.reward.prime.beta * (logprobs[0] - logprobs[1])
 
@@ -196,9 +283,8 @@ class Policy:
         reference_logprobs: torch.Tensor | None,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm, for a
-        measured mini-batch also the gradient noise, and `selected`, the number of tokens that entropy_top_ratio,
-        clip_cov or kl_cov selected.
+        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm, and
+        `selected`, the number of tokens that entropy_top_ratio, clip_cov or kl_cov selected.
 
         The step is skipped (`skipped` 1) if no token can give a gradient (all weights are 0, or all advantages are 0
         and there are neither KL nor entropy terms), with a user's function if the gradient is 0, and with
@@ -222,11 +308,10 @@ class Policy:
             head_loss = functools.partial(self._custom_loss, tokens)
         elif (head_loss := self._fused_loss(tokens, shaped)) is None:
             return {"skipped": 1.0}
-        inputs = PassInputs.of_pass(
+        inputs = PassInputs(
+            "update",
             batch.rollouts,
             [mini_batch.members],
-            "update",
-            measured=mini_batch.split is not None,
             batch=batch,
             stats=stats,
             reference_logprobs=reference_logprobs,
@@ -307,34 +392,19 @@ class Policy:
         sequences.check_tokens(self.spec.vocab_size)
         rows = [np.arange(len(weights))]
         (mini_batch,) = self.pack(sequences, rows)
-        inputs = PassInputs.of_pass(sequences, rows, "fit", weights=weights, learning_rate=learning_rate)
-        return self._optimize(inputs, mini_batch, self._cross_entropy(sequences, weights, temperature=1.0))
-
-    def score(self, sequences: Sequences, mini_batch: MiniBatch) -> list[torch.Tensor]:
-        """Minus the gradient of the log-probability of `mini_batch`'s responses, at the rollouts' temperature.
-
-        One float32 tensor per parameter of this rank, in the order of `chunks`; the next pass overwrites them.
-        """
-        ones = np.ones(len(sequences.prompt_ids))
-        cross_entropy = self._cross_entropy(sequences, ones, self.config.rollout.temperature)
-        self._backward(mini_batch, lambda *on_hidden: cross_entropy(*on_hidden).loss)
-        return [p.main_grad for p in self._parameters]
-
-    def _cross_entropy(self, sequences: Sequences, weights: np.ndarray, temperature: float) -> LossOfHidden:
-        """`weights`: float [S], of each token of a response."""
+        inputs = PassInputs("fit", sequences, rows, weights=weights, learning_rate=learning_rate)
         per_token = torch.from_numpy(sequences.per_token(weights)).float()
-        head = {**self._head, "temperature": temperature}
+        head = {**self._head, "temperature": 1.0}
 
         def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             here = micro_batch.slots
             weight = to_device(per_token[here], self.layout.device)
-            ones = torch.ones_like(weight)
             # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
                 micro_batch.labels,
-                ones,
+                torch.ones_like(weight),
                 None,
                 weight,
                 PolicyLossConfig(),
@@ -343,26 +413,7 @@ class Policy:
             )
             return fused_loss(here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()}))
 
-        return cross_entropy
-
-    def _backward(self, mini_batch: MiniBatch, on_hidden: Callable[..., torch.Tensor]) -> list[float]:
-        """Leaves the gradient of `mini_batch` in the parameters' main_grad; `on_hidden` as in `_run`.
-
-        Returns the squared norms for `Split.noise`, or none if the mini-batch has no split."""
-        for chunk in self.ddp:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        squares = []
-        if mini_batch.split is None:
-            self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
-        else:
-            with reduced_afterwards(self.ddp):
-                for part in mini_batch.parts:
-                    self._run(part, on_hidden, forward_only=False)
-                    if len(squares) < 2:
-                        squares.append(accumulated_square(self.chunks, self.layout))
-        finalize_model_grads(self.ddp)
-        return squares
+        return self._optimize(inputs, mini_batch, cross_entropy)
 
     def _optimize(self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden) -> dict[str, float]:
         """One optimizer step. Sums and flags stay on the device until the last micro-batch: the host waits for none."""
@@ -378,20 +429,21 @@ class Policy:
             finite.append(output.finite)
             return output.loss
 
-        squares = self._backward(mini_batch, on_hidden)
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
+        finalize_model_grads(self.ddp)
         self.optimizer.prepare_grads()
         on_host = sums.to("cpu", non_blocking=True)  # complete once Megatron has waited for the norm
         grad_norm = float(self.optimizer.get_grad_norm())
         totals = self.layout.world_sum(on_host)
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
-            if inputs.kind == "update":  # the step's statistics were finite, so an earlier update of it did this
+            if inputs.method == "update":  # the step's statistics were finite, so an earlier update of it did this
                 self.check_weights(inputs.learning_rate)
-            broken = broken_weights(self.chunks, self.spec, self.layout)
-            where = (inputs, mini_batch, self.layout)
-            raise_non_finite(result, finite, self._parameters, *where, self.loss_function, broken)
-        if mini_batch.split is not None:
-            result |= mini_batch.split.noise(squares, grad_norm**2).metrics()
+            where = (inputs, mini_batch, self.layout, self.loss_function)
+            raise self._non_finite(non_finite_update(result, finite, self._parameters, *where), inputs)
         if self.loss_function is not None and grad_norm == 0:
             return {**result, "skipped": 1.0}
         if self.spikes is not None and self.spikes.on_all_ranks(grad_norm, self.layout):
@@ -405,6 +457,6 @@ class Policy:
         if broken := broken_weights(self.chunks, self.spec, self.layout):
             raise NonFiniteError(
                 f"the update at learning rate {learning_rate:g} ruined the weights, and they are not saved: "
-                f"{'; '.join(broken)}; lower optimizer.lr or optimizer.weight_decay",
+                f"{broken}; lower optimizer.lr or optimizer.weight_decay",
                 None,
             )

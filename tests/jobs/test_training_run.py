@@ -26,7 +26,7 @@ def failing(tmp_path, monkeypatch):
 
         def step(name: str, error: Exception | None):
             def call(*given):
-                order.append(" ".join([name, *(word for word in given if isinstance(word, str))]))
+                order.append(" ".join([name, *(str(word) for word in given if isinstance(word, str | Exception))]))
                 if error is not None:
                     raise error
 

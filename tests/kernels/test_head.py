@@ -149,11 +149,6 @@ def test_metrics_are_sums_over_labelled_tokens(backend):
 
 
 @pytest.mark.parametrize("gradient", ["eager", "recompute"])
-def test_float32(gradient, backend):
-    check(plain.case(dtype=torch.float32), FULL, 3e-6, ranges=RANGES, gradient=gradient, backend=backend)
-
-
-@pytest.mark.parametrize("gradient", ["eager", "recompute"])
 def test_bfloat16_rounds_only_the_results(gradient, backend):
     c = plain.case(dtype=torch.bfloat16)
     want = plain.policy(c, FULL, 1.0, RANGES)
@@ -226,9 +221,9 @@ def test_eager_refuses_another_upstream_gradient(backend, device):
 
 def test_on_a_gpu_another_upstream_gradient_makes_gradients_nan():
     right, wrong = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(3, 4)
-    head._poison_unless_one_(torch.tensor(1.0), (right, None, torch.ones(0, 4)))
+    head._poison_unless_one_(torch.tensor(1.0), right, torch.ones(0, 4))
     assert (right == 1).all()
-    head._poison_unless_one_(torch.tensor(1.7), (wrong,))
+    head._poison_unless_one_(torch.tensor(1.7), wrong)
     assert wrong.isnan().sum() == 1
 
 
@@ -286,33 +281,6 @@ def test_no_grad_leaves_everything_alone():
         out = policy_loss(c.hidden, weight, c.labels, c.advantages, c.old, c.weights, PLAIN, vocab_size=c.vocab)
     assert not out.loss.requires_grad and (weight.main_grad == 0).all()
     torch.testing.assert_close(out.loss, plain.policy(c, PLAIN).loss)
-
-
-@pytest.mark.parametrize("gradient", ["eager", "recompute"])
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_one_side_frozen(gradient, frozen, backend):
-    c = plain.case()
-    want = plain.policy(c, PLAIN)
-    hidden = c.hidden.clone().requires_grad_(frozen != "hidden")
-    weight = c.weight.clone().requires_grad_(frozen != "weight")
-    policy_loss(
-        hidden,
-        weight,
-        c.labels,
-        c.advantages,
-        c.old,
-        c.weights,
-        PLAIN,
-        vocab_size=c.vocab,
-        gradient=gradient,
-        backend=backend,
-    ).loss.backward()
-    if frozen == "hidden":
-        assert hidden.grad is None
-        torch.testing.assert_close(weight.grad, want.weight_grad)
-    else:
-        assert weight.grad is None
-        torch.testing.assert_close(hidden.grad, want.hidden_grad)
 
 
 def test_token_stats_equals_the_loss_pass(backend):

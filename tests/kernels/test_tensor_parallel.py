@@ -1,43 +1,55 @@
+"""The head of a tensor-parallel group over gloo. Run as a script, this file is one rank, which leaves
+FOLDER/rank-RANK.pt: `RANK SIZE FOLDER BACKEND CASE ...`; with backend triton in Triton's interpreter."""
+
 import os
 import subprocess
 import sys
-from pathlib import Path
+from datetime import timedelta
 
 import plain_head as plain
 import pytest
 import torch
-import tp_worker
+import torch.distributed as dist
 
-LAUNCHES = {
-    "torch-2": ("torch", 2, tuple(tp_worker.CASES)),
-    "triton-2": ("triton", 2, ("eager", "empty_shard", "bfloat16")),
-    "triton-4": ("triton", 4, tuple(tp_worker.CASES)),
-    "torch-4": ("torch", 4, tuple(tp_worker.CASES)),
+from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
+from dynamo_megatron.kernels import policy_loss
+
+MODULATION = ModulationConfig(alpha=0.3, gamma=10.0, tau=0.5)
+CONFIG = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
+RANGES = ModulationRanges(0.3, 3.0, 0.2)
+# name: (case, gradient, chunk_tokens). Of two shards with 20 rows, a vocabulary of 18 leaves one all padding.
+WORKER_CASES = {
+    "eager": ({}, "eager", 7),
+    "recompute": ({}, "recompute", 7),
+    "empty_shard": ({"vocab": 18}, "eager", None),
+    "empty_shard_recompute": ({"vocab": 18}, "recompute", None),
+    "blocked_shard": ({"dtype": torch.float32, "blocked": range(20)}, "eager", None),
+    "blocked_shard_recompute": ({"dtype": torch.float32, "blocked": range(20)}, "recompute", 7),
+    "float32": ({"dtype": torch.float32}, "eager", 5),
+    "bfloat16": ({"dtype": torch.bfloat16}, "recompute", 5),
+    "no_rows": ({"tokens": 0}, "eager", 7),
+    "no_labels": ({}, "recompute", 7),
+    "one_row": ({"tokens": 1}, "eager", 7),
 }
-QUICK = ("torch-2", "triton-2")
+
+
+SIZE = 2
+CASES = {"torch": tuple(WORKER_CASES), "triton": ("eager", "empty_shard", "bfloat16")}
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """launched(name) -> what each rank of one of LAUNCHES left."""
-    done = {}
-
-    def launch(name):
-        if name not in done:
-            backend, size, cases = LAUNCHES[name]
-            done[name] = run(tmp_path_factory.mktemp(name), backend, size, cases)
-        return done[name]
-
-    return launch
+    """What each rank left, by backend."""
+    return {backend: run(tmp_path_factory.mktemp(backend), backend, cases) for backend, cases in CASES.items()}
 
 
-def run(folder, backend, size, cases):
-    worker = Path(__file__).with_name("tp_worker.py")  # run as a script, it finds plain_head beside it
+def run(folder, backend, cases, size=SIZE):
     log = folder / "output.txt"
     with log.open("w") as output:
         processes = [
             subprocess.Popen(
-                [sys.executable, worker, str(rank), str(size), folder, backend, *cases],
+                [sys.executable, __file__, str(rank), str(size), folder, backend, *cases],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -54,22 +66,15 @@ def run(folder, backend, size, cases):
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(size)]
 
 
-@pytest.mark.parametrize(
-    ("launch", "name"),
-    [
-        pytest.param(launch, name, marks=() if launch in QUICK else pytest.mark.full)
-        for launch, (_, _, names) in LAUNCHES.items()
-        for name in names
-    ],
-)
-def test_shards_agree_and_match_the_whole(launched, launch, name, request):
-    if launch.startswith("triton"):
+@pytest.mark.parametrize(("backend", "name"), [(backend, name) for backend, names in CASES.items() for name in names])
+def test_shards_agree_and_match_the_whole(launched, backend, name, request):
+    if backend == "triton":
         request.getfixturevalue("interpreter")
-    results = [rank[name] for rank in launched(launch)]
+    results = [rank[name] for rank in launched[backend]]
     for other in results[1:]:
         for mine, its in zip(results[0]["same"], other["same"], strict=True):
             assert torch.equal(mine, its)
-    arguments, gradient, _ = tp_worker.CASES[name]
+    arguments, gradient, _ = WORKER_CASES[name]
     c = plain.case(**arguments)
     loss, logprobs, entropy = results[0]["same"][:3]
     hidden_grad, weight_grad = results[0]["same"][-1], torch.cat([r["weight_grad"] for r in results])
@@ -77,12 +82,12 @@ def test_shards_agree_and_match_the_whole(launched, launch, name, request):
     if name in ("no_rows", "no_labels"):
         assert loss == 0 and (hidden_grad == 0).all() and (weight_grad == 0).all() and (logprobs == 0).all()
         return
-    want = plain.policy(c, tp_worker.CONFIG, ranges=tp_worker.RANGES if gradient == "eager" else None)
+    want = plain.policy(c, CONFIG, ranges=RANGES if gradient == "eager" else None)
     keep = c.labels != plain.IGNORE
     tol = 1e-11 if c.hidden.dtype == torch.float64 else 1e-5
     grad_tol = tol
     if c.hidden.dtype == torch.bfloat16:  # the interpreter cuts off where a GPU rounds
-        grad_tol = 2**-8 if launch.startswith("torch") else 2**-6
+        grad_tol = 2**-8 if backend == "torch" else 2**-6
     for got, expected, limit in (
         (loss, want.loss, tol),
         (logprobs[keep], want.logprobs, tol),
@@ -91,3 +96,45 @@ def test_shards_agree_and_match_the_whole(launched, launch, name, request):
         (weight_grad, want.weight_grad, grad_tol),
     ):
         torch.testing.assert_close(got.double(), expected, rtol=limit, atol=max(tol, 1e-4) if limit > tol else tol)
+
+
+def main(rank: int, size: int, folder: str, backend: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    results = {}
+    for name in names:
+        arguments, gradient, chunk_tokens = WORKER_CASES[name]
+        c = plain.case(**arguments)
+        if name == "no_labels":
+            c.labels[:] = plain.IGNORE
+        hidden = c.hidden.clone().requires_grad_()
+        weight = c.weight.chunk(size)[rank].clone().requires_grad_()
+        out = policy_loss(
+            hidden,
+            weight,
+            c.labels,
+            c.advantages,
+            c.old,
+            c.weights,
+            CONFIG,
+            ref_logprobs=c.ref,
+            ranges=RANGES if gradient == "eager" else None,
+            vocab_size=c.vocab,
+            tp_group=dist.group.WORLD,
+            backend=backend,
+            gradient=gradient,
+            chunk_tokens=chunk_tokens,
+        )
+        out.loss.backward()
+        results[name] = {
+            "same": [out.loss.detach(), *out.stats, out.advantages, *out.metrics.values(), hidden.grad],
+            "weight_grad": weight.grad,
+        }
+    torch.save(results, f"{folder}/rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])

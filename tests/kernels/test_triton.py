@@ -67,17 +67,10 @@ def poisoned(vocab, rows, n, scale, seed=0):
     return logits, labels
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-@pytest.mark.parametrize("scale", [1.0, 5.0, 3000.0])  # the last reaches |z| of 1e4
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.full
-def test_statistics(tp, scale, temperature):
-    check_statistics(*poisoned(301, 344, 5, scale), 301, tp, temperature)  # 43 columns a shard, one all padding
-
-
-@pytest.mark.parametrize("tp", [1, 8])
-def test_statistics_of_shards(tp):
-    check_statistics(*poisoned(61, 72, 3, 3000.0), 61, tp, 0.7)
+@pytest.mark.parametrize("tp", [1, 8])  # 9 columns a shard, the last one all padding
+@pytest.mark.parametrize(("scale", "temperature"), [(1.0, 1.3), (3000.0, 0.7)])  # the last reaches |z| of 1e4
+def test_statistics_of_shards(tp, scale, temperature):
+    check_statistics(*poisoned(61, 72, 3, scale), 61, tp, temperature)
 
 
 def test_statistics_in_blocks_of_the_real_size(monkeypatch):
@@ -113,7 +106,7 @@ def wanted_gradient(logits, labels, g_l, g_h, temperature):
 
 @pytest.mark.parametrize("operand", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("tp", [1, pytest.param(8, marks=pytest.mark.full)])
 def test_gradient(tp, entropy, operand):
     logits, labels = poisoned(61, 72, 6, 4.0)
     logits[2, :61], logits[2, labels[2]] = -3e4, 3e4  # one-hot
@@ -212,7 +205,7 @@ def loss_and_gradients(c, ranges, **options):
     return [out.loss.detach(), *out.stats, out.advantages, *out.metrics.values(), hidden.grad, weight.grad]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gradient", ["eager", "recompute"])
 def test_policy_loss_matches_autograd_and_itself(gradient, dtype, ranges):
     c = plain.case(tokens=13, dtype=dtype, temperature=0.7)
@@ -221,7 +214,7 @@ def test_policy_loss_matches_autograd_and_itself(gradient, dtype, ranges):
     if dtype == torch.bfloat16 or gradient == "eager":
         again = loss_and_gradients(c, ranges, backend="triton", gradient=gradient)
         assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-    limit = {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 1e-5}[dtype]
+    limit = 3e-6 if dtype == torch.float32 else 1e-5
     torch.testing.assert_close(got[0].double(), want.loss, rtol=limit, atol=limit)
     for grad, expected in zip(got[-2:], (want.hidden_grad, want.weight_grad), strict=True):
         if dtype == torch.bfloat16:

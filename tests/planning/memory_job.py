@@ -11,8 +11,6 @@ from forked_ranks import fork_ranks, wait_for  # noqa: E402
 from dynamo_megatron.policy import backend  # noqa: E402
 
 backend.enable_cpu()
-backend.define_router_gemm()
-backend.fix_torch_adam_checkpoints()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -14,10 +14,7 @@ from accelerate import Accelerator
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_correction_weights
 from verl.workers.config import ActorConfig, PolicyLossConfig
-
-CORRECTIONS = {"truncate": 2.0, "mask": "0.5_2.0"}
 
 
 def verl_advantages(rewards, mask, groups, kind, old, collision):
@@ -114,16 +111,6 @@ def run_case(name, case, given, b, rows, mini, out):
                 out[f"{key}/{name}"][b, here] = grad.numpy()
 
 
-def corrections(given, b, rows, out):
-    """verl's importance weights between engine and policy, and its KL."""
-    mask, log_ratio = given("mask", rows), given("old", rows) - given("engine", rows)
-    out["k3_kl"][b] = compute_offpolicy_metrics(given("old", rows), given("engine", rows), mask)["k3_kl"]
-    for kind, threshold in CORRECTIONS.items():
-        for level in ("token", "sequence"):
-            weights, _ = compute_rollout_correction_weights(log_ratio, mask, level, threshold)
-            out[f"correction/{kind}_{level}"][b, rows] = weights.numpy()
-
-
 def main(cases_file, in_file, out_file):
     cases = json.loads(cases_file.read())
     arrays = dict(np.load(in_file))
@@ -131,10 +118,6 @@ def main(cases_file, in_file, out_file):
     per_token = (batches, size, length)
     out = {f"{key}/{name}": np.zeros(per_token) for name in cases for key in ("advantages", "grad", "grad_entropy")}
     out |= {f"loss/{name}": np.zeros((batches, int(arrays["mini"].max()) + 1)) for name in cases}
-    out |= {
-        f"correction/{kind}_{level}": np.zeros(per_token) for kind in CORRECTIONS for level in ("token", "sequence")
-    }
-    out |= {"k3_kl": np.zeros(batches), "high_entropy": np.zeros(per_token, bool)}
     for b in range(batches):
         rows = np.flatnonzero(arrays["lengths"][b])
         torch.manual_seed(b)
@@ -150,11 +133,6 @@ def main(cases_file, in_file, out_file):
                 found = verl_advantages(rewards, given("mask", rows), arrays["group"][b, rows], kind, *of_tokens)
                 out[f"advantages/{name}"][b, rows] = found.numpy()
             run_case(name, case, given, b, rows, arrays["mini"][b], out)
-            if case["options"].get("top_entropy_quantile"):
-                part = SimpleNamespace(new=None, entropy=given("entropy", rows))
-                mask = trl_trainer(case, part).get_high_entropy_mask(part.entropy, given("mask", rows), 0.8)
-                out["high_entropy"][b, rows] = mask.numpy()
-        corrections(given, b, rows, out)
     np.savez(out_file, **out)
 
 

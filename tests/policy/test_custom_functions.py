@@ -1,14 +1,49 @@
 """A loss and an advantage of the user's make the update of the built-in ones that they repeat; wrong ones are named."""
 
-import json
-from pathlib import Path
+import os
 
+import numpy as np
 import pytest
+import torch
+from rank_cases import run_cases, settings
 
 pytestmark = pytest.mark.full
 
-LAYOUTS = {"TP1": {}, "TP2": {"tp": 2}, "CP2": {"cp": 2}}
-SHORT = ("2 mini-batches", "KL added")  # of the pairs: those of layouts but TP1
+
+# -- functions of a user, right ones and wrong ones
+def rloo(inputs):
+    size, total = np.bincount(inputs.group)[inputs.group], np.bincount(inputs.group, inputs.rewards)[inputs.group]
+    return np.where(size > 1, inputs.rewards - (total - inputs.rewards) / np.maximum(size - 1, 1), 0.0)
+
+
+def by_rank(inputs):
+    return inputs.rewards + float(os.environ["RANK"])
+
+
+def grpo(inputs):
+    ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
+    return torch.maximum(-inputs.advantages * ratio, -inputs.advantages * ratio.clamp(0.8, 1.2))
+
+
+def grpo_with_kl(inputs):
+    less = inputs.reference_logprobs - inputs.logprobs
+    return grpo(inputs) + inputs.kl_coef * (less.exp() - less - 1)
+
+
+def key_error(inputs):
+    return {}["no such table"]
+
+
+def nan(inputs):
+    return grpo(inputs) * torch.where(inputs.response == 1, torch.nan, 1.0)
+
+
+def nan_gradient(inputs):
+    return (inputs.logprobs - inputs.old_logprobs).abs().sqrt()
+
+
+LAYOUTS = ({}, {"tp": 2}, {"cp": 2})
+SHORT = ("2 mini-batches", "KL added")  # of the pairs: those of layouts with several ranks
 GRPO = {
     "advantage": {"kind": "grpo"},
     "modulation": None,
@@ -23,7 +58,7 @@ def changed(algorithm: dict, **sections) -> dict:
 
 def pair(algorithm: dict, function: str = "grpo", **sections) -> list[dict]:
     """With the built-in loss and with `function`, and with `sections` for that one alone."""
-    return [algorithm, changed(algorithm, loss={"kind": f"own_functions:{function}"}, **sections)]
+    return [algorithm, changed(algorithm, loss={"kind": f"test_custom_functions:{function}"}, **sections)]
 
 
 before_the_loss = changed(
@@ -32,103 +67,142 @@ before_the_loss = changed(
     loss={"entropy_top_ratio": 0.5},
     rollout_correction={"low": 0.2, "high": 1.3},
 )
-rloo = changed(GRPO, advantage={"kind": "rloo", "positive_weight": 0.7})
+of_rloo = changed(GRPO, advantage={"kind": "rloo", "positive_weight": 0.7})
 PAIRS = {
     "1 mini-batch": pair(changed(GRPO, loss={"mini_batches": 1})),
     "2 mini-batches": pair(GRPO),
     "what comes before the loss": pair(before_the_loss),
     "KL added": pair(changed(GRPO, kl=KL)),
     "KL by the function": pair(changed(GRPO, kl=KL), "grpo_with_kl", kl={"where": "function"}),
-    "advantages": [rloo, changed(rloo, advantage={"kind": "own_functions:rloo"})],
+    "advantages": [of_rloo, changed(of_rloo, advantage={"kind": "test_custom_functions:rloo"})],
 }
-RUNS = [(name, layout) for layout in LAYOUTS for name in (PAIRS if layout == "TP1" else SHORT)]
-ONE_BATCH = changed(GRPO, loss={"mini_batches": 1, "kind": "own_functions:grpo"})
-FILE = Path(__file__).with_name("own_functions.py")
-NO_GRADIENT, NOT_FINITE = (
-    "returned losses that have no gradient by inputs.logprobs",
-    "gave a loss or derivative that is",
-)
+ONE_BATCH = changed(GRPO, loss={"mini_batches": 1, "kind": "test_custom_functions:grpo"})
+NOT_FINITE = "gave a loss or derivative that is NaN or infinite: loss"
 WRONG = {  # what is said after the function's name
-    "nothing": "returned NoneType, not a tensor of float32 [",
-    "mean": "returned float32 [] on cpu, not a tensor of float32 [",
-    "ids": "returned int64 [",
-    "detached": NO_GRADIENT,
-    "constant": NO_GRADIENT,
-    "key_error": f"failed: KeyError: 'no such table' ({FILE}, line ",
-    "in_backward": "failed: RuntimeError: one of the variables needed for gradient computation has been modified",
-    "nan": f"{NOT_FINITE} NaN or infinite: loss nan, gradient norm nan before the optimizer step: rank 0, prompts ",
-    "nan_gradient": f"{NOT_FINITE} NaN or infinite: loss 0, gradient norm nan before the optimizer step: rank 0, "
-    "prompts a, b, c",
+    "key_error": f"failed: KeyError: 'no such table' ({__file__}, line ",
+    "nan": f"{NOT_FINITE} nan, gradient norm nan before the optimizer step: rank 0, prompts ",
+    "nan_gradient": f"{NOT_FINITE} 0, gradient norm nan before the optimizer step: rank 0, prompts a, b, c",
 }
 
 
-@pytest.fixture(scope="module")
-def results(tiny_model, run_script, tmp_path_factory) -> dict[str, list[dict]]:
-    """What the ranks of each layout have found."""
-    out = tmp_path_factory.mktemp("custom")
-    cases = []
-    for name, parallel in LAYOUTS.items():
-        config = {
-            "model": {"path": str(tiny_model), "dtype": "float32"},
-            "data": {"source": "none"},
-            "output_dir": "none",
-            "parallel": parallel,
-            "rollout": {"max_new_tokens": 32},
-            "optimizer": {"eps": 1e-6, "warmup_steps": 0},
-            "trainer": {"micro_batch_tokens": 200},
-        }
-        pairs = {pair: PAIRS[pair] for pair, layout in RUNS if layout == name}
-        case = {"config": config, "ranks": 2 if parallel else 1, "pairs": pairs, "algorithm": ONE_BATCH}
-        cases.append({**case, "wrong": list(WRONG), "out": str(out / name)})
-    run_script(Path(__file__).with_name("custom_runs.py"), cases, out, 500)
+def on_rank(case, config, layout) -> dict:
+    found = {name: compared(case["config"], PAIRS[name], layout) for name in case["pairs"]}
+    return {**found, "wrong": wrong_functions(case["config"], layout)}
+
+
+def weights_of(policy) -> list[torch.Tensor]:
+    return [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+
+
+def build(config: dict, algorithm: dict, layout):
+    from layout_cases import rollouts
+
+    from dynamo_megatron.config import Config
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.batch import TrainBatch
+    from dynamo_megatron.policy.policy import Policy
+
+    whole = Config.model_validate({**config, "algorithm": algorithm})
+    spec = load_model_config(whole.model.path)
+    return Policy(spec, whole, layout), TrainBatch.build(rollouts(spec.vocab_size, 7, None), whole, layout.gather)
+
+
+def gap(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The largest difference of a parameter, by its norm."""
+    return max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(ones, others, strict=True))
+
+
+def compared(config: dict, algorithms: list[dict], layout) -> dict:
+    """How far the built-in algorithm and the user's are apart after two steps."""
+    found = []
+    for algorithm in algorithms:
+        policy, batch = build(config, algorithm, layout)
+        before, updates = weights_of(policy), []
+        minis = policy.pack(batch.rollouts, batch.mini_batches)
+        for _ in range(2):
+            stats, reference = (f(batch.rollouts, minis) for f in (policy.token_stats, policy.reference_logprobs))
+            updates += [policy.update(batch, mini, stats, reference, 1e-3) for mini in minis]
+        found.append((updates, weights_of(policy)))
+    (updates, weights), (custom_updates, custom_weights) = found
+    both = list(zip(updates, custom_updates, strict=True))
     return {
-        name: [json.loads(file.read_text()) for file in sorted((out / name).glob("rank*.json"))] for name in LAYOUTS
+        "moved": gap(before, weights),
+        "weights": gap(weights, custom_weights),
+        "loss": max(abs(a["loss"] - b["loss"]) for a, b in both),
+        "grad_norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in both),
+        "kl": max(abs(a["kl"] - b["kl"]) / max(1.0, abs(a["kl"])) for a, b in both),
     }
 
 
-@pytest.mark.parametrize(("name", "layout"), RUNS)
-def test_the_update_is_that_of_the_built_in_one(results, name, layout):
-    assert len(results[layout]) == (1 if layout == "TP1" else 2)
-    for found in results[layout]:
-        found = found[name]
-        assert found["updates"] == (2 if name == "1 mini-batch" else 4) and found["moved"] > 1e-3, found
-        assert all(found[key] <= 1e-5 for key in ("weights", "loss", "grad_norm", "kl")), found
-        if name == "advantages":
-            assert found["equal"]
+def wrong_functions(config: dict, layout) -> dict[str, str]:
+    from dynamo_megatron.algorithm.user_functions import load_loss
+    from dynamo_megatron.policy.batch import TrainBatch
+    from dynamo_megatron.policy.non_finite import NonFiniteError
+
+    policy, batch = build(config, ONE_BATCH, layout)
+    (mini,) = policy.pack(batch.rollouts, batch.mini_batches)
+    stats = policy.token_stats(batch.rollouts, [mini])
+    before, found = weights_of(policy), {}
+
+    def update(name: str, function: str | None, advantages: np.ndarray) -> None:
+        policy.loss_function = None if function is None else load_loss(f"test_custom_functions:{function}")
+        given = TrainBatch(batch.rollouts, advantages, batch.mini_batch, batch.weights)
+        try:
+            found[name] = str(policy.update(given, mini, stats, None, 1e-3)["skipped"])
+        except (ValueError, NonFiniteError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    for name in WRONG:
+        update(name, name, batch.advantages)
+    update("no advantage", "grpo", np.zeros_like(batch.advantages))
+    broken = batch.advantages.copy()
+    broken[batch.rollouts.rollout_ids.index("1-1")] = np.nan
+    update("nan advantage", "grpo", broken)
+    found["moved"] = str(gap(before, weights_of(policy)))
+    try:
+        build(config, {**ONE_BATCH, "advantage": {"kind": "test_custom_functions:by_rank"}}, layout)
+        found["by_rank"] = "nothing"
+    except ValueError as error:
+        found["by_rank"] = str(error)
+    return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.fixture(scope="module")
+def results(tiny_model, tmp_path_factory) -> list[list[dict]]:
+    """What the ranks of each layout have found."""
+    cases = []
+    for parallel in LAYOUTS:
+        sections = {"rollout": {"max_new_tokens": 32}, "trainer": {"micro_batch_tokens": 200}}
+        case = {"config": settings(tiny_model, parallel, **sections), "ranks": 2 if parallel else 1}
+        cases.append({**case, "pairs": SHORT if parallel else list(PAIRS)})
+    return run_cases(__file__, cases, tmp_path_factory.mktemp("custom"))
+
+
+def test_the_update_is_that_of_the_built_in_one(results):
+    for found in (rank for ranks in results for rank in ranks):
+        for name in found.keys() - {"wrong"}:
+            gaps = found[name]
+            assert gaps.pop("moved") > 1e-3 and all(gap <= 1e-5 for gap in gaps.values()), (name, gaps)
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_function_is_named_in_one_line_before_the_optimizer_step(results, layout, name):
-    for found in results[layout]:
-        said = found["wrong"][name]
+def test_a_wrong_function_is_named_in_one_line_before_the_optimizer_step(results, name):
+    for found in (rank["wrong"] for ranks in results for rank in ranks):
         kind = "NonFiniteError" if name.startswith("nan") else "UserCodeError"
-        line = f"{kind}: algorithm.loss.kind: own_functions:{name} {WRONG[name]}"
-        assert said.startswith(line) and "\n" not in said, said
-        assert found["wrong"]["moved"] == "0.0"
+        line = f"{kind}: algorithm.loss.kind: test_custom_functions:{name} {WRONG[name]}"
+        assert found[name].startswith(line) and "\n" not in found[name], found[name]
+        assert found["moved"] == "0.0"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["function", "no function"])
-def test_a_function_is_not_blamed_for_what_it_was_given(results, layout, name):
-    for found in results[layout]:
-        said = found["wrong"][f"nan advantage, {name}"]
-        assert said.startswith("loss nan, gradient norm nan before the optimizer step: rank ")
+def test_a_function_is_not_blamed_for_what_it_was_given_and_no_gradient_skips(results):
+    for found in (rank["wrong"] for ranks in results for rank in ranks):
+        said = found["nan advantage"]
+        assert said.startswith("NonFiniteError: loss nan, gradient norm nan before the optimizer step: rank ")
         assert said.count("prompts b") == said.count("rank ") and "prompts a" not in said
+        assert found["no advantage"] == "1.0"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_without_any_gradient_is_skipped(results, layout):
-    assert all(found["wrong"]["no advantage"] == "1.0" for found in results[layout])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_advantages_that_differ_between_ranks_are_refused_on_all_of_them(results, layout):
-    said = {found["wrong"]["by_rank"] for found in results[layout]}
-    if layout == "TP1":
-        assert said == {"nothing"}
-    else:
-        (line,) = said
-        assert line.startswith(
-            "algorithm.advantage.kind: own_functions:by_rank returned other advantages on rank 1 than on rank 0"
-        )
+def test_advantages_that_differ_between_ranks_are_refused_on_all_of_them(results):
+    said = "algorithm.advantage.kind: test_custom_functions:by_rank returned other advantages on rank 1 than on rank 0"
+    assert results[0][0]["wrong"]["by_rank"] == "nothing"
+    assert all(rank["wrong"]["by_rank"].startswith(said) for ranks in results[1:] for rank in ranks)

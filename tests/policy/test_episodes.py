@@ -1,14 +1,12 @@
 """Episodes in training: each counts as one rollout, whatever its number of turns and segments."""
 
 import dataclasses
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rank_cases import run_cases, settings
 
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
@@ -141,70 +139,44 @@ def test_batches_are_joined_and_taken_apart():
         assert same(packed(whole, members).tokens, packed(taken).tokens)
 
 
-def test_episodes_and_other_rollouts_are_not_trained_together():
-    with pytest.raises(ValueError, match="of an agent and others"):
-        RolloutBatch.join([batch_of(EPISODES[:1]), batch_of(EPISODES[1:2], plain=True)])
+def on_rank(case, config, layout) -> dict:
+    """An update on the episodes, or on the same tokens as rollouts of one turn each."""
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.policy import Policy
+
+    made, owners = [episode(i, *e) for i, e in enumerate(EPISODES)], list(range(len(EPISODES)))
+    if case["by hand"]:
+        made, owners, k = [], [i for i, _, _ in turns()], 0
+        for i, before, sampled in turns():
+            rollout = episode(len(made), EPISODES[i][0], EPISODES[i][1], [[(before, sampled)]], plain=True)
+            first = k - sum(len(s) for j, _, s in turns() if j < i)
+            rollout.engine_logprobs = [-4.0 - 0.01 * t for t in range(first, first + len(sampled))]
+            k += len(sampled)
+            made.append(rollout)
+    batch = RolloutBatch.from_rollouts(made)
+    advantages, weights = np.array([0.7, -0.4, 1.3, -0.9])[owners], np.array([0.05, 0.08, 0.02, 0.03])[owners]
+    train = TrainBatch(batch, advantages, np.zeros(len(made), np.int64), weights)
+    policy = Policy(load_model_config(config.model.path), config, layout)
+    (mini,) = policy.pack(batch, [np.arange(len(made))])
+    stats = policy.token_stats(batch, [mini])
+    update = policy.update(train, mini, stats, None, 1e-2)
+    after = policy.token_stats(batch, [mini])
+    gradient = torch.cat([p.main_grad.flatten() for chunk in policy.chunks for p in chunk.parameters()])
+    found = {"before": stats.logprobs.tolist(), "after": after.logprobs.tolist(), "norm": update["grad_norm"]}
+    return {**found, "gradient": gradient.tolist()}
 
 
-def test_a_line_of_a_file_keeps_the_episode():
-    rollout = episode(0, *EPISODES[0])
-    rollout.episode.messages = [{"role": "user", "content": "größer?"}]
-    assert Rollout.from_json(rollout.to_json()) == rollout
-    assert '"episode":null' in episode(1, *EPISODES[1], plain=True).to_json()
-
-
-@pytest.fixture(scope="module")
-def updates(tiny_model, tmp_path_factory):
-    """layout -> what an update on the episodes gives; "by hand": on their turns as rollouts of one turn."""
-    folder, advantages = tmp_path_factory.mktemp("episodes"), [0.7, -0.4, 1.3, -0.9]
-    weights = [0.05, 0.08, 0.02, 0.03]
-    layouts = {"by hand": {}, "episodes": {}, "CP2": {"cp": 2}, "DP2": {}, "TP2": {"tp": 2, "sequence_parallel": True}}
+def test_the_gradient_is_that_of_sequences_written_by_hand_in_every_layout(tiny_model, tmp_path):
     cases = []
-    for name, parallel in layouts.items():
-        out = folder / name
-        out.mkdir()
-        config = {
-            "model": {"path": str(tiny_model), "dtype": "float32"},
-            "data": {"source": "none"},
-            "output_dir": "none",
-            "parallel": parallel,
-            "optimizer": {"warmup_steps": 0},
-            "trainer": {"micro_batch_tokens": 24},
-        }
-        case = {"config": config, "out": str(out), "ranks": 1 if name in ("by hand", "episodes") else 2}
-        made = [episode(i, *e) for i, e in enumerate(EPISODES)]
-        owners = list(range(len(EPISODES)))
-        if name == "by hand":
-            owners = [i for i, _, _ in turns()]
-            made, k = [], 0
-            for i, before, sampled in turns():
-                rollout = episode(len(made), EPISODES[i][0], EPISODES[i][1], [[(before, sampled)]], plain=True)
-                first = k - sum(len(s) for j, _, s in turns() if j < i)
-                rollout.engine_logprobs = [-4.0 - 0.01 * t for t in range(first, first + len(sampled))]
-                k += len(sampled)
-                made.append(rollout)
-        case["rollouts"] = [dataclasses.asdict(r) for r in made]
-        case |= {"advantages": [advantages[i] for i in owners], "weights": [weights[i] for i in owners]}
-        cases.append(case)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-P", str(Path(__file__).with_name("episode_runs.py")), str(folder / "cases.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return {name: json.loads((folder / name / "result.json").read_text()) for name in layouts}
-
-
-def test_the_gradient_is_that_of_sequences_written_by_hand(updates):
-    episodes, by_hand = updates["episodes"], updates["by hand"]
+    for by_hand, parallel in ((True, {}), (False, {}), (False, {"cp": 2}), (False, {"tp": 2})):
+        parallel |= {"sequence_parallel": True} if "tp" in parallel else {}
+        config = settings(tiny_model, parallel, trainer={"micro_batch_tokens": 24})
+        cases.append({"config": config, "ranks": 2 if parallel else 1, "by hand": by_hand})
+    by_hand, one, *others = (ranks[0] for ranks in run_cases(__file__, cases, tmp_path))
     gradient = np.array(by_hand["gradient"])
     assert np.abs(gradient).max() > 1e-4
-    np.testing.assert_allclose(episodes["gradient"], gradient, atol=1e-5 * np.abs(gradient).max())
-    np.testing.assert_allclose(episodes["before"], by_hand["before"], atol=1e-5)
-    np.testing.assert_allclose(episodes["after"], by_hand["after"], atol=1e-4)
-
-
-@pytest.mark.parametrize("layout", ["CP2", "DP2", "TP2"])
-def test_no_layout_changes_it(updates, layout):
-    one, other = updates["episodes"], updates[layout]
-    np.testing.assert_allclose(other["norm"], one["norm"], rtol=1e-4)
-    np.testing.assert_allclose(other["before"], one["before"], atol=1e-5)
-    np.testing.assert_allclose(other["after"], one["after"], atol=1e-4)
+    np.testing.assert_allclose(one["gradient"], gradient, atol=1e-5 * np.abs(gradient).max())
+    for mine, theirs in ((one, by_hand), *((other, one) for other in others)):
+        np.testing.assert_allclose(mine["norm"], theirs["norm"], rtol=1e-4)
+        np.testing.assert_allclose(mine["before"], theirs["before"], atol=1e-5)
+        np.testing.assert_allclose(mine["after"], theirs["after"], atol=1e-4)

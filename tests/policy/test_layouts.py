@@ -1,164 +1,127 @@
-"""Partition invariance: every layout of Megatron gives what one process gives (layout_guard.py)."""
+"""Partition invariance: every layout of Megatron gives what one process gives (layout_cases.py)."""
 
-import json
-import os
-import random
-import time
+from pathlib import Path
 
-import layout_guard as guard
+import layout_cases
 import pytest
-from layout_guard import Row
+from layout_cases import Row, beyond, case, gaps, make_models, result
+from rank_cases import run_cases
 
-# Always in the quick tier; LAYOUT_SEED (else the day) draws some more.
-CORE = [
+from dynamo_megatron.config.files import compose
+
+METHODS = Path(__file__).parents[2] / "configs" / "methods"
+QUICK = [
     Row("llama", "TP2xPP2+SP"),
     Row("qwen3", "VPP2xPP2"),
     Row("qwen2", "CP2xTP2"),
     Row("qwen3_moe", "EP2xPP2"),
+    Row("qwen3_moe", "TP2+SP"),
 ]
-DRAWN = 1
-FAULTS = {  # on what each is seeded
-    "micro_batch_mean": Row("qwen2", "1"),
-    "cp_factor": Row("qwen2", "CP2"),
-    "tied_head": Row("llama", "1"),
-    "stale_parameters": Row("qwen2", "DP2"),
-    "experts_as_dense": Row("qwen3_moe", "TP2+SP"),
-}
-
-
+ALL = [
+    *(Row("qwen2", layout) for layout in ("1", "TP4", "PP4", "DP2", "CP2xPP2", "TP2xPP2+SP")),
+    *(Row("qwen3", layout) for layout in ("1", "TP2", "PP2", "DP4", "CP2xTP2+SP")),
+    *(Row("llama", layout) for layout in ("PP2", "DP2", "CP4", "CP2xPP2")),
+    *(Row("qwen3_moe", layout) for layout in ("1", "PP2", "DP2", "CP2")),
+    *(Row("qwen3_moe", layout) for layout in ("EP2", "EP2xTP2+SP", "EP2xCP2", "EP4")),
+    Row("qwen3", "TP2xPP2+SP", recompute="selective"),
+    Row("qwen3", "VPP2xPP2", recompute="full"),
+    Row("qwen3_moe", "EP2", recompute="selective"),
+    Row("llama", "CP2", recompute="full"),
+    # Not llama: its method selects tokens by entropy, which rounding in bfloat16 does differently.
+    Row("qwen2", "TP2xPP2+SP", "bfloat16"),
+    Row("qwen3", "CP2xPP2", "bfloat16"),
+    Row("qwen3_moe", "EP2xPP2", "bfloat16"),
+]
 # Updates of two rollouts each: ranks, and micro-batches of the interleaved schedule, are left empty.
 SPARSE = {"seed": 28, "algorithm": {"loss": {"mini_batches": 4}}}
 SPARSE_ROWS = [Row("qwen2", "DP4"), Row("qwen2", "VPP2xPP2xDP2")]
-
-
-def sparse_cases() -> tuple[dict, ...]:
-    reference = {"family": "qwen2", "out": "sparse", **SPARSE}
-    return (reference, *({"row": row, "out": f"sparse-{row.layout}", **SPARSE} for row in SPARSE_ROWS))
-
-
 # Gradients that are reduced while the last micro-batch's backward pass still runs, as on GPUs.
 OVERLAP_ROWS = [Row("qwen2", "DP2"), Row("qwen2", "VPP2xPP2xDP2"), Row("qwen3_moe", "EP2xCP2")]
 
 
-def overlap_cases() -> tuple[dict, ...]:
-    return tuple({"row": row, "out": f"overlap-{row.layout}", "overlap": True} for row in OVERLAP_ROWS)
+def apart(folder: Path, rows: list[Row], *, name: str = "", **extra) -> dict[Row, dict[str, float]]:
+    """The gaps of the rows to one process of the same family and dtype."""
+    models, cases = make_models(folder / "models"), []
+    references = {(row.family, row.dtype): folder / f"reference-{row.family}-{row.dtype}" for row in rows}
+    overlap = extra.pop("overlap", False)
+    for (family, dtype), out in references.items():
+        cases.append(case(models, out, Row(family, "1", dtype), budget=500, **extra))
+    for row in rows:
+        # llama's method selects by entropy, where equal ones go to the lower slot: there the order counts.
+        order = {"order_seed": 3} if row.layout == "1" else {}
+        cases.append(case(models, folder / row.name, row, overlap=overlap, **order, **extra))
+    run_cases(layout_cases.__file__, cases, folder, timeout=1800)
+    return {row: gaps(references[row.family, row.dtype], folder / row.name) for row in rows}
 
 
-def fault_cases() -> tuple[dict, ...]:
-    seeded = tuple({"row": row, "fault": fault, "out": fault} for fault, row in FAULTS.items())
-    return (*seeded, *({"row": Row("qwen2", "DP2"), "fault": f, "out": f} for f in ("nan", "no_signal")))
-
-
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory):
-    """(gaps of the core and the drawn rows, folder): one launch."""
-    seed = int(os.environ.get("LAYOUT_SEED", time.time() // 86400))
-    others = [row for row in guard.all_rows() if row not in CORE]
-    rows = CORE + random.Random(seed).sample(others, DRAWN)
-    print(f"LAYOUT_SEED={seed} draws {', '.join(row.name for row in rows[len(CORE) :])}")
-    folder = tmp_path_factory.mktemp("layouts")
-    return guard.run(rows, folder, more=fault_cases() + sparse_cases() + overlap_cases()), folder
-
-
-def check(found, folder) -> None:
-    print(guard.table(found))
-    failed = {}
-    for row, gaps in found.items():
-        if worse := guard.beyond(row, gaps):
-            failed[row.name] = worse
-            if row.family == "qwen3_moe":
-                failed[row.name]["routed otherwise"] = guard.rerouted(*folders(row, folder))
+def check(found: dict[Row, dict[str, float]]) -> None:
+    failed = {row.name: worse for row, gap in found.items() if (worse := beyond(row.dtype, gap))}
     assert not failed, failed
 
 
-def folders(row, folder):
-    return folder / f"reference-{row.family}-{row.dtype}", folder / row.name.replace(" ", "-")
-
-
-def test_layouts_equal_one_process(sample):
-    check(*sample)
-
-
-@pytest.mark.parametrize("row", SPARSE_ROWS, ids=lambda row: row.layout)
-def test_ranks_without_a_rollout_join_in(sample, row):
-    gaps = guard.gaps(sample[1] / "sparse", sample[1] / f"sparse-{row.layout}")
-    assert not guard.beyond(row, gaps), gaps
-
-
-@pytest.mark.parametrize("row", OVERLAP_ROWS, ids=lambda row: row.layout)
-def test_reduction_during_the_backward_pass_changes_nothing(sample, row):
-    gaps = guard.gaps(folders(row, sample[1])[0], sample[1] / f"overlap-{row.layout}")
-    assert not guard.beyond(row, gaps), gaps
-
-
-def test_rerouted_tokens_are_counted(sample):
-    """The report of a failed row of experts: none here, and some where two updates went another way."""
-    row = Row("qwen3_moe", "EP2xPP2")
-    if row in sample[0]:
-        assert guard.rerouted(*folders(row, sample[1])) == 0
-    path = sample[1] / "qwen3_moe-EP2xPP2" / "result.json"
-    other = json.loads(path.read_text())
-    first = next(iter(other["tokens"].values()))["experts"][0]
-    first[0][0] ^= 1
-    changed = sample[1] / "rerouted"
-    changed.mkdir()
-    (changed / "result.json").write_text(json.dumps(other))
-    assert guard.rerouted(path.parent, changed) == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", list(guard.FAMILIES))
-def test_every_layout_of_a_family_equals_one_process(tmp_path, family):
-    found = guard.run([row for row in guard.all_rows() if row.family == family], tmp_path)
-    check(found, tmp_path)
-    documented = guard.DOCUMENT.read_text(encoding="utf-8")
-    for row in found:
-        assert f"| {row.family} | {' '.join(row.name.split()[1:])} |" in documented, f"{row.name}: not in the table"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_holds_for_other_group_sizes_and_lengths(tmp_path, seed):
-    rows = [Row("qwen2", "1"), Row("qwen3", "CP2xPP2"), Row("qwen2", "VPP2xPP2xDP2"), Row("llama", "DP4")]
-    check(guard.run([*rows, Row("qwen3_moe", "EP2xCP2")], tmp_path, seed=seed), tmp_path)
-
-
-@pytest.mark.parametrize("fault", list(FAULTS))
-def test_the_guard_notices(sample, fault):
-    _, folder = sample
-    row = FAULTS[fault]
-    gaps = guard.gaps(folders(row, folder)[0], folder / fault)
-    print(fault, gaps)
-    bar = guard.BAR["float32"]
-    assert gaps["logprobs"] <= bar
-    if fault == "stale_parameters":
-        assert gaps["gradients"] <= bar
-    else:
-        assert gaps["gradients"] > 100 * bar
-    assert gaps["weights"] > 10 * bar
-
-
-def test_nan_stops_before_the_optimizer_step_and_names_rank_and_prompt(sample):
-    fault = json.loads((sample[1] / "nan" / "fault.json").read_text())
-    assert not fault["moved"]
-    update, where, cause = fault["said"].partition("before the optimizer step: rank ")
-    assert (
-        update and where and cause[1:] == ", prompts b; the advantage of rollout 1-1 of prompt 'b' is NaN or infinite"
-    )
-
-
-def test_an_update_without_signal_is_skipped_and_counted(sample):
-    fault = json.loads((sample[1] / "no_signal" / "fault.json").read_text())
-    assert fault == {"said": {"skipped": 1.0}, "moved": False}
-
-
-def test_the_reference_policy_stays_the_start_of_the_run(sample):
-    tokens = json.loads((sample[1] / "qwen3_moe-EP2xPP2" / "result.json").read_text())["tokens"].values()
+def test_layouts_equal_one_process(tmp_path):
+    check(apart(tmp_path, QUICK))
+    tokens = result(tmp_path / QUICK[3].name)["tokens"].values()  # the reference policy stays the start of the run
     start = [t["logprobs"][0] for t in tokens]
     assert [t["reference"][0] for t in tokens] == start and [t["reference"][1] for t in tokens] == start
     assert [t["logprobs"][1] for t in tokens] != start
+    assert all(u["selected"] > 50 for u in result(tmp_path / "reference-llama-float32")["updates"])
 
 
-def test_a_selecting_method_selects(sample):
-    updates = json.loads((sample[1] / "reference-llama-float32" / "result.json").read_text())["updates"]
-    assert all(u["selected"] > 50 for u in updates)
+@pytest.mark.full
+def test_every_layout_equals_one_process(tmp_path):
+    check(apart(tmp_path, ALL, seed=8))
+
+
+@pytest.mark.full
+def test_ranks_without_a_rollout_join_in(tmp_path):
+    check(apart(tmp_path, SPARSE_ROWS, **SPARSE))
+
+
+@pytest.mark.full
+def test_reduction_during_the_backward_pass_changes_nothing(tmp_path):
+    check(apart(tmp_path, OVERLAP_ROWS, overlap=True))
+
+
+# -- methods: each that computes something over a mini-batch or a response ---------------------------------------------
+# The tiny model's logprobs lie close together and a mini-batch has some 200 tokens; both would select next to nothing.
+ENOUGH = {"clip_cov": {"ratio": 0.05, "low": 0.0}, "kl_cov": {"ratio": 0.05}}
+CHANGES = {  # bounds that hold some tokens and let some pass, before the first update and after it
+    "truncate_sequence": {"rollout_correction": {"kind": "truncate", "level": "sequence", "low": 1e-9, "high": 1e3}},
+    "mask_token": {"rollout_correction": {"kind": "mask", "level": "token", "low": 0.2, "high": 1.3}},
+    "sequence_mean": {"modulation": {"expectation": "sequence_mean", "tau": 0.5}},  # whole sequences: not with CP
+}
+NAMES = ("grpo", "clip_cov", "kl_cov", "fork_tokens", "entropy_advantages", "otb", "dynamo", "cispo", "gspo", "rloo")
+OF_RESPONSES = ("rloo", "truncate_sequence")
+
+
+def method(name: str) -> dict:
+    """Its algorithm section, with two updates a step, so that the second one has ratios. The rollouts are made up:
+    nothing that decides how many are sampled is part of it."""
+    file, given = METHODS / f"{'grpo' if name in CHANGES else name}.yaml", ["model.path=m", "data.source=d"]
+    algorithm = compose([str(file)], [*given, "output_dir=o"])[0].algorithm.model_dump()
+    algorithm = {key: section for key, section in algorithm.items() if key not in ("allocation", "sequential")}
+    algorithm["loss"] |= {"mini_batches": 2, **{k: v for k, v in ENOUGH.items() if algorithm["loss"][k]}}
+    return algorithm | CHANGES.get(name, {})
+
+
+@pytest.mark.full
+def test_the_update_of_a_method_does_not_depend_on_the_partition(tmp_path):
+    models, cases = make_models(tmp_path / "models"), []
+    for name in (*NAMES, *CHANGES):
+        row = Row("qwen2", "DP2" if name == "sequence_mean" else "CP2")
+        cases.append(case(models, tmp_path / name, Row("qwen2", "1"), budget=500, algorithm=method(name)))
+        cases.append(case(models, tmp_path / f"{name}-parts", row, algorithm=method(name)))
+    run_cases(layout_cases.__file__, cases, tmp_path, timeout=1800)
+    failed = {}
+    for name in (*NAMES, *CHANGES):
+        found = gaps(tmp_path / name, tmp_path / f"{name}-parts")
+        # A ratio of a response, a factor of the gradient, has the rounding of the sum of its logprobs.
+        for key, bar in (("grad_norm", 2e-5), ("loss", 1e-4)) if name in OF_RESPONSES else ():
+            assert found.pop(key) < bar
+        if worse := beyond("float32", found):
+            failed[name] = worse
+        assert name == "grpo" or gaps(tmp_path / "grpo", tmp_path / name)["weights"] > 3e-5
+        if name in ("fork_tokens", "clip_cov", "kl_cov"):
+            assert all(u["selected"] >= 5 for u in result(tmp_path / name)["updates"])
+    assert not failed, failed

@@ -1,45 +1,65 @@
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Memory that the training side releases and takes again: the updates after it are the same bits."""
 
+import numpy as np
 import pytest
+import torch
+from rank_cases import run_cases, settings
+
+from dynamo_megatron.types import Rollout, RolloutBatch
 
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def seen(make_tiny_model, tmp_path_factory) -> dict:
-    """What offload_job.py says of a dense and a tied model in bfloat16, a mixture of experts and one in float32."""
-    folder, models = tmp_path_factory.mktemp("offload"), {}
-    for name, family, dtype in (
-        ("dense", "qwen2", "bfloat16"),
-        ("tied", "llama", "bfloat16"),
-        ("experts", "qwen3_moe", "bfloat16"),
-        ("float32", "qwen3", "float32"),
-    ):
-        path = make_tiny_model(folder / name, family, dtype=dtype, tied=name == "tied")
-        fixed = {"data": {"source": "none"}, "output_dir": "none", "trainer": {"micro_batch_tokens": 64}}
-        models[name] = {"model": {"path": str(path), "dtype": dtype}, "optimizer": {"warmup_steps": 0}, **fixed}
-    (folder / "job.json").write_text(json.dumps({"models": models, "out": str(folder / "out.json")}))
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    with open(folder / "log", "w") as log:
-        command = [sys.executable, "-P", str(Path(__file__).with_name("offload_job.py")), str(folder / "job.json")]
-        code = subprocess.run(command, env={**os.environ, **ranks}, stdout=log, stderr=log, timeout=240).returncode
-    assert code == 0, (folder / "log").read_text()[-4000:]
-    return json.loads((folder / "out.json").read_text())
+def rollouts() -> RolloutBatch:
+    rng, made = np.random.default_rng(0), []
+    for i in range(6):
+        tokens = rng.integers(5, 100, 20).tolist()
+        identity = (f"{i // 3}-{i}", f"g{i // 3}", f"p{i // 3}", 1)
+        record = (tokens, [0] * 8 + [1] * 12, [-4.0] * 12, [(0, 0, 12)], "stop", float(i % 2), bool(i % 2), {})
+        made.append(Rollout(*identity, *record))
+    return RolloutBatch.from_rollouts(made)
 
 
-@pytest.mark.parametrize("name", ["dense", "tied", "experts", "float32"])
-def test_updates_after_a_release_are_the_same_bits(seen, name):
-    got = seen[name]
-    assert got["equal"]
-    freed, n = got["freed"], got["parameters"]
-    size = 4 if name == "float32" else 2
-    assert got["resident"] == 0 and got["again"] == 0
-    # weights, two moments and, in bfloat16, main weights in float32, gradients in float32; buffers are padded a little
-    assert size * n <= freed["weights"] <= 1.1 * size * n
-    assert (8 if name == "float32" else 12) * n <= freed["optimizer"] <= 1.1 * 12 * n
-    assert 4 * n <= freed["gradients"] <= 1.1 * 4 * n
-    assert got["weights first"] == freed["weights"] and got["taken"] == freed["optimizer"] + freed["gradients"]
+def on_rank(case, config, layout) -> dict:
+    straight, moved = (trained(config, layout, moved) for moved in (False, True))
+    equal = all(map(torch.equal, straight.pop("weights"), weights := moved.pop("weights")))
+    return {"equal": equal, "parameters": sum(p.numel() for p in weights), **moved}
+
+
+def trained(config, layout, moved: bool) -> dict:
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.batch import TrainBatch
+    from dynamo_megatron.policy.offload import PARTS, Offload
+    from dynamo_megatron.policy.policy import Policy
+
+    policy = Policy(load_model_config(config.model.path), config, layout)
+    offload, data, seen = Offload(policy), TrainBatch.build(rollouts(), config), {}
+    for step in range(3):
+        if moved and step:  # before the first update there is no optimizer state but the main weights
+            freed = {part: offload.release([part]) for part in PARTS}
+            seen = {"freed": freed, "again": offload.release(PARTS)}
+            seen["resident"] = sum(p.untyped_storage().nbytes() for p in policy.chunks[0].parameters())
+            seen["weights first"] = offload.resume(["weights"])
+        mini_batches = policy.pack(data.rollouts, data.mini_batches)
+        stats = policy.token_stats(data.rollouts, mini_batches)
+        if moved and step:
+            seen["taken"] = offload.resume(PARTS)
+        policy.update(data, mini_batches[0], stats, None, 1e-3)
+    return {"weights": [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()], **seen}
+
+
+def test_updates_after_a_release_are_the_same_bits(make_tiny_model, tmp_path):
+    """Tied in bfloat16, and experts in float32, where the main weights are the weights."""
+    cases = []
+    for family, dtype in (("llama", "bfloat16"), ("qwen3_moe", "float32")):
+        path = make_tiny_model(tmp_path / family, family, dtype=dtype, tied=family == "llama")
+        config = settings(path, {}, trainer={"micro_batch_tokens": 64}) | {"model": {"path": str(path), "dtype": dtype}}
+        cases.append({"config": config, "ranks": 1})
+    for (got,), size in zip(run_cases(__file__, cases, tmp_path), (2, 4), strict=True):
+        freed, n = got["freed"], got["parameters"]
+        assert got["equal"] and got["resident"] == 0 and got["again"] == 0
+        # weights, two moments and, in bfloat16, main weights in float32, gradients in float32; buffers are padded
+        assert size * n <= freed["weights"] <= 1.1 * size * n
+        assert (8 if size == 4 else 12) * n <= freed["optimizer"] <= 1.1 * 12 * n
+        assert 4 * n <= freed["gradients"] <= 1.1 * 4 * n
+        assert got["weights first"] == freed["weights"] and got["taken"] == freed["optimizer"] + freed["gradients"]

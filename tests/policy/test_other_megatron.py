@@ -1,7 +1,6 @@
 """The other supported megatron-core (requirements/megatron.txt): the tests under it, and checkpoints of each version
 under the other one."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,14 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import checkpoint_cases
 import pytest
-from checkpoint_cases import difference, launch, settings
+from checkpoint_cases import case, difference
+from rank_cases import run_cases
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
-# Their stand-in for TransformerEngine is made for what 0.16 imports of it.
-OF_GPUS = tuple(f"--ignore=tests/policy/{name}.py" for name in ("test_gpu_branch", "test_sync_lint"))
 
 
 @pytest.fixture
@@ -46,12 +45,11 @@ def test_python_finds_the_other_version(run_python):
 @pytest.mark.parametrize(
     "words",
     [
-        ("tests/policy", "-m", "not full", *OF_GPUS),
+        ("tests/policy", "-m", "not full"),
         ("tests/models", "-m", "not full"),
-        ("tests/checkpoint/test_crafted.py",),
         ("tests/e2e/test_live_run.py",),
     ],
-    ids=["policy", "models and conversion", "checkpoints of plain Megatron", "a live run, killed and resumed"],
+    ids=["policy", "models and conversion", "a live run, killed and resumed"],
 )
 def test_the_tests_pass_under_it(run_python, tmp_path, words):
     said = run_python("-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", *words)
@@ -59,61 +57,21 @@ def test_the_tests_pass_under_it(run_python, tmp_path, words):
     assert re.search(r"\d+ passed", said.splitlines()[-1])
 
 
-def test_killed_saves_lose_at_most_themselves(run_python, make_tiny_model, tmp_path):
-    model = make_tiny_model(tmp_path / "model", layers=2)
-    (tmp_path / "run").mkdir()
-    said = run_python(Path(__file__).with_name("checkpoint_kills.py"), model, tmp_path / "run", 12, 0)
-    found = json.loads(said.splitlines()[-1])
-    assert found["rounds"] == 12 and found["steps"] >= 2 and found["cut_off"] >= 2
-
-
-MODELS = {  # name: (family, layout that saves, layout that loads)
-    "dense": ("qwen3", {"pp": 2}, {"tp": 2}),
-    "experts": ("qwen3_moe", {"ep": 2}, {"pp": 2}),
-}
-
-
-@pytest.fixture(scope="module")
-def trained(other_megatron, make_tiny_model, run_script, tmp_path_factory) -> Path:
-    """A folder for each model and version that saved ("own-dense"), and one for each that the other version resumed."""
-    folder = tmp_path_factory.mktemp("two-versions")
-    path_of = {"own": os.environ.get("PYTHONPATH", ""), "other": other_megatron}
-    straight: dict[str, list[dict]] = {version: [] for version in path_of}
-    resumed: dict[str, list[dict]] = {version: [] for version in path_of}
-    for name, (family, saves, loads) in MODELS.items():
-        sizes = {} if family == "qwen3_moe" else {"kv_heads": 4}
-        model = make_tiny_model(folder / f"{name}-model", family=family, dtype="float32", layers=4, vocab=104, **sizes)
-        for version, reader, kind in (("own", "other", "sync"), ("other", "own", "async")):
-            out = folder / f"{version}-{name}"
-            straight[version].append({"config": settings(model, saves), "out": str(out)})
-            config = settings(model, loads)
-            config["optimizer"]["lr"] = 3e-6  # a run may be resumed with another learning rate
-            load = str(out / kind / "step-000003")
-            resumed[reader].append({"config": config, "out": f"{out}-resumed", "load": load})
+@pytest.mark.parametrize(("own_saves", "family"), [(True, "qwen3"), (False, "qwen3_moe")])
+def test_each_version_resumes_what_the_other_saved(other_megatron, make_tiny_model, tmp_path, own_saves, family):
+    """In another layout, and with another learning rate."""
+    sizes, experts = ({}, {"ep": 2}) if family == "qwen3_moe" else ({"kv_heads": 4}, {"tp": 2})
+    model = make_tiny_model(tmp_path / "model", family=family, dtype="float32", layers=4, vocab=104, **sizes)
+    versions = (os.environ.get("PYTHONPATH", ""), other_megatron)
+    saver, loader = versions if own_saves else versions[::-1]
+    saved = tmp_path / "saved" / ("sync" if own_saves else "async") / "step-000003"
     with pytest.MonkeyPatch.context() as patch:
-        for what, cases in (("straight", straight), ("resumed", resumed)):
-            for version, path in path_of.items():
-                patch.setenv("PYTHONPATH", path)
-                launch(run_script, {"ranks-2": cases[version]}, folder / f"{what}-{version}")
-    return folder
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_both_versions_train_alike(trained, name):
-    assert difference(trained / f"own-{name}", trained / f"other-{name}") <= TOLERANCE
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("saved_by", ["own", "other"])
-def test_each_version_resumes_what_the_other_saved(trained, saved_by, name):
-    folder = trained / f"{saved_by}-{name}"
-    assert difference(folder, folder.with_name(f"{folder.name}-resumed")) <= TOLERANCE
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_both_versions_save_the_same_files(trained, name):
-    own, other = (
-        {file.name for file in (trained / f"{version}-{name}" / "sync" / "step-000003").iterdir()}
-        for version in ("own", "other")
-    )
-    assert own == other and "common.pt" in own
+        for path, one in (
+            (saver, case(model, {"pp": 2}, tmp_path / "saved", ranks=2)),
+            (loader, case(model, experts, tmp_path / "loaded", ranks=2, load=str(saved))),
+        ):
+            patch.setenv("PYTHONPATH", path)
+            one["config"]["optimizer"]["lr"] = 1e-5 if "load" in one else 3e-6
+            run_cases(checkpoint_cases.FILE, [one], tmp_path)
+    assert difference(tmp_path / "saved", tmp_path / "loaded") <= TOLERANCE
+    assert (saved / "common.pt").is_file()

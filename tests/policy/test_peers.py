@@ -1,11 +1,11 @@
-"""Every method of configs/methods against verl's and TRL's own functions, on 400 random batches each.
+"""Every method of configs/methods against verl's and TRL's own functions, on random batches.
 
 The peers have an interpreter of their own (`make peers`: PEERS_PYTHON or .venv-peers/bin/python), started once; it
 runs peer_job.py. CASES says which of a peer's functions is the method's. What no peer has is taken from here and
-given to it: DynaMO's modulated advantages and weights (tests/vectors and test_method_losses.py have those), the
-advantages of history, spo and reinforce_ada, with the weights of history (test_method_losses.py has those; dynamo's
+given to it: DynaMO's modulated advantages and weights (tests/vectors and test_methods.py have those), the
+advantages of history, spo and reinforce_ada, with the weights of history (test_methods.py has those; dynamo's
 advantages are history's), the advantages of w_reinforce and entropy_advantages (compared here with their formulas),
-and which tokens fork_tokens trains (compared here with TRL's choice). Only clip_cov's choice is random: there the
+and which tokens fork_tokens trains. Only clip_cov's choice is random: there the
 peer's is taken, and must be of the same band and number.
 """
 
@@ -22,12 +22,10 @@ import torch
 
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.losses import response_log_ratios
-from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios, mismatch
-from dynamo_megatron.algorithm.selection import ENTROPY_GRID, covariance
+from dynamo_megatron.algorithm.selection import covariance
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.config.method import RolloutCorrectionConfig
-from dynamo_megatron.kernels.terms import loss_terms, summed_loss
+from dynamo_megatron.kernels.reference import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import RolloutBatch, TokenStats
@@ -35,7 +33,7 @@ from dynamo_megatron.types import RolloutBatch, TokenStats
 ROOT = Path(__file__).parents[2]
 METHODS = ROOT / "configs" / "methods"
 PEERS_PYTHON = os.environ.get("PEERS_PYTHON", str(ROOT / ".venv-peers" / "bin" / "python"))
-BATCHES, LENGTH = 400, 24
+BATCHES, LENGTH = 60, 24
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(not Path(PEERS_PYTHON).is_file(), reason=f"no {PEERS_PYTHON} (make peers)"),
@@ -66,7 +64,6 @@ CASES = {
     "clip_higher trl": trl("grpo", "grpo", clip=(0.2, 0.28)),
     "dapo": verl("vanilla", "grpo", clip=(0.2, 0.28), c=10.0),
     "fork_tokens": verl("vanilla", "grpo", clip=(0.2, 0.28), c=10.0),
-    "fork_tokens trl": trl("grpo", "grpo", clip=(0.2, 0.28), top_entropy_quantile=0.2),
     "dr_grpo": verl("vanilla", "dr_grpo", "seq-mean-token-sum-norm", **MEAN_OF_SUMS),
     "dr_grpo trl": trl("grpo", "dr_grpo", clip=(0.2, 0.2), loss_type="dr_grpo", max_completion_length=LENGTH),
     "rloo": trl("rloo", "rloo", clip=(0.2, 0.2)),
@@ -105,10 +102,6 @@ GIVEN = {
 }
 
 
-def test_every_method_has_a_case():
-    assert {name.split()[0] for name in CASES} == {path.stem for path in METHODS.glob("*.yaml")}
-
-
 def make_batch(seed: int) -> SimpleNamespace:
     """3 to 6 groups of 2 to 6 rollouts of 1 to 24 tokens, 1 to 3 mini-batches; one token in twenty moved far.
 
@@ -129,7 +122,6 @@ def make_batch(seed: int) -> SimpleNamespace:
     batch.rewards = rewards if seed % 2 == 0 else rng.random(len(groups))
     batch.entropy, batch.expected = rng.exponential(0.8, count), rng.normal(0, 0.1, count)
     batch.collision = np.exp(old) ** 2 + rng.random(count) * (1 - np.exp(old)) ** 2  # what the others can add
-    batch.engine = old - np.where(rng.random(count) < 0.02, rng.uniform(-6, 6, count), rng.normal(0, 0.2, count))
     batch.rollouts = RolloutBatch(
         prompt_ids=[str(g) for g in groups],
         tokens=np.zeros(count + len(groups), np.int64),
@@ -137,7 +129,7 @@ def make_batch(seed: int) -> SimpleNamespace:
         prompt_lengths=np.ones(len(groups), np.int64),
         rollout_ids=[f"{seed}/{g}/{i}" for i, g in enumerate(groups)],
         group_ids=[str(g) for g in groups],
-        engine_logprobs=batch.engine.astype(np.float32),
+        engine_logprobs=old.astype(np.float32),
         rewards=batch.rewards,
         successes=batch.rewards > 0.5,
         weight_versions=np.zeros(count, np.int32),
@@ -191,9 +183,9 @@ def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -
         zeros = torch.zeros_like(new[here])
         stats = Statistics(zeros, zeros, new[here], entropy[here], expected[here], zeros)
         terms = loss_terms(config.policy_loss(), stats, tokens, expected[here], shaped.ranges)
-        per_token = summed_loss(config.policy_loss(), new[here], entropy[here], tokens, expected[here], shaped.ranges)
+        loss, *_ = summed_loss(config.policy_loss(), new[here], entropy[here], tokens, expected[here], shaped.ranges)
         found.losses.append(terms.sums[0].item())
-        values = (advantages, terms.advantages, tokens.weights, per_token.loss, *terms[:2], shaped.selected[here], held)
+        values = (advantages, terms.advantages, tokens.weights, loss, *terms[:2], shaped.selected[here], held)
         for key, value in zip(keys, values, strict=True):
             if value is not None:
                 getattr(found, key)[here.numpy()] = value.numpy()
@@ -232,10 +224,10 @@ def compared(tmp_path_factory) -> Compared:
     arrays = {"lengths": [np.pad(b.lengths, (0, size - len(b.lengths))) for b in batches]}
     arrays["group"] = [np.pad(b.groups, (0, size - len(b.groups))) for b in batches]
     arrays["rewards"] = [np.pad(b.rewards, (0, size - len(b.rewards))) for b in batches]
-    for name in ("dapo", "fork_tokens", "fork_tokens trl"):
+    for name in ("dapo", "fork_tokens"):
         arrays[f"rewards/{name}"] = [np.pad(penalised(b), (0, size - len(b.rewards))) for b in batches]
     arrays["mini"] = [np.pad(m.mini, (0, size - len(m.mini)), constant_values=-1) for m in mine["grpo"]]
-    for key in ("old", "new", "entropy", "engine", "collision"):
+    for key in ("old", "new", "entropy", "collision"):
         arrays[key] = [padded(b, getattr(b, key), size) for b in batches]
     arrays["mask"] = [padded(b, np.ones_like(b.old), size) for b in batches]
     for name in GIVEN["advantages"]:
@@ -271,7 +263,7 @@ def pairs(compared, name):
         yield b, batch, mine, SimpleNamespace(**rows, losses=theirs["loss"][: batch.minis])
 
 
-PLAIN = [name for name in CASES if not name.startswith(("clip_cov", "kl_cov")) and name != "fork_tokens trl"]
+PLAIN = [name for name in CASES if not name.startswith(("clip_cov", "kl_cov"))]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -289,7 +281,7 @@ def test_loss_and_gradient_are_the_peer_s(compared, name):
             losses = np.bincount(owner, of_tokens, minlength=batch.minis)
         close(losses, theirs.losses, b, "loss")
         moved += (theirs.grad != 0).sum()
-    assert moved > 10_000
+    assert moved > 25 * BATCHES
 
 
 def test_the_batches_reach_what_is_compared(compared):
@@ -304,7 +296,7 @@ def test_the_batches_reach_what_is_compared(compared):
         first = np.cumsum(batch.lengths) - batch.lengths
         stopped += ((mine.grad == 0) & (mine.advantages != 0))[first].sum()
     rollouts = sum(len(batch.lengths) for batch in compared.batches)
-    assert dual > 100 and held > 400 and 0.1 * rollouts < stopped < 0.9 * rollouts
+    assert dual > BATCHES / 4 and held > BATCHES and 0.1 * rollouts < stopped < 0.9 * rollouts
 
 
 def test_the_advantages_that_no_peer_has(compared):
@@ -318,17 +310,6 @@ def test_the_advantages_that_no_peer_has(compared):
         close(mine.advantages, flat(batch, compared.theirs["advantages/grpo"][b]), b)
     for b, _, mine, _ in pairs(compared, "dynamo"):
         close(mine.advantages, compared.mine["history"][b].advantages, b)
-
-
-def test_fork_tokens_are_trl_s_choice(compared):
-    """Where one mini-batch is all. TRL divides by the number of all tokens, the paper (Eq. 6) by the selected ones'."""
-    for b, batch, mine, theirs in pairs(compared, "fork_tokens trl"):
-        if batch.minis == 1:
-            chosen, selected = flat(batch, compared.theirs["high_entropy"][b]), mine.selected != 0
-            at_the_edge = np.abs(batch.entropy - batch.entropy[selected].min()) < 2 * ENTROPY_GRID
-            assert (chosen == selected)[~at_the_edge].all() and abs(chosen.sum() - selected.sum()) <= 1, b
-            both = chosen & selected & (batch.new - batch.old < np.log(10.0))  # TRL's has no dual clip
-            close(mine.grad[both] * selected.sum() / len(selected), theirs.grad[both], b)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "clip_cov wide"])
@@ -374,14 +355,3 @@ def test_kl_cov_is_the_peer_s_but_for_the_rounding_of_the_absolute_value(compare
         close((mine.losses + lifted)[updated], theirs.losses[updated], b, "loss")
         compared_tokens += (mine.held > 0).sum()
     assert compared_tokens > BATCHES
-
-
-def test_rollout_correction_and_its_kl(compared):
-    for b, batch in enumerate(compared.batches):
-        d, lengths = batch.old - batch.engine, batch.lengths
-        close(mismatch(d, lengths, None)["kl"], compared.theirs["k3_kl"][b], b, "kl")
-        for kind, low in (("truncate", 0.0), ("mask", 0.5)):
-            for level in ("token", "sequence"):
-                config = RolloutCorrectionConfig(kind=kind, level=level, low=low, high=2.0)
-                weights = correction_weights(importance_ratios(d, lengths, level), config)
-                close(weights, flat(batch, compared.theirs[f"correction/{kind}_{level}"][b]), b, kind, level)

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
-from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import compose
@@ -14,9 +12,6 @@ from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
 
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
-NAMES = sorted(path.stem for path in METHODS.glob("*.yaml"))
-# group, outcome, tokens
-ROWS = [("a", 1.0, 3), ("a", 0.0, 5), ("b", 0.0, 1), ("b", 1.0, 8), ("b", 1.0, 2), ("c", 1.0, 4)]
 
 
 def rollouts(*rows: tuple[str, float, list[float | None]]) -> RolloutBatch:
@@ -81,29 +76,10 @@ def test_steps_and_prime_add_up_each_with_a_baseline_of_its_own():
     config = configured("rloo")
     implicit = np.array([0.1, 0.2, 0.0, -0.1, 0.3])
     none = RolloutBatch(**{**vars(PAIR), "step_rewards": None})
+    assert TrainBatch.build(none, config).process is None
     both = TrainBatch.build(PAIR, config, implicit_rewards=implicit).process
     apart = TrainBatch.build(PAIR, config).process + TrainBatch.build(none, config, implicit_rewards=implicit).process
     np.testing.assert_allclose(both, apart, rtol=1e-12)
-
-
-@pytest.mark.parametrize("method", [name for name in NAMES if name != "dynamo_published"])
-def test_without_process_rewards_nothing_is_added_and_with_rewards_of_0_nothing_changes(method):
-    config = configured(method)
-    none = rollouts(*((group, reward, [None] * n) for group, reward, n in ROWS))
-    zero = rollouts(*((group, reward, [0.0] * n) for group, reward, n in ROWS))
-    known = Baseline(np.full(len(ROWS), 0.4), np.full(len(ROWS), 3.0))
-    plain, with_zeros = (TrainBatch.build(batch, config, baseline=known) for batch in (none, zero))
-    assert none.step_rewards is None and plain.process is None and not with_zeros.process.any()
-    np.testing.assert_array_equal(token_advantages(plain, config), token_advantages(with_zeros, config))
-
-
-def test_mini_batches_have_the_advantages_of_the_whole_step():
-    rng = np.random.default_rng(0)
-    made = rollouts(*((g, r, [float(x) if x > 0 else None for x in rng.normal(0, 1, n)]) for g, r, n in ROWS))
-    one, three = configured("grpo"), configured("grpo", "algorithm.loss.mini_batches=3")
-    together, apart = TrainBatch.build(made, one), TrainBatch.build(made, three)
-    assert len(apart.mini_batches) == 3
-    np.testing.assert_array_equal(token_advantages(together, one), token_advantages(apart, three))
 
 
 def test_a_group_of_equal_outcomes_is_trained_by_its_steps():

@@ -43,8 +43,7 @@ class Policy:
     def __init__(self, logprobs):
         self.logprobs, self.packed = logprobs, 0
 
-    def pack(self, rollouts, mini_batches, measured):
-        assert not measured
+    def pack(self, rollouts, mini_batches):
         self.packed += 1
         return list(mini_batches)
 

@@ -20,8 +20,6 @@ from unittest import mock
 from dynamo_megatron.policy import backend
 
 backend.enable_cpu()
-backend.define_router_gemm()
-backend.fix_torch_adam_checkpoints()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -1,0 +1,60 @@
+"""Which optional packages serve a run on a GPU."""
+
+import sys
+
+import pytest
+import torch
+
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.policy.backend import Fusions
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Where a test puts packages, on a machine that has a Hopper GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: HOPPER)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def package(name: str, source: str) -> None:
+        folder = tmp_path.joinpath(*name.split("."))
+        folder.mkdir(parents=True)
+        for parent in (folder, *folder.parents[: name.count(".")]):
+            (parent / "__init__.py").touch()
+        (folder / "__init__.py").write_text(source)
+
+    yield package
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_package_that_is_half_there_is_refused_in_one_line(site):
+    site("transformer_engine.pytorch", "raise FileNotFoundError('Could not find shared object file')")
+    with pytest.raises(InputError, match="transformer-engine is installed and cannot be imported") as refused:
+        Fusions.detect()
+    assert "\n" not in str(refused.value) and "uninstall it" in str(refused.value)
+
+
+def test_packages_that_are_not_there_are_done_without(site):
+    assert Fusions.detect() == Fusions(norm="torch", attention="torch")
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash", "attention"),
+    [
+        (HOPPER, False, "transformer-engine"),
+        ((10, 0), False, "transformer-engine"),
+        ((12, 0), False, "torch"),
+        (AMPERE, False, "torch"),
+        (AMPERE, True, "transformer-engine"),
+    ],
+)
+def test_which_attention_serves_a_gpu(site, monkeypatch, capability, flash, attention):
+    site("transformer_engine.pytorch", "")
+    if flash:
+        site("flash_attn", "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert Fusions.detect().attention == attention
