@@ -202,26 +202,6 @@ class SGLangClient:
             why = f"answers with nonsense: {self._own_words(what)}; does it serve model.path?"
             raise ServerLost(f"the rollout server {self.url} {why}") from error
 
-    async def next_logprob(self, tokens: Sequence[int], token: int, timeout: float) -> float:
-        """Natural log of the probability, at the config's temperature, that the server samples `token` after `tokens`.
-        Raises RolloutError where it does not tell within `timeout` seconds."""
-        payload = {
-            "input_ids": list(tokens),
-            "return_logprob": True,
-            "token_ids_logprob": [token],
-            "sampling_params": self._sampling | {"max_new_tokens": 1},
-        }
-        status, reply = await self._control("POST", "/generate", timeout, payload)
-        try:
-            ((logprob, named, *_),) = reply["meta_info"]["output_token_ids_logprobs"][0]
-            if status != 200 or named != token:
-                raise MalformedReply(f"the logprob of {named!r}, not of {token}")
-            return float(logprob)
-        except (IndexError, *MALFORMED):
-            raise RolloutError(
-                f"the rollout server {self.url} does not tell a logprob: {status} {self._own_words(reply)}"
-            ) from None
-
     async def parse_tool_calls(self, text: str, tools: Sequence[Any], parser: str) -> Any:
         """{"normal_text", "calls": [{"name", "parameters"}]} of an answer, by a parser of SGLang. Raises
         RolloutError."""

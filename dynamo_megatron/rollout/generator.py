@@ -45,7 +45,7 @@ from dynamo_megatron.rollout.servers.reward_servers import RewardServers
 from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.heap import give_back_freed_memory
-from dynamo_megatron.types import NOT_TRAINED, ProblemResult, Prompt, Rollout
+from dynamo_megatron.types import ProblemResult, Prompt, Rollout
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -165,7 +165,6 @@ class Generator:
             await asyncio.wait([self._evaluation])
             self._waited += time.monotonic() - begun
         endpoints = await self._fleet.begin_push(version)
-        await self._reject_untrusted()
         for dispatched in self._dispatched.values():
             await self._keep_begun(dispatched.session, dispatched.sampling.begun)
         return endpoints
@@ -190,20 +189,6 @@ class Generator:
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
         for endpoint, why in lost.items():
             self._fleet.lost(endpoint, why)
-
-    async def distrust(self, lost: dict[Endpoint, str]) -> None:
-        for endpoint, why in lost.items():
-            self._fleet.distrust(endpoint, why)
-        await self._reject_untrusted()
-
-    async def _reject_untrusted(self) -> None:
-        """Rejects the rollouts of later steps that a server has sampled from other weights than it said. Partial
-        responses are sampled from the beginning, also by a resumed run."""
-        names = self._fleet.take_untrusted()
-        for dispatched in self._dispatched.values() if names else ():
-            session, again = dispatched.session, dispatched.sampling.restart(names)
-            rejected = session.distrust(names - again)
-            await self._in_thread(self._store.reject, session.step, rejected | again)
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         """See RolloutWorker.generate."""
@@ -308,9 +293,6 @@ class Generator:
         prompt = session.wanted[request.name]
         rollout, failure = await self._scoring.rollout(session.step, request.name, prompt, response, server)
         await self._keep(rollout)
-        if request.name in session.untrusted and rollout.status not in NOT_TRAINED:
-            await self._in_thread(self._store.reject, session.step, [request.name])
-            rollout, failure = dataclasses.replace(rollout, status="rejected"), ""
         session.keep(rollout, failure)
         if session is self._counted:
             self._finished(response)

@@ -65,10 +65,6 @@ class RecordedRollouts:
         if self._evaluator is not None:
             self._evaluator.condemn(lost)
 
-    def distrust(self, lost: dict[Endpoint, str]) -> None:
-        if self._evaluator is not None:
-            self._evaluator.distrust(lost)
-
     def close(self) -> None:
         if self._evaluator is not None:
             self._evaluator.close()

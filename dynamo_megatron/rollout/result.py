@@ -36,7 +36,6 @@ class ServerUse:
     kv_cache: float | None = None  # largest share of its KV cache in use that was seen; None: not measured
     retries: int = 0  # requests that were lost with it
     restarts: int = 0
-    recomputed_gap: float | None = None  # largest `recomputation.recomputed_gap`, nats; None: not measured
 
     def add(self, other: ServerUse) -> None:
         self.tokens += other.tokens
@@ -44,7 +43,6 @@ class ServerUse:
         self.kv_cache = _largest(self.kv_cache, other.kv_cache)
         self.retries += other.retries
         self.restarts += other.restarts
-        self.recomputed_gap = _largest(self.recomputed_gap, other.recomputed_gap)
 
 
 def _largest(*measured: float | None) -> float | None:
@@ -97,11 +95,6 @@ class Accounted:
         episode = {} if rollout.episode is None else rollout.episode.counts
         tokens = sum(rollout.response_mask) if kind == "rejected" else 0
         return cls(Outcome(kind, rollout.server), rollout.status, batch, scores, episode, tokens)
-
-    def rejected(self) -> Accounted:
-        """Returns this rollout, which can be trained on, as one that was rejected."""
-        outcome, tokens = Outcome("rejected", self.outcome.server), int(self.batch.response_lengths.sum())
-        return dataclasses.replace(self, outcome=outcome, status="rejected", batch=None, rejected_tokens=tokens)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
-from dynamo_megatron.rollout.recomputation import Sampled
 from dynamo_megatron.rollout.result import ServerUse
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.member import Member
@@ -121,14 +120,6 @@ class Sampling:
     def begun(self) -> dict[str, Response]:
         """The partial responses, by name of the request, that a push interrupted and that wait for the new weights."""
         return {request.name: request.begun for request in self._pending if request.begun is not None}
-
-    def restart(self, names: Collection[str]) -> set[str]:
-        """Discards the partial responses of the waiting requests with these names: they are sampled from the beginning.
-        Returns the names of these requests."""
-        found = [request for request in self._pending if request.name in names]
-        for request in found:
-            request.begun = None
-        return {request.name for request in found}
 
     async def _ask_all(self, tasks: asyncio.TaskGroup) -> None:
         """Sends requests. Returns when none is under way and none can be sent: all were sent, or no server is left."""
@@ -249,9 +240,6 @@ class Sampling:
             asked.cancel()
         if response.tokens:
             member.tokens += len(response.tokens)
-            member.sampled_for |= {request.name, request.group}
-            if request.temperature is None:
-                member.sampled = Sampled(inputs, response)
         late = response.finish_reason == "abort" and until == self._deadline and time.monotonic() > until - 0.1
         return self._late() if late else response
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo_megatron.config.rollout import RolloutConfig
@@ -46,7 +46,6 @@ class StepSession:
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
     finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
-    untrusted: set[str] = field(default_factory=set)  # rollout_ids: sampled from weights that were not the policy's
     late: int = 0  # requests aborted at the step's deadline
     arena: Arena = field(default_factory=Arena)  # of the batch
 
@@ -83,15 +82,6 @@ class StepSession:
         self.rollouts[rollout.rollout_id] = accounted = Accounted.of(rollout)
         if accounted.batch is not None:
             self.arena.grow(accounted.batch.nbytes)
-
-    def distrust(self, names: Collection[str]) -> set[str]:
-        """Marks the rollouts with these names as rejected, those that are not finished yet once they are. Returns the
-        names of the finished ones."""
-        self.untrusted |= self.wanted.keys() & names
-        finished = {name for name in self.untrusted if name in self.rollouts and self.rollouts[name].batch is not None}
-        for name in finished:
-            self.rollouts[name] = self.rollouts[name].rejected()
-        return finished
 
     def add(self, sampling: Sampling) -> None:
         """Adds the servers' use and the times of `sampling`, which has ended."""
@@ -147,10 +137,6 @@ class StepSession:
 
     def _failures(self) -> list[str]:
         wanted, notes = self.wanted, []
-        if rejected := [name for name in self.untrusted if self.rollouts[name].status == "rejected"]:
-            notes.append(
-                f"{len(rejected)} of {len(wanted)} rollouts rejected, of a server with other weights than it said"
-            )
         for status, failure in self.unscored.items():
             named = {name for name, rollout in self.rollouts.items() if rollout.status == status}
             prompts = [prompt for name, prompt in wanted.items() if name in named]

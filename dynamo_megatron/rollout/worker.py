@@ -188,11 +188,6 @@ class RolloutWorker:
         restarted."""
         self._call("condemn", (lost,), None)
 
-    def distrust(self, lost: dict[Endpoint, str]) -> None:
-        """As `condemn`, for servers whose weights are no longer those of the last push: what they have sampled since
-        then for later steps is rejected."""
-        self._call("distrust", (lost,), None)
-
     def close(self) -> None:
         """Stops the child and everything that it started. May be called twice."""
         if self._process is None:

@@ -11,11 +11,9 @@ if TYPE_CHECKING:  # for type hints only: tracking does not depend on the packag
 def fleet_metrics(result: RolloutResult) -> dict[str, float]:
     """The metrics of one step. For each server SERVER: `fleet/SERVER/tokens_per_second`, `busy_share` (the share of the
     generation time with a request under way; both are of the time since the step before if rollouts are generated
-    ahead), `kv_cache` (the largest share in use that was seen; absent where it was not measured), `recomputed_gap`
-    (nats, the largest `rollout.recomputation.recomputed_gap` of the pushes since the step before; absent where there
-    was none) and `rollouts` (how many it answered). For all servers together: `fleet/retries` (requests that were lost
-    with a server and sent again), `fleet/restarts`, and `time/generate_tail` (seconds from the point where 90 % of the
-    responses had arrived).
+    ahead), `kv_cache` (the largest share in use that was seen; absent where it was not measured) and `rollouts` (how
+    many it answered). For all servers together: `fleet/retries` (requests that were lost with a server and sent again),
+    `fleet/restarts`, and `time/generate_tail` (seconds from the point where 90 % of the responses had arrived).
     """
     seconds = max(1e-9, result.times.get("generate", 0.0) if result.ahead is None else result.ahead.seconds)
     metrics = {
@@ -30,7 +28,5 @@ def fleet_metrics(result: RolloutResult) -> dict[str, float]:
             metrics[f"fleet/{name}/busy_share"] = use.busy / seconds
             if use.kv_cache is not None:
                 metrics[f"fleet/{name}/kv_cache"] = use.kv_cache
-            if use.recomputed_gap is not None:
-                metrics[f"fleet/{name}/recomputed_gap"] = use.recomputed_gap
             metrics[f"fleet/{name}/rollouts"] = sum(answered.get(name, {}).values())
     return metrics

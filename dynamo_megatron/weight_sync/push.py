@@ -230,7 +230,7 @@ class WeightPusher:
         self._on_servers(under_way, prove, on_poll, took)
         under_way.proof_seconds += time.monotonic() - start
         if wrong := {e: under_way.failed[e.name] for e in took if e.name in under_way.failed}:
-            self._rollout.distrust(wrong)
+            self._rollout.condemn(wrong)
 
     # -- what they share -----------------------------------------------------------------------------------------
     def _on_servers(

@@ -65,7 +65,7 @@ class Fleet:
     def end_push(self, version, outcomes, on_poll):
         self.outcomes = {e.name: why for e, why in outcomes.items()}
 
-    def distrust(self, lost):
+    def condemn(self, lost):
         self.distrusted |= {e.name: why for e, why in lost.items()}
 
 

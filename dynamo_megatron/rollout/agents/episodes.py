@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
@@ -157,10 +157,6 @@ class Episodes:
             await asyncio.wait(left)
             for server, use in self._sampling.uses.items():
                 self.uses[server].add(use)
-
-    def restart(self, names: Collection[str]) -> set[str]:
-        """As `Sampling.restart`: no episode has a partial response that could be discarded."""
-        return set()
 
     async def _done(self, request: Request, finished: Finished, server: str) -> None:
         self._pending.remove(request)

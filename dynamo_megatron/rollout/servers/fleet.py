@@ -18,7 +18,6 @@ import aiohttp
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
-from dynamo_megatron.rollout.recomputation import recomputed_gap
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
@@ -57,7 +56,6 @@ class Fleet:
         self.listeners: list[Callable[[], None]] = []
         self._watchers, self._watch_task = 0, None
         self._used_since: float | None = None
-        self._untrusted: set[str] = set()  # since the last `take_untrusted`
         self.restarts: Counter[str] = Counter()  # since the last report
         self.notes: list[str] = []  # since the last report
         self._names, self._sources = self._arrange()
@@ -114,18 +112,6 @@ class Fleet:
         """Condemns the server at `endpoint` unless it has been restarted since."""
         if (member := self._member(endpoint)) is not None:
             self.condemn(member, why)
-
-    def distrust(self, endpoint: Endpoint, why: str) -> None:
-        """Condemns a server whose weights are not those of the last push."""
-        if (member := self._member(endpoint)) is not None:
-            self._untrusted |= member.sampled_for
-            self.condemn(member, why)
-
-    def take_untrusted(self) -> set[str]:
-        """Returns the names of the requests, and of their groups, that servers have sampled for since the last push
-        with weights that were not the policy's, as was found since the last call."""
-        untrusted, self._untrusted = self._untrusted, set()
-        return untrusted
 
     def _member(self, endpoint: Endpoint) -> Member | None:
         """Returns the server at `endpoint`; None where it has been restarted or is out."""
@@ -193,10 +179,9 @@ class Fleet:
         deadline = time.monotonic() + self.config.rollout.start_timeout
         while True:
             members = list(self._members.values())
-            held = [member.version for member in members]
             for member in members:
                 member.version = None
-            await asyncio.gather(*(self._rest(m, v) for m, v in zip(members, held, strict=True)))
+            await asyncio.gather(*map(self._rest, members))
             if ready := [m.endpoint for m in members if self._members.get(m.name) is m]:
                 return sorted(ready, key=lambda e: e.name)
             if self._final >= set(self._names) or not await self._change(deadline):
@@ -209,43 +194,19 @@ class Fleet:
                 self.lost(endpoint, f"weight version {version} did not arrive: {failure}")
             elif (member := self._member(endpoint)) is not None:
                 member.version = version
-                member.sampled_for = set()
                 member.source.served(endpoint.name)
         self.pushing = False
         self._announce()
         if not self.serving():
             raise PushNeeded(f"no server took the weights of step {version}: {self._causes()}")
 
-    async def _rest(self, member: Member, version: int | None) -> None:
-        """`version`: of the server's weights, if they are those of the policy before the push."""
+    async def _rest(self, member: Member) -> None:
         try:
             await self._finish_requests(member)
             if not member.gone.done():
                 await member.client.rest()
-            if version is not None and not member.gone.done() and await self._recompute(member, version):
-                await member.client.rest()
         except RolloutError as error:
             self.condemn(member, str(error))
-
-    async def _recompute(self, member: Member, version: int) -> bool:
-        """Recomputes logprobs of tokens that the server sampled from its present weights, `version`. With a staleness
-        bound of 0 the policy has all of these weights, and does so itself. Returns whether the server computed
-        something. Raises RolloutError where the logprobs differ."""
-        rollout = self.config.rollout
-        limit, sampled = rollout.proof.max_mean_gap, member.sampled
-        if not rollout.max_staleness or limit is None or sampled is None:
-            return False
-        gap = await recomputed_gap(member.client, sampled, version, rollout.health_timeout)
-        if gap is None:
-            return False
-        if not gap <= limit:
-            self._untrusted |= member.sampled_for
-            raise RolloutError(
-                f"its logprobs of tokens that it says weight version {version} sampled are {gap:.3g} nats from those "
-                "recomputed with its weights on average"
-            )
-        member.recomputed_gap = max(member.recomputed_gap or 0.0, gap)
-        return True
 
     async def _finish_requests(self, member: Member) -> None:
         """Waits until the server has none of our requests under way. `rollout.at_push` decides whether each response is
@@ -356,8 +317,7 @@ class Fleet:
         uses = {name: ServerUse(restarts=count) for name, count in self.restarts.items()}
         for name, member in self._members.items():
             use = uses.setdefault(name, ServerUse())
-            use.kv_cache, use.recomputed_gap = member.kv_cache, member.recomputed_gap
-            member.kv_cache = member.recomputed_gap = None
+            use.kv_cache, member.kv_cache = member.kv_cache, None
         notes, self.notes = self.notes, []
         self.restarts.clear()
         return uses, notes

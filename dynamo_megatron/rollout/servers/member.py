@@ -10,7 +10,6 @@ from typing import Protocol
 
 from dynamo_megatron.rollout.client import SGLangClient
 from dynamo_megatron.rollout.dispatch import Load
-from dynamo_megatron.rollout.recomputation import Sampled
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 
@@ -41,9 +40,6 @@ class Member:
     moment: float = -math.inf  # monotonic seconds: start of the last `fleet.MOMENT` with lost connections
     lost: int = 0  # connections lost in that moment
     kv_cache: float | None = None  # the largest share in use that was seen since the last report
-    sampled: Sampled | None = None  # the last that it sampled for a rollout
-    recomputed_gap: float | None = None  # the largest, nats, since the last report
-    sampled_for: set[str] = field(default_factory=set)  # since the last push: names and groups of its requests
     tokens: int = 0  # sampled since the last `take_use`
     busy: float = 0.0  # seconds with a request under way, up to the last one's end
     busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `busy` yet
