@@ -22,7 +22,7 @@ from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import Outcome, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout
@@ -34,8 +34,8 @@ def failed(step, prompts, counts, first) -> RolloutResult:
         for p, n in enumerate(counts, first)
         for k in range(n)
     ]
-    return RolloutResult.of(
-        {r.rollout_id: Accounted.of(r) for r in rollouts},
+    return RolloutResult.from_rollouts(
+        rollouts,
         times={},
         notes=["step 1: 32 of 32 rollouts failed; the first: x"],
     )
@@ -280,7 +280,7 @@ class Episodic:
     """Answers with episodes of two segments: of p0 three answers, 6 tokens of 10, of the others one, a single token."""
 
     def generate(self, step, prompts, counts, on_poll, on_count, first):
-        made = {}
+        made = []
         for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
             group, long = group_id(step, position), prompt.prompt_id == "p0"
             mask = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1] if long else [0] * 9 + [1]
@@ -288,8 +288,8 @@ class Episodic:
             for k in range(n):
                 identity, right = (rollout_id(group, k), group, prompt.prompt_id, step), k % 2 == 0
                 answer = (list(range(10)), mask, [-1.0] * sum(mask), spans, "stop", float(right), right, {})
-                made[identity[0]] = Accounted.of(Rollout(*identity, *answer, episode=record))
-        return RolloutResult.of(made, times={"generate": 1.0}, notes=[])
+                made.append(Rollout(*identity, *answer, episode=record))
+        return RolloutResult.from_rollouts(made, times={"generate": 1.0}, notes=[])
 
 
 def test_an_episode_costs_what_was_sampled_in_all_of_its_segments(tmp_path):

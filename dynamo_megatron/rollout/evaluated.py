@@ -31,7 +31,7 @@ def evaluation_requests(config: Config, lengths: ExpectedLengths, by_group: Mapp
         Request(
             f"{group}-{k}",
             group,
-            prompt.prompt_id,
+            prompt,
             prompt.tokens,
             lengths(prompt.prompt_id),
             derived_seed(config.seed, "eval", prompt.prompt_id, str(k)),

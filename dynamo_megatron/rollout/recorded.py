@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.result import OUTCOMES, Accounted, RolloutResult, check_request, group_id, rollout_id
+from dynamo_megatron.rollout.result import OUTCOMES, RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.validation import rollout_fault
@@ -136,9 +136,7 @@ class RecordedRollouts:
                     )
                 name = group_id(step, position)
                 rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
-        return RolloutResult.of(
-            {r.rollout_id: Accounted.of(r) for r in rollouts}, times={"generate": time.monotonic() - started}, notes=[]
-        )
+        return RolloutResult.from_rollouts(rollouts, {"generate": time.monotonic() - started}, [])
 
     def _fault(self, rollout: Rollout) -> str:
         """Returns, in a few words, why a rollout whose fields have the right types cannot be used; "" where it can."""

@@ -55,9 +55,7 @@ class Retention:
     """
 
     def __init__(self, folder: Path, keep_last: int | None):
-        self._folder, self._keep_last = folder, keep_last
-        self._sizes: dict[int, int] = {}  # bytes of the files of finished steps
-        self._noted = False
+        self._folder, self._keep_last, self._noted = folder, keep_last, False
 
     def trim(self, step: int) -> list[str]:
         """Call it before the rollouts of `step` are generated. Returns a note the first time that anything is
@@ -82,11 +80,11 @@ class Retention:
         return [f"removing the oldest rollouts from now on, beginning with step {gone[0]}: {why}"]
 
     def _beyond_share(self, step: int, removable: list[int], files: dict[int, Path]) -> tuple[list[int], str]:
-        for over in [s for s in files if s < step and s not in self._sizes]:
+        sizes = {}
+        for over in (s for s in files if s < step):
             with contextlib.suppress(FileNotFoundError):  # a user may move files meanwhile
-                self._sizes[over] = files[over].stat().st_size
-        self._sizes = {s: size for s, size in self._sizes.items() if s in files}
-        used = sum(self._sizes.values())
+                sizes[over] = files[over].stat().st_size
+        used = sum(sizes.values())
         room = used + shutil.disk_usage(self._folder).free
         why = (
             f"{self._folder / 'rollouts'} takes {used / 1e9:.3g} GB, more than {SHARE:.0%} of the {room / 1e9:.3g} GB "
@@ -97,5 +95,5 @@ class Retention:
             if used <= SHARE * room:
                 break
             gone.append(old)
-            used -= self._sizes.get(old, 0)
+            used -= sizes.get(old, 0)
         return gone, why

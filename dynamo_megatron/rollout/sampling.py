@@ -14,6 +14,7 @@ from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
 from dynamo_megatron.rollout.result import ServerUse
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.member import Member
+from dynamo_megatron.types import Prompt
 
 ATTEMPTS = 4  # a request fails once it has been lost with this many servers
 
@@ -26,8 +27,8 @@ class Request:
 
     name: str
     group: str
-    prompt_id: str
-    prompt_tokens: Sequence[int]
+    prompt: Prompt
+    tokens: Sequence[int]  # that the model is given
     expected: float
     seed: int | None = None
     temperature: float | None = None
@@ -216,7 +217,7 @@ class Sampling:
         until = min(request.limit, self._deadline or request.limit)
         attempts = len(request.lost) + len(request.refused) + request.pushes
         most, begun = request.max_new_tokens, request.begun.tokens if request.begun else []
-        inputs = request.prompt_tokens
+        inputs = request.tokens
         if begun:
             inputs = [*inputs, *begun]
             most = (most or self._config.max_new_tokens) - len(begun)

@@ -9,6 +9,7 @@ from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardPool, Score
 from dynamo_megatron.rollout.agents.episodes import Finished
 from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.rollout.step_session import Wanted
 from dynamo_megatron.rollout.token_spans import token_spans
 from dynamo_megatron.types import Prompt, Rollout, plain_data
 
@@ -41,12 +42,12 @@ class Scoring:
         return text, await self._pool.score(prompt, text)
 
     async def rollout(
-        self, step: int, name: str, prompt: Prompt, response: Response, server: str
+        self, step: int, name: str, wanted: Wanted, response: Response, server: str
     ) -> tuple[Rollout, str]:
         """Returns the scored rollout, and how its reward failed ("" where it did not). Raises RewardError."""
-        failure, rollout = "", self.unscored(step, name, prompt, response, server)
+        failure, rollout = "", self.unscored(step, name, wanted, response, server)
         if not response.error:
-            rollout.response, score = await self.score(prompt, response)
+            rollout.response, score = await self.score(wanted.prompt, response)
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
             rollout.status, failure = score.status, score.failure
@@ -55,12 +56,13 @@ class Scoring:
                 rollout.step_rewards = await self._in_thread(token_spans, *located)  # microseconds a token
         return rollout, failure
 
-    def unscored(self, step: int, name: str, prompt: Prompt, response: Response, server: str) -> Rollout:
+    def unscored(self, step: int, name: str, wanted: Wanted, response: Response, server: str) -> Rollout:
+        prompt, group = wanted
         episode = response if isinstance(response, Finished) else None
         mask = [0] * len(prompt.tokens) + [1] * len(response.tokens)
         return Rollout(
             rollout_id=name,
-            group_id=name.rpartition("-")[0],
+            group_id=group,
             prompt_id=prompt.prompt_id,
             step=step,
             tokens=prompt.tokens + response.tokens if episode is None else episode.sequence,

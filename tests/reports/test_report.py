@@ -14,8 +14,8 @@ from dynamo_megatron.evaluation.results import results_file, summarise, write_re
 from dynamo_megatron.reports.picture import moving_average, title
 from dynamo_megatron.reports.report import price_rows, write_report
 from dynamo_megatron.reports.run_record import read_revisits, read_run
-from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.store import RolloutStore, step_file
+from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.types import ProblemResult, Rollout
 
 

@@ -10,8 +10,8 @@ import yaml
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.reports.samples import Choice, read_samples
-from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.store import RolloutStore, step_file
+from dynamo_megatron.runtime.line_files import compressed, read_raw_lines
 from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout, plain_data
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\r\u009b31m\u202egnp.exe\u2028\b"

@@ -1,9 +1,6 @@
 """Which steps' rollouts stay on disk, and what a start reads of those that do."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -11,9 +8,9 @@ from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.jobs.output_dir import OutputDir
-from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.retention import Retention, after_a_stop
-from dynamo_megatron.rollout.store import RolloutStore, check_rollouts, step_file, step_files, tokens_file
+from dynamo_megatron.rollout.store import RolloutStore, check_rollouts, step_file, step_files
+from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.types import Rollout
 
 
@@ -80,25 +77,6 @@ def test_the_newest_steps_stay_and_those_that_a_resume_needs(tmp_path, saved, ke
     assert 10 in step_files(tmp_path)
 
 
-def test_statistics_of_tokens_go_with_their_rollouts(tmp_path):
-    make_run(tmp_path, 9, 8)
-    for step in range(1, 10):
-        tokens_file(tmp_path, step).parent.mkdir(exist_ok=True)
-        tokens_file(tmp_path, step).touch()
-    Retention(tmp_path, 3).trim(10)
-    assert list(step_files(tmp_path, "tokens")) == list(step_files(tmp_path)) == [7, 8, 9]
-
-
-def test_what_cannot_be_removed_ends_no_run(tmp_path):
-    make_run(tmp_path, 4, 4)
-    step_file(tmp_path, 1).unlink()
-    step_file(tmp_path, 1).mkdir()
-    retention = Retention(tmp_path, 1)
-    (note,) = retention.trim(5)
-    assert note.endswith(f"; but {step_file(tmp_path, 1)} cannot be removed: Is a directory")
-    assert retention.trim(5) == []
-
-
 def test_without_a_number_all_stay_until_they_have_half_of_the_room(small_disk):
     """Steps of 64 kB on a disk of 1 MB, of which a checkpoint has a little and another program then 256 kB."""
     make_run(small_disk, 0, 6)
@@ -115,12 +93,6 @@ def test_without_a_number_all_stay_until_they_have_half_of_the_room(small_disk):
     (small_disk / "more").write_bytes(bytes(1 << 18))
     assert retention.trim(8) == []
     assert 7 in step_files(small_disk), "it is after the last checkpoint"
-
-
-def test_a_number_needs_checkpoints(tmp_path):
-    with pytest.raises(ValueError, match=r"rollout\.keep_last: .*; set checkpoint\.every"):
-        config(tmp_path, rollout={"keep_last": 3}, checkpoint={"every": None})
-    config(tmp_path, rollout={"keep_last": 3})
 
 
 @pytest.mark.parametrize("damage", ["a line that is none", "flipped bits"])
@@ -142,57 +114,3 @@ def test_a_broken_file_that_the_run_would_go_on_from_is_refused_before_anything_
     assert said.endswith("; move this file out of rollouts/ and start again: step 5 is then sampled anew")
     file.rename(tmp_path / file.name)
     check_rollouts(tmp_path, 4)
-
-
-def test_a_broken_file_of_a_step_that_is_over_is_not_in_the_way(tmp_path):
-    make_run(tmp_path, 5, 4)
-    OutputDir(config(tmp_path)).take_over(4)
-    step_file(tmp_path, 3).write_bytes(b"garbage" * 99)
-    OutputDir(config(tmp_path)).claim()
-
-
-def test_a_start_reads_the_next_step_and_of_later_ones_only_where_lines_begin(tmp_path):
-    """A step may have GBs, which take minutes to parse."""
-    make_run(tmp_path, 9, 4)
-    OutputDir(config(tmp_path)).take_over(4)
-    later = step_file(tmp_path, 7)
-    whole = later.read_bytes()
-    later.write_bytes(whole + compressed(b"not parsed before its turn\n"))
-    check_rollouts(tmp_path, 4)
-    (tmp_path / "rollouts" / "step-000008.jsonl").write_bytes(b"plain lines of before\n")
-    step_file(tmp_path, 8).with_suffix(".zst").unlink()
-    OutputDir(config(tmp_path)).claim()
-    later.write_bytes(b"no frame begins with this" + whole)
-    with pytest.raises(ValueError, match=r"step-000007\.jsonl\.zst: damaged at byte 0: .*step 7 is then sampled anew$"):
-        check_rollouts(tmp_path, 4)
-
-
-OPENED = """
-import sys
-opened = []
-sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-from pathlib import Path
-from dynamo_megatron.config import Config
-from dynamo_megatron.jobs.output_dir import OutputDir
-from dynamo_megatron.rollout.retention import Retention
-from dynamo_megatron.rollout.store import RolloutStore
-folder = sys.argv[1]
-output = OutputDir(Config(model={"path": "m"}, data={"source": "s"}, output_dir=folder))
-output.claim()
-output.take_over(10_000)
-store = RolloutStore(folder)
-print(len(list(store.lines(10_001))))
-Retention(Path(folder), 10_000).trim(10_001)
-print(sorted({Path(name).name for name in opened if "rollouts" in name}))
-"""
-
-
-def test_a_start_opens_no_file_of_the_ten_thousand_steps_before(tmp_path):
-    make_run(tmp_path, 1, 10_000)
-    for step in range(2, 10_001):
-        os.link(step_file(tmp_path, 1), step_file(tmp_path, step))
-    RolloutStore(tmp_path).append(rollout(10_001))
-    OutputDir(config(tmp_path)).take_over(10_000)
-    done = subprocess.run([sys.executable, "-P", "-c", OPENED, tmp_path], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == ["1", "['step-010001.jsonl.zst']"]

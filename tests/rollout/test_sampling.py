@@ -5,16 +5,10 @@ import time
 
 import pytest
 from aiohttp import web
-from stand_ins import VOCABULARY, Server, external, fleet_of, listening, reply
+from stand_ins import Server, fleet_of, reply
 
-from dynamo_megatron.config import RolloutConfig
-from dynamo_megatron.config import rollout as rollout_config
-from dynamo_megatron.rollout.client import open_session
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.result import PushNeeded
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
-from dynamo_megatron.rollout.servers import fleet as fleet_module
-from dynamo_megatron.rollout.servers import supervisor
-from dynamo_megatron.rollout.servers.fleet import Fleet
 
 
 def sample(*servers: Server, requests: int = 40, deadline: float | None = None, pushed: bool = False, **rollout):
@@ -152,21 +146,6 @@ def test_connections_lost_in_one_moment_are_one_fault_of_a_healthy_server():
     assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
-def test_connections_lost_now_and_then_are_no_fault_of_a_healthy_server(monkeypatch):
-    """Each of them in a moment of its own, and without an answer between them."""
-    monkeypatch.setattr(fleet_module, "MOMENT", 0.0)
-    outcomes, sampling, fleet = sample(Closing(2), requests=1, health_timeout=20.0)
-    assert not any(r.error for r, _ in outcomes.values()) and sampling.uses["server-0"].retries == 2
-    assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
-
-
-def test_a_server_that_closes_every_connection_leaves_and_costs_no_rollout(monkeypatch):
-    monkeypatch.setattr(fleet_module, "MOMENT", 0.005)
-    outcomes, _, fleet = sample(Closing(1000), Server(), requests=80, concurrency=8, health_timeout=20.0)
-    assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
-    assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
-
-
 def test_a_request_that_all_refuse_fails_and_one_that_one_refuses_does_not():
     def refuse(rid, number):
         return web.json_response({"error": {"message": "too long"}}, status=400)
@@ -193,16 +172,6 @@ def test_a_silent_server_leaves_and_its_requests_go_elsewhere(loads):
     outcomes, _, fleet = sample(silent, Server(), health_timeout=6.0)
     assert time.monotonic() - started < 100 and served_by(outcomes) == {"server-1"}
     assert any("no answer to /health for rollout.health_timeout (6 s)" in note for note in fleet.notes)
-
-
-def test_a_limit_that_is_not_given_follows_from_the_tokens(monkeypatch):
-    assert RolloutConfig(max_new_tokens=1024).timeout_of() == 600
-    assert RolloutConfig(max_new_tokens=32768).timeout_of() == pytest.approx(3277, abs=1)
-    assert RolloutConfig(max_new_tokens=8).timeout_of(32768) > 3000  # an evaluation's
-    monkeypatch.setattr(rollout_config, "SHORTEST_TIMEOUT", 0.1)
-    monkeypatch.setattr(rollout_config, "TOKEN_TIMEOUT", 0.05)
-    outcomes, *_ = sample(Server(lambda rid, number: asyncio.sleep(60) if rid == "r3" else None), max_new_tokens=10)
-    assert outcomes["r3"][0].error == "no response to r3 within rollout.timeout (0.5 s)"
 
 
 def test_a_response_that_never_ends_is_aborted():
@@ -239,82 +208,6 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
     # Not pushed to, a server that is back has the weights that it had.
     outcomes, *_ = sample(Server(refuse), requests=8)
     assert all("lost with server-0, server-0" in r.error for r, _ in outcomes.values())
-
-
-def test_servers_that_are_not_there_are_named():
-    async def work():
-        async with open_session() as session:
-            fleet = Fleet(external(["http://127.0.0.1:9"], start_timeout=2), session, [], VOCABULARY)
-            running = asyncio.create_task(fleet.run())
-            try:
-                await fleet.wait_started()
-            finally:
-                running.cancel()
-                await asyncio.wait([running])
-
-    with pytest.raises(RolloutError, match=r"no rollout server is up; server-0: .*127.0.0.1:9.* does not answer"):
-        asyncio.run(work())
-
-
-def test_somebody_elses_server_may_come_up_late(monkeypatch):
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.01)
-
-    async def work():
-        async with listening(Server()) as url:
-            port = int(url.rpartition(":")[2])
-        async with open_session() as session:
-            fleet = Fleet(external([url]), session, [], VOCABULARY)
-            running = asyncio.create_task(fleet.run())
-            starting = asyncio.create_task(fleet.wait_started())
-            await asyncio.sleep(1.0)  # six failures
-            async with listening(Server(), port):
-                await starting
-                assert set(fleet.serving()) == {"server-0"}
-                running.cancel()
-                await asyncio.wait([running])
-
-    asyncio.run(work())
-
-
-def test_a_start_without_one_of_the_servers_says_so():
-    async def work():
-        async def hang(request):
-            await asyncio.sleep(60)
-
-        slow = Server()
-        slow.answer = hang
-        async with fleet_of(Server(), slow, start_timeout=1) as fleet:
-            assert set(fleet.serving()) == {"server-0"}
-            return fleet.notes
-
-    assert asyncio.run(work()) == ["server-1 did not come up within rollout.start_timeout (1 s)"]
-
-
-def test_a_server_restarted_in_a_push_has_not_taken_it():
-    async def work():
-        async with fleet_of(Server(), Server()) as fleet:
-            endpoints = await fleet.begin_push(1)
-            fleet.condemn(fleet._members["server-0"], "killed after its proof")
-            async with asyncio.timeout(10):
-                while "server-0" not in fleet._members:
-                    await asyncio.sleep(0.05)
-            await fleet.end_push(1, dict.fromkeys(endpoints))
-            assert set(fleet.serving()) == {"server-1"}
-            again = await fleet.begin_push(2)
-            assert [e.incarnation for e in again] == [2, 1]
-            await fleet.end_push(2, dict.fromkeys(again))
-            assert set(fleet.serving()) == {"server-0", "server-1"}
-
-    asyncio.run(work())
-
-
-def test_a_server_that_refuses_what_others_answer_leaves():
-    def refuse(rid, number):
-        return web.json_response({"error": {"message": "bad"}}, status=400)
-
-    outcomes, _, fleet = sample(Server(refuse), Server(), requests=80)
-    assert not any(r.error for r, _ in outcomes.values())
-    assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
 
 
 def test_the_tail_begins_when_nine_of_ten_are_there():

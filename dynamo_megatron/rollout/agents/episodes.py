@@ -23,7 +23,7 @@ from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.runtime.seeds import derived_seed
-from dynamo_megatron.types import EpisodeRecord, Prompt, TurnRecord, plain_data
+from dynamo_megatron.types import EpisodeRecord, TurnRecord, plain_data
 
 ATTEMPTS = 2  # at an episode whose agent's process is lost
 
@@ -110,12 +110,11 @@ class Episodes:
         self,
         agents: Agents,
         requests: Sequence[Request],
-        prompt_of: Callable[[Request], Prompt],
         take: Callable[[Request, Response, str], Awaitable[None]],
         deadline: float | None = None,
         urgent: bool = False,
     ):
-        self.agents, self.prompt_of, self.deadline = agents, prompt_of, deadline
+        self.agents, self.deadline = agents, deadline
         self._pending, self._take, self._urgent = list(requests), take, urgent
         self._free = agents.free_for_evaluation if urgent else agents.free
         self._waiting: dict[Request, asyncio.Future[tuple[Response, str]]] = {}  # turns
@@ -203,7 +202,7 @@ class _Attempt:
 
     def __init__(self, episodes: Episodes, request: Request, number: int, until: float):
         self._episodes, self._request, self._number, self._until = episodes, request, number, until
-        self._agents, self._prompt = episodes.agents, episodes.prompt_of(request)
+        self._agents, self._prompt = episodes.agents, request.prompt
         self.server = ""
         limits = self._agents.limits(request.max_new_tokens)
         self._session = Session(Episode(self._agents.chat), limits, self._sample, self._parse_tools)
@@ -322,7 +321,7 @@ class _Attempt:
         turn = Request(
             f"{request.name}.{self._number}.{number}",
             request.name,
-            request.prompt_id,
+            request.prompt,
             ids,
             min(request.expected, most),
             # The first turn is sampled as a rollout without an agent is.
