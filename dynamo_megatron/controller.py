@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.batch_shape import BatchShape
 from dynamo_megatron.algorithm.energy import rollout_energies

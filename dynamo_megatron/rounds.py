@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import Allocation
 from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.dynamic_sampling import informative
 from dynamo_megatron.algorithm.sequential import NextRound, Outcomes, Rule
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
