@@ -2,21 +2,14 @@
 
 import dataclasses
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 
 import numpy as np
 import pytest
 import yaml
-from step_sampling import BATCH, Alone, Answering, Policy, batch_of, make_controller, sample
+from step_sampling import BATCH, Answering, Policy, batch_of, make_controller, sample
 
-from dynamo_megatron.algorithm.advantages import informative
-from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.batch_shape import PATIENCE
-from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.controller import Controller
-from dynamo_megatron.data.selection import PromptSelection
-from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
@@ -24,8 +17,7 @@ from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import Outcome, RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout
+from dynamo_megatron.types import Rollout
 
 
 def failed(step, prompts, counts, first) -> RolloutResult:
@@ -52,48 +44,12 @@ def controller(tmp_path):
     return make
 
 
-def test_the_shape_follows_the_noise(tmp_path, capsys):
-    """From 4 prompts with 8 rollouts each to 8 with 4, once the noise lies between prompts; the budget stays."""
-    config = Config(
-        model={"path": "none"},
-        data={"source": "none", "batch_prompts": "auto", "shape": {"prompt_cost": 0.0}},
-        rollout={"max_new_tokens": 4},
-        algorithm={"allocation": {"budget": 32}, "advantage": {"kind": "history"}},
-        trainer={"steps": 50},
-        output_dir=str(tmp_path),
-    )
-    items = [Prompt(f"p{i}", text=f"p{i}") for i in range(30)]
-    stream = PromptStream(items, config.prompt_stream, lambda p: [1, int(p.prompt_id[1:])], None)
-    allocator = RolloutAllocator(config.algorithm.allocation)
-    prompts = PromptSelection(config.prompt_stream, stream, allocator.history)
-    journal = Journal(config)
-    live = Controller(config, prompts, allocator, Answering(RolloutStore(tmp_path)), None, journal, Alone())
-    journal.open(0)
-    journal.progress.start(0)
-    for step in range(1, PATIENCE + 2):
-        round_ = live.allocate(step, live.draw(step, []), [])
-        live.generate(step, round_)
-        assert round_.allocation.counts.sum() == 32 and len(round_.prompts) == (4 if step <= PATIENCE else 8)
-        noise = {"signal": 0.0, "between": 1.0, "within": 1.0}
-        metrics = defaultdict(float, step=step, **{f"gradient_noise/{name}": value for name, value in noise.items()})
-        live.log(live.record(step, [round_]), metrics, None, None)  # keeps no tokens
-    assert (
-        f"step {PATIENCE}: batch shape: 8 prompts with 4 rollouts each in place of 4 with 8" in capsys.readouterr().out
-    )
-
-
 def test_an_even_allocation_is_explained_once(tmp_path, capsys):
     allocation = {"budget": 2 * BATCH, "rollout_n_min": 2}
     live = make_controller(tmp_path, 30, Answering(RolloutStore(tmp_path)), {"allocation": allocation})
     for step in (1, 2):
         sample(live, step, Policy(lambda rollouts: rollouts.engine_logprobs))
     assert capsys.readouterr().out.count("allocation of step 1: rollout_n_min is 2, and 4 prompts share 8 roll") == 1
-
-
-def test_informative():
-    rewards, groups = [1, 1, 0.5, 0.5, 0.5, 1, 0], ["a", "a", "b", "b", "b", "c", "d"]
-    assert not informative(rewards, groups).any()
-    assert informative([1, 1, 0.5, 0.5, 0.4, 1, 0], groups).tolist() == [False, False, True, True, True, False, False]
 
 
 @pytest.mark.parametrize("prompts", [30, 5])  # of five one teaches, and is drawn four times in a step
@@ -138,41 +94,10 @@ def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_pat
     np.testing.assert_allclose(batch.weights, expected, rtol=1e-12)
 
 
-def test_greso_learns_from_what_the_steps_sampled(controller, tmp_path):
-    live = controller(30, None, Answering(RolloutStore(tmp_path)), "greso")
-    drawn = Counter()
-    for step in range(1, 60):
-        _, record = batch_of(live, step)
-        drawn.update(record.allocations[0].prompt_ids)
-    solved, unsolved, mixed = (sum(n for i, n in drawn.items() if int(i[1:]) % 3 == kind) for kind in range(3))
-    assert mixed > 2 * max(solved, unsolved) and record.drawing["data/draw_unsolved"] != 0.5
-
-
-@pytest.mark.parametrize(("rounds", "prompts"), [(None, BATCH), (1, 2 * BATCH)])
-def test_rounds_are_bounded(controller, tmp_path, rounds, prompts):
-    """One round of replacement at most; without dynamic sampling nothing is left out."""
-    batch, record = batch_of(controller(300, rounds, Answering(RolloutStore(tmp_path))), 1)
-    assert len(record.counts) <= prompts
-    teaching = {p for p in record.result.batch.prompt_ids if int(p[1:]) % 3 == 2}
-    sampled = set(record.result.batch.prompt_ids)
-    assert set(batch.rollouts.prompt_ids) == (teaching if rounds else sampled)
-    assert 0 < len(teaching) < BATCH < len(sampled) + (rounds is None)
-
-
 def test_a_batch_that_teaches_nothing_stays_whole(controller, tmp_path):
     batch, record = batch_of(controller(1, 2, Answering(RolloutStore(tmp_path))), 1)
     assert set(batch.rollouts.prompt_ids) == {"p0"} and len(record.allocations) == 3
     assert not batch.advantages.any()
-
-
-def test_a_later_round_without_a_response_costs_its_groups_alone(controller, tmp_path):
-    class Failing(Answering):
-        def generate(self, step, prompts, counts, on_poll, on_count, first):
-            result = super().generate(step, prompts, counts, on_poll, on_count, first)
-            return result if first == 0 else failed(step, prompts, counts, first)
-
-    batch, record = batch_of(controller(300, 2, Failing(RolloutStore(tmp_path))), 1)
-    assert len(record.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
 
 
 def test_a_round_past_the_deadline_is_the_last(controller, tmp_path):
@@ -274,33 +199,3 @@ def test_baselines_are_those_of_the_prompts_before_their_rollouts(controller, tm
                 seen.setdefault(prompt, []).append(reward)
         assert len(known.mean) == len(sampled.rollouts.rewards)
     assert max(strengths) > 8 and min(strengths) == 0
-
-
-class Episodic:
-    """Answers with episodes of two segments: of p0 three answers, 6 tokens of 10, of the others one, a single token."""
-
-    def generate(self, step, prompts, counts, on_poll, on_count, first):
-        made = []
-        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
-            group, long = group_id(step, position), prompt.prompt_id == "p0"
-            mask = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1] if long else [0] * 9 + [1]
-            spans, record = [(step - 1, 0, sum(mask))], EpisodeRecord([0, 5], {"turns": 3 if long else 1})
-            for k in range(n):
-                identity, right = (rollout_id(group, k), group, prompt.prompt_id, step), k % 2 == 0
-                answer = (list(range(10)), mask, [-1.0] * sum(mask), spans, "stop", float(right), right, {})
-                made.append(Rollout(*identity, *answer, episode=record))
-        return RolloutResult.from_rollouts(made, times={"generate": 1.0}, notes=[])
-
-
-def test_an_episode_costs_what_was_sampled_in_all_of_its_segments(tmp_path):
-    """8 of each prompt: 72 tokens in 32 rollouts, 2.25 on average, which weighs as much as 4."""
-    algorithm = {"allocation": {"cost": "tokens"}, "advantage": {"kind": "rloo"}}
-    live = make_controller(tmp_path, BATCH, Episodic(), algorithm)
-    sample(live, 1, Policy(lambda rollouts: rollouts.engine_logprobs))
-    decision = live.allocate(2, live.draw(2, []), []).allocation
-    price = dict(zip(decision.prompt_ids, decision.tokens.tolist(), strict=True))
-    assert price == pytest.approx({"p0": (48 + 9) / 12, **dict.fromkeys(("p1", "p2", "p3"), (8 + 9) / 12)})
-    given = dict(zip(decision.prompt_ids, decision.counts.tolist(), strict=True))
-    assert all(given["p0"] < given[other] for other in ("p1", "p2", "p3"))
-    assert decision.counts @ decision.tokens <= 32 * decision.tokens.mean()
-    assert all("tokens" in row for row in decision.rows())

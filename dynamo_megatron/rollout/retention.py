@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
-from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.store import rollout_ids, step_files, tokens_file
+from dynamo_megatron.rollout.store import step_files, tokens_file
 
 SHARE = 0.5  # of the free disk space and rollouts/ together: above it, without keep_last, the oldest are removed
 STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes for each response token, and for the rest of a rollout
@@ -24,26 +23,12 @@ def after_a_stop(output: Path) -> str:
     """What a run in `output` that was stopped early has kept, and what the same command does next: for its last
     message."""
     last = latest_checkpoint(output / "checkpoints")
-    kept = _kept_after(output, 0 if last is None else last[0])
+    step = 0 if last is None else last[0]
+    *_, newest = (0, *step_files(output))
+    kept = f"; the rollouts of the steps from {step + 1} to {newest} are kept" if newest > step else ""
     if last is not None:
-        return f"the same command resumes from the checkpoint of step {last[0]}{kept}"
+        return f"the same command resumes from the checkpoint of step {step}{kept}"
     return f"{'' if kept else 'nothing is saved yet: '}the same command starts from step 0{kept}"
-
-
-def _kept_after(output: Path, step: int) -> str:
-    """Only the newest step's rollouts are counted: to read those of all steps could take longer than a stop may."""
-    try:
-        files = {later: path for later, path in step_files(output).items() if later > step and path.stat().st_size}
-        if not files:
-            return ""
-        *before, newest = files
-        count = len(rollout_ids(files[newest]))
-    except (InputError, OSError) as error:  # the next start says it, too
-        return f"; {error}"
-    if not before:
-        return f"; kept: {count} rollout{'s' * (count != 1)} of step {newest}"
-    steps = f"step {before[0]}" if len(before) == 1 else f"steps {before[0]} to {before[-1]}"
-    return f"; kept: the rollouts of {steps} and {count} of step {newest}"
 
 
 class Retention:

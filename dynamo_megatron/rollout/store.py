@@ -54,12 +54,6 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return list(found.values())
 
 
-def rollout_ids(path: Path) -> set[str]:
-    """Returns the ids of the rollouts in a file, those of partial responses included; no line is parsed. Raises
-    ValueError where bytes are damaged."""
-    return {_id_of(line) for line in read_raw_lines(path)}
-
-
 def read_typed_lines(path: Path) -> Iterator[Rollout]:
     """As `read_lines`, for callers that use the fields without checks: raises ValueError also where a field has a wrong
     type."""
@@ -90,22 +84,6 @@ def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
     for (_, prompt_id), rollouts in sorted(by_group.items()):
         groups[prompt_id].append(sorted(rollouts, key=lambda r: int(r.rollout_id.rsplit("-", 1)[1])))
     return groups
-
-
-def check_rollouts(folder: Path, step: int) -> None:
-    """Checks the rollouts that a run finds when it continues after `step`. Parses those of the next step. Of later
-    steps, which may be many GB, it only looks where each line's frame begins and ends. Raises ValueError as
-    `read_lines` does, and says what to do."""
-    for later, path in step_files(folder).items():
-        if later > step:
-            try:
-                with path.open("rb") as file:
-                    for _ in read_lines(path) if later == step + 1 else whole_frames(file.fileno(), path):
-                        pass
-            except ValueError as error:
-                raise InputError(
-                    f"{error}; move this file out of rollouts/ and start again: step {later} is then sampled anew"
-                ) from None
 
 
 class RolloutStore:

@@ -1,8 +1,6 @@
 """Episodes through the rollout process: what becomes of them, whatever becomes of their agents and servers."""
 
 import asyncio
-import dataclasses
-import time
 
 import pytest
 from aiohttp import web
@@ -143,29 +141,6 @@ def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path, mo
     assert stored["endless"].reward == 1.0 and stored["endless"].finish_reason == "length"
 
 
-def test_an_agent_that_raises_at_a_limit_fails_where_no_function_can_score_it(episodes, tmp_path):
-    """As the agents of verifiers environments, whose rows have no answers."""
-    unanswered = dataclasses.replace(prompt("endless"), answer=None)
-
-    async def work(generator, push):
-        return await generator.generate(1, [unanswered, prompt("endless")], [1, 1], 0)
-
-    result = episodes(work, Server(says(3)), agent_turns=3)
-    assert [outcome.kind for outcome in result.outcomes.values()] == ["failed", "truncated"]
-    assert any("limit of turns; then the agent raised" in note and "LimitReached" in note for note in result.notes)
-
-
-def test_an_episode_that_starts_again_has_all_of_its_time(episodes, tmp_path, monkeypatch):
-    monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.SILENT_WITHIN", 3)
-    prompts = [prompt("blocks", file=str(tmp_path / "blocked")), prompt("slow")]
-
-    async def work(generator, push):
-        return await generator.generate(1, prompts, [1, 1], 0)
-
-    result = episodes(work, Server(says(3)), timeout=5.0)
-    assert result.counts["completed"] == 2 and result.episodes["restarts"] == 2
-
-
 def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_generator, tmp_path, tiny_model):
     from dynamo_megatron.data.templates import load_tokenizer
 
@@ -188,48 +163,6 @@ def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_g
     for name in ("tokens", "offsets", "prompt_lengths", "engine_logprobs", "weight_versions", "rewards"):
         assert getattr(episode, name).tolist() == getattr(plain, name).tolist(), name
     assert episode.finish_reasons == plain.finish_reasons
-
-
-def test_a_lost_server_takes_no_episode_with_it(episodes):
-    def dies(name, number):
-        if number > 3:
-            raise ConnectionResetError
-        return says(3)(name, number)
-
-    async def work(generator, push):
-        return await generator.generate(1, [prompt("rewarded")], [8], 0)
-
-    broken, sound = Server(dies), Server(says(3))
-    result = episodes(work, broken, sound)
-    assert result.counts["completed"] == 8 and result.batch.response_lengths.tolist() == [6] * 8
-
-
-def test_episodes_under_way_at_a_push_go_on_with_the_new_weights(episodes, tmp_path):
-    pushed = asyncio.Event()
-
-    def behaviour(name, number):
-        async def answer():
-            if not pushed.is_set():
-                await asyncio.sleep(30)
-            made = reply(f"{name};", 3, {"type": "stop", "matched": END})
-            made["meta_info"]["output_token_logprobs"][-1] = [-1.0, END, None]
-            made["meta_info"]["weight_versions"] = [{"version": "1", "start": 0, "end": 3}]
-            return web.json_response(made)
-
-        return answer()
-
-    async def work(generator, push):
-        await generator.dispatch(1, [prompt("rewarded")], [2])
-        await asyncio.sleep(2)
-        begun = time.monotonic()
-        pushed.set()
-        await push(1)
-        return await generator.collect(1), time.monotonic() - begun
-
-    result, seconds = episodes(work, Server(behaviour), max_staleness=1)
-    assert result.counts["completed"] == 2 and seconds < 20
-    # The first turn had one token of the old weights, and went on.
-    assert result.batch.weight_versions.tolist() == [0, 1, 1, 1, 1, 1, 1] * 2
 
 
 def test_the_record_says_when_each_answer_came_and_which_message_it_is(episodes, tmp_path):
@@ -272,14 +205,6 @@ def test_an_episode_that_starts_again_is_counted(episodes):
     server = Server(behaviour)
     result = episodes(work, server)
     assert result.counts["completed"] == 1 and result.episodes == {"turns": 2, "segments": 1, "restarts": 1}
-
-
-def test_a_segment_is_as_long_as_every_server_takes_it(episodes):
-    async def work(generator, push):
-        return await generator.generate(1, [prompt("scored")], [1], 0)
-
-    result = episodes(work, Server(says(3), longest=5000), Server(says(3), longest=6))
-    assert result.counts["failed"] == 1 and "tokens, of at most 6" in result.notes[0]
 
 
 def test_an_evaluation_does_not_wait_for_the_episodes_of_training(episodes):

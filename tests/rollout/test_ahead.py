@@ -1,18 +1,14 @@
 """Rollouts of later steps are generated while the ranks train, and every token is of the weights that it names."""
 
 import asyncio
-import dataclasses
 
 import numpy as np
 import pytest
 from engine_stand_in import FIRST, VERSIONS, Engine, run_steps
 from stand_ins import VOCABULARY
 
-from dynamo_megatron.rollout.result import PushNeeded
-from dynamo_megatron.rollout.step_session import Dispatched
-from dynamo_megatron.rollout.store import RolloutStore, read_lines, read_rollouts, step_file
-from dynamo_megatron.runtime.line_files import read_raw_lines
-from dynamo_megatron.types import Prompt, Rollout
+from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file
+from dynamo_megatron.types import Prompt
 
 PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]
 COUNTS = [2] * len(PROMPTS)
@@ -82,26 +78,6 @@ def test_servers_are_asked_for_a_step_once_those_before_it_have_been_asked_for(w
     assert steps == sorted(steps) and len(steps) == 3 * sum(COUNTS)
 
 
-def test_who_waits_hears_at_once_that_a_push_is_needed():
-    class NoServer:
-        async def run(self):
-            raise PushNeeded("no server is left")
-
-    async def work():
-        dispatched = Dispatched(None, NoServer())
-        with pytest.raises(PushNeeded):
-            async with asyncio.timeout(2.0):
-                await dispatched.over()
-        dispatched.pushed()
-        with pytest.raises(PushNeeded):
-            async with asyncio.timeout(2.0):
-                await asyncio.sleep(0)
-                await dispatched.over()
-        await dispatched.end()
-
-    asyncio.run(work())
-
-
 def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
     """The run ends in step 4, whose checkpoint was of step 2: what versions up to 2 have sampled is kept."""
     engine = Engine(length, 0.02)
@@ -136,22 +112,6 @@ def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
         assert result.batch.response_lengths.tolist() == [length(p.tokens) for p in PROMPTS for _ in range(2)]
 
 
-def test_files_of_steps_that_the_resumed_run_has_not_drawn_are_removed(with_generator, tmp_path):
-    store = RolloutStore(tmp_path)
-    old = Rollout("x", "g", "p", 1, [1, 30, 7], [0, 0, 1], [-1.0], [(0, 0, 1)], "length", 1.0, True, {}, "ok")
-    for step in (2, 3, 4, 5):
-        store.append(dataclasses.replace(old, step=step, group_id=f"{step:06d}-0000", rollout_id=names(step)[0]))
-    store.close()
-
-    async def work(generator, push):
-        await push(1)
-        await push(2)
-
-    with_generator(work, Engine(length), max_staleness=2)
-    assert [step for step in (2, 3, 4, 5) if step_file(tmp_path, step).exists()] == [2, 3, 4]
-    assert list(read_raw_lines(step_file(tmp_path, 4)))
-
-
 def test_a_server_lost_while_it_works_ahead_loses_nothing(with_generator):
     engines = [Engine(length, 0.003), Engine(length, 0.003)]
 
@@ -170,29 +130,3 @@ def test_a_server_lost_while_it_works_ahead_loses_nothing(with_generator):
         assert result.batch.rollout_ids == names(step)
         check_tokens(result.batch)
     assert VOCABULARY > FIRST + 6
-
-
-def test_an_evaluation_beside_the_training_is_of_one_version(with_generator):
-    """It takes longer than the step: the push waits for it, and not for the rollouts."""
-    engine = Engine(lambda prompt: 60 if prompt[0] <= 2 else 400, 0.01)
-
-    async def work(generator, push):
-        engine.version = 3
-        await push(3)
-        await generator.dispatch(4, PROMPTS, COUNTS)
-        await generator.begin_evaluation(PROMPTS[:2])
-        await asyncio.sleep(0.2)
-        evaluation = generator._evaluation
-        endpoints = await generator.begin_push(4)
-        assert evaluation.done() and not engine.running
-        engine.version = 4
-        await generator.end_push(4, dict.fromkeys(endpoints))
-        results = await generator.end_evaluation()
-        return results, (await generator.collect(4)).batch
-
-    results, batch = with_generator(work, engine, samples=2, max_staleness=1, max_new_tokens=400)
-    assert [len(r.responses) for r in results] == [2, 2]
-    letter = results[0].responses[0][0]
-    assert all(response == 60 * letter for r in results for response in r.responses)
-    check_tokens(batch)
-    assert set(batch.weight_versions.tolist()) == {3, 4}

@@ -2,13 +2,12 @@
 
 import asyncio
 
-import aiohttp
 import pytest
 from stand_ins import Server, event, listening, open_stream, reply
 
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.batching import LARGEST
-from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
+from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 
@@ -72,32 +71,6 @@ def answers(*contents):
 FAULT = {"error": {"message": "one of them is at fault"}}
 
 
-def test_the_abort_of_what_is_left_of_a_list_does_not_end_the_second_sending():
-    """SGLang makes it 2 s after a broken connection."""
-
-    async def late_abort(client):
-        while len(server.asked) < 3:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        async with aiohttp.request("POST", f"{client.url}/abort_request", json={"rid": ids[0]}):
-            finish.set()
-
-    async def work(client):
-        return (await asyncio.gather(ask(client, "a", "b"), late_abort(client)))[0]
-
-    finish, ids = asyncio.Event(), []
-    server = Server(waits(finish), lists=answers(lambda rids: ids.extend(rids) or FAULT))
-    assert [r.error for r in run(server, work)] == ["", ""]
-    assert not any(a != b and a.startswith(b) for a in server.ids for b in server.ids)
-
-
-def waits(finish):
-    async def behaviour(name, number):
-        await finish.wait()
-
-    return behaviour
-
-
 def test_an_abort_with_a_status_is_a_refusal_of_that_request():
     too_long = {"type": "abort", "message": "too long", "status_code": 400}
     server = Server(lists=answers(lambda rids: reply(rids[0], 1, too_long), lambda rids: reply(rids[1])))
@@ -140,20 +113,3 @@ def test_a_list_whose_requests_are_all_cancelled_closes_its_connection():
     server = Server(lists=lists)
     run(server, work)
     assert server.asked == [["a", "b", "c"]]
-
-
-def test_a_server_that_dies_with_a_list_under_way_leaves_each_request_one_end():
-    async def lists(request, rids):
-        await (await open_stream(request)).write(event(reply(rids[1])))
-        await asyncio.sleep(0.1)
-        server.behaviour = die
-        request.transport.abort()
-
-    async def die(name, number):
-        raise ConnectionResetError
-
-    server = Server(lists=lists)
-    first, answered, last = run(server, lambda client: ask(client, "a", "b", "c"))
-    assert answered.tokens == [7] * 3
-    assert isinstance(first, ServerLost) and isinstance(last, ServerLost)
-    assert server.asked[0] == ["a", "b", "c"] and sorted(server.asked[1:]) == ["alone-a", "alone-c"]

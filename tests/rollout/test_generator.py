@@ -13,26 +13,9 @@ from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.servers.external import External
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
-from dynamo_megatron.runtime import arena
 from dynamo_megatron.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30]) for i in range(3)]
-
-
-def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_generator, monkeypatch):
-    grown, grow = [], arena.Arena.grow
-    monkeypatch.setattr(arena, "APART", 1)
-    monkeypatch.setattr(arena.Arena, "grow", lambda memory, size: (grown.append(size), grow(memory, size)))
-
-    async def work(generator, push):
-        await push(0)
-        for before in ([0] + 6 * [5 * 8 + 3 * 8], [6 * (5 * 8 + 3 * 8)]):  # the second time all six are on disk
-            grown.clear()
-            batch = (await generator.generate(1, PROMPTS, [2, 2, 2], 0)).batch
-            assert grown[: len(before)] == before
-            assert {batch.tokens.ctypes.data, batch.engine_logprobs.ctypes.data} <= arena._pieces.keys()
-
-    with_generator(work, Server())
 
 
 def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator, tmp_path):
@@ -103,20 +86,7 @@ def test_each_kind_of_failed_reward_is_noted_with_its_own_last_failure(with_gene
     assert late.startswith("reward_timeout, ") and late.endswith("no value within reward.deadline (0.5 s)")
 
 
-DAMAGE = [
-    {"tokens": [20, 30, 7, 7, 10_000_000]},
-    {"tokens": [20, 30, 7, 7, 2**70]},
-    {"tokens": [20, 30, 7, None, 7]},
-    {"tokens": [20, 30], "response_mask": [0, 0], "engine_logprobs": [], "weight_versions": []},
-    {"engine_logprobs": [-1.0, 1.5, -1.0]},
-    {"engine_logprobs": [-1.0, -1.0]},
-    {"weight_versions": [(0, 0, 9)]},
-    {"weight_versions": []},
-    {"response_mask": [0, 0, 1]},
-    {"finish_reason": "tired"},
-    {"reward": None},
-    {"group_id": "elsewhere"},
-]
+DAMAGE = [{"tokens": [20, 30, 7, 7, 10_000_000]}, {"weight_versions": []}, {"group_id": "elsewhere"}]
 
 
 def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_path):
@@ -243,3 +213,16 @@ def test_steps_of_failed_rewards_alone_end_the_run_with_what_failed(with_generat
             await generator.evaluate([broken])
 
     with_generator(work, Server(), reward={"on_error": "zero"})
+
+
+def test_later_parts_of_a_step_are_reused_apart_from_the_first(with_generator):
+    """As rounds of dynamic sampling ask: positions 0 and 1, then 2 and 3."""
+
+    async def work(generator, push):
+        for reused in (0, 1):
+            first = await generator.generate(1, PROMPTS[:2], [2, 2], 0)
+            later = await generator.generate(1, PROMPTS[1:], [3, 3], 2)
+            assert (first.reused, later.reused) == (4 * reused, 6 * reused)
+            assert later.batch.group_ids == ["000001-0002"] * 3 + ["000001-0003"] * 3
+
+    with_generator(work, Server())

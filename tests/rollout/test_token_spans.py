@@ -63,18 +63,6 @@ def test_bytes_that_are_no_text_keep_every_step_within_the_response(tokens):
     assert ends == sorted(ends) and (not spans or ends[-1] == len(tokens))
 
 
-def test_a_special_token_within_a_response_adds_nothing():
-    """A decoder that strips the first blank of a text would strip that of the token after it."""
-    vocabulary = {token: i for i, token in enumerate(["\u2581", "\u2581two", "\u2581words", "<unk>"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    tokenizer.add_special_tokens(["<pause>"])
-    pause = tokenizer.token_to_id("<pause>")
-    for tokens in ([1, pause, 2], [pause, 1, pause, pause, 2, 0, pause, 1], [0, 1, 2]):
-        texts = [tokenizer.decode(tokens[: i + 1], skip_special_tokens=True) for i in range(len(tokens))]
-        assert character_ends(tokens, tokenizer) == list(map(len, texts))
-
-
 def rollout(name: str, steps, response: int = 3) -> Rollout:
     return Rollout(
         rollout_id=name,
@@ -130,16 +118,3 @@ def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, t
     np.testing.assert_array_equal(batch.step_rewards, [0.5, np.nan, -0.25, *[np.nan] * 3])
     lines = {r.prompt_id: r.step_rewards for r in read_rollouts(step_file(tmp_path, 1))}  # in the order they came in
     assert lines == {"steps": [(0, 1, 0.5), (1, 3, -0.25)], "p0": []}
-
-
-def test_joining_and_taking_keep_each_rollouts_own():
-    one, two = RolloutBatch.from_rollouts([WITHOUT]), RolloutBatch.from_rollouts([WITH, WITHOUT])
-    joined = RolloutBatch.join([one, two])
-    np.testing.assert_array_equal(joined.step_rewards, [np.nan, np.nan, *ENDS, np.nan, np.nan])
-    np.testing.assert_array_equal(joined.take(np.array([1])).step_rewards, ENDS)
-    assert two.nbytes - one.nbytes == 5 * 8 + 3 * 8 + 5 * 8  # tokens, logprobs and versions of WITH; all step rewards
-
-
-def test_steps_that_end_at_one_token_add_up():
-    both = rollout("000005-0000-000", [(0, 1, 0.5), (0, 1, 0.25), (2, 3, 1.0)])
-    np.testing.assert_array_equal(RolloutBatch.from_rollouts([both]).step_rewards, [0.75, np.nan, 1.0])
