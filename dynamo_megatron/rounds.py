@@ -79,10 +79,8 @@ class RoundRules:
         return prompts
 
     def complete(self, step: int, rounds: Sequence[Round], prompts: int) -> bool:
-        """Whether the step needs no further round. A round after the step's deadline would get no rollouts."""
-        sampling, last = self._config.algorithm.dynamic_sampling, rounds[-1].result.counts
-        if last["aborted"] == last["requested"]:
-            return True
+        """Whether the step needs no further round."""
+        sampling = self._config.algorithm.dynamic_sampling
         refill = sampling and len(rounds) <= sampling.rounds and self.missing(rounds, prompts)
         return not refill and self.next_round(step, rounds) is None
 

@@ -1,6 +1,5 @@
 """Dynamic sampling: groups that teach nothing are replaced, recorded and replayed like all others."""
 
-import dataclasses
 import json
 from collections import Counter
 
@@ -15,7 +14,7 @@ from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import Outcome, RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.types import Rollout
 
@@ -98,20 +97,6 @@ def test_a_batch_that_teaches_nothing_stays_whole(controller, tmp_path):
     batch, record = batch_of(controller(1, 2, Answering(RolloutStore(tmp_path))), 1)
     assert set(batch.rollouts.prompt_ids) == {"p0"} and len(record.allocations) == 3
     assert not batch.advantages.any()
-
-
-def test_a_round_past_the_deadline_is_the_last(controller, tmp_path):
-    class Late(Answering):
-        def generate(self, step, prompts, counts, on_poll, on_count, first):
-            result = super().generate(step, prompts, counts, on_poll, on_count, first)
-            if first == 0:
-                return result
-            late = failed(step, prompts, counts, first)
-            outcomes = {name: Outcome("aborted", "") for name in late.outcomes}
-            return dataclasses.replace(late, outcomes=outcomes)
-
-    batch, record = batch_of(controller(300, 30, Late(RolloutStore(tmp_path))), 1)
-    assert len(record.allocations) == 2 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
 
 
 def test_a_step_without_a_response_is_an_error_that_says_why(controller):

@@ -65,7 +65,7 @@ class Generator:
         self._tokenizer = decoder  # None: loaded in `open`
         self._agents: Agents | None = None
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
-        self._begun: tuple[int, float] = (-1, 0.0)  # the step last requested, and when it first was
+        self._trimmed = -1  # the step before which old rollouts were last removed
         self._unscored_steps = 0  # in a row, up to the last one
         self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
         self._interrupted: StepSession | None = None  # the last session, if it ended for want of a server
@@ -181,16 +181,14 @@ class Generator:
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         """See RolloutWorker.generate."""
-        rollout = self._config.rollout
         session = await self._open_session(step, prompts, counts, first)
         self._answered = session.answered
         self._count(session)
-        deadline = None if rollout.step_deadline is None else self._begun[1] + rollout.step_deadline
         anew = len(session.wanted) - len(session.outcomes)
         # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
         if anew and (removed := await self._in_thread(self._store.remove_after, step)):
             session.notes.append(f"step {step}: {anew} rollouts sampled anew; removed those of {removed} later steps")
-        sampling = self._sampling_of(session, deadline=deadline)
+        sampling = self._sampling_of(session)
         try:
             await sampling.run()
         except PushNeeded:
@@ -198,8 +196,7 @@ class Generator:
             raise
         finally:
             session.add(sampling)
-        if first == 0:  # a later round only adds to these: a lack of time in it does not end the run
-            session.check_share(rollout)
+        if first == 0:  # a later round only adds to these
             self._check_rewards(session)
         return session.result(self._report(session))
 
@@ -254,8 +251,8 @@ class Generator:
         that are on disk already."""
         notes = []
         complete = max(1, step - self._config.rollout.max_staleness)  # the files of earlier steps are complete
-        if self._begun[0] != step:
-            self._begun = step, time.monotonic()
+        if self._trimmed != step:
+            self._trimmed = step
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
         wanted = wanted_rollouts(step, prompts, counts, first)
         version, uses = self._fleet.version, {}

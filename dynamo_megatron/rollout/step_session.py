@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.result import (
     Outcome,
     PushNeeded,
-    RolloutError,
     RolloutResult,
     ServerUse,
     group_id,
@@ -68,7 +66,6 @@ class StepSession:
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
     finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
-    late: int = 0  # requests aborted at the step's deadline
     arena: Arena = field(default_factory=Arena)  # of the batch
 
     def __post_init__(self) -> None:
@@ -111,22 +108,10 @@ class StepSession:
         """Adds the servers' use and the times of `sampling`, which has ended."""
         self.use(sampling.uses)
         self.finished += sampling.finished
-        self.late += sampling.late
 
     def use(self, uses: Mapping[str, ServerUse]) -> None:
         for server, use in uses.items():
             self.uses.setdefault(server, ServerUse()).add(use)
-
-    def check_share(self, config: RolloutConfig) -> None:
-        """Raises RolloutError where the step's deadline came before enough rollouts did."""
-        there = len(self.wanted) - self.late
-        if there < config.min_share * len(self.wanted):
-            waited = ", ".join(sorted(name for name in self.uses if name)) or "a server"
-            raise RolloutError(
-                f"step {self.step}: {there} of {len(self.wanted)} rollouts were there at rollout.step_deadline "
-                f"({config.step_deadline:g} s), rollout.min_share asks for {config.min_share:g} of them; "
-                f"waited for {waited}"
-            )
 
     @property
     def all_unscored(self) -> bool:

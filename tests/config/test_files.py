@@ -97,7 +97,7 @@ def test_a_file_with_one_fault(tmp_path, content, says):
 
 
 TIMEOUTS = (
-    *("trainer.timeout", "trainer.step_timeout", "rollout.timeout", "rollout.step_deadline", "rollout.start_timeout"),
+    *("trainer.timeout", "trainer.step_timeout", "rollout.timeout", "rollout.start_timeout"),
     *("rollout.health_timeout", "reward.deadline", "reward.code.seconds"),
 )
 

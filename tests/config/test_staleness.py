@@ -23,7 +23,6 @@ def test_what_goes_with_it(rollout, algorithm):
     ("rollout", "algorithm", "says"),
     [
         ({"max_staleness": 1}, {}, "trains on tokens of older weights, which the loss has to correct for"),
-        ({"max_staleness": 1, "step_deadline": 60}, CORRECTED, "rollout.step_deadline drops what is late"),
         ({"max_staleness": 1, "stop": ["."]}, CORRECTED, "set rollout.at_push to drain"),
         ({"max_staleness": 1}, {**CORRECTED, "dynamic_sampling": {}}, "algorithm.dynamic_sampling needs the outcomes"),
         ({"at_push": "drain"}, {}, "with rollout.max_staleness 0 nothing is under way at a push"),

@@ -213,35 +213,6 @@ def test_a_step_whose_servers_are_all_lost_asks_for_a_push_and_goes_on(fleet):
 
 
 @pytest.mark.full
-def test_a_response_that_takes_too_long_is_aborted_and_counted_at_the_steps_deadline(tiny_model, fleet, tmp_path):
-    """On the servers of the fleet, as somebody else's."""
-    worker, _ = fleet
-    push(worker, 0)
-    endpoint, *others = worker.begin_push(0)
-    os.environ["FLEET_TEST_KEY"] = endpoint.api_key
-    options = {"placement": "external", "urls": [endpoint.url], "api_key_env": "FLEET_TEST_KEY", "max_new_tokens": 1900}
-    for share, message in ((0.1, None), (0.9, "rollouts were there at rollout.step_deadline")):
-        config = configuration(tiny_model, tmp_path / str(share), **options, step_deadline=5.0, min_share=share)
-        other = RolloutWorker(config, [], VOCABULARY)  # no end token of ours; the model's own still ends a response
-        other.start()
-        try:
-            other.wait_ready()
-            started = time.monotonic()
-            if message is None:
-                result = other.generate(1, PROMPTS, [40] * 4)
-                counts = closed(result, 160)
-                assert counts["aborted"] > 0 and counts["completed"] > 16
-                assert "no response at rollout.step_deadline (5 s)" in result.notes[0]
-            else:
-                with pytest.raises(RolloutError, match=message):
-                    other.generate(1, PROMPTS, [40] * 4)
-            assert time.monotonic() - started < 30
-        finally:
-            other.close()
-    worker.end_push(0, dict.fromkeys([endpoint, *others]))
-
-
-@pytest.mark.full
 def test_servers_that_never_come_up_again_end_the_run_with_one_message(fleet):
     """Runs last: the fleet is dead afterwards."""
     worker, folder = fleet

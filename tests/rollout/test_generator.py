@@ -122,21 +122,6 @@ def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_p
     with_generator(work, server)
 
 
-def test_a_deadline_in_a_later_round_of_the_step_ends_no_run(with_generator):
-    async def work(generator, push):
-        assert (await generator.generate(1, PROMPTS[:2], [2, 2], 0)).counts["completed"] == 0
-        await asyncio.sleep(1.5)
-        late = await generator.generate(1, PROMPTS[:2], [2, 2], 2)
-        late.check_accounts(4)
-        assert late.counts["aborted"] == 4
-        server.behaviour = lambda rid, number: asyncio.sleep(60)
-        with pytest.raises(RolloutError, match=r"step 2: 0 of 4 rollouts were there at rollout.step_deadline"):
-            await generator.generate(2, PROMPTS[:2], [2, 2], 0)
-
-    server = Server()
-    with_generator(work, server, step_deadline=1.5)
-
-
 def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_generator, tiny_model, tmp_path):
     tokenizer = load_tokenizer(str(tiny_model))
     prompt = Prompt("p", text="?", tokens=[20, 30, tokenizer.eos_token_id], answer=("7", {1: 2.5}))

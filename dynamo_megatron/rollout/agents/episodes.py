@@ -111,10 +111,9 @@ class Episodes:
         agents: Agents,
         requests: Sequence[Request],
         take: Callable[[Request, Response, str], Awaitable[None]],
-        deadline: float | None = None,
         urgent: bool = False,
     ):
-        self.agents, self.deadline = agents, deadline
+        self.agents = agents
         self._pending, self._take, self._urgent = list(requests), take, urgent
         self._free = agents.free_for_evaluation if urgent else agents.free
         self._waiting: dict[Request, asyncio.Future[tuple[Response, str]]] = {}  # turns
@@ -122,7 +121,6 @@ class Episodes:
         self.begun: Mapping[str, Response] = {}  # an interrupted episode starts again
         self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
         self.finished: list[float] = []
-        self.late = 0
 
     async def run(self) -> None:
         """As `Sampling.run`. Where no server is left, the episodes that are under way end, and start again in the next
@@ -169,7 +167,7 @@ class Episodes:
             for attempt in range(ATTEMPTS):
                 async with self.agents.pool.own_process() if attempt else contextlib.nullcontext() as worker:
                     limit = time.monotonic() + self.agents.config.rollout.timeout_of(request.max_new_tokens)
-                    last = _Attempt(self, request, attempt, min(limit, self.deadline or limit))
+                    last = _Attempt(self, request, attempt, limit)
                     try:
                         return await last.run(worker)
                     except AgentLost as lost:
@@ -309,12 +307,8 @@ class _Attempt:
         )
 
     def _too_late(self) -> str:
-        rollout, name = self._agents.config.rollout, self._request.name
-        if self._until == self._episodes.deadline:
-            self._episodes.late += 1
-            return f"{name}: no end of the episode at rollout.step_deadline ({rollout.step_deadline:g} s)"
-        limit = rollout.timeout_of(self._request.max_new_tokens)
-        return f"{name}: no end of the episode within rollout.timeout ({limit:g} s)"
+        limit = self._agents.config.rollout.timeout_of(self._request.max_new_tokens)
+        return f"{self._request.name}: no end of the episode within rollout.timeout ({limit:g} s)"
 
     async def _sample(self, ids: list[int], most: int, stop: tuple[str, ...], number: int) -> Response:
         request = self._request
