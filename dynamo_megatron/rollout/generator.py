@@ -26,12 +26,18 @@ from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
-from dynamo_megatron.rollout.evaluated import Evaluated, check_evaluation, evaluation_requests, problem_result, rescored
 from dynamo_megatron.rollout.result import Ahead, PushNeeded, RolloutError, RolloutResult, group_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
 from dynamo_megatron.rollout.sampling import Request, Sampling
-from dynamo_megatron.rollout.scoring import Scoring
+from dynamo_megatron.rollout.scoring import (
+    Evaluated,
+    Scoring,
+    check_evaluation,
+    evaluation_requests,
+    problem_result,
+    rescored,
+)
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from aiohttp import web
-from stand_ins import Server
+from stand_ins import ABORTED, Server, reply
 
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError
@@ -19,13 +19,13 @@ PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30]) for i in range(3)]
 
 
 def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator, tmp_path):
-    """The first one takes too long; then the server fails, and comes back."""
+    """The engine aborts the first one; then the server fails, and comes back."""
     failing = True
 
-    async def misbehave(rid, number):
-        if failing and "000001-0000-000" in server.aborted:
+    def misbehave(rid, number):
+        if failing and number > 10:
             return web.json_response({}, status=503)
-        await asyncio.sleep(60 if rid == "000001-0000-000" else 0.04)
+        return web.json_response(reply(f"{rid};", 1, ABORTED)) if rid == "000001-0000-000" else None
 
     async def work(generator, push):
         nonlocal failing
@@ -45,7 +45,7 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
         assert result.uses["server-0"].retries > 0
         assert not any("discarded" in note for note in result.notes), result.notes
         gone = 1 + result.counts["failed"]  # each lost four times with the only server
-        said = f"step 1: {gone} of 32 rollouts failed; the first: no response to 000001-0000-000"
+        said = f"step 1: {gone} of 32 rollouts failed; the first: 000001-0000-000: the engine aborted it"
         assert any(note.startswith(said) for note in result.notes), result.notes
         # Asked for once more, it is a run that was interrupted.
         server.behaviour = None
@@ -53,7 +53,7 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
         assert again.reused == 32 - gone and again.counts["aborted"] == 0
 
     server = Server(misbehave)
-    with_generator(work, server, timeout=0.5, concurrency=2)
+    with_generator(work, server, concurrency=2)
 
 
 def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_generator, tmp_path):
