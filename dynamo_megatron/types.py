@@ -357,7 +357,7 @@ class RolloutBatch(Sequences):
         if agents := [(b, start) for b, start in zip(batches, starts, strict=False) if b.trained is not None]:
             if any(len(b.tokens) for b in batches if b.trained is None):
                 raise InputError("rollouts of an agent and others are not trained together")
-            fields["trained"] = concatenate([b.trained for b, _ in agents])
+            fields["trained"] = concatenate([b.trained for b, _ in agents if b.trained is not None])
             fields["segment_starts"] = np.concatenate([b.segment_starts + start for b, start in agents])
         return cls(**fields)
 
