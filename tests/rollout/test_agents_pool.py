@@ -133,7 +133,7 @@ def test_nothing_that_an_agent_started_is_left(pool, tmp_path):
         return reward, os.path.exists(f"/proc/{file.read_text()}")
 
     assert pool(work) == (0.5, True)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while alive(int(file.read_text())) and time.monotonic() < end:
         time.sleep(0.05)
     assert not alive(int(file.read_text()))
@@ -151,7 +151,7 @@ def test_a_cancelled_episode_ends_its_agent(pool):
         task = asyncio.create_task(ask("hang"))
         await asyncio.sleep(0.5)
         task.cancel()
-        await asyncio.wait([task], timeout=4)
+        await asyncio.wait([task], timeout=60)
         return task.cancelled(), await ask("right")
 
     assert pool(work) == (True, 0.5)

@@ -14,7 +14,7 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 def run(server: Server, work, **options):
     async def with_client():
         async with listening(server) as url, open_session() as session:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 return await work(SGLangClient(session, Endpoint("s", 1, url, 1, ""), RolloutConfig(**options), []))
 
     return asyncio.run(with_client())
