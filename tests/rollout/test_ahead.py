@@ -7,8 +7,9 @@ import pytest
 from engine_stand_in import FIRST, VERSIONS, Engine, run_steps
 from stand_ins import VOCABULARY
 
+from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file
-from dynamo_megatron.types import Prompt
+from dynamo_megatron.types import Prompt, Rollout
 
 PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]
 COUNTS = [2] * len(PROMPTS)
@@ -130,3 +131,20 @@ def test_a_server_lost_while_it_works_ahead_loses_nothing(with_generator):
         assert result.batch.rollout_ids == names(step)
         check_tokens(result.batch)
     assert VOCABULARY > FIRST + 6
+
+
+@pytest.mark.parametrize(("last", "kept"), [("rejected", 0), ("ok", 2), ("partial", 2)])
+def test_the_longest_beginning_of_a_response_is_continued_unless_it_was_rejected(last, kept):
+    """Three lines of one rollout: one token, two tokens, and then one that later weights sampled, too."""
+    made = {"reward": 0.0, "success": False, "reward_parts": {}, "status": "partial"}
+
+    def line(versions, **fields):
+        tokens = range(7, 7 + len(versions))
+        spans = [(version, i, i + 1) for i, version in enumerate(versions)]
+        identity, mask = (names(3)[0], "000003-0000", "q0", 3), [0, 0, *[1] * len(versions)]
+        return Rollout(*identity, [1, 30, *tokens], mask, [-1.0] * len(versions), spans, "length", **(made | fields))
+
+    lines = [line([1]), line([1, 1]), line([1, 2], status=last)]
+    found = reusable(lines, {names(3)[0]: PROMPTS[0]}, {"000003-0000"}, range(1, 2), VOCABULARY, 9, continues=True)
+    assert not found.kept and sum(len(begun.tokens) for begun in found.begun.values()) == kept
+    assert found.discarded == ({names(3)[0]: "rejected"} if last == "rejected" else {})
