@@ -165,3 +165,15 @@ def test_the_tail_begins_when_nine_of_ten_are_there():
     assert tail_seconds([]) == 0 and tail_seconds([5.0]) == 0
     assert tail_seconds([float(i) for i in range(1, 11)]) == 1.0
     assert tail_seconds([1.0] * 8 + [3.0, 9.0]) == 6.0
+
+
+def test_a_request_that_all_refuse_fails_and_one_that_one_refuses_does_not():
+    def refuse(rid, number):
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    def refuse_one(rid, number):
+        return refuse(rid, number) if rid.startswith("r7") else None
+
+    outcomes, *_ = sample(Server(refuse), Server(refuse_one))
+    assert [name for name, (r, _) in outcomes.items() if r.error] == ["r7"]
+    assert "the server refused it: too long" in outcomes["r7"][0].error
