@@ -101,7 +101,10 @@ def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
         return await run_steps(generator, [again], PROMPTS, COUNTS, 5, 2, first=3)
 
     results = with_generator(second, again, max_staleness=2, max_new_tokens=40)
-    assert not finished & {name[:15] for name in again.asked}, "a finished rollout was generated again"
+    asked = {name[:15] for name in again.asked}
+    assert not finished & asked, "a finished rollout was generated again"
+    newer = {r.rollout_id for lines in left.values() for r in lines if max(v for v, _, _ in r.weight_versions) > 2}
+    assert newer - finished <= asked, "weights after the checkpoint's do not come again"
     for name, tokens in kept.items():
         if name in again.asked:
             assert again.begun[name] == tokens
