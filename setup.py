@@ -24,7 +24,6 @@ setup(
         "dynamo_megatron.reports.page": ["assets/*"],
         "dynamo_megatron.rollout.servers": [
             *("sglang_cpu/**/*.py", "sglang_cpu/*.dist-info/*"),
-            *("sglang_plugins/*.py", "sglang_plugins/*.dist-info/*"),
             *("sglang_fp8/*.py", "sglang_fp8/*.dist-info/*"),
         ],
     },

@@ -44,7 +44,7 @@ def role(process: psutil.Process) -> str:
     if command.startswith("sglang::"):
         return command.split()[0].removeprefix("sglang::").partition("_")[0] + " (SGLang)"
     if "sglang.launch_server" in command:
-        return "guard" if "rollout.guard" in command else "HTTP server (SGLang)"
+        return "guard" if "runtime.guard" in command else "HTTP server (SGLang)"
     if "reward.worker" in command:
         return "reward workers"
     if "multiprocessing" in command:

@@ -78,7 +78,7 @@ def run_rank(job_file: Path) -> None:
         output_dir=job["out"],
     )
     store = connect_store(TIMEOUT)
-    coordinator = Coordinator(store, rank, StopFlag(), b"")
+    coordinator = Coordinator(store, rank, StopFlag())
     layout = join_ranks(config, dist.PrefixStore("groups", store))
     policy = Policy(load_model_config(job["model"]), config, layout)
     found, version = [], 1

@@ -9,7 +9,6 @@ once. They die with this process (PR_SET_PDEATHSIG), even when it is killed.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +18,12 @@ from functools import partial
 from pathlib import Path
 
 from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.guard import below, end_below
 from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, LAUNCHER_PIPE, adopt_orphans, die_with_parent
 
 GRACE = 6.0  # seconds the other ranks have to end on their own once one has failed or Ctrl-C came
 START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step gets SIGTERM
-MANAGER_GRACE = 3.0  # seconds; it ends 2 s after its last client, but a server that stays up remains its client
 ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
 
 
@@ -154,38 +153,20 @@ def _after_a_stop(output_dir: Path) -> str:
 
 
 def _end_orphans() -> None:
-    """Waits for the processes that the ranks have left behind. They end by themselves, and remove their files on disk
-    and in shared memory; those that do not end are killed. As a subreaper this process has become their parent."""
-    own, began = os.getpid(), time.monotonic()
-    while True:
-        with open(f"/proc/{own}/task/{own}/children", encoding="ascii") as file:
-            children = [int(pid) for pid in file.read().split()]
-        if not children:
-            return
-        waited = time.monotonic() - began
-        for pid in children:
-            folder = _folder_of_manager(pid) if waited > MANAGER_GRACE else None
-            late = folder is not None or waited > ORPHANS_GRACE
-            if late:
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0 if late else os.WNOHANG)
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+    """Waits for the processes that the ranks have left behind: they end by themselves, and remove their files. Those
+    that do not are killed, at once where only torch's shared-memory manager is left: it stays for as long as a server
+    that stays up has a tensor of a rank."""
+    deadline = time.monotonic() + ORPHANS_GRACE
+    while time.monotonic() < deadline and any(map(_will_end, below(os.getpid()))):
         time.sleep(0.05)
+    end_below()
 
 
-def _folder_of_manager(pid: int) -> Path | None:
-    """Returns the folder with the socket of torch's shared-memory manager, or None where `pid` is another process."""
-    import psutil  # not above: nemo-run's environment has none, and imports this module
-
+def _will_end(pid: int) -> bool:
     try:
-        process = psutil.Process(pid)
-        if process.name() == "torch_shm_manager":
-            folders = (Path(c.laddr).parent for c in process.net_connections("unix") if c.laddr)
-            return next((f for f in folders if f.name.startswith("torch-shm-dir-")), None)  # it inherits other sockets
-    except psutil.NoSuchProcess:
-        pass
-    return None
+        return not Path(f"/proc/{pid}/comm").read_text().startswith("torch_shm_manag")
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

@@ -1,24 +1,21 @@
 """nemo-run: conversion, training and evaluation as the tasks of an experiment, on this machine or on a SLURM cluster.
 
 Runs in an interpreter that has nemo-run, without torch: nemo-run's pins conflict with SGLang's. The tasks run in the
-trainer's interpreter. The experiment is also an entry point of nemo-run's own command line:
-
-    python -m dynamo_megatron.launcher.nemo config=my.yaml executor=slurm executor.nodes=4 executor.account=us
+trainer's interpreter.
 """
 
-# No `from __future__ import annotations`: nemo-run's factories evaluate what they return.
+from __future__ import annotations
+
 import argparse
 import contextlib
 import dataclasses
 import itertools
 import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import fiddle
 import nemo_run as run
 from nemo_run.config import RUNDIR_NAME, get_nemorun_home
 
@@ -148,70 +145,6 @@ def _guarded(task: Task, done: Path) -> str:
     return f"mkdir -p {done}\n{check if task.after else ''}{marked}"
 
 
-@run.cli.factory
-@run.autoconvert
-def local() -> run.LocalExecutor:
-    """Tasks on this machine; a training starts its own ranks, as `dynamo-megatron train` does."""
-    return run.LocalExecutor()
-
-
-@run.cli.factory
-@run.autoconvert
-def slurm(
-    account: str = "",
-    partition: str | None = None,
-    nodes: int = 1,
-    ranks_per_node: int = 8,
-    gpus_per_node: int = 8,
-    time: str = "04:00:00",
-    stop_before: int = 1800,
-    retries: int = 3,
-) -> run.SlurmExecutor:
-    """Jobs from a login node of the cluster, one rank a GPU."""
-    return run.SlurmExecutor(
-        account=account,
-        partition=partition,
-        nodes=nodes,
-        ntasks_per_node=ranks_per_node,
-        gpus_per_node=gpus_per_node,
-        time=time,
-        signal=f"USR1@{stop_before}",
-        retries=retries,
-        additional_parameters={"requeue": True},
-        srun_args=["--mpi=none", "--cpu-bind=none"],
-        setup_lines=SETUP,
-        packager=run.Packager(),
-        tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
-    )
-
-
-@run.cli.entrypoint(type="experiment", namespace="dynamo_megatron")
-def train(
-    ctx: run.cli.RunContext,
-    executor: run.Executor,
-    config: str,
-    keys: list[str] = [],  # noqa: B006  nemo-run wants a list
-    python: str = sys.executable,
-    tasks: str = "train",
-    sweep: list[str] = [],  # noqa: B006
-):
-    """A training, with what comes before and after it.
-
-    Args:
-        ctx: nemo-run's.
-        executor: local, or slurm with executor.account=..., executor.nodes=... and its other fields.
-        config: YAML files, comma-separated.
-        keys: key=value.
-        python: the trainer's interpreter.
-        tasks: some of convert,train,eval.
-        sweep: key=value,value for a training each.
-    """
-    files = config.split(",")
-    found = recipe(files, keys, python, executor, tasks.split(","), sweep)
-    with experiment("dynamo-megatron", found, executor) as opened:
-        ctx.launch(opened, sequential=isinstance(executor, run.LocalExecutor))
-
-
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
     """Runs the experiment, or prints what would be run. Returns an exit code: 0 if all tasks succeeded or, detached,
     were submitted. Raises ConfigError."""
@@ -243,21 +176,28 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
     for option, value in (("--account", job.account), ("--time", job.time)):
         if value is None:
             raise ConfigError(f"{option}: nemo-run needs it for a SLURM job")
-    executor = fiddle.build(
-        slurm(
-            account=job.account,
-            partition=job.partition,
-            nodes=job.nodes,
-            ranks_per_node=job.ranks_per_node,
-            gpus_per_node=job.gpus_per_node or None,
-            time=job.time,
-            stop_before=job.stop_before,
-            retries=options.retries if job.requeue else 0,
-        )
+    setup = SETUP
+    if job.container_image:
+        setup += f"mkdir -p {shlex.quote(output)}\n"  # only a folder that exists can be mounted
+    if job.env_file:
+        setup += f"set -a; . {shlex.quote(os.path.abspath(job.env_file))}; set +a\n"
+    executor = run.SlurmExecutor(
+        account=job.account,
+        partition=job.partition,
+        nodes=job.nodes,
+        ntasks_per_node=job.ranks_per_node,
+        gpus_per_node=job.gpus_per_node or None,
+        cpus_per_task=job.cpus_per_task,
+        mem=job.mem,
+        time=job.time,
+        signal=f"USR1@{job.stop_before}",
+        retries=options.retries if job.requeue else 0,
+        additional_parameters={"requeue" if job.requeue else "no_requeue": True},
+        srun_args=["--mpi=none", "--cpu-bind=none"],
+        setup_lines=setup,
+        packager=run.Packager(),
+        tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
     )
-    executor.cpus_per_task, executor.mem = job.cpus_per_task, job.mem
-    if not job.requeue:
-        executor.additional_parameters = {"no_requeue": True}
     for option in job.sbatch:
         name, equals, value = option.removeprefix("--").partition("=")
         executor.additional_parameters[name.replace("-", "_")] = value if equals else True
@@ -266,16 +206,9 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
         mounts += filter(None, (job.container_mounts or "").split(","))
         executor.container_image = shlex.quote(job.container_image)  # nemo-run does not
         executor.container_mounts = [shlex.quote(mount) for mount in mounts]
-        executor.setup_lines += f"mkdir -p {shlex.quote(output)}\n"  # only a folder that exists can be mounted
-    if job.env_file:
-        executor.setup_lines += f"set -a; . {shlex.quote(os.path.abspath(job.env_file))}; set +a\n"
     if options.ssh:
         if not options.job_dir:
             raise ConfigError("--job-dir: name nemo-run's folder on the cluster, with --ssh")
         user, _, host = options.ssh.rpartition("@")
         executor.tunnel = run.SSHTunnel(host=host, user=user, job_dir=options.job_dir)
     return executor
-
-
-if __name__ == "__main__":
-    run.cli.main(train)

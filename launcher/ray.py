@@ -9,12 +9,15 @@ with `reward.placement: ray` the rollout process joins the cluster, and has rewa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +30,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
-from dynamo_megatron.launcher.ray_child import Child
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.servers import reward_servers
+from dynamo_megatron.runtime import guard
+from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.log_files import open_log
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
@@ -43,11 +48,57 @@ PASSED_ON = re.compile(
 OF_A_NODE = ("CUDA_VISIBLE_DEVICES",)
 POLL_EVERY = 0.25  # seconds
 SILENCE = 60.0  # seconds that an actor may take to answer
+LAST_LINES = 5.0  # seconds for the last output of a child that has ended
 GRACE = 10.0  # seconds the others have to end on their own once a rank has failed
 
 
 class RunFailed(Exception):
     """The run is over; the message says why, in one line."""
+
+
+class Child:
+    """An actor: a rank, or one server's `serve`, is its child process under the guard, and ends with it."""
+
+    def node(self) -> tuple[str, list[str], int, int]:
+        """Returns (address, GPUs that Ray gave to this actor, a free port, cores)."""
+        return ray.util.get_node_ip_address(), [str(i) for i in ray.get_gpu_ids()], free_port(), os.cpu_count() or 1
+
+    def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> str | None:
+        """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot be started, or None."""
+        try:
+            descriptor = open_log(Path(log), 0o644)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", guard.NAME, "--", *command],
+                cwd=folder,
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,  # held open as long as this process lives
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+        self._lines: deque[bytes] = deque()
+        self._copying = threading.Thread(target=self._copy, args=(descriptor,), daemon=True)
+        self._copying.start()
+        return None
+
+    def _copy(self, log: int) -> None:
+        for line in self._process.stdout:
+            with contextlib.suppress(OSError):  # a full disk
+                os.write(log, line)
+            self._lines.append(line)
+
+    def poll(self) -> tuple[int | None, str]:
+        """Returns (exit code or None, what the child has written since the last call)."""
+        code = self._process.poll()
+        if code is not None:
+            self._copying.join(LAST_LINES)
+        return code, b"".join(self._lines.popleft() for _ in range(len(self._lines))).decode(errors="replace")
+
+    def stop(self) -> None:
+        """Asks the child to save and end."""
+        self._process.send_signal(signal.SIGUSR1)
 
 
 @dataclass
@@ -75,7 +126,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
         gpu = ray.cluster_resources().get("GPU", 0) > 0
         ranks = options.ranks or _default_ranks(config, servers)
         checked_config(files, keys, ranks)
-        run = Run(config, words, ranks, servers, gpu)
+        run = RayRun(config, words, ranks, servers, gpu)
         return run.carry_out(options.wait)
     except RunFailed as failure:
         print(failure, file=sys.stderr, flush=True)
@@ -111,7 +162,7 @@ def _serving_gpus(config: Config, servers: int) -> list[int]:
     return [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
 
 
-class Run:
+class RayRun:
     """The actors of one run, from their placement to their end."""
 
     def __init__(self, config: Config, words: Sequence[str], ranks: int, servers: int, gpu: bool):
@@ -152,7 +203,7 @@ class Run:
         them.
 
         Raises RunFailed where nodes would have different numbers of ranks, since each node runs an equal share of the
-        servers, and ConfigError as `check_servers` does, and where a node does not have the model.
+        servers, and ConfigError as `check_servers` does.
         """
         node_of = placement_group_table(group)["bundles_to_node_id"]
         if len(shares := set(Counter(node_of[b] for b in range(self._ranks)).values())) > 1:
@@ -179,10 +230,6 @@ class Run:
         for placed in self._placed:
             placed.address, gpus, placed.port, placed.cores = self._get(placed, placed.actor.node.remote())
             placed.gpus = tuple(gpus)
-        model = os.path.abspath(config.model.path)  # the children run in this folder
-        for placed in {placed.node: placed for placed in self._placed}.values():
-            if not self._get(placed, placed.actor.has.remote(model)):
-                raise ConfigError(f"model.path: {model}: no such folder on {placed.address}; all nodes must see it")
 
     def _start(self) -> None:
         first, trains = self._placed[0], self._placed[: self._ranks]

@@ -36,17 +36,12 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     output = Path(config.output_dir).absolute()
     script = render(job, files, keys, output)
     refuse_secrets(script, keys, os.environ)
-    return print_or_submit(script, output / "train.sbatch", job.dry_run)
-
-
-def print_or_submit(script: str, file: Path, dry_run: bool) -> int:
-    """Writes `script` to `file` and submits it; returns the exit code. `dry_run`: prints it instead."""
-    if dry_run:
+    if job.dry_run:
         print(script, end="")
         return 0
-    (file.parent / "logs").mkdir(parents=True, exist_ok=True)  # SLURM creates no folder for a job's output
-    file.write_text(script, encoding="utf-8")
-    return submit(file)
+    (output / "logs").mkdir(parents=True, exist_ok=True)  # SLURM creates no folder for a job's output
+    (output / "train.sbatch").write_text(script, encoding="utf-8")
+    return submit(output / "train.sbatch")
 
 
 def _planned(config: Config, job: JobOptions, options: argparse.Namespace) -> JobOptions:

@@ -82,15 +82,12 @@ def test_a_wheel_beside_hugging_faces_kernels(tmp_path, tiny_model):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     assert not (site / "kernels").exists() and (site / "dynamo_megatron" / "kernels" / "head.py").is_file()
-    assert (site / "dynamo_megatron" / "rollout" / "sglang_cpu" / "sgl_kernel" / "__init__.py").is_file()
-    stand_ins = site / "dynamo_megatron" / "rollout" / "sglang_cpu"
+    assert (site / "dynamo_megatron" / "rollout" / "servers" / "sglang_cpu" / "sgl_kernel" / "__init__.py").is_file()
+    stand_ins = site / "dynamo_megatron" / "rollout" / "servers" / "sglang_cpu"
     plugins = [point.name for d in metadata.distributions(path=[str(stand_ins)]) for point in d.entry_points]
     assert sorted(plugins) == ["batched_attention", "seeded_sampling"]
     assert all((stand_ins / f"{plugin}.py").is_file() for plugin in plugins)
-    always = site / "dynamo_megatron" / "rollout" / "sglang_plugins"
-    plugins = [point.name for d in metadata.distributions(path=[str(always)]) for point in d.entry_points]
-    assert plugins == ["key_stays"] and (always / "key_stays.py").is_file()
-    quantised = site / "dynamo_megatron" / "rollout" / "sglang_fp8"
+    quantised = site / "dynamo_megatron" / "rollout" / "servers" / "sglang_fp8"
     plugins = [point.name for d in metadata.distributions(path=[str(quantised)]) for point in d.entry_points]
     assert plugins == ["no_cache_scales"] and (quantised / "no_cache_scales.py").is_file()
     assert (site / "dynamo_megatron" / "launcher" / "slurm.sh").is_file()

@@ -288,19 +288,9 @@ def _add_compare(commands: Any) -> None:
         metavar="N",
         help="runs at a time, each with its share of this machine's GPUs, or without GPUs of its cores (default 1)",
     )
-    how.add_argument("--slurm", action="store_true", help="submit an sbatch array, one run a task")
     how.add_argument("--part", metavar="I/N", help="train only the I-th, (I+N)-th, ... run, as a task of an array does")
     how.add_argument("--table", action="store_true", help="train nothing: the tables of the seeds that are complete")
-    sub.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="=--OPTION[=value]",
-        help="with --slurm: any option of sbatch, as in --sbatch=--gpus-per-node=8; may be given several times",
-    )
-    sub.add_argument(
-        "--dry-run", action="store_true", help="print the commands of the runs, or the script; start nothing"
-    )
+    sub.add_argument("--dry-run", action="store_true", help="print the commands of the runs; start nothing")
 
 
 def _positive(text: str) -> int:

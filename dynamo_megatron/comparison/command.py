@@ -37,12 +37,6 @@ def compare(options: argparse.Namespace) -> int:
     for line in spec.wide():
         print(f"warning: {line}; the best one may lie between them", file=sys.stderr)
     command = program(sys.executable, "compare", [options.spec, *ranks])
-    if options.slurm:
-        from dynamo_megatron.launcher.slurm import print_or_submit
-        from dynamo_megatron.launcher.slurm_array import array_script
-
-        script = array_script(command, len(runs), output.absolute(), options.sbatch)
-        return print_or_submit(script, output / "compare.sbatch", options.dry_run)
     if options.dry_run:
         for run in runs:
             print(shlex.join(["dynamo-megatron", "train", *run.words]))

@@ -23,7 +23,6 @@ from dynamo_megatron.data.readers import (
     yaml_value,
 )
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.runtime.user_code import SPEC, failure, load_callable
 from dynamo_megatron.types import Prompt
@@ -118,11 +117,11 @@ def located_prompts(
     if source.startswith(REASONING_GYM):
         items = _reasoning_gym_prompts(source)
     elif source.startswith(DATASETS):
-        items, in_arrow = _checked(dataset_rows(source)), True
+        items, in_arrow = dataset_rows(source), True
     elif source.endswith(".jsonl"):
         items = jsonl_rows(Path(source))
     elif source.endswith(".parquet"):
-        items, in_arrow = _checked(parquet_rows(Path(source))), True
+        items, in_arrow = parquet_rows(Path(source)), True
     elif SPEC.fullmatch(source):
         items = _user_items(source)
     else:
@@ -299,22 +298,7 @@ def _user_items(source: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(items, Iterable):
         raise InputError(f"data.source: {source} returned {type(items).__name__}, not prompts one after another")
     for number, item in enumerate(_guarded(items, source), 1):
-        where, values = f"{source} row {number}", item
-        if isinstance(item, Prompt):
-            values = (item.prompt_id, item.messages, item.text, item.answer, item.meta)
-        _check_values(values, where)
-        yield where, item
-
-
-def _checked(rows: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for where, row in rows:
-        _check_values(row, where)
-        yield where, row
-
-
-def _check_values(value: Any, where: str) -> None:
-    if (why := plain_json.fault(value)) is not None:
-        raise InputError(f"{where}: {why}")
+        yield f"{source} row {number}", item
 
 
 def _guarded(items: Iterable[Any], source: str) -> Iterator[Any]:

@@ -28,7 +28,6 @@ from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import LAUNCHER_PIPE, tell_launcher
-from dynamo_megatron.runtime.signed_store import forget_secret, share_secret
 from dynamo_megatron.runtime.user_code import UserCodeError
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.trackers import check_trackers
@@ -142,14 +141,11 @@ def run_rank(job: Job) -> int:
         from dynamo_megatron.policy.policy import Policy
 
         job.show("joining ranks")
-        store, folder = connect_store(config.trainer.timeout), Path(config.output_dir)
-        secret = share_secret(store, folder, rank, config.trainer.timeout)
-        try:
-            coordinator = Coordinator(store, rank, stop, secret, step_timeout=config.trainer.step_timeout)
-            layout = join_ranks(config, store)
-        finally:
-            if rank == 0:
-                forget_secret(folder)  # they all have it, or the start has failed
+        store = connect_store(config.trainer.timeout)
+        if not Path(config.output_dir).is_dir():
+            raise InputError(f"output_dir: rank {rank} does not see {config.output_dir}; all nodes must see it")
+        coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
+        layout = join_ranks(config, store)
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout)
         job.show("loading model")

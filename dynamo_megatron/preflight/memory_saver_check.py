@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.preflight.findings import Finding, ok, skipped
 from dynamo_megatron.preflight.subject import Subject
-from dynamo_megatron.rollout.servers.cuda_runtime import library_path
-from dynamo_megatron.rollout.servers.server import cuda_available, shares_memory
+from dynamo_megatron.rollout.servers.server import cuda_available, library_path, shares_memory
 
 ASK_TIMEOUT = 120.0  # seconds for the server's interpreter to import torch
 HOOK = """

@@ -74,7 +74,7 @@ class OwnService:
 
     def outcomes(self, reply: bytes, characters: Sequence[int]) -> list[Outcome]:
         try:
-            rewards = json.loads(reply, object_pairs_hook=plain_json.unique_keys)["rewards"]
+            rewards = json.loads(reply)["rewards"]
         except (ValueError, TypeError, LookupError, RecursionError):
             rewards = None
         if not isinstance(rewards, list):

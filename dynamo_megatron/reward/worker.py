@@ -1,4 +1,4 @@
-"""A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `subreaper`.
+"""A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `guard`.
 
 Over the socket FD it gets the functions' names and the section `reward`, and answers ("ready",) or ("failed", message).
 From then on it answers each (number, prompt, response) with one (number, `Outcome`) per function, in the functions'

@@ -123,7 +123,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
-            guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.subreaper", descriptor]
+            guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.guard", "--"]
             self.process = subprocess.Popen(
                 [*guard, sys.executable, "-P", "-m", "dynamo_megatron.reward.worker", descriptor],
                 pass_fds=[theirs.fileno()],

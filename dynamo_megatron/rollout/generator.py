@@ -183,7 +183,7 @@ class Generator:
 
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
         for endpoint, why in lost.items():
-            self._fleet.lost(endpoint, why)
+            self._fleet.mark_failed(endpoint, why)
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         """See RolloutWorker.generate."""

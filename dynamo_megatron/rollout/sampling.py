@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
 from dynamo_megatron.rollout.result import ServerUse
-from dynamo_megatron.rollout.servers.fleet import Fleet
-from dynamo_megatron.rollout.servers.member import Member
+from dynamo_megatron.rollout.servers.fleet import Fleet, Server
 from dynamo_megatron.types import Prompt
 
 ATTEMPTS = 4  # a request fails once it has been lost with this many servers
@@ -70,8 +69,8 @@ class Sampling:
         self._home: dict[str, str] = {}  # group -> the server that it is on
         self._under_way = 0
         self._wake = asyncio.Event()
-        self._asked: Counter[Member] = Counter()  # requests under way
-        self._busy_since: dict[Member, float] = {}
+        self._asked: Counter[Server] = Counter()  # requests under way
+        self._busy_since: dict[Server, float] = {}
         self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
         self.finished: list[float] = []
 
@@ -86,7 +85,7 @@ class Sampling:
                     await self._wake.wait()
                     continue
                 await self._fleet.wait_serving()
-                async with self._fleet.watched(), asyncio.TaskGroup() as tasks:
+                async with asyncio.TaskGroup() as tasks:
                     await self._ask_all(tasks)
             self._after = ()  # else each step would keep the one before it, and its rollouts, in memory
         except BaseExceptionGroup as failures:
@@ -137,7 +136,7 @@ class Sampling:
     def _first(self) -> bool:
         return not any(sampling._pending for sampling in self._after)
 
-    def _choose(self, request: Request, servers: dict[str, Member]) -> Member | None:
+    def _choose(self, request: Request, servers: dict[str, Server]) -> Server | None:
         failed = {*request.refused, *request.lost}  # another server is preferred where there is one
         allowed = {name: m for name, m in servers.items() if name not in failed} or servers
         loads = {name: m.load for name, m in allowed.items()}
@@ -145,7 +144,7 @@ class Sampling:
         name = choose_server(loads, self._config.concurrency, home, group_tokens)
         return None if name is None else servers[name]
 
-    def _enter(self, request: Request, member: Member) -> None:
+    def _enter(self, request: Request, member: Server) -> None:
         self._under_way += 1
         self._home[request.group] = member.name
         if not self._asked[member]:
@@ -153,7 +152,7 @@ class Sampling:
         self._asked[member] += 1
         member.enter(request.expected)
 
-    def _leave(self, request: Request, member: Member) -> None:
+    def _leave(self, request: Request, member: Server) -> None:
         self._under_way -= 1
         self._asked[member] -= 1
         member.leave(request.expected)
@@ -161,7 +160,7 @@ class Sampling:
             self.uses[member.name].busy += time.monotonic() - self._busy_since.pop(member)
         self._fleet.wake()
 
-    async def _one(self, request: Request, member: Member) -> None:
+    async def _one(self, request: Request, member: Server) -> None:
         """Sends a request to one server; without an answer, the request becomes pending again."""
         try:
             response = await self._ask(request, member)
@@ -169,7 +168,7 @@ class Sampling:
             request.lost.append(member.name)
             self.uses[member.name].retries += 1
             if not member.gone.done():
-                await self._fleet.doubt(member, error)
+                await self._fleet.request_lost(member, error)
             if len(request.lost) < ATTEMPTS:
                 self._pending.appendleft(request)
                 return
@@ -199,7 +198,7 @@ class Sampling:
             self.uses[server].tokens += len(response.tokens)
         self._pending.appendleft(request)
 
-    async def _ask(self, request: Request, member: Member) -> Response:
+    async def _ask(self, request: Request, member: Server) -> Response:
         """Returns one server's response. Raises ServerLost also where the server leaves the rotation meanwhile."""
         now = time.monotonic()
         request.limit = request.limit or now + self._config.timeout_of(request.max_new_tokens)

@@ -2,8 +2,7 @@
 
 A rank enters a collective only when the data is there, because a collective that times out breaks its group for good
 and generation may take half an hour. Meanwhile it polls the store. A watchdog thread ends a rank that is stuck in a
-collective when another rank has failed, when rank 0's heartbeat has stopped, or when the store is gone. The ranks sign
-what they write (signed_store.py), since the store itself authenticates nobody.
+collective when another rank has failed, when rank 0's heartbeat has stopped, or when the store is gone.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ import torch.distributed as dist
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.array_sharing import share
-from dynamo_megatron.runtime.listening import address_of, serve_store, store_address
+from dynamo_megatron.runtime.listening import serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
-from dynamo_megatron.runtime.signed_store import SignedStore
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
@@ -51,19 +49,23 @@ def connect_store(timeout: float) -> dist.TCPStore:
     if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
     try:
-        if not (address := store_address()):
-            print(
-                f"MASTER_ADDR: {host!r} is {address_of(host)} on this host, so that the ranks' store listens on all "
-                "interfaces; set it to the address that the other hosts use",
-                file=sys.stderr,
-                flush=True,
-            )
-        return serve_store(address, port, timeout)
+        return serve_store(store_address(), port, timeout)
     except OSError as error:
         raise InputError(
             f"MASTER_ADDR: rank 0 cannot listen at {host}:{port} ({error.strerror}); set it to an address of rank 0's "
             "host, and MASTER_PORT to a free port there"
         ) from None
+
+
+def _of_this_start(store: dist.Store) -> dist.Store:
+    """Returns a view of the store for this start: torchrun's store outlives a restart of the ranks, and keys of an
+    earlier start must not be taken for those of this one."""
+    return dist.PrefixStore(f"coordination-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _value(store: dist.Store, key: str) -> str | None:
+    """Returns the value of a key; None where no rank has set it."""
+    return store.get(key).decode() if store.check([key]) else None
 
 
 class StopFlag:
@@ -102,8 +104,8 @@ class StopFlag:
 class Coordinator:
     """This rank's end of the store.
 
-    `secret`: from `share_secret`, the same on all ranks; `heartbeat_timeout`: seconds without a heartbeat of rank 0
-    until it counts as dead; `step_timeout`: seconds from one `begin_step` to the next (None: any number).
+    `heartbeat_timeout`: seconds without a heartbeat of rank 0 until it counts as dead; `step_timeout`: seconds from one
+    `begin_step` to the next (None: any number).
     """
 
     def __init__(
@@ -111,13 +113,12 @@ class Coordinator:
         store: dist.TCPStore,
         rank: int,
         stop: StopFlag,
-        secret: bytes,
         heartbeat_timeout: float = 60.0,
         step_timeout: float | None = None,
     ):
         self.rank, self.stop, self._heartbeat_timeout = rank, stop, heartbeat_timeout
         self._step_timeout = step_timeout
-        self._store = SignedStore(store, secret)
+        self._store = _of_this_start(store)
         self._step, self._step_began = 0, None
         # Held while a step's time is checked, and until the process ends where it has passed.
         self._ending = threading.Lock()
@@ -125,7 +126,7 @@ class Coordinator:
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
         watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
-        self._watch_store = SignedStore(watch, secret)
+        self._watch_store = _of_this_start(watch)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     @property
@@ -146,7 +147,7 @@ class Coordinator:
     # -- waiting -------------------------------------------------------------------------------------------------
     def check(self) -> None:
         """Raises RemoteFailure if another rank has failed."""
-        if (message := self._store.get(ABORT)) is not None:
+        if (message := _value(self._store, ABORT)) is not None:
             raise RemoteFailure(message)
 
     def check_stop(self) -> None:
@@ -154,7 +155,7 @@ class Coordinator:
         stop."""
         self.check()
         self.stop.check()
-        if (by := self._store.get(STOP)) is not None:
+        if (by := _value(self._store, STOP)) is not None:
             raise StopRequested(by)
 
     def on_rank_0(self, what: str, make: Callable[[], T], layout: Layout, timeout: float = math.inf) -> T:
@@ -183,7 +184,7 @@ class Coordinator:
     def wait(self, key: str, what: str, timeout: float) -> str:
         """Polls for `key`; returns its value. Raises RemoteFailure, or TimeoutError that says what was waited for."""
         deadline, pause = time.monotonic() + timeout, FIRST_POLL
-        while (said := self._store.get(key)) is None:
+        while (said := _value(self._store, key)) is None:
             self.check()
             self.pass_on_stop()
             if time.monotonic() > deadline:
@@ -204,27 +205,27 @@ class Coordinator:
         """Notifies all ranks of this rank's failure; returns the message that all report: that of the first rank to
         fail."""
         with contextlib.suppress(RuntimeError):  # the store is gone with rank 0: there is no one to tell
-            return self._store.set_first(ABORT, message)
+            return self._store.compare_set(ABORT, "", message).decode()
         return message
 
     def close(self) -> None:
         self._closed.set()
 
     def _watch(self) -> None:
-        last, seen = 0, None  # rank 0's first heartbeat may take long
+        last = seen = None  # rank 0's first heartbeat may take long
         beats = 0
         while not self._closed.wait(BEAT_EVERY / 2):
             try:
-                if (message := self._watch_store.get(ABORT)) is not None:
+                if (message := _value(self._watch_store, ABORT)) is not None:
                     self._end(message, grace=3.0)
                 if self.rank == 0:
                     beats += 1
                     self._watch_store.set(HEARTBEAT, str(beats))
                     with self._ending:
                         self._end_a_stalled_run()
-                elif self._watch_store.get(STALLED) is not None:
+                elif self._watch_store.check([STALLED]):
                     os._exit(75)
-                elif (beat := int(self._watch_store.get(HEARTBEAT) or 0)) > last:  # an earlier one may be a stranger's
+                elif (beat := _value(self._watch_store, HEARTBEAT)) != last:
                     last, seen = beat, time.monotonic()
             except RuntimeError:
                 self._end("rank 0 is gone (its store does not answer)", grace=2.0)

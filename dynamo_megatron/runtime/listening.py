@@ -2,7 +2,7 @@
 and the OpenMetrics endpoint.
 
 torch's own TCPStore listens on every interface, and gloo on whatever the host's name resolves to. Here both listen only
-on the address that the processes that connect were given (docs/security.md: what listens, and who may connect).
+on the address that the processes that connect were given.
 """
 
 from __future__ import annotations
@@ -96,28 +96,10 @@ def store_address() -> str:
 
 def ranks_address() -> str:
     """Returns the address from which this host reaches rank 0. On rank 0's host, where `store_address` is "", returns
-    that of the default route, or "" where there is none. Raises InputError where gloo would then listen on loopback,
-    out of the reach of other hosts."""
-    if address := store_address():
-        return address_towards(address)
-    try:
-        return address_towards(ANOTHER_HOST)
-    except OSError:
-        if GLOO_INTERFACE not in os.environ and is_loopback(own := _own_address()):
-            raise InputError(
-                f"{GLOO_INTERFACE}: this host's name, {socket.gethostname()}, means {own} here (/etc/hosts), and there "
-                "is no default route: gloo would listen where ranks on other hosts cannot reach it; set "
-                f"{GLOO_INTERFACE} to the interface between the hosts, or MASTER_ADDR to this host's address on it"
-            ) from None
-        return ""
-
-
-def _own_address() -> str:
-    """Returns the address that gloo chooses by itself: that of the host's name, or loopback."""
-    try:
-        return address_of(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    that of the default route, or "" where there is none."""
+    with contextlib.suppress(OSError):
+        return address_towards(store_address() or ANOTHER_HOST)
+    return ""
 
 
 def is_loopback(address: str) -> bool:

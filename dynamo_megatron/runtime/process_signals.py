@@ -50,7 +50,7 @@ def _prctl(option: int, value: int) -> None:
 def keeping(*numbers: int) -> Iterator[None]:
     """Processes that are started in this context, and those that they start, never get the signals `numbers`. It is for
     signals that ask the ranks to save and stop, for which the ranks need their servers."""
-    from multiprocessing import resource_tracker  # not above: the subreaper of every reward worker imports this module
+    from multiprocessing import resource_tracker  # not above: the guard of every reward worker imports this module
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

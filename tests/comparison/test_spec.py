@@ -1,7 +1,6 @@
 """What a comparison's file asks for: its runs, and one line for what is wrong with it."""
 
 import copy
-import json
 
 import pytest
 import yaml
@@ -117,7 +116,6 @@ def test_a_fault_is_one_line_and_nothing_is_started(folder, capsys, changes, say
         (["spec.yml"], "spec.yml: no such spec"),
         (["compare/dmo"], "compare/dmo: no such spec; did you mean compare/demo?"),
         (["spec.yaml", "--part", "9/8"], "--part: '9/8'; give I/N with 1 <= I <= N <= 8"),
-        (["spec.yaml", "--sbatch=gpus", "--slurm"], "--sbatch: 'gpus' is no --option or --option=value"),
         (["spec.yaml", "--jobs", "999"], "--jobs: 999 for"),
         (["spec.yaml", "--table"], "out: 0 of 8 runs have ended, and all of no seed; start it without --table"),
     ],
@@ -204,15 +202,3 @@ def test_the_shipped_spec_names_its_arms_and_good_rates(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 75
     assert main(["compare", "compare/demo", "--dry-run", "--ranks", "3"]) == 0
     assert all(line.endswith(" --ranks 3") for line in capsys.readouterr().out.splitlines())
-
-
-def test_the_sbatch_array_has_a_task_for_each_run(folder, capsys):
-    spec()
-    assert main(["compare", "spec.yaml", "--slurm", "--ranks", "2", "--dry-run", "--sbatch=--comment=two words"]) == 0
-    script = capsys.readouterr().out
-    assert " compare spec.yaml --ranks 2)\n" in script
-    assert "#SBATCH --array=1-8\n" in script and "tasks=8\n" in script
-    assert '#SBATCH --comment="two words"\n' in script
-    assert f"#SBATCH --output={folder}/out/logs/slurm-%A-%a.out" in script
-    assert '"${command[@]}" --part "$SLURM_ARRAY_TASK_ID/$tasks"' in script
-    assert json.dumps("spec.yaml").strip('"') in script and not (folder / "out").exists()

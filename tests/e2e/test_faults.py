@@ -11,9 +11,9 @@ import pytest
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
-from dynamo_megatron.rollout.guard import shared_memory_of
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.store import read_rollouts, step_file
+from dynamo_megatron.runtime.guard import shared_memory_of
 
 pytestmark = pytest.mark.full
 STEPS = FAULTS = 8

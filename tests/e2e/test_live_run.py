@@ -75,7 +75,7 @@ def test_only_ranks_and_servers_import_torch(live):
         "launcher.local": False,  # waits for the ranks
         "multiprocessing.spawn": False,  # the rollout process
         "reward.worker": False,
-        "rollout.guard": False,
+        "runtime.guard": False,
         "megatron.cli": True,  # a rank
     }.items():
         found = [torch for command, torch in seen["torch"].items() if part in command]

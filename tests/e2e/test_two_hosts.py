@@ -37,13 +37,6 @@ def on_both(hosts, workspace, tmp_path):
     return run
 
 
-def test_without_a_route_preflight_names_the_loopback_address(on_both, workspace, tmp_path):
-    words = (workspace / "config.yaml", f"output_dir={tmp_path / 'run'}", f"rollout.host={INTERFACE}", "--no-server")
-    (code, said), _ = on_both("preflight", *words)
-    assert code == 1
-    assert f"this host's name, {NAMES[0]}, means 127.0.1.1 here" in said and "GLOO_SOCKET_IFNAME" in said
-
-
 def test_a_live_run_with_a_server_on_each_host(hosts, on_both, workspace, tmp_path):
     hosts.route()
     output = tmp_path / "run"

@@ -25,9 +25,8 @@ from dynamo_megatron.types import Prompt, Rollout
 
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "munged")
-ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "sacct")
 PACKAGES = Path(__file__).parents[2] / "tools" / "debian_packages.sh"
-STEPS = 16
+STEPS = 8
 ANSWERS = "aei57o"  # a whole number of batches: no problem twice in one
 
 
@@ -56,9 +55,9 @@ def _free_ports(count: int) -> int:
 class Cluster:
     """`environment` is what a user's shell on it has."""
 
-    def __init__(self, folder: Path, accounting: bool = False):
+    def __init__(self, folder: Path):
         self.folder = folder
-        command = [SCRIPT, "start", folder, str(_free_ports(8)), *(["accounting"] if accounting else [])]
+        command = [SCRIPT, "start", folder, str(_free_ports(8))]
         # Its output goes to a file: the daemons would hold a pipe for ever.
         with open(folder / "start", "w") as log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=120).returncode
@@ -77,14 +76,6 @@ class Cluster:
         )
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
-
-    def resume(self, node: str) -> None:
-        """Brings a node back; one that has come back by itself SLURM refuses to."""
-        command = ["scontrol", "update", f"nodename={node}", "state=RESUME"]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0 or "State=DOWN" not in self.tool("scontrol", "show", "node", "-o", node), (
-            done.stderr
-        )
 
     def launch(self, folder: Path, *words: object, environment: dict[str, str]) -> str:
         """`dynamo-megatron launch slurm WORDS` in the folder; the job's id."""
@@ -128,33 +119,22 @@ def logs(output: Path) -> str:
     )
 
 
-def _cluster(accounting: bool):
-    programs = PROGRAMS + (ACCOUNTING_PROGRAMS if accounting else ())
+@pytest.fixture(scope="session")
+def cluster():
+    """Two nodes, partitions `debug` and, above it, `urgent`."""
     path = os.environ["PATH"] + ":/usr/sbin"
-    if not all(shutil.which(program, path=path) for program in programs):
+    if not all(shutil.which(program, path=path) for program in PROGRAMS):
         _install_on_ci()
-    for program in programs:
+    for program in PROGRAMS:
         if not shutil.which(program, path=path):
             pytest.skip(f"needs {program}")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: sockets lie in it
     try:
-        cluster = Cluster(folder, accounting)
+        cluster = Cluster(folder)
         yield cluster
         cluster.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def cluster():
-    """Two nodes, partitions `debug` and, above it, `urgent`."""
-    yield from _cluster(accounting=False)
-
-
-@pytest.fixture(scope="session")
-def accounting_cluster():
-    """The same with sacct."""
-    yield from _cluster(accounting=True)
 
 
 @pytest.fixture(scope="session")

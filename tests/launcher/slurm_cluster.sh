@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A SLURM cluster of 2 virtual nodes on this machine, for tests: no systemd, no cgroups.
-#   slurm_cluster.sh start FOLDER PORT [accounting]   8 ports from PORT on; prints nothing, is up when it returns
+#   slurm_cluster.sh start FOLDER PORT   8 ports from PORT on; prints nothing, is up when it returns
 #   slurm_cluster.sh stop FOLDER                      ends what `start` has started, and only that
-# `accounting` adds slurmdbd and a MariaDB, which sacct and so nemo-run need. FOLDER must be short (socket paths).
+# FOLDER must be short (socket paths).
 set -euo pipefail
 action=$1 folder=$2
 export SLURM_CONF=$folder/slurm.conf
@@ -17,19 +17,18 @@ wait_for() { # WHAT COMMAND...: up to 30 s
   done
 }
 both_idle() { [[ $(timeout 3 sinfo --noheader --Node --partition debug --format %T | grep -cx idle) == 2 ]]; }
-listening() { (exec 3<>"/dev/tcp/127.0.0.1/$1"); }
 
 if [[ $action == stop ]]; then
   timeout 5 scancel --user "$(id -un)" 2>/dev/null || true
   for _ in $(seq 50); do [[ -n $(timeout 2 squeue --noheader 2>/dev/null) ]] || break; sleep 0.2; done
-  for file in "$folder"/{slurmd.n0,slurmd.n1,slurmctld,slurmdbd,mariadbd,munged}.pid; do
+  for file in "$folder"/{slurmd.n0,slurmd.n1,slurmctld,munged}.pid; do
     [[ -s $file ]] || continue
     kill -9 "$(<"$file")" 2>/dev/null || true # nothing of it is kept
   done
   exit 0
 fi
 
-port=$3 accounting=${4:-}
+port=$3
 host=$(hostname -s) user=$(id -un)
 memory=$(awk '/MemTotal/ {print int($2 / 1024) - 1024}' /proc/meminfo)
 mkdir -p "$folder"/{state,log,spool/n0,spool/n1,munge}
@@ -40,39 +39,6 @@ chmod 400 "$folder/munge/key"
 socket=$folder/munge/socket
 munged --force --key-file="$folder/munge/key" --socket="$socket" --pid-file="$folder/munged.pid" \
   --log-file="$folder/log/munged" --seed-file="$folder/munge/seed"
-
-storage="AccountingStorageType=accounting_storage/none"
-if [[ $accounting == accounting ]]; then
-  mkdir "$folder/mysql"
-  mariadb-install-db --no-defaults --user="$user" --datadir="$folder/mysql" --auth-root-authentication-method=normal \
-    --skip-test-db >"$folder/log/mariadb" 2>&1
-  mariadbd --no-defaults --user="$user" --datadir="$folder/mysql" --socket="$folder/mysql.socket" --skip-networking \
-    --pid-file="$folder/mariadbd.pid" --innodb-buffer-pool-size=64M --innodb-log-file-size=64M \
-    --innodb-lock-wait-timeout=900 --innodb-flush-log-at-trx-commit=0 >>"$folder/log/mariadb" 2>&1 &
-  wait_for MariaDB mariadb-admin --no-defaults --socket="$folder/mysql.socket" ping
-  cat >"$folder/slurmdbd.conf" <<CONF
-AuthType=auth/munge
-AuthInfo=socket=$socket
-DbdHost=$host
-DbdAddr=127.0.0.1
-DbdPort=$((port + 3))
-SlurmUser=$user
-LogFile=$folder/log/slurmdbd
-PidFile=$folder/slurmdbd.pid
-StorageType=accounting_storage/mysql
-StorageHost=localhost
-StorageUser=root
-StorageLoc=slurm_acct_db
-CONF
-  chmod 600 "$folder/slurmdbd.conf"
-  # slurmdbd takes its file from SLURM_CONF, and MySQL's library the socket from MYSQL_UNIX_PORT.
-  MYSQL_UNIX_PORT=$folder/mysql.socket SLURM_CONF=$folder/slurmdbd.conf slurmdbd
-  wait_for slurmdbd listening $((port + 3))
-  storage="AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
-AccountingStoragePort=$((port + 3))
-AccountingStoragePass=$socket"
-fi
 
 # FirstJobId: the ranks' port follows from it, and clusters of several test sessions share addresses.
 # cred_expire: a requeued job would wait for 120 s otherwise. Virtual nodes share a host name: only the address differs.
@@ -110,17 +76,12 @@ InactiveLimit=0
 SlurmdTimeout=15
 SlurmctldTimeout=15
 OverTimeLimit=0
-$storage
+AccountingStorageType=accounting_storage/none
 NodeName=n0 NodeHostname=$host NodeAddr=127.0.0.2 Port=$((port + 1)) CPUs=4 RealMemory=$memory
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.3 Port=$((port + 2)) CPUs=4 RealMemory=$memory
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 CONF
-if [[ $accounting == accounting ]]; then
-  sacctmgr --immediate add cluster test >/dev/null 2>&1 || true
-  sacctmgr --immediate add account test >/dev/null 2>&1 || true
-  sacctmgr --immediate add user "$user" account=test >/dev/null 2>&1 || true
-fi
 slurmctld -i
 slurmd -N n0
 slurmd -N n1

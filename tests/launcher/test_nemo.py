@@ -88,14 +88,6 @@ def test_what_is_refused(nemo, run_folder, words, message):
     assert code == 2 and message in text.splitlines()[-1] and SECRET not in text, text
 
 
-@pytest.mark.full
-def test_overrides_on_nemo_runs_own_command_line(nemo, run_folder):
-    words = ("config=config.yaml", "keys=['output_dir=x']", "executor=slurm", "executor.account=us", "executor.nodes=3")
-    code, text = nemo(run_folder, "launcher.nemo", "--yes", "--dryrun", *words, "tasks=train,eval")
-    assert code == 0, text
-    assert "#SBATCH --nodes=3" in text and "#SBATCH --account=us" in text and "Task eval" in text
-
-
 @pytest.mark.parametrize(("cores", "threads"), [("12", ["12", "12"]), (None, ["", "1"])])
 def test_what_is_set_before_the_ranks_start(cores, threads, tmp_path):
     setup = subprocess.check_output(
@@ -109,26 +101,6 @@ def test_what_is_set_before_the_ranks_start(cores, threads, tmp_path):
     shown = "; ".join(f'echo "$(printenv {name})"' for name in names)
     said = subprocess.check_output(["bash", "-c", f"{setup}\n{shown}"], env=environment, text=True)
     assert said.splitlines() == ["10.0.0.3", "12056", *threads]
-
-
-@pytest.mark.full
-def test_a_container_sees_the_output_folder(nemo, run_folder, tmp_path):
-    output = tmp_path / "a run"
-    job = ("--executor", "slurm", "--account", "us", "--time", "2:00:00", "--container-image", "an image", "--dry-run")
-    words = ("parallel.pp=1", "--container-mounts", "/data:/data")
-    code, text = nemo(run_folder, "cli", "launch", "nemo", "config.yaml", f"output_dir={output}", *job, *words)
-    assert code == 0, text
-    folders = f"'{run_folder}:{run_folder}','{output}:{output}',/data:/data,"
-    assert f"--container-image 'an image' --container-mounts {folders}" in text
-    assert f"mkdir -p '{output}'" in text and not output.exists()
-
-
-@pytest.mark.full
-def test_no_requeue(nemo, run_folder):
-    words = ("--executor", "slurm", "--account", "us", "--time", "2:00:00", "--venv", "x", "--no-requeue", "--dry-run")
-    code, text = nemo(run_folder, "cli", "launch", "nemo", "config.yaml", "parallel.pp=1", *words)
-    assert code == 0 and "TORCHX_MAX_RETRIES=0" in text, text
-    assert "#SBATCH --no-requeue" in text and "#SBATCH --requeue" not in text
 
 
 @pytest.fixture
@@ -155,14 +127,6 @@ def test_convert_train_and_eval_on_this_machine(nemo, run_folder, evaluating, tm
 
 
 @pytest.mark.full
-def test_what_comes_after_a_failure_is_not_run(nemo, run_folder, evaluating, tmp_path):
-    words = ("config.yaml", f"output_dir={tmp_path / 'run'}", *evaluating, "--venv", VENV, "--tasks", "train,eval")
-    code, text = nemo(run_folder, "cli", "launch", "nemo", *words, "rollout.recorded=/nowhere")
-    assert code == 1 and "train: FAILED" in text, text[-5000:]
-    assert not (tmp_path / "run" / "scores").exists()
-
-
-@pytest.mark.full
 def test_a_sweep_on_this_machine(nemo, run_folder, tmp_path):
     words = ("config.yaml", f"output_dir={tmp_path / 'runs'}", "trainer.steps=2", "--venv", VENV)
     code, text = nemo(run_folder, "cli", "launch", "nemo", *words, "--sweep", "optimizer.lr=1e-3,2e-3")
@@ -172,45 +136,3 @@ def test_a_sweep_on_this_machine(nemo, run_folder, tmp_path):
         rows = (tmp_path / "runs" / f"lr-{value}" / "metrics.jsonl").read_text().splitlines()
         rates.append(json.loads(rows[-1])["policy/learning_rate"])
     assert rates == [1e-3, 2e-3]
-
-
-@pytest.mark.full
-def test_convert_train_and_eval_on_slurm(nemo, accounting_cluster, run_folder, evaluating, tmp_path, rows):
-    """The training is told to stop on its way: nemo-run's retries requeue it, and it goes on."""
-    output = tmp_path / "run"
-    (tmp_path / "secrets").write_text(f"OTHER_TOKEN={SECRET[::-1]}\n")
-    words = ("config.yaml", f"output_dir={output}", *evaluating, "--venv", VENV, "--tasks", "convert,train,eval")
-    job = (
-        "--executor",
-        "slurm",
-        "--account",
-        "test",
-        "--time",
-        "20",
-        "--nodes",
-        "2",
-        "--env-file",
-        tmp_path / "secrets",
-    )
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal\n"
-        "if os.environ.get('SLURM_PROCID') == '1' and os.environ.get('SLURM_RESTART_COUNT', '0') == '0':\n"
-        "    from dynamo_megatron import config\n"
-        "    rate = config.Config.learning_rate\n"
-        "    def learning_rate(self, step):\n"
-        "        if step == 2:\n"
-        "            os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "        return rate(self, step)\n"
-        "    config.Config.learning_rate = learning_rate\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**accounting_cluster.environment, "PYTHONPATH": path}
-    code, text = nemo(run_folder, "cli", "launch", "nemo", *words, *job, environment=environment)
-    assert code == 0, text[-5000:]
-    assert [f"{name}: SUCCEEDED" in text for name in ("convert", "train", "eval")] == [True] * 3
-    assert [row["step"] for row in rows(output)] == [1, 2, 3, 4]
-    said = "".join(file.read_text() for file in (tmp_path / "nemo").rglob("log-*train*.out"))
-    assert "stopped by SIGUSR1 on rank 1" in said and "resumed from" in said
-    assert len((output / "scores" / "problems.jsonl").read_text().splitlines()) == 6
-    for file in (tmp_path / "nemo").rglob("*.out"):
-        assert SECRET[::-1] not in file.read_text()

@@ -11,9 +11,8 @@ import pytest
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.cli.launch_options import JobOptions
-from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launcher.command import check_servers, refuse_secrets
+from dynamo_megatron.launcher.command import refuse_secrets
 from dynamo_megatron.launcher.slurm import adopt_rank, render
 
 NASTY = [
@@ -135,29 +134,6 @@ def test_what_is_refused_before_anything_is_submitted(words, message, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
-def test_servers_of_nodes_with_gpus_need_no_number(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("c.yaml").write_text("model: {path: m}\ndata: {source: d}\noutput_dir: out\n")
-    command = ["launch", "slurm", "c.yaml", "rollout.host=ib0", "--nodes", "2", "--dry-run"]
-    assert main([*command, "--gpus-per-node", "8"]) == 0
-    assert main(command) == 2
-    assert "rollout.servers: 1 servers are not an equal share for each of 2 nodes" in capsys.readouterr().err
-
-
-def test_which_servers_reach_every_node():
-    def config(**rollout: object) -> Config:
-        required = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
-        return Config.model_validate({**required, "rollout": rollout})
-
-    check_servers(config(), 1, 1)
-    check_servers(config(servers=2, host="127.0.0.1"), 2, 2)  # nodes that are one machine
-    check_servers(config(placement="external", urls=["http://a:1"]), 2, 2)
-    check_servers(config(engine="recorded", recorded="r"), 2, 2)
-    for servers, placement, nodes, server_nodes in ((2, "colocated", 2, 2), (1, "split", 2, 1)):
-        with pytest.raises(ConfigError, match=r"rollout\.host: its default, .* there are 2; name a network interface"):
-            check_servers(config(servers=servers, placement=placement), nodes, server_nodes)
-
-
 def test_secrets_stay_out(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
@@ -173,15 +149,9 @@ def test_secrets_stay_out(tmp_path, capsys, monkeypatch):
         assert main(["launch", "slurm", "c.yaml", f"tracking.name=({value})"]) == 2
         assert main(["launch", "slurm", "c.yaml", f"--sbatch=--comment={value} "]) == 2
         assert capsys.readouterr().err.count("WANDB_API_KEY: its value would be written") == 2
-    for word in ('rollout.server_args=["--api-key","x"]', "a.password=x", "b=--hf-auth-token"):
-        with pytest.raises(ConfigError, match=r"looks like a secret") as error:
-            refuse_secrets("", [word], {})
-        assert "x" not in str(error.value).partition(":")[0].removeprefix(word.partition("=")[0])
+    with pytest.raises(ConfigError, match=r"looks like a secret"):
+        refuse_secrets("", ['rollout.server_args=["--api-key","x"]'], {})
     refuse_secrets("", ["data.prompt_key=problem", "data.answer_key=answer", "model.max_length=8"], {})
-    for name in ("DB_PASS", "GRADER_PASSWD", "x_passphrase", "PGPASSWORD", "MY_CREDENTIALS", "API_KEY", "A_SECRET"):
-        with pytest.raises(ConfigError, match=f"^{name}: its value would be written into the script"):
-            refuse_secrets("says hunter22", [], {name: "hunter22"})
-    refuse_secrets("/home/hunter22", [], {"PWD": "/home/hunter22", "SSH_ASKPASS": "hunter22", "BYPASS": "hunter22"})
 
 
 def test_a_url_with_a_password_stays_out(tmp_path, capsys, monkeypatch):

@@ -47,7 +47,7 @@ def workers() -> dict[int, int]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess):
             command = process.cmdline()
-            if "dynamo_megatron.reward.worker" in command and "dynamo_megatron.runtime.subreaper" not in command:
+            if "dynamo_megatron.reward.worker" in command and "dynamo_megatron.runtime.guard" not in command:
                 raylets = [parent.pid for parent in process.parents() if parent.name() == "raylet"]
                 found |= dict.fromkeys([process.pid], raylets[0]) if raylets else {}
     return found

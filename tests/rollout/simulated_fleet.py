@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from stand_ins import external
 
 from dynamo_megatron.rollout.client import ConnectionLost, Response
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.result import PushNeeded
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.servers import fleet as fleet_module
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
@@ -73,11 +73,14 @@ class World:
         limits = {"concurrency": 4, "max_new_tokens": 1000, "start_timeout": 900, "timeout": 100_000.0}
         config = external(["http://a", "http://b"], max_staleness=self.staleness, at_push=self.at_push, **limits)
         self.fleet = Fleet(config, None, [], 128)
+        self.fleet._starters = dict.fromkeys(self.servers, self)
         for server in self.servers.values():
             self._up(server)
         async with asyncio.TaskGroup() as tasks:
             chaos = tasks.create_task(self._hurt()) if self.chaos else None
+            watch = tasks.create_task(self.fleet._watch())
             await self._train(steps)
+            watch.cancel()
             if chaos is not None:
                 chaos.cancel()
 
@@ -86,11 +89,9 @@ class World:
         server.version, server.frozen = 0, False
         server.ended, server.aborted = asyncio.Event(), asyncio.Event()
         self.fleet.up(Endpoint(server.name, server.incarnation, f"http://{server.name}", 1, ""))
-        member = self.fleet._members[server.name]
-        member.source = self
 
-    # -- a Source --------------------------------------------------------------------------------------------------
-    def condemn(self, name: str, incarnation: int, why: str) -> None:
+    # -- a Starter --------------------------------------------------------------------------------------------------
+    def restart(self, name: str, incarnation: int, why: str) -> None:
         server = self.servers[name]
         server.ended.set()
         asyncio.get_running_loop().call_later(self.rng.uniform(5, 60), self._up, server)
@@ -194,19 +195,13 @@ class Client:
         if self._ended.is_set():
             raise ConnectionLost("the connection is gone")
 
-    async def next_logprob(self, tokens, token: int, timeout: float) -> float:
-        """That of a sampled token, if the present weights have sampled it."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self._wait(self._server.speed)
-        except (TimeoutError, ConnectionLost) as error:
-            raise RolloutError("no answer") from error
-        return -1.0 if token == self._server.version % 100 else -9.0
-
     async def healthy(self, timeout: float) -> bool:
-        while self._server.frozen and not self._ended.is_set():
-            await asyncio.sleep(1.0)
-        return not self._ended.is_set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._server.frozen and not self._ended.is_set():
+                    await asyncio.sleep(1.0)
+                return not self._ended.is_set()
+        return False
 
     async def kv_cache_share(self, timeout: float) -> float:
         return 0.0

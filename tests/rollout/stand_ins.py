@@ -152,8 +152,7 @@ async def listening(server: Server, port: int = 0):
 
 
 def external(urls: list[str], output="none", **rollout) -> Config:
-    """With limits that a busy machine keeps. A test of a hung server asks for a `health_timeout` above `silence.LATE`,
-    so that a stall of its own process loses no other server."""
+    """With limits that a busy machine keeps."""
     return Config(
         model={"path": "none"},
         data={"source": "none"},

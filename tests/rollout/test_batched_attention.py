@@ -1,20 +1,18 @@
 """Attention of the CPU servers: a batch of short sequences is attended to in one call."""
 
 import runpy
-from pathlib import Path
 
 import pytest
 import torch
 
-import dynamo_megatron.rollout
+from dynamo_megatron.rollout.servers.server import CPU_STAND_INS
 
 HEADS, KEY_HEADS, SIZE, SLOTS = 4, 2, 8, 512
 
 
 @pytest.fixture(scope="module")
 def attention():
-    folder = Path(dynamo_megatron.rollout.__file__).parent
-    return runpy.run_path(str(folder / "sglang_cpu" / "batched_attention.py"))["attention"]
+    return runpy.run_path(str(CPU_STAND_INS / "batched_attention.py"))["attention"]
 
 
 @pytest.mark.parametrize("key_heads", [KEY_HEADS, HEADS])

@@ -15,10 +15,10 @@ import pytest
 from stand_ins import VOCABULARY
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.rollout.guard import shared_memory_of
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.runtime.guard import shared_memory_of
 from dynamo_megatron.types import Prompt
 
 OUTCOMES = ("completed", "truncated", "aborted", "failed", "rejected")
@@ -49,7 +49,7 @@ def processes_of(name: str) -> list[psutil.Process]:
     """The SGLang processes, the HTTP server first, of the server `name` that some descendant of this process runs."""
     for process in psutil.Process().children(recursive=True):
         words = command_line_of(process)
-        if "dynamo_megatron.rollout.guard" in words and any(word.startswith(f"{name}-") for word in words):
+        if "dynamo_megatron.runtime.guard" in words and any(word.startswith(f"{name}-") for word in words):
             return process.children(recursive=True)
     return []
 
@@ -129,7 +129,6 @@ def once(action):
 @pytest.mark.full
 def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     worker, folder = fleet
-    started = time.monotonic()
     pids = [p.pid for p in processes_of("server-1")]
     segments = shared_memory_of(pids)
     result = worker.generate(1, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-1")))
@@ -139,7 +138,6 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     assert result.uses["server-1"].retries > 0
     assert result.counts_by_server["server-0"]["completed"] > 0
     assert any(note.startswith("step 1: server-1 left the rotation: ") for note in result.notes), result.notes
-    print("generated in", time.monotonic() - started)
     # Restarted, it serves the folder's weights, which are the policy's until the first push.
     wait_until(lambda: len(processes_of("server-1")) >= 3, 200, "server-1's restart")
     assert not set(pids) & {p.pid for p in processes_of("server-1")}
@@ -148,17 +146,6 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     result = worker.generate(2, PROMPTS, [4] * 4)
     assert closed(result, 16)["failed"] == 0 and set(result.counts_by_server) == {"server-0", "server-1"}
     assert result.uses["server-1"].restarts == 1
-
-
-@pytest.mark.full
-def test_a_frozen_server_is_replaced(fleet):
-    worker, _ = fleet
-    result = worker.generate(10, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-0", signal.SIGSTOP)))
-    assert closed(result, 64)["failed"] == 0
-    assert any(
-        "server-0 left the rotation: no answer to /health for rollout.health_timeout (4 s)" in n for n in result.notes
-    )
-    wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 300, "both servers")
 
 
 @pytest.mark.full
@@ -175,25 +162,6 @@ def test_servers_stay_where_the_rollout_process_was_held_up(fleet):
     result = worker.generate(14, PROMPTS, [16] * 4, on_count=once(hold_up))
     assert closed(result, 64)["failed"] == 0 and not any("left the rotation" in n for n in result.notes), result.notes
     assert [p.pid for name in ("server-0", "server-1") for p in processes_of(name)] == before
-
-
-@pytest.mark.full
-def test_a_server_that_a_push_did_not_reach_is_restarted(fleet):
-    worker, _ = fleet
-    endpoints = {e.name: e for e in worker.begin_push(3)}
-    assert set(endpoints) == {"server-0", "server-1"}
-    push(worker, 3)
-    lost = {"server-1": "the second bucket did not arrive"}
-    worker.end_push(3, {e: lost.get(e.name) for e in worker.begin_push(3)})
-    result = worker.generate(11, PROMPTS, [2] * 4)
-    assert set(result.counts_by_server) == {"server-0"} and closed(result, 8)["failed"] == 0
-    assert "weight version 3 did not arrive: the second bucket did not arrive" in " ".join(result.notes)
-    wait_until(lambda: set(push(worker, 3)) == {"server-0", "server-1"}, 300, "both servers")
-    again = {e.name: e for e in worker.begin_push(3)}
-    assert again["server-1"].incarnation == endpoints["server-1"].incarnation + 1
-    assert again["server-0"].incarnation == endpoints["server-0"].incarnation
-    with pytest.raises(PushNeeded, match=r"no server took the weights of step 4: .*server-0: .*all lost"):
-        worker.end_push(4, dict.fromkeys(again.values(), "all lost"))
 
 
 @pytest.mark.full
@@ -221,7 +189,6 @@ def test_servers_that_never_come_up_again_end_the_run_with_one_message(fleet):
     lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
     with pytest.raises(PushNeeded):
         worker.generate(13, PROMPTS, [16] * 4, on_count=lose_both)
-    started = time.monotonic()
     with pytest.raises(RolloutError, match=r"no rollout server is up; server-0: .*exit code 9.*server-1") as error:
         worker.begin_push(6)
-    assert time.monotonic() - started < 60 and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)

@@ -95,8 +95,10 @@ def put(folder, **changes):
     ("changes", "why"),
     [
         ({"tokens": [11, 11, 10_000_000]}, r"token id 10000000 is not in the vocabulary \(0 to 99\)"),
+        ({"engine_logprobs": [-1.0, -1.0]}, "2 logprobs of 1 tokens"),
+        ({"reward": float("nan")}, "reward nan"),
         ({"finish_reason": "\x1b[2J tired", "status": "failed"}, "finish reason tired"),
-        ({"tokens": "abc"}, "tokens 'abc' is of another type than a rollout's"),
+        ({"tokens": "abc"}, "tokens: Input should be a valid array, not 'abc'"),
         ({"group_id": "000005-0000"}, "rollout_id '000005-0001-002' in group '000005-0000'"),
     ],
 )

@@ -3,28 +3,19 @@
 import asyncio
 import contextlib
 import socket
-import subprocess
-import sys
-import time
 
 import pytest
-import yaml
-from stand_ins import VOCABULARY, Server, external, listening
+from stand_ins import Server, external, listening
 
 from dynamo_megatron.config import Config, RewardConfig
-from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.reward import RewardPool
-from dynamo_megatron.reward.outcomes import NoScore
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import reward_servers, serve, supervisor
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers
-from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.run_folder import NewFolder, refuse_foreign
 from dynamo_megatron.types import Prompt
-
-SPLIT = {"placement": "split"}
 
 
 class StandIn:
@@ -134,23 +125,6 @@ def test_the_reward_model_of_a_run_with_fp8_weights_keeps_its_own(stand_in, tmp_
     assert [server.quantization for server in stand_in.made] == [None]
 
 
-def test_a_server_that_another_start_has_brought_back_is_waited_for_when_it_ends(tmp_path):
-    base = external(["http://unused"], output=tmp_path, start_timeout=1.0)
-    servers = RewardServers(with_model(base.model_copy(update={"rollout": base.rollout.model_copy(update=SPLIT)})))
-
-    async def waited() -> float:
-        begun = time.monotonic()
-        with pytest.raises(NoScore):
-            await servers.addresses.next()
-        return time.monotonic() - begun
-
-    servers.down("reward-0", "out of memory", True)
-    assert asyncio.run(waited()) < 0.9
-    servers.up(Endpoint("reward-0", 5, "http://unused", 1, "key"))
-    servers.down("reward-0", "killed", False)
-    assert asyncio.run(waited()) > 0.9
-
-
 def test_a_folder_with_their_announcements_is_a_runs_and_goes_with_a_refused_start(tmp_path):
     folder = NewFolder(tmp_path / "run")
     sections = {"model": {"path": "m"}, "data": {"source": "d"}, "rollout": {"placement": "split"}}
@@ -225,27 +199,3 @@ def test_a_real_server_gives_the_scores_of_transformers(tiny_reward_model, trans
             response,
         )
     assert max(s.reward for s in scores) - min(s.reward for s in scores) > 0.1
-
-
-@pytest.mark.full
-def test_with_rollout_servers_of_other_nodes_it_is_beside_them(tiny_model, tiny_reward_model, tmp_path):
-    config = Config(
-        model={"path": str(tiny_model), "dtype": "float32"},
-        data={"source": "unused"},
-        output_dir=str(tmp_path / "run"),
-        rollout={"placement": "split", "max_new_tokens": 8, "start_timeout": 400},
-        reward=scored_by(tiny_reward_model),
-    )
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
-    with open(tmp_path / "node.log", "w") as log:
-        command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "serve", "config.yaml"]
-        node = subprocess.Popen([*command, "--nodes", "1", "--node", "0"], cwd=tmp_path, stdout=log, stderr=log)
-    worker = RolloutWorker(config, [3], VOCABULARY)
-    worker.start()
-    try:
-        worker.wait_ready()
-        result = worker.generate(1, [Prompt("p", text="?", tokens=[20, 30, 40])], [4])
-    finally:
-        worker.close()
-    assert result.rewards["reward_model"].states == {"scored": 4} and len(set(result.batch.rewards)) > 1
-    assert node.wait(60) == 0, (tmp_path / "node.log").read_text()

@@ -1,13 +1,11 @@
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import dynamo_megatron.rollout
+from dynamo_megatron.rollout.servers.server import RUN_MASKED
 
-SCRIPT = Path(dynamo_megatron.rollout.__file__).with_name("run_masked.py")
 MODULE = """
 import multiprocessing
 import signal
@@ -32,7 +30,7 @@ if __name__ == "__main__":
 def test_children_keep_the_signals_blocked_and_a_fork_what_was_imported(words, inherited, tmp_path):
     (tmp_path / "server.py").write_text(MODULE)
     ran = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), *words, "server"],
+        [sys.executable, "-P", str(RUN_MASKED), *words, "server"],
         env={"PYTHONPATH": str(tmp_path)},
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1}),
         capture_output=True,

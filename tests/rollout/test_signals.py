@@ -115,10 +115,9 @@ def test_a_node_of_servers_goes_on_when_the_ranks_are_asked_to_stop(said, tmp_pa
         node = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file)
     try:
         pids(said, log)
-        family = [node.pid, *(p.pid for p in psutil.Process(node.pid).children(recursive=True))]
+        family = [node.pid, *pids(said, log)]
         for pid in family:
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(2)
         assert living(family) == family
         node.terminate()
         assert node.wait(20) == 0 and log.read_text() == "stopped\n"

@@ -97,7 +97,7 @@ def run(case: dict) -> None:
     if layout.leaders is not None:
         found["leaders"] = dist.get_process_group_ranks(layout.leaders)
     share_a_value(layout, found)
-    coordinator = Coordinator(store, rank, StopFlag(), b"secret")
+    coordinator = Coordinator(store, rank, StopFlag())
     found["stop"] = stop_on_rank_0(coordinator, layout)
     coordinator.close()
     dist.barrier(group=layout.host)

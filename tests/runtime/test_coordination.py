@@ -1,94 +1,85 @@
-"""Two ranks that were asked to stop, or that hang."""
+"""Ranks that were asked to stop, that fail, or that hang."""
 
+import datetime
 import os
-import socket
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
+
+from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))
 
 
-RANK = """
-import os, signal, time
-import sys
-from pathlib import Path
-from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, StopRequested, connect_store
-from dynamo_megatron.runtime.signed_store import share_secret
-
-rank = int(os.environ["RANK"])
-stop = StopFlag()
-stop.catch_signals()
-store = connect_store(60)
-coordinator = Coordinator(store, rank, stop, share_secret(store, Path(sys.argv[1]), rank, 60), step_timeout=4)
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    print(coordinator.wait("stopped", "rank 0 to stop", 60))
-else:
-    deadline = time.monotonic() + 60
-    try:
-        while time.monotonic() < deadline:
-            coordinator.check_stop()
-            time.sleep(0.02)
-    except StopRequested as stopped:
-        coordinator.announce("stopped", f"stopped by {stopped}")
-for step in (6, 7):  # a new step has its own time
-    coordinator.begin_step(step)
-    time.sleep(2 if step == 6 else 60)
-"""
+@pytest.fixture
+def ranks(store):
+    both = [Coordinator(store, rank, StopFlag()) for rank in (0, 1)]
+    yield both
+    for coordinator in both:
+        coordinator.close()
 
 
-SLOW_STEP = """
-import sys, time
-from pathlib import Path
+def test_all_ranks_report_the_first_failure(ranks):
+    first, second = ranks
+    assert second.fail("rank 1: no memory") == "rank 1: no memory"
+    assert first.fail("rank 0: lost rank 1") == "rank 1: no memory"
+    for wait in (first.check, lambda: second.wait("never", "nothing", 60)):
+        with pytest.raises(RemoteFailure, match="rank 1: no memory"):
+            wait()
+
+
+def test_a_signal_of_any_rank_stops_the_run(ranks):
+    first, second = ranks
+    first.check_stop()
+    second.stop._set(signal.SIGUSR1, None)
+    with pytest.raises(TimeoutError, match="rank 1 waited 0 s for the step"):
+        second.wait("never", "the step", 0.0)
+    with pytest.raises(StopRequested, match="SIGUSR1 on rank 1"):
+        first.check_stop()
+
+
+def test_a_later_start_in_the_same_store_does_not_read_the_keys_of_an_earlier_one(store, ranks, monkeypatch):
+    ranks[0].announce("key", "value")
+    assert ranks[1].wait("key", "a value", 60) == "value"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    restarted = Coordinator(store, 1, StopFlag())
+    with pytest.raises(TimeoutError):
+        restarted.wait("key", "a value", 0.0)
+    restarted.close()
+
+
+STEPS = """
+import os, sys, time
 from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store
-from dynamo_megatron.runtime.signed_store import share_secret
 
-store = connect_store(60)
-coordinator = Coordinator(store, 0, StopFlag(), share_secret(store, Path(sys.argv[1]), 0, 60), step_timeout=0.01)
+coordinator = Coordinator(connect_store(60), int(os.environ["RANK"]), StopFlag(), step_timeout=0.01)
 coordinator.begin_step(1)
-time.sleep(0.02)
+time.sleep(600 if sys.argv[1] == "hangs" else 0.02)
 coordinator.end_step()
 """
 
 
-def test_a_step_that_took_too_long_does_not_go_on_even_if_it_has_ended(tmp_path):
-    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-P", "-c", SLOW_STEP, str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True, check=False)
-    assert done.returncode == 75 and done.stderr.startswith("step 1 took longer than trainer.step_timeout (0.01 s)")
-
-
-@pytest.mark.full
-def test_any_ranks_signal_stops_the_run_and_a_step_has_its_time(tmp_path):
-    port = free_port()
-    ranks = [
+@pytest.mark.parametrize(
+    ("step", "ranks"), [("has ended", 1), pytest.param("hangs", 2, marks=pytest.mark.full, id="hangs")]
+)
+def test_a_step_that_takes_too_long_ends_all_ranks(store, step, ranks):
+    where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    where["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    started = [
         subprocess.Popen(
-            [sys.executable, "-P", "-c", RANK, str(tmp_path)],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-c", STEPS, step],
+            env={**os.environ, **where, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in (0, 1)
+        for rank in range(ranks)
     ]
-    try:
-        (_, said), (out, _) = (rank.communicate(timeout=120) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [75, 75], said
-    assert out == "stopped by SIGUSR1 on rank 1\n"
-    line = "step 7 took longer than trainer.step_timeout (4 s); the same command resumes from the last checkpoint, "
-    assert said.splitlines()[-1] == line + "or starts from step 0 if there is none"
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert {process.returncode for process in started} == {75}, said
+    assert said[0].startswith("step 1 took longer than trainer.step_timeout (0.01 s); the same command resumes from")

@@ -7,11 +7,8 @@ import textwrap
 
 import pytest
 
-from dynamo_megatron.cli import main
-from dynamo_megatron.preflight.findings import Finding
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.runtime.plain_text import PrintableStream, on_one_line, printable, show
-from dynamo_megatron.tracking.progress import Progress
 
 HOSTILE = (
     "red\x1b[31m clear\x1b[2J clip\x1b]52;c;cm0=\x07 \x9b1m over\rwritten \u202ebidi\u2066 \u2028\ud800\x00\x7f end"
@@ -48,29 +45,6 @@ def test_the_last_line_of_a_run_is_text(error, capsys):
         _report(raised, 0, None, str)
     said = capsys.readouterr().err
     assert tame(said) and "clip" in said.splitlines()[-1]
-
-
-def test_notes_and_refusals_are_text(capsys, tmp_path, monkeypatch):
-    progress = Progress()
-    progress.say(HOSTILE)
-    progress.close()
-    monkeypatch.chdir(tmp_path)
-    name = HOSTILE.replace("\x00", "").replace("\ud800", "")
-    assert main(["train", f"no{name}.yaml"]) == 2
-    out, err = capsys.readouterr()
-    assert tame(out) and "clip" in out and tame(err) and "clip" in err
-
-
-def test_findings_of_preflight_are_text(capsys, monkeypatch):
-    from dynamo_megatron.preflight import command
-
-    class Subject:
-        leads = True
-
-    monkeypatch.setattr(command, "run_checks", lambda checks, say: say("reward", Finding("FAILED", HOSTILE), 0.1) or 1)
-    monkeypatch.setattr(command, "Subject", lambda *_: Subject())
-    assert command.preflight(None, 1, with_server=False) == 1
-    assert tame(capsys.readouterr().out)
 
 
 def test_a_traceback_of_a_command_is_text():

@@ -135,7 +135,7 @@ class Ranks:
             output_dir=str(self.out / case["name"]),
         )
         self.store = connect_store(300)
-        self.coordinator = Coordinator(self.store, self.rank, StopFlag(), b"")
+        self.coordinator = Coordinator(self.store, self.rank, StopFlag())
         layout = join_ranks(config, dist.PrefixStore("groups", self.store))
         self.policy = Policy(load_model_config(self.model), config, layout)
         self.config, self.layout, self.spec = config, layout, self.policy.spec

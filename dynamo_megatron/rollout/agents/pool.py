@@ -123,7 +123,7 @@ class Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = str(theirs.fileno())
-            guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.subreaper", descriptor]
+            guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.guard", "--"]
             self._process = subprocess.Popen(
                 [*guard, python, str(WORKER), descriptor],
                 pass_fds=[theirs.fileno()],

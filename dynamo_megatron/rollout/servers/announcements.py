@@ -4,7 +4,8 @@ The controller (the rollout process of rank 0) writes `run.json`: a token of thi
 to be restarted, and how many pushes each server took. Each node's `serve` writes `NAME.json` with that token: the
 server's Endpoint, or why it is gone. A process that is alive rewrites its files every second, so a failed write does no
 harm. A reader compares a file's modification time with the one that it saw before, never with its own clock: the nodes'
-clocks need not agree, and files of an older run are never used.
+clocks need not agree, and files of an older run are never used. It counts looks, not seconds: a disk that hangs, or a
+reader that was stopped, is no silence of the writer.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.silence import Silence
 from dynamo_megatron.rollout.servers.supervisor import Listener, Supervisor
 from dynamo_megatron.runtime.whole_files import replacing
 
 BEAT_EVERY = 1.0  # seconds
-SILENCE = 20.0  # seconds without a beat until a node counts as gone; it may come back
-# Seconds without a beat until a node gives up the run, for good. A run that ends removes RUN, the next run writes
-# another token, and rank 0 stops a rollout process that hangs for two minutes (`worker.SILENCE`). So only a run whose
-# host is gone is silent this long, and waiting for it costs nothing but idle GPUs.
-RUN_SILENCE = 600.0
+SILENCE = 20  # looks without a beat until a node counts as gone; it may come back
+# Looks without a beat until a node gives up the run, for good. A run that ends removes RUN, the next run writes another
+# token, and rank 0 stops a rollout process that hangs for two minutes (`worker.SILENCE`). So only a run whose host is
+# gone is silent this long, and waiting for it costs nothing but idle GPUs.
+RUN_SILENCE = 600
 RUN = "run.json"
 
 
@@ -46,12 +46,12 @@ class Announced:
     def __init__(self, output_dir: str | os.PathLike, names: Collection[str], listener: Listener):
         self._folder, self._names, self._listener = servers_folder(output_dir), names, listener
         self._token = secrets.token_hex(16)
-        self._condemned: dict[str, tuple[int, str]] = {}
+        self._restarts: dict[str, tuple[int, str]] = {}
         self._served: Counter[str] = Counter()
 
-    def condemn(self, name: str, incarnation: int, why: str) -> None:
+    def restart(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, restarted by its node."""
-        self._condemned[name] = incarnation, why
+        self._restarts[name] = incarnation, why
 
     def served(self, name: str) -> None:
         """Records that the server took a push."""
@@ -64,7 +64,7 @@ class Announced:
         heard: dict[str, tuple[int, bool]] = {}  # what the listener knows: name -> incarnation, whether it is up
         try:
             while True:
-                _write(self._folder / RUN, {"token": self._token, "condemned": self._condemned, "served": self._served})
+                _write(self._folder / RUN, {"token": self._token, "restarts": self._restarts, "served": self._served})
                 for name, file in files.items():
                     said = file.read()
                     if said is None and heard.get(name, (0, False))[1]:
@@ -72,7 +72,7 @@ class Announced:
                         self._listener.down(name, f"its node has ended ({file.path} is gone)", False)
                     if said is None or said["token"] != self._token:
                         continue
-                    now = said["incarnation"], "endpoint" in said and file.silence < SILENCE
+                    now = said["incarnation"], "endpoint" in said and file.missed < SILENCE
                     if now == heard.get(name):
                         continue
                     heard[name] = now
@@ -82,7 +82,7 @@ class Announced:
                     elif now[1]:
                         self._listener.up(Endpoint(**said["endpoint"]))
                     else:
-                        silent = f"its node has given no sign of life for {SILENCE:g} s ({file.path})"
+                        silent = f"its node has given no sign of life for {SILENCE * BEAT_EVERY:g} s ({file.path})"
                         self._listener.down(name, said.get("why", silent), said.get("final", False))
                 await asyncio.sleep(BEAT_EVERY)
         finally:
@@ -133,11 +133,11 @@ class NodeSide:
         Returns when the run has ended."""
         while True:
             said = self._run.read()
-            if said is None or said["token"] != self._token or self._run.silence > RUN_SILENCE:
+            if said is None or said["token"] != self._token or self._run.missed > RUN_SILENCE:
                 return
-            for name, (incarnation, why) in said["condemned"].items():
+            for name, (incarnation, why) in said["restarts"].items():
                 if name in self._incarnations:
-                    supervisor.condemn(name, incarnation, why)
+                    supervisor.restart(name, incarnation, why)
             for name in self._names:
                 if self._served[name] < (count := said["served"].get(name, 0)):
                     self._served[name] = count
@@ -156,39 +156,28 @@ class NodeSide:
 
 
 class _Watched:
-    """A file, and for how long its modification time has not changed. `beats`: whether the time has changed since the
-    first look."""
+    """A file that its writer rewrites every BEAT_EVERY seconds. `missed`: how many looks in a row found it unchanged;
+    `beats`: whether it has changed since the first look."""
 
     def __init__(self, path: Path):
-        self.path, self.beats = path, False
+        self.path, self.missed, self.beats = path, 0, False
         self._time: int | None = None
         self._said: dict[str, Any] | None = None
-        self._silence = Silence()
 
     def read(self) -> dict[str, Any] | None:
         """Returns the file's content; where it cannot be read now, the last content read. None without a file."""
-        self._silence.look()
+        self.missed += 1
         try:
             with open(self.path, encoding="utf-8") as file:  # opening makes a network file system look anew
                 now = os.fstat(file.fileno()).st_mtime_ns
-                said = json.load(file)
+                self._said = json.load(file)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError):  # ValueError: it is not the JSON that was written
+        except (OSError, ValueError):
             return self._said
-        if not isinstance(said, dict) or "token" not in said:
-            return self._said
-        self._said = said
         if now != self._time:
-            self.beats, self._time = self._time is not None, now
-            self._silence.heard()
-        return said
-
-    @property
-    def silence(self) -> float:
-        """Seconds since the last change. The count starts again after this process hung: a disk that hung for the
-        reader also hung for the writer."""
-        return self._silence.look()
+            self.missed, self.beats, self._time = 0, self._time is not None, now
+        return self._said
 
 
 def _write(path: Path, said: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Mapping
 
@@ -27,11 +28,11 @@ class External:
         if variable is not None and not os.environ.get(variable):
             raise InputError(f"rollout.api_key_env: the environment variable {variable} is not set")
         self._key = os.environ[variable] if variable is not None else ""
-        self._condemned = {name: asyncio.Event() for name in urls}
+        self._restart = {name: asyncio.Event() for name in urls}
         self._failures = dict.fromkeys(urls, 0)  # since the server last took a push
 
-    def condemn(self, name: str, incarnation: int, why: str) -> None:
-        self._condemned[name].set()
+    def restart(self, name: str, incarnation: int, why: str) -> None:
+        self._restart[name].set()
 
     def served(self, name: str) -> None:
         self._failures[name] = 0
@@ -42,26 +43,21 @@ class External:
                 group.create_task(self._keep(name))
 
     async def _keep(self, name: str) -> None:
-        incarnation = 1
-        condemned = self._condemned[name]
-        rollout = self._config.rollout
+        rollout, limit = self._config.rollout, self._config.rollout.health_timeout
         async with open_session() as session:
-            while True:
+            for incarnation in itertools.count(1):
                 endpoint = Endpoint(name, incarnation, self._urls[name].rstrip("/"), rollout.tp, self._key)
+                client = SGLangClient(session, endpoint, rollout, [])
                 try:
-                    client = SGLangClient(session, endpoint, rollout, [])
                     await client.model_info()
-                    if not await client.healthy(rollout.health_timeout):  # one that hangs still answers /model_info
-                        raise RolloutError(
-                            f"no answer to /health for rollout.health_timeout ({rollout.health_timeout:g} s)"
-                        )
+                    if not await client.healthy(limit):  # one that hangs still answers /model_info
+                        raise RolloutError(f"no answer to /health for rollout.health_timeout ({limit:g} s)")
                     await client.freeze_gc()
                 except RolloutError as error:
                     self._listener.down(name, str(error), False)
                 else:
-                    condemned.clear()
+                    self._restart[name].clear()
                     self._listener.up(endpoint)
-                    await condemned.wait()
-                    incarnation += 1
+                    await self._restart[name].wait()
                 self._failures[name] += 1
                 await asyncio.sleep(pause(self._failures[name]))

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import aiohttp
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
+from dynamo_megatron.rollout.dispatch import Load
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.external import External
-from dynamo_megatron.rollout.servers.health import answers
-from dynamo_megatron.rollout.servers.member import Member, Source
-from dynamo_megatron.rollout.servers.silence import Silence
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
 
 HEALTH_EVERY = 2.0  # seconds
@@ -33,6 +34,72 @@ REFUSALS = 16  # requests in a row that a server does not take, after which it i
 CONNECTIONS = REFUSALS // 2  # of the connections lost within a MOMENT, at most this many count as refusals
 MOMENT = 1.0  # seconds
 REJECTED_SHARE = 0.5  # of a server's rollouts in one call: where more are rejected, it is restarted
+
+
+class Starter(Protocol):
+    """What starts and restarts servers; it notifies the fleet through `up` and `down`."""
+
+    def restart(self, name: str, incarnation: int, why: str) -> None:
+        """Has this incarnation of the server, or an earlier one, restarted."""
+
+    def served(self, name: str) -> None:
+        """The server took a push: its failures before that no longer slow a restart."""
+
+    async def run(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Server:
+    """A server that is up. `version`: that of its weights, None if they are not the policy's. `gone`: set when it is
+    out, to the reason."""
+
+    endpoint: Endpoint
+    client: SGLangClient
+    version: int | None
+    gone: asyncio.Future
+    load: Load = field(default_factory=Load)
+    refusals: int = 0  # in a row
+    moment: float = -math.inf  # monotonic seconds: start of the last MOMENT with lost connections
+    lost: int = 0  # connections lost in that moment
+    kv_cache: float | None = None  # the largest share in use that was seen since the last report
+    tokens: int = 0  # sampled since the last `take_use`
+    busy: float = 0.0  # seconds with a request under way, up to the last one's end
+    busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `busy` yet
+    rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.name
+
+    def enter(self, tokens: float) -> None:
+        """Counts in a request whose response is expected to have `tokens` tokens."""
+        if not self.load.requests:
+            self.busy_since = time.monotonic()
+        self.load.requests += 1
+        self.load.tokens += tokens
+
+    def leave(self, tokens: float) -> None:
+        self.load.requests -= 1
+        self.load.tokens -= tokens
+        if not self.load.requests:
+            self.busy += time.monotonic() - self.busy_since
+            self.rested.set()
+
+    def take_use(self) -> tuple[int, float]:
+        """(tokens sampled, seconds with a request under way) since the last call."""
+        now = time.monotonic()
+        if self.load.requests:
+            self.busy += now - self.busy_since
+            self.busy_since = now
+        use = self.tokens, self.busy
+        self.tokens, self.busy = 0, 0.0
+        return use
+
+
+async def answers(client: SGLangClient, limit: float) -> bool:
+    """Returns whether /health answers 200 within `limit` seconds, asked twice: where this process was itself stopped
+    meanwhile, the first answer comes too late."""
+    return await client.healthy(limit / 2) or await client.healthy(limit / 2)
 
 
 class Fleet:
@@ -47,49 +114,43 @@ class Fleet:
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
         self.config, self._session = config, session
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
-        self._members: dict[str, Member] = {}
+        self._servers: dict[str, Server] = {}
         self._missing: dict[str, str] = {}  # name -> why it is out; only servers that were up or failed to start
         self._final: set[str] = set()  # names of servers that are not started again
         self._changed = asyncio.Event()
         self.version: int | None = None  # the policy's; None before the first push
         self.pushing = False
         self.listeners: list[Callable[[], None]] = []
-        self._watchers, self._watch_task = 0, None
         self._used_since: float | None = None
         self.restarts: Counter[str] = Counter()  # since the last report
         self.notes: list[str] = []  # since the last report
-        self._names, self._sources = self._arrange()
-
-    def _arrange(self) -> tuple[list[str], dict[str, Source]]:
-        rollout = self.config.rollout
+        self._starters: dict[str, Starter] = {}  # by name of the server
+        rollout = config.rollout
         if rollout.placement == "external":
             urls = dict(zip(server_names(len(rollout.urls), 1, 0), rollout.urls, strict=True))
-            return list(urls), dict.fromkeys(urls, External(self.config, urls, self))
-        nodes = training_nodes() if rollout.placement == "colocated" else 0
-        here = server_names(rollout.servers, nodes, 0) if nodes else []
-        others = [n for n in server_names(rollout.servers, 1, 0) if n not in here]
-        sources: dict[str, Source] = {}
+            self._starters = dict.fromkeys(urls, External(config, urls, self))
+            return
+        here = server_names(rollout.servers, training_nodes(), 0) if rollout.placement == "colocated" else []
         if here:
-            sources |= dict.fromkeys(here, Supervisor(self.config, here, self))
-        if others:
-            sources |= dict.fromkeys(others, Announced(self.config.output_dir, others, self))
-        return here + others, sources
+            self._starters = dict.fromkeys(here, Supervisor(config, here, self))
+        if others := [name for name in server_names(rollout.servers, 1, 0) if name not in here]:
+            self._starters |= dict.fromkeys(others, Announced(config.output_dir, others, self))
 
     async def run(self) -> None:
         """Starts the servers and keeps them running until it is cancelled; then it stops them."""
         async with asyncio.TaskGroup() as group:
-            for source in set(self._sources.values()):
-                group.create_task(source.run())
+            for starter in set(self._starters.values()):
+                group.create_task(starter.run())
+            group.create_task(self._watch())
 
-    # -- what sources report ---------------------------------------------------------------------------------------
+    # -- what is said of servers -----------------------------------------------------------------------------------
     def up(self, endpoint: Endpoint) -> None:
-        if endpoint.name in self._members:
+        if endpoint.name in self._servers:
             self._leave(endpoint.name, "it was restarted")
         rollout = self.config.rollout
         client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size)
-        version = 0 if self.version is None else None
         gone = asyncio.get_running_loop().create_future()
-        self._members[endpoint.name] = Member(endpoint, client, self._sources[endpoint.name], version, gone)
+        self._servers[endpoint.name] = Server(endpoint, client, 0 if self.version is None else None, gone)
         if self._missing.pop(endpoint.name, None) is not None:
             self.restarts[endpoint.name] += 1
         self._announce()
@@ -101,27 +162,22 @@ class Fleet:
             self.notes.append(f"{name} is not started again: {why}")
         self._announce()
 
-    def condemn(self, member: Member, why: str) -> None:
-        """Takes the server out of the rotation and has it restarted."""
-        if self._members.get(member.name) is member:
-            self._leave(member.name, why)
-            member.source.condemn(member.name, member.endpoint.incarnation, why)
+    def mark_failed(self, endpoint: Endpoint, why: str) -> None:
+        """Takes the server at `endpoint` out of the rotation and has it restarted, unless it is out already."""
+        if self._at(endpoint) is not None:
+            self._leave(endpoint.name, why)
+            self._starters[endpoint.name].restart(endpoint.name, endpoint.incarnation, why)
             self._announce()
 
-    def lost(self, endpoint: Endpoint, why: str) -> None:
-        """Condemns the server at `endpoint` unless it has been restarted since."""
-        if (member := self._member(endpoint)) is not None:
-            self.condemn(member, why)
-
-    def _member(self, endpoint: Endpoint) -> Member | None:
+    def _at(self, endpoint: Endpoint) -> Server | None:
         """Returns the server at `endpoint`; None where it has been restarted or is out."""
-        member = self._members.get(endpoint.name)
-        return member if member is not None and member.endpoint == endpoint else None
+        server = self._servers.get(endpoint.name)
+        return server if server is not None and server.endpoint == endpoint else None
 
     def _leave(self, name: str, why: str) -> None:
-        member = self._members.pop(name, None)
-        if member is not None:
-            member.gone.set_result(why)
+        server = self._servers.pop(name, None)
+        if server is not None:
+            server.gone.set_result(why)
             self.notes.append(f"{name} left the rotation: {why}")
         elif name not in self._missing:
             self.notes.append(f"{name} did not come up: {why}")
@@ -137,27 +193,27 @@ class Fleet:
             listener()
 
     # -- who may answer --------------------------------------------------------------------------------------------
-    def serving(self) -> dict[str, Member]:
+    def serving(self) -> dict[str, Server]:
         """Returns the servers that have the policy's weights, by name."""
         version = 0 if self.version is None else self.version
-        return {name: m for name, m in sorted(self._members.items()) if m.version == version}
+        return {name: server for name, server in sorted(self._servers.items()) if server.version == version}
 
     def clients(self, first: str = "") -> list[SGLangClient]:
         """Returns the clients of the servers that are up, whatever their weights. `first`: the name of the first one,
         where that server is up."""
-        return [self._members[name].client for name in sorted(self._members, key=lambda name: (name != first, name))]
+        return [self._servers[name].client for name in sorted(self._servers, key=lambda name: (name != first, name))]
 
     async def wait_started(self) -> None:
         """Waits until one server is up and every other one is up or has failed to start, for at most
         `rollout.start_timeout` seconds. Raises RolloutError where none is up by then."""
-        limit = self.config.rollout.start_timeout
+        limit, names = self.config.rollout.start_timeout, self._starters.keys()
         deadline = time.monotonic() + limit
-        while not self._members or not self._members.keys() | self._missing.keys() >= set(self._names):
-            if self._final >= set(self._names) or not await self._change(deadline):
+        while not self._servers or not self._servers.keys() | self._missing.keys() >= names:
+            if not await self._change(deadline):
                 break
-        if not self._members:
+        if not self._servers:
             raise RolloutError(self._why_none())
-        if silent := sorted(set(self._names) - self._members.keys() - self._missing.keys()):
+        if silent := sorted(names - self._servers.keys() - self._missing.keys()):
             self.notes.append(f"{', '.join(silent)} did not come up within rollout.start_timeout ({limit:g} s)")
 
     async def wait_serving(self) -> None:
@@ -167,10 +223,9 @@ class Fleet:
         while not self.serving():
             if self.pushing:
                 await self._changed.wait()
-                continue
-            if self.version is not None:
+            elif self.version is not None:
                 raise PushNeeded(f"no server has the weights of step {self.version}: {self._causes()}")
-            if self._final >= set(self._names) or not await self._change(deadline):
+            elif not await self._change(deadline):
                 raise RolloutError(self._why_none())
 
     async def begin_push(self, version: int) -> list[Endpoint]:
@@ -178,131 +233,104 @@ class Fleet:
         self.version, self.pushing = version, True
         deadline = time.monotonic() + self.config.rollout.start_timeout
         while True:
-            members = list(self._members.values())
-            for member in members:
-                member.version = None
-            await asyncio.gather(*map(self._rest, members))
-            if ready := [m.endpoint for m in members if self._members.get(m.name) is m]:
-                return sorted(ready, key=lambda e: e.name)
-            if self._final >= set(self._names) or not await self._change(deadline):
+            servers = list(self._servers.values())
+            for server in servers:
+                server.version = None
+            await asyncio.gather(*map(self._rest, servers))
+            if ready := [server.endpoint for server in servers if not server.gone.done()]:
+                return sorted(ready, key=lambda endpoint: endpoint.name)
+            if not await self._change(deadline):
                 raise RolloutError(self._why_none())
 
     async def end_push(self, version: int, outcomes: Mapping[Endpoint, str | None]) -> None:
         """See RolloutWorker.end_push. Raises PushNeeded where not one server took the version."""
         for endpoint, failure in outcomes.items():
             if failure is not None:
-                self.lost(endpoint, f"weight version {version} did not arrive: {failure}")
-            elif (member := self._member(endpoint)) is not None:
-                member.version = version
-                member.source.served(endpoint.name)
+                self.mark_failed(endpoint, f"weight version {version} did not arrive: {failure}")
+            elif (server := self._at(endpoint)) is not None:
+                server.version = version
+                self._starters[endpoint.name].served(endpoint.name)
         self.pushing = False
         self._announce()
         if not self.serving():
             raise PushNeeded(f"no server took the weights of step {version}: {self._causes()}")
 
-    async def _rest(self, member: Member) -> None:
+    async def _rest(self, server: Server) -> None:
         try:
-            await self._finish_requests(member)
-            if not member.gone.done():
-                await member.client.rest()
+            await self._finish_requests(server)
+            if not server.gone.done():
+                await server.client.rest()
         except RolloutError as error:
-            self.condemn(member, str(error))
+            self.mark_failed(server.endpoint, str(error))
 
-    async def _finish_requests(self, member: Member) -> None:
+    async def _finish_requests(self, server: Server) -> None:
         """Waits until the server has none of our requests under way. `rollout.at_push` decides whether each response is
         interrupted, to continue under the new weights, or generated to its end. Raises RolloutError."""
-        deadline, silence = time.monotonic() + CONTROL_TIMEOUT, Silence()
-        partial, limit = self.config.rollout.at_push == "partial", self.config.rollout.health_timeout
-        while member.load.requests and not member.gone.done():
-            member.rested.clear()
-            if partial:
-                if time.monotonic() > deadline:
-                    raise RolloutError(f"{member.load.requests} requests did not end within {CONTROL_TIMEOUT:g} s")
-                await member.client.abort_all()  # again and again: a request may have been on its way
-            elif await self._answers(member, silence):
-                silence.heard()
+        deadline, partial = time.monotonic() + CONTROL_TIMEOUT, self.config.rollout.at_push == "partial"
+        while server.load.requests and not server.gone.done():
+            server.rested.clear()
+            if not partial:
+                await self._check(server)
+            elif time.monotonic() > deadline:
+                raise RolloutError(f"{server.load.requests} requests did not end within {CONTROL_TIMEOUT:g} s")
             else:
-                raise RolloutError(f"no answer to /health for rollout.health_timeout ({limit:g} s)")
+                await server.client.abort_all()  # again and again: a request may have been on its way
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_EVERY if partial else HEALTH_EVERY):
-                    await member.rested.wait()
+                    await server.rested.wait()
 
     # -- watching --------------------------------------------------------------------------------------------------
-    @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Within this context, servers that may answer are checked for health. Others are not: an idle server generates
-        a token for each check, which fails during a push and on a restarted server, whose memory may be released."""
-        self._watchers += 1
-        if self._watch_task is None:
-            self._watch_task = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            self._watchers -= 1
-            if not self._watchers:
-                watch, self._watch_task = self._watch_task, None
-                watch.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await watch
-
     async def _watch(self) -> None:
-        tasks: dict[Member, asyncio.Task] = {}
+        """Checks the servers with requests under way. An idle server generates a token for each check, which fails
+        during a push and on a restarted server, whose memory may be released."""
+        while True:
+            await asyncio.sleep(min(HEALTH_EVERY, self.config.rollout.health_timeout / 4))
+            busy = [server for server in self.serving().values() if server.load.requests]
+            await asyncio.gather(*map(self._watch_one, busy))
+
+    async def _watch_one(self, server: Server) -> None:
         try:
-            while True:
-                for member in self.serving().values():
-                    if member not in tasks:
-                        tasks[member] = asyncio.create_task(self._watch_one(member))
-                await asyncio.sleep(HEALTH_EVERY)
-        finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await self._check(server)
+        except RolloutError as error:
+            if server.version is not None:  # else a push has begun meanwhile
+                self.mark_failed(server.endpoint, str(error))
+            return
+        with contextlib.suppress(RolloutError):
+            server.kv_cache = max(server.kv_cache or 0.0, await server.client.kv_cache_share(HEALTH_EVERY))
 
-    async def _watch_one(self, member: Member) -> None:
-        limit, silence = self.config.rollout.health_timeout, Silence()
-        while not member.gone.done():
-            await asyncio.sleep(min(HEALTH_EVERY, limit / 4))  # before the check: a short step needs none
-            if member.version is None:
-                silence.heard()
-            elif await self._answers(member, silence):
-                silence.heard()
-                with contextlib.suppress(RolloutError):
-                    member.kv_cache = max(member.kv_cache or 0.0, await member.client.kv_cache_share(HEALTH_EVERY))
-            elif member.version is not None and silence.look() >= limit:  # a push may have begun meanwhile
-                self.condemn(member, f"no answer to /health for rollout.health_timeout ({limit:g} s)")
+    async def _check(self, server: Server) -> None:
+        """Raises RolloutError where the server does not answer."""
+        limit = self.config.rollout.health_timeout
+        if not await answers(server.client, limit):
+            raise RolloutError(f"no answer to /health for rollout.health_timeout ({limit:g} s)")
 
-    async def _answers(self, member: Member, silence: Silence) -> bool:
-        """Returns whether /health answers 200 before `silence` reaches rollout.health_timeout."""
-        return await answers(member.client, silence, self.config.rollout.health_timeout, HEALTH_EVERY)
-
-    async def doubt(self, member: Member, error: ServerLost) -> None:
-        """Called after a lost request: counts it, and checks whether the server is lost too."""
-        if not isinstance(error, ConnectionLost):
-            self.refused(member.name, str(error))
-        else:
-            if time.monotonic() - member.moment >= MOMENT:
-                member.moment, member.lost = time.monotonic(), 0
-            member.lost += 1
-            if member.lost <= CONNECTIONS:
-                self.refused(member.name, str(error))
-        if not member.gone.done() and not await self._answers(member, Silence()):
-            self.condemn(member, str(error))
+    async def request_lost(self, server: Server, error: ServerLost) -> None:
+        """Counts a lost request, and checks whether the server is lost too."""
+        if isinstance(error, ConnectionLost) and time.monotonic() - server.moment >= MOMENT:
+            server.moment, server.lost = time.monotonic(), 0
+        server.lost += isinstance(error, ConnectionLost)
+        if not isinstance(error, ConnectionLost) or server.lost <= CONNECTIONS:
+            self.refused(server.name, str(error))
+        if not server.gone.done() and not await answers(server.client, self.config.rollout.health_timeout):
+            self.mark_failed(server.endpoint, str(error))
 
     def refused(self, name: str, error: str) -> None:
         """Counts a request that the server did not take and another one may. After REFUSALS in a row the server is
         restarted."""
-        if (member := self._members.get(name)) is not None:
-            member.refusals += 1
-            if member.refusals >= REFUSALS:
-                self.condemn(member, f"it took none of {member.refusals} requests in a row; the last: {error}")
+        if (server := self._servers.get(name)) is not None:
+            server.refusals += 1
+            if server.refusals >= REFUSALS:
+                why = f"it took none of {server.refusals} requests in a row; the last: {error}"
+                self.mark_failed(server.endpoint, why)
 
     def rejected(self, shares: Mapping[str, float]) -> None:
         """`shares`: the share of each server's rollouts that were rejected, since they were not sampled from the
         policy. Above REJECTED_SHARE the server is restarted."""
         for name, share in shares.items():
-            if share > REJECTED_SHARE and name in self._members:
-                self.condemn(self._members[name], f"{share:.0%} of its rollouts were rejected")
+            if share > REJECTED_SHARE and name in self._servers:
+                self.mark_failed(self._servers[name].endpoint, f"{share:.0%} of its rollouts were rejected")
 
+    # -- reports ---------------------------------------------------------------------------------------------------
     def work_begins(self) -> None:
         self._used_since = self._used_since or time.monotonic()
 
@@ -310,21 +338,22 @@ class Fleet:
         """Returns the seconds since the last call (the first time: since `work_begins`), and for each server that is up
         the tokens that it sampled in them and the seconds with a request under way."""
         before, self._used_since = self._used_since, time.monotonic()
-        return self._used_since - before, {name: member.take_use() for name, member in self._members.items()}
+        return self._used_since - before, {name: server.take_use() for name, server in self._servers.items()}
 
     def report(self) -> tuple[dict[str, ServerUse], list[str]]:
         """Returns what happened since the last report: counts by server, and notes."""
         uses = {name: ServerUse(restarts=count) for name, count in self.restarts.items()}
-        for name, member in self._members.items():
-            use = uses.setdefault(name, ServerUse())
-            use.kv_cache, member.kv_cache = member.kv_cache, None
+        for name, server in self._servers.items():
+            uses.setdefault(name, ServerUse()).kv_cache = server.kv_cache
+            server.kv_cache = None
         notes, self.notes = self.notes, []
         self.restarts.clear()
         return uses, notes
 
-    # -- words -----------------------------------------------------------------------------------------------------
     async def _change(self, deadline: float) -> bool:
-        """Waits for a server to come or go; False at the deadline."""
+        """Waits for a server to come or go; False at the deadline, or where all are out for good."""
+        if self._final >= self._starters.keys():
+            return False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._changed.wait()
@@ -332,7 +361,7 @@ class Fleet:
         return False
 
     def _causes(self) -> str:
-        stale = sorted(self._members)
+        stale = sorted(self._servers)
         causes = [f"{name}: {why}" for name, why in sorted(self._missing.items())]
         causes += [f"{', '.join(stale)} up and waiting for weights"] if stale else []
         return "; ".join(causes) or "none has come up yet"

@@ -21,14 +21,11 @@ from dynamo_megatron.rollout.client import SGLangClient
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.announcements import Announced, servers_folder
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.health import answers
-from dynamo_megatron.rollout.servers.member import Source
+from dynamo_megatron.rollout.servers.fleet import HEALTH_EVERY, Starter, answers
 from dynamo_megatron.rollout.servers.server import SGLangServer
-from dynamo_megatron.rollout.servers.silence import Silence
 from dynamo_megatron.rollout.servers.supervisor import Listener, Supervisor
 from dynamo_megatron.runtime.seeds import derived_seed
 
-HEALTH_EVERY = 2.0  # seconds
 POLL_EVERY = 0.2  # seconds
 
 
@@ -60,11 +57,10 @@ class RewardServers:
         self._up: dict[str, Endpoint] = {}
         self._final: set[str] = set()
         names = server_names(config, 1, 0)
-        self._source: Source
-        if config.rollout.placement == "split":
-            self._source = Announced(announced_in(config), names, self)
-        else:
-            self._source = supervisor(config, names, self)
+        split = config.rollout.placement == "split"
+        self._starter: Starter = (
+            Announced(announced_in(config), names, self) if split else supervisor(config, names, self)
+        )
         self._count = len(names)
 
     def up(self, endpoint: Endpoint) -> None:
@@ -82,7 +78,7 @@ class RewardServers:
     async def run(self, session: aiohttp.ClientSession) -> None:
         """For ever; cancelled, it ends the servers."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._source.run())
+            group.create_task(self._starter.run())
             group.create_task(self._watch(session))
 
     async def wait_started(self) -> None:
@@ -95,28 +91,19 @@ class RewardServers:
             await asyncio.sleep(POLL_EVERY)
 
     async def _watch(self, session: aiohttp.ClientSession) -> None:
-        served: set[Endpoint] = set()
         while True:
-            for endpoint in await asyncio.gather(*(self._checked(session, e) for e in self._up.values())):
-                if endpoint is not None and endpoint not in served:
-                    served.add(endpoint)
-                    self._source.served(endpoint.name)  # a later failure of it is the first one
+            await asyncio.gather(*(self._check(session, endpoint) for endpoint in self._up.values()))
             await asyncio.sleep(HEALTH_EVERY)
 
-    async def _checked(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> Endpoint | None:
-        """The server, if it answers; else it is restarted."""
-        limit, silence = self._config.rollout.health_timeout, Silence()
-        client = SGLangClient(session, endpoint, self._config.rollout, [])
-        while not await answers(client, silence, limit, HEALTH_EVERY):
-            if self._up.get(endpoint.name) != endpoint:
-                return None
-            if silence.look() >= limit:
-                why = f"no answer to /health for rollout.health_timeout ({limit:g} s)"
-                self.down(endpoint.name, why, False)
-                self._source.condemn(endpoint.name, endpoint.incarnation, why)
-                return None
-            await asyncio.sleep(min(HEALTH_EVERY, limit / 4))
-        return endpoint
+    async def _check(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+        """A server that does not answer is restarted."""
+        limit = self._config.rollout.health_timeout
+        if await answers(SGLangClient(session, endpoint, self._config.rollout, []), limit):
+            self._starter.served(endpoint.name)  # a later failure of it is the first one
+        elif self._up.get(endpoint.name) == endpoint:
+            why = f"no answer to /health for rollout.health_timeout ({limit:g} s)"
+            self.down(endpoint.name, why, False)
+            self._starter.restart(endpoint.name, endpoint.incarnation, why)
 
 
 def server_names(config: Config, nodes: int, node: int) -> list[str]:

@@ -27,20 +27,17 @@ from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.guard import SHARED_MEMORY
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.cuda_runtime import library_path
 from dynamo_megatron.rollout.servers.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
-from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.runtime import guard, plain_json
 from dynamo_megatron.runtime.free_ports import free_port
-from dynamo_megatron.runtime.listening import GLOO_INTERFACE, family, http_url, interface_of
+from dynamo_megatron.runtime.listening import GLOO_INTERFACE, check_port, http_url, interface_of
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
-PLUGINS = Path(__file__).parent / "sglang_plugins"
 FP8_PLUGINS = Path(__file__).parent / "sglang_fp8"
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 RUN_MASKED = Path(__file__).with_name("run_masked.py")
@@ -56,8 +53,12 @@ CONTEXT, LONGER_CONTEXT = "--context-length", "SGLANG_ALLOW_OVERWRITE_LONGER_CON
 # Tokens. SGLang 0.5.23 takes an input of fewer than its context less 6, and a sequence of its context less 2.
 BEYOND = 6
 ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b.*|.*: error: .*", re.MULTILINE)
-
-
+ASK_TIMEOUT = 60.0  # seconds for an interpreter to start, from a busy network file system
+CUDA_RUNTIME = """
+import glob, json, os, sys
+files = [file for folder in sys.path for file in sorted(glob.glob(folder + "/nvidia/*/lib/libcudart.so.*"))]
+print(json.dumps(list(dict.fromkeys(map(os.path.dirname, files)))))
+"""
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Windows's
 
 
@@ -109,6 +110,23 @@ def check_reachable(config: RolloutConfig, hosts: Sequence[str]) -> None:
             f"{several[1]}...): rank 0 could not reach the others' servers; name the interface between them, as in "
             "rollout.host=ib0"
         )
+
+
+def library_path(python: str) -> str | None:
+    """Returns LD_LIBRARY_PATH for the ranks of a server under the interpreter `python`: the folders of the CUDA runtime
+    that pip installed for it, then this process's own value. None: nothing to set.
+
+    torch finds the runtime by itself. torch_memory_saver's hook, which SGLang preloads for `rollout.offload`, does not.
+    """
+    folders = []
+    try:
+        asked = [python, "-P", "-c", CUDA_RUNTIME]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TIMEOUT, check=True)
+        folders = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        pass  # the server's own start says what is wrong with its interpreter
+    inherited = os.environ.get("LD_LIBRARY_PATH")
+    return os.pathsep.join([*folders, *([inherited] if inherited else [])]) or None
 
 
 def check_server_args(config: RolloutConfig) -> None:
@@ -169,59 +187,48 @@ class SGLangServer:
         self.log = Path(log)
         self._config, self._model, self._slot, self._slots, self._first_gpu = config, model, slot, slots, first_gpu
         self._process: subprocess.Popen | None = None
-        self._folder: Path | None = None
-        self._meeting: Path | None = None
-        self._log_start = (0, 0)
+        self._folders: list[str] = []
+        self._log_start = 0
         self._nonce = f"{name}-{secrets.token_hex(8)}"
         self._host = listening_address(config.host)
         self._port = config.port + slot if config.port else free_port()  # it is bound seconds later
-        with socket.socket(family(self._host)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self._host, self._port))
-            except OSError as error:
-                raise InputError(
-                    f"{self._port_key}: port {self._port} of {self._host} cannot be used ({error.strerror}); free it, "
-                    "name another one, or leave the key out for a free one"
-                ) from None
+        check_port(
+            self._host,
+            self._port,
+            f"{self._port_key}: {{}} at {self._host}; free it, name another one, or leave the key out for a free one",
+        )
         url = http_url(self._host, self._port)
-        # A key of its own; one that outlives its run (comparison/fleet.py) has the key that the next run knows.
+        # One that outlives its run (comparison/fleet.py) has the key that the next run knows.
         key = os.environ[config.api_key_env] if config.api_key_env else secrets.token_hex(32)
         self.endpoint = Endpoint(name, incarnation, url, config.tp, key)
 
     def start(self) -> None:
         """Returns at once. The server ends when this process does, however that happens."""
         self._log_start = mark(self.log)
-        descriptor = open_log(self.log, 0o600)
         try:
-            self._process = self._start(descriptor)
+            os.close(open_log(self.log, 0o600))
+            self._process = self._start(on_cpu=not cuda_available())
         except OSError:
             self._remove_folders()
             raise
-        finally:
-            os.close(descriptor)
 
-    def _start(self, log: int) -> subprocess.Popen:
-        on_cpu = not cuda_available()
-        # What it leaves in its temporary folder goes with that; it is mode 0700.
-        self._folder = Path(tempfile.mkdtemp(prefix="dynamo-megatron-"))
+    def _start(self, on_cpu: bool) -> subprocess.Popen:
+        self._folders.append(tempfile.mkdtemp(prefix="dynamo-megatron-"))
         # Its ranks meet under a lock (flock), which the temporary folder's file system may not have.
-        self._meeting = Path(tempfile.mkdtemp(prefix="dynamo-megatron-", dir=SHARED_MEMORY))
-        secret = self._folder / "server.yaml"
+        self._folders.append(tempfile.mkdtemp(prefix="dynamo-megatron-", dir=guard.SHARED_MEMORY))
+        secret = Path(self._folders[0], "server.yaml")
         secret.touch(mode=0o600)
         secret.write_text(yaml.safe_dump({"api-key": self.endpoint.api_key}))  # `ps` shows a command line to all users
-        guard = [sys.executable, "-P", "-m", "dynamo_megatron.rollout.guard", str(self._folder), str(self._meeting)]
+        guarded = [sys.executable, "-P", "-m", guard.NAME, "--log", str(self.log), *self._folders, "--"]
         return subprocess.Popen(
-            [*guard, "--", *self._command(on_cpu), "--config", str(secret)],
+            [*guarded, *self._command(on_cpu), "--config", str(secret)],
             env=self._environment(on_cpu),
             stdin=subprocess.PIPE,  # held open as long as this process lives
-            stdout=log,
-            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
     async def wait_ready(self) -> None:
-        """Until the server, and no stranger at its port, has answered a request such as it is there for.
+        """Until the server, and no other one at its port, has answered a request such as it is there for.
 
         Raises RolloutError where it ends, is another one, or has not come so far in `config.start_timeout` seconds.
         """
@@ -230,7 +237,7 @@ class SGLangServer:
             client = SGLangClient(session, self.endpoint, self._config, [])
             while time.monotonic() < deadline:
                 self.check()
-                if self._listens() and await client.healthy(timeout=30.0):
+                if await client.healthy(timeout=30.0):
                     break
                 await asyncio.sleep(POLL_EVERY)
             else:
@@ -271,16 +278,6 @@ class SGLangServer:
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise RolloutError(f"the SGLang server ended ({cause}): {self._last_words()}; see {self.log}")
 
-    def _listens(self) -> bool:
-        """Whether it is the server's own process that listens at its port. Until then another user's may, who is not
-        to be sent the key: port and name stand in a command line that `ps` shows to all."""
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has ended
-                for connection in process.net_connections("inet"):
-                    if connection.status == psutil.CONN_LISTEN and connection.laddr == (self._host, self._port):
-                        return True
-        return False
-
     def stop(self) -> None:
         """Ends the server and all its processes at once, and clears away what they leave."""
         if self._process is None:
@@ -294,9 +291,8 @@ class SGLangServer:
         self._remove_folders()  # a guard that was killed has left them, and the key in one
 
     def _remove_folders(self) -> None:
-        for folder in (self._folder, self._meeting):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _last_words(self) -> str:
         text = text_since(self.log, self._log_start)
@@ -349,10 +345,10 @@ class SGLangServer:
 
     def _environment(self, on_cpu: bool) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not FOREIGN_VARIABLES.fullmatch(key)}
-        environment["TMPDIR"] = str(self._folder)
+        environment["TMPDIR"] = self._folders[0]
         if not any(argument.startswith(SEVERAL_GROUPS) for argument in self._config.server_args):
-            # Its ranks meet in a file: torch's store at a port would listen on every interface, and ask nobody.
-            environment.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._meeting}/ranks")
+            # Its ranks meet in a file: torch's store at a port would listen on every interface.
+            environment.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folders[1]}/ranks")
         if (interface := interface_of(self._host)) is not None:
             environment.setdefault(GLOO_INTERFACE, interface)
         if shares_memory(self._config):
@@ -360,12 +356,13 @@ class SGLangServer:
             if not on_cpu and (folders := library_path(self._config.python or sys.executable)) is not None:
                 environment["LD_LIBRARY_PATH"] = folders
         inherited = environment.get("PYTHONPATH")
-        ours = [str(PLUGINS), *([str(CPU_STAND_INS)] if on_cpu else [])]
+        ours = [str(CPU_STAND_INS)] if on_cpu else []
         if self._config.quantization is not None:
             ours.append(str(FP8_PLUGINS))
         if self._context():
             environment[LONGER_CONTEXT] = "1"
-        environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
+        if ours:
+            environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment["OMP_NUM_THREADS"] = "1"

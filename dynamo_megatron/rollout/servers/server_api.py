@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -49,37 +48,35 @@ def request(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeo
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
     data = None if payload is None else json.dumps(payload).encode()
     asked = urllib.request.Request(endpoint.url + path, data=data, headers=headers)
-    deadline = time.monotonic() + timeout
     try:
         try:
             reply = _opener.open(asked, timeout=timeout)
         except urllib.error.HTTPError as refusal:  # a reply too, whose body may break off like any other's
             reply = refusal
         with reply:
-            return reply.status, _body(path, reply, deadline)
-    except TimeoutError:
-        raise ServerError(f"{path} had no answer within {timeout:g} s") from None
+            raw = reply.read(LARGEST_REPLY + 1)
+            if reply.length and len(raw) <= LARGEST_REPLY:
+                raise http.client.IncompleteRead(raw, reply.length)
     except (OSError, http.client.HTTPException) as error:
-        if isinstance(getattr(error, "reason", None), TimeoutError):
+        if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
             raise ServerError(f"{path} had no answer within {timeout:g} s") from None
         raise ServerError(f"{path}: no answer ({endpoint.own_words(error) or type(error).__name__})") from None
+    if len(raw) > LARGEST_REPLY:
+        raise ServerError(f"{path}: a reply of more than {LARGEST_REPLY} bytes")
+    try:
+        return reply.status, from_json(raw)
+    except ValueError:
+        return reply.status, raw.decode(errors="replace")
 
 
-def open_session(endpoint: Endpoint) -> bool:
-    """Opens the server's weight-update session; False where the server has none (SGLang before 0.5.23).
-
-    A session that an interrupted push left open is closed first.
-    """
-    for _ in range(2):
+def open_session(endpoint: Endpoint) -> None:
+    """Opens the server's weight-update session. One that an interrupted push left open is closed first."""
+    status, reply = request(endpoint, "/begin_weight_update", {}, CONTROL_TIMEOUT)
+    if "already open" in endpoint.own_words(reply):
+        close_session(endpoint)
         status, reply = request(endpoint, "/begin_weight_update", {}, CONTROL_TIMEOUT)
-        if status == 200:
-            return True
-        if status == 404:
-            return False
-        if "already open" not in endpoint.own_words(reply):
-            break
-        call(endpoint, "/end_weight_update", {}, CONTROL_TIMEOUT)
-    raise ServerError(f"/begin_weight_update said {status}: {endpoint.own_words(reply)}")
+    if status != 200:
+        raise ServerError(f"/begin_weight_update said {status}: {endpoint.own_words(reply)}")
 
 
 def close_session(endpoint: Endpoint) -> None:
@@ -112,29 +109,5 @@ def check_version(endpoint: Endpoint, version: int) -> None:
         raise ServerError(f"/model_info says weight version {endpoint.own_words(reported)!r}, not {version}")
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """A redirect is an answer like any other that is not 200: weights and keys are for the server alone."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 # A proxy of the environment is for the world outside, not for the cluster's own servers.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)
-
-
-def _body(path: str, reply: Any, deadline: float) -> Any:
-    """Raises TimeoutError at `deadline` (monotonic seconds), ServerError where it is too long."""
-    raw = bytearray()
-    while part := reply.read1(1 << 20):
-        raw += part
-        if len(raw) > LARGEST_REPLY:
-            raise ServerError(f"{path}: a reply of more than {LARGEST_REPLY} bytes")
-        if time.monotonic() > deadline:
-            raise TimeoutError
-    if reply.length:
-        raise http.client.IncompleteRead(raw, reply.length)
-    try:
-        return from_json(raw)  # json has no limit to its recursion but the stack's
-    except ValueError:
-        return raw.decode(errors="replace")
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

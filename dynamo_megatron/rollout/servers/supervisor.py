@@ -1,4 +1,4 @@
-"""One node's servers: started in parallel, restarted when they end or are condemned."""
+"""One node's servers: started in parallel, restarted when they end or fail."""
 
 from __future__ import annotations
 
@@ -59,14 +59,13 @@ class Supervisor:
     ):
         self._config, self._names, self._listener = config, list(names), listener
         self._make = make or SGLangServer
-        self._running: dict[str, int] = {}  # name -> incarnation, from `up` on
-        self._condemned: dict[str, tuple[int, str]] = {}
+        self._restarts: dict[str, tuple[int, str]] = {}  # name -> incarnation that is to end, why
         self._failures = dict.fromkeys(names, 0)  # since the server last took a push
         self._first = [self._server(slot, 1) for slot in range(len(self._names))]
 
-    def condemn(self, name: str, incarnation: int, why: str) -> None:
+    def restart(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, killed and started again."""
-        self._condemned[name] = incarnation, why
+        self._restarts[name] = incarnation, why
 
     def served(self, name: str) -> None:
         """The server took a push."""
@@ -89,7 +88,7 @@ class Supervisor:
     async def _keep(self, slot: int, server: SGLangServer) -> None:
         name = server.endpoint.name
         incarnation, failed_starts = 1, 0
-        while True:
+        while failed_starts < FAILED_STARTS:
             failed_starts += 1
             try:
                 if incarnation > 1:
@@ -102,27 +101,23 @@ class Supervisor:
                         await server.release_caches()
                     failed_starts = 0
                     self._listener.up(server.endpoint)
-                    why = await self._until_condemned(server)
+                    why = await self._until_failed(server)
                 finally:
                     await _in_thread(server.stop)
             except (RolloutError, ValueError, OSError) as error:  # OSError: a disk that is full, a file handle lost
                 why = str(error)
             self._failures[name] += 1
-            final = failed_starts >= FAILED_STARTS
-            self._listener.down(name, why, final)
-            if final:
-                return
+            self._listener.down(name, why, failed_starts == FAILED_STARTS)
             await asyncio.sleep(pause(self._failures[name]))
             incarnation += 1
 
-    async def _until_condemned(self, server: SGLangServer) -> str:
-        """Waits until this incarnation is condemned; returns why. Raises RolloutError where the server ends by
+    async def _until_failed(self, server: SGLangServer) -> str:
+        """Waits until this incarnation is to be restarted; returns why. Raises RolloutError where the server ends by
         itself."""
-        name, incarnation = server.endpoint.name, server.endpoint.incarnation
         while True:
             server.check()
-            condemned, why = self._condemned.get(name, (0, ""))
-            if condemned >= incarnation:
+            incarnation, why = self._restarts.get(server.endpoint.name, (0, ""))
+            if incarnation >= server.endpoint.incarnation:
                 return why
             await asyncio.sleep(POLL_EVERY)
 

@@ -71,15 +71,8 @@ def rotate(turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: 
 class Streamed(Transport):
     """The part of transports that send bucket by bucket into an update session."""
 
-    def __init__(self) -> None:
-        self._in_session: set[str] = set()
-
-    def prepare(self) -> None:
-        self._in_session.clear()
-
     def begin(self, endpoint: Endpoint) -> None:
-        if open_session(endpoint):
-            self._in_session.add(endpoint.name)
+        open_session(endpoint)
 
     def turn(
         self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
@@ -87,6 +80,5 @@ class Streamed(Transport):
         return rotate(turn, buckets, own, endpoints)
 
     def finish(self, endpoint: Endpoint, version: int) -> None:
-        if endpoint.name in self._in_session:
-            close_session(endpoint)
+        close_session(endpoint)
         set_version(endpoint, version)

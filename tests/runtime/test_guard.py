@@ -1,0 +1,108 @@
+"""What a guarded command leaves behind: nothing, however it ends."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from living_processes import living
+
+from dynamo_megatron.runtime import guard
+
+GUARD = [sys.executable, "-P", "-m", guard.NAME]
+COMMAND = """
+import multiprocessing, os, sys, time
+from multiprocessing import shared_memory
+
+def child(name, lock):
+    os.setsid()
+    segment = shared_memory.SharedMemory(name)
+    print(name, lock._semlock.name.strip("/"), os.getpid(), flush=True)
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    segment, lock = shared_memory.SharedMemory(create=True, size=4096), spawn.Lock()
+    spawn.Process(target=child, args=(segment.name, lock)).start()
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("end", ["SIGKILL of the command", "SIGSTOP of the command", "SIGKILL of the parent"])
+def test_processes_shared_memory_and_folders_go(tmp_path, end):
+    folders = [tmp_path / "folder", tmp_path / "meeting"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "socket").touch()
+    (tmp_path / "command.py").write_text(COMMAND)
+    words = [*GUARD, *map(str, folders), "--", sys.executable, "-P", str(tmp_path / "command.py")]
+    starts = f"import subprocess\nsubprocess.Popen({words}, stdin=subprocess.PIPE).wait()"
+    parent = subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True)
+    name, lock, child = parent.stdout.readline().split()
+    (guarding,) = psutil.Process(parent.pid).children()
+    family = guarding.children(recursive=True)
+    (command,) = guarding.children()
+    # Of a semaphore the process that made it maps a first name, which is gone.
+    left = [Path("/dev/shm", name), Path("/dev/shm", f"sem.{lock}")]
+    assert int(child) in [process.pid for process in family] and all(path.exists() for path in left)
+    if end == "SIGKILL of the command":
+        command.kill()
+    else:
+        if end == "SIGSTOP of the command":
+            command.suspend()
+        parent.kill()
+    parent.communicate(timeout=300)  # all that has its output has ended
+    assert living(family) == []
+    assert not [path for path in [*left, *folders] if path.exists()]
+
+
+def guarded(*words: str, script: str) -> subprocess.CompletedProcess:
+    """Runs `script` under a guard whose stdin stays open until the script has ended."""
+    with subprocess.Popen([*GUARD, *words, "--", sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+        return subprocess.CompletedProcess(words, process.wait(300))
+
+
+def test_the_guard_ends_as_its_command_does():
+    assert guarded(script="raise SystemExit(3)").returncode == 3
+    assert guarded(script="import os\nos.abort()").returncode == -signal.SIGABRT
+
+
+def test_a_guard_below_another_clears_away_too(tmp_path):
+    (tmp_path / "inner").mkdir()
+    inner = [*GUARD, str(tmp_path / "inner"), "--", "sleep", "3600"]
+    script = f"import subprocess\nsubprocess.Popen({inner}, stdin=subprocess.PIPE)"
+    assert guarded(script=script).returncode == 0
+    assert not (tmp_path / "inner").exists()
+
+
+def test_sigusr1_is_passed_on_and_sigterm_is_not():
+    script = "import signal, sys\nprint('up', flush=True)\nsys.exit(signal.sigwait({10, 15}))"
+    script = f"import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {{10, 15}})\n{script}"
+    words = [*GUARD, "--", sys.executable, "-c", script]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "up\n"
+        process.terminate()
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(300) == signal.SIGUSR1
+
+
+def test_a_command_goes_on_where_its_log_cannot_be_written():
+    assert guarded("--log", "/dev/full", script="for i in range(100): print('x' * 9999)").returncode == 0
+
+
+def test_a_log_becomes_another_one_where_it_is_too_long(tmp_path):
+    log = tmp_path / "sglang.log"
+    log.write_text("of an earlier start\n")
+    script = "for i in range(1500): print(f'line {i}')\nraise RuntimeError('the last word')"
+    code = "import sys\nfrom dynamo_megatron.runtime import guard\nguard.LOG_BYTES = 10000\n"
+    code += f"guard.main({str(log)!r}, [], [sys.executable, '-c', {script!r}])"
+    with subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE) as process:
+        process.wait(300)
+    older = Path(f"{log}.1")
+    assert log.read_text().endswith("RuntimeError: the last word\n")
+    assert older.stat().st_size <= 10000 and stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert sorted(os.listdir(tmp_path)) == ["sglang.log", "sglang.log.1"]
