@@ -1,5 +1,6 @@
 """Steps from the characters of a response to its tokens, to the rollout file and back."""
 
+import dataclasses
 import itertools
 import threading
 
@@ -14,7 +15,7 @@ from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.token_spans import character_ends, token_spans
-from dynamo_megatron.types import Prompt, Rollout, RolloutBatch
+from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout, RolloutBatch
 
 
 def byte_level(*merges: tuple[str, str]) -> Tokenizer:
@@ -118,3 +119,15 @@ def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, t
     np.testing.assert_array_equal(batch.step_rewards, [0.5, np.nan, -0.25, *[np.nan] * 3])
     lines = {r.prompt_id: r.step_rewards for r in read_rollouts(step_file(tmp_path, 1))}  # in the order they came in
     assert lines == {"steps": [(0, 1, 0.5), (1, 3, -0.25)], "p0": []}
+
+
+def test_joining_and_taking_keep_each_rollouts_own():
+    one, two = RolloutBatch.from_rollouts([WITHOUT]), RolloutBatch.from_rollouts([WITH, WITHOUT])
+    joined = RolloutBatch.join([one, two])
+    np.testing.assert_array_equal(joined.step_rewards, [np.nan, np.nan, *ENDS, np.nan, np.nan])
+    np.testing.assert_array_equal(joined.take(np.array([1])).step_rewards, ENDS)
+    episode = dataclasses.replace(WITHOUT, response_mask=[0, 1, 0, 1], episode=EpisodeRecord([0, 2], {}))
+    episodes = RolloutBatch.join([RolloutBatch.from_rollouts([episode]) for _ in range(3)])
+    assert episodes.segment_starts.tolist() == [0, 2, 4, 6, 8, 10]
+    taken = episodes.take(np.array([0, 2]))
+    assert taken.segment_starts.tolist() == [0, 2, 4, 6] and taken.trained.tolist() == [False, True] * 4

@@ -38,9 +38,10 @@ def test_arrays_in_an_arena_are_sent_without_a_copy():
     arena.grow(3_000_000)
     joined, pairs = arena.concatenate(parts), arena.concatenate([np.ones((2, 2)), np.zeros((1, 2))])
     assert (joined == np.concatenate(parts)).all() and pairs.shape == (3, 2)
-    send(there, (joined, pairs, joined[1:]))
+    send(there, (joined, pairs, joined[1:], joined[:-1]))
     received = receive(here)
     assert (received[0] == joined).all() and (received[1] == pairs).all() and (received[2] == joined[1:]).all()
+    assert (received[3] == joined[:-1]).all(), "a part of an array is another array"
     joined[0] = 9
     assert received[0][0] == 9, "one memory"
     there.close()
