@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.rollout.shipping import receive, send
-from dynamo_megatron.runtime.arena import Arena
+from dynamo_megatron.runtime.arena import Arena, receive, send
 from dynamo_megatron.types import RolloutBatch
 
 RESULTS = Path(__file__).parent / "results" / "data_path.json"

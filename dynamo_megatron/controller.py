@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.energy import rollout_energies
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.algorithm.rejection import rejections
-from dynamo_megatron.algorithm.sequential import NextRound, Rule
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
-from dynamo_megatron.rounds import Round, Selection, joined, outcomes
-from dynamo_megatron.rounds_ahead import RoundsAhead
+from dynamo_megatron.rounds import Round, RoundRules, RoundsAhead, Selection
 from dynamo_megatron.runtime.coordination import Coordinator
-from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.runtime.user_code import forks_exit
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.step_line import legend, step_line
@@ -65,7 +59,7 @@ class Controller:
     ):
         self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
-        self.ahead = RoundsAhead()
+        self.ahead, self._rules = RoundsAhead(), RoundRules(config)
         self._said_even = False  # why an allocation came out even
         self._dispatched = 0  # the last step whose first round this process has dispatched
         self._journal, self._coordinator = journal, coordinator
@@ -108,10 +102,11 @@ class Controller:
         round one for each group that the batch still lacks. With `algorithm.sequential` it returns the prompts of the
         first round that get further rollouts."""
         self._journal.progress.phase("read data")
-        if further := self._further(step, rounds):
+        if further := self._rules.next_round(step, rounds):
             return [rounds[0].prompts[i] for i in further.prompts]
+        missing = self._rules.missing(rounds, self.config.batch_prompts)
         under_way = {prompt.prompt_id for ahead in self.ahead.rounds.values() for prompt in ahead.prompts}
-        return self._prompts.draw(step, len(rounds), self._missing(rounds), self._coordinator.check_stop, under_way)
+        return self._prompts.draw(step, len(rounds), missing, self._coordinator.check_stop, under_way)
 
     def allocate(self, step: int, prompts: list[Prompt], rounds: Sequence[Round]) -> Round:
         """Decides how many rollouts each of `prompts` gets in the round after `rounds`. Divides their share of the
@@ -121,10 +116,10 @@ class Controller:
         budget = self.config.rollout_budget * len(prompts) // self.config.batch_prompts
         first = sum(len(r.prompts) for r in rounds)
         origin = first + np.arange(len(prompts))
-        if further := self._further(step, rounds):
+        if further := self._rules.next_round(step, rounds):
             budget, origin = further.budget, further.prompts
-        elif rule := self.config.algorithm.sequential:
-            budget = rule.round_n * len(prompts)
+        elif sequential := self.config.algorithm.sequential:
+            budget = sequential.round_n * len(prompts)
         with forks_exit():  # the allocator may be the user's
             allocation, baseline = self._allocator.decide(ids, budget, step=step), None
         if not self._said_even and (why := self._allocator.why_even(allocation)) is not None:
@@ -205,12 +200,9 @@ class Controller:
         all are trained on. With `algorithm.sequential` its rule selects (algorithm/sequential.py).
         Raises RolloutError if no rollout can be trained on.
         """
-        sampling, last = self.config.algorithm.dynamic_sampling, rounds[-1].result.counts
-        in_time = last["aborted"] < last["requested"]  # a round after the step's deadline would get no rollouts
-        refill = sampling and len(rounds) <= sampling.rounds and self._missing(rounds)
-        if in_time and (refill or self._further(step, rounds)):
+        if not self._rules.complete(step, rounds, self.config.batch_prompts):
             return None
-        sampled = joined(rounds, self._merges)
+        sampled = self._rules.joined(rounds)
         for note in sampled.notes:
             self._journal.say(note)
         if not sampled.batch.rollout_ids:
@@ -218,66 +210,12 @@ class Controller:
             requested = sampled.counts["requested"]
             raise RolloutError("; ".join([f"step {step}: none of {requested} rollouts can be trained on", *why]))
         sampled.check_accounts(int(sum(r.allocation.counts.sum() for r in rounds)))
-        starts = np.cumsum([0, *(r.sampled for r in rounds)])
-        kept = np.concatenate([start + r.kept for start, r in zip(starts, rounds, strict=False)])
-        chosen, factors, group_ids = np.arange(len(kept)), None, None
-        if self._rule is not None:
-            chosen, factors = self._rule.trained(outcomes(rounds))
-            if self._merges and len(rounds) > 1:
-                group_ids = [sampled.batch.group_ids[i] for i in chosen]
-        elif sampling and (differs := informative(sampled.batch.rewards, sampled.batch.group_ids)).any():
-            chosen = np.flatnonzero(differs)
-        weights = factors
-        if self.config.data.selection.weights:
-            own = np.array([r.prompts[j].weight for r in rounds for j in r.dispatch])[chosen]
-            weights = own if factors is None else own * factors
-        return Selection(kept[chosen], self._baseline(rounds, chosen), weights, group_ids)
-
-    def _baseline(self, rounds: Sequence[Round], chosen: np.ndarray) -> Baseline | None:
-        """Returns the baseline of the rollouts `chosen` (indices into those of all rounds). Where rounds are merged it
-        is the first round's: later baselines already contain rewards of the same groups."""
-        if not self._merges:
-            known = [r.baseline.of(r.dispatch) for r in rounds if r.baseline is not None]
-            return Baseline.join(known).of(chosen) if known else None
-        known, seen = rounds[0].baseline, outcomes(rounds)
-        if self.config.algorithm.sequential.kind == "reinforce_ada":
-            left = np.setdiff1d(np.arange(len(seen.prompt)), chosen)
-            rewards, prompts = np.concatenate([r.result.batch.rewards for r in rounds]), len(seen.asked)
-            counts = np.bincount(seen.prompt[left], minlength=prompts)
-            known = known or Baseline(np.zeros(prompts), np.zeros(prompts))
-            known = known.with_rollouts(np.bincount(seen.prompt[left], rewards[left], prompts), counts)
-        return None if known is None else known.of(seen.prompt[chosen])
-
-    @cached_property
-    def _rule(self) -> Rule | None:
-        """The rule of `algorithm.sequential`."""
-        config = self.config
-        return config.algorithm.sequential and Rule(config.algorithm.sequential, *config.rollout_bounds)
-
-    @property
-    def _merges(self) -> bool:
-        """Whether the rollouts of a prompt in all rounds form one group."""
-        return self._rule is not None and self._rule.merges
-
-    def _further(self, step: int, rounds: Sequence[Round]) -> NextRound | None:
-        """Returns the round that `algorithm.sequential` requires after `rounds`, if any."""
-        if self._rule is None or not rounds:
-            return None
-        seed = derived_seed(self.config.seed, "sequential", str(step))
-        return self._rule.next_round(outcomes(rounds), np.random.default_rng(seed).random(len(rounds[0].prompts)))
-
-    def _missing(self, rounds: Sequence[Round]) -> int:
-        """Returns the number of groups with different rewards that the batch still lacks."""
-        there = 0
-        for batch in (r.result.batch for r in rounds):
-            differs = informative(batch.rewards, batch.group_ids)
-            there += len({batch.group_ids[s] for s in np.flatnonzero(differs)})
-        return self.config.batch_prompts - there
+        return self._rules.select(rounds, sampled.batch)
 
     # -- after the update ------------------------------------------------------------------------------------------
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:
         """Returns the record of what the step sampled."""
-        sampled = joined(rounds, self._merges)
+        sampled = self._rules.joined(rounds)
         ratio = None if rounds[0].baseline is None else rounds[0].baseline.score_ratio
         allocations, drawing = [r.allocation for r in rounds], rounds[0].drawing or self._prompts.metrics()
         return StepRecord(step, allocations, sampled, drawing, ratio, rounds[0].version)

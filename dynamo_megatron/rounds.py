@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import Allocation
 from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.sequential import Outcomes
-from dynamo_megatron.rollout.result import RolloutResult, group_id, position_of
-from dynamo_megatron.types import Prompt, RolloutBatch
+from dynamo_megatron.algorithm.sequential import NextRound, Outcomes, Rule
+from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.rollout.result import RolloutResult, group_id
+from dynamo_megatron.runtime.seeds import derived_seed
+from dynamo_megatron.types import Prompt, RolloutBatch, plain_data
 
 
 class Selection(NamedTuple):
@@ -49,10 +53,88 @@ class Round:
     @property
     def dispatch(self) -> np.ndarray:
         """int64, for each rollout in `result`: the index of its prompt in `prompts`."""
-        return np.asarray([position_of(g) - self.first for g in self.result.batch.group_ids], np.int64)
+        groups = {group_id(self.allocation.step, self.first + i): i for i in range(len(self.prompts))}
+        return np.asarray([groups[g] for g in self.result.batch.group_ids], np.int64)
 
 
-def outcomes(rounds: Sequence[Round]) -> Outcomes:
+class RoundRules:
+    """Which further rounds a step needs, and which of its rollouts it trains on: the rules of `algorithm.sequential`
+    (algorithm/sequential.py) and `algorithm.dynamic_sampling`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._sequential = config, config.algorithm.sequential
+        self._rule = None if self._sequential is None else Rule(self._sequential, *config.rollout_bounds)
+
+    def next_round(self, step: int, rounds: Sequence[Round]) -> NextRound | None:
+        """Returns the round of prompts of the first round that `sequential` requires after `rounds`, if any."""
+        if self._rule is None or not rounds:
+            return None
+        seed = derived_seed(self._config.seed, "sequential", str(step))
+        return self._rule.next_round(_outcomes(rounds), np.random.default_rng(seed).random(len(rounds[0].prompts)))
+
+    def missing(self, rounds: Sequence[Round], prompts: int) -> int:
+        """Returns the number of groups with different rewards that a batch of `prompts` still lacks."""
+        for batch in (r.result.batch for r in rounds):
+            prompts -= len(_informative_groups(batch))
+        return prompts
+
+    def complete(self, step: int, rounds: Sequence[Round], prompts: int) -> bool:
+        """Whether the step needs no further round."""
+        sampling = self._config.algorithm.dynamic_sampling
+        refill = sampling and len(rounds) <= sampling.rounds and self.missing(rounds, prompts)
+        return not refill and self.next_round(step, rounds) is None
+
+    def joined(self, rounds: Sequence[Round]) -> RolloutResult:
+        """Joins the results of all rounds. With `sequential`, unless `explore` is set, a rollout joins the group of its
+        prompt's first round."""
+        sampled = RolloutResult.join([r.result for r in rounds])
+        if not self._merges(rounds):
+            return sampled
+        step = rounds[0].allocation.step
+        groups = [group_id(step, position) for position in _outcomes(rounds).prompt.tolist()]
+        return replace(sampled, batch=replace(sampled.batch, group_ids=groups))
+
+    def select(self, rounds: Sequence[Round], sampled: RolloutBatch) -> Selection:
+        """`sampled`: the batch of `joined`. If all groups have equal rewards, dynamic sampling selects all of them."""
+        starts = np.cumsum([0, *(r.sampled for r in rounds)])
+        kept = np.concatenate([start + r.kept for start, r in zip(starts, rounds, strict=False)])
+        chosen, weights = np.arange(len(kept)), None
+        if self._rule is not None:
+            chosen, weights = self._rule.trained(_outcomes(rounds))
+        elif self._config.algorithm.dynamic_sampling and (groups := _informative_groups(sampled)):
+            chosen = np.flatnonzero([group in groups for group in sampled.group_ids])
+        if self._config.data.selection.weights:
+            of_prompts = np.array([r.prompts[j].weight for r in rounds for j in r.dispatch])[chosen]
+            weights = of_prompts if weights is None else of_prompts * weights
+        group_ids = [sampled.group_ids[i] for i in chosen] if self._merges(rounds) else None
+        return Selection(kept[chosen], self._baseline(rounds, chosen), weights, group_ids)
+
+    def _baseline(self, rounds: Sequence[Round], chosen: np.ndarray) -> Baseline | None:
+        """Returns the baseline of the rollouts `chosen` (indices into those of all rounds). Where rounds are merged it
+        is the first round's: later baselines already contain rewards of the same groups."""
+        if self._rule is None or not self._rule.merges:
+            known = [r.baseline.of(r.dispatch) for r in rounds if r.baseline is not None]
+            return Baseline.join(known).of(chosen) if known else None
+        known, seen = rounds[0].baseline, _outcomes(rounds)
+        if self._sequential.kind == "reinforce_ada":
+            left = np.setdiff1d(np.arange(len(seen.prompt)), chosen)
+            rewards, prompts = np.concatenate([r.result.batch.rewards for r in rounds]), len(seen.asked)
+            counts = np.bincount(seen.prompt[left], minlength=prompts)
+            known = known or Baseline(np.zeros(prompts), np.zeros(prompts))
+            known = known.with_rollouts(np.bincount(seen.prompt[left], rewards[left], prompts), counts)
+        return None if known is None else known.of(seen.prompt[chosen])
+
+    def _merges(self, rounds: Sequence[Round]) -> bool:
+        """Whether the rollouts of a prompt in `rounds`, more than one, form one group."""
+        return self._rule is not None and self._rule.merges and len(rounds) > 1
+
+
+def _informative_groups(batch: RolloutBatch) -> set[str]:
+    """Returns the groups with different rewards."""
+    return {batch.group_ids[s] for s in np.flatnonzero(informative(batch.rewards, batch.group_ids))}
+
+
+def _outcomes(rounds: Sequence[Round]) -> Outcomes:
     """Returns the outcomes of all rounds for the prompts of the first round."""
     asked = np.zeros(len(rounds[0].prompts), np.int64)
     for r in rounds:
@@ -66,12 +148,54 @@ def outcomes(rounds: Sequence[Round]) -> Outcomes:
     )
 
 
-def joined(rounds: Sequence[Round], merges: bool) -> RolloutResult:
-    """Joins the results of all rounds. `merges`: a rollout joins the group of its prompt's first round; False: it stays
-    in the group of its own round."""
-    sampled = RolloutResult.join([r.result for r in rounds])
-    if not merges or len(rounds) == 1:
-        return sampled
-    step = rounds[0].allocation.step
-    groups = [group_id(step, position) for position in outcomes(rounds).prompt.tolist()]
-    return replace(sampled, batch=replace(sampled.batch, group_ids=groups))
+class RoundsAhead:
+    """The first round of each step that has been drawn and not yet been trained on, by step (`rollout.max_staleness`).
+    Its state is plain data, and a part of the checkpoint."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[int, Round] = {}
+
+    def add(self, step: int, round_: Round) -> None:
+        """Adds the first round of `step`. Raises ValueError for a prompt that a checkpoint could not hold."""
+        for prompt in round_.prompts:
+            if plain_data([prompt.answer, prompt.meta]) != [prompt.answer, prompt.meta]:
+                raise InputError(
+                    f"rollout.max_staleness: prompts under way are saved with the checkpoint, and the answer or the "
+                    f"other columns of prompt {prompt.label} are not plain data (JSON)"
+                )
+        self.rounds[step] = round_
+
+    def state_dict(self) -> dict[str, Any]:
+        def plain(round_: Round) -> dict[str, Any]:
+            baseline = round_.baseline
+            return {
+                "prompts": [vars(prompt) for prompt in round_.prompts],
+                "allocation": _lists(vars(round_.allocation)),
+                "baseline": None if baseline is None else _lists(vars(baseline)),
+                "version": round_.version,
+                "drawing": round_.drawing,
+            }
+
+        return {"rounds": {str(step): plain(round_) for step, round_ in self.rounds.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        def of(plain: Mapping[str, Any]) -> Round:
+            prompts = [Prompt(**fields) for fields in plain["prompts"]]
+            allocation = Allocation(**_arrays(plain["allocation"]))
+            baseline = plain["baseline"] and Baseline(**_arrays(plain["baseline"]))
+            late = {"version": plain["version"], "drawing": plain["drawing"]}
+            return Round(prompts, allocation, baseline, 0, np.arange(len(prompts)), **late)
+
+        self.rounds = {int(step): of(plain) for step, plain in state["rounds"].items()}
+
+
+ARRAYS = {"counts": np.int64, "history": bool} | dict.fromkeys(("variance", "tokens", "mean", "strength"), np.float64)
+
+
+def _lists(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+
+
+def _arrays(fields: Mapping[str, Any]) -> dict[str, Any]:
+    arrays = {name: np.asarray(fields[name], dtype) for name, dtype in ARRAYS.items() if fields.get(name) is not None}
+    return {**fields, **arrays}

@@ -7,13 +7,13 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic_core import from_json, to_json
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.sequences import Sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,6 +216,99 @@ class TokenStats(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Sequences:
+    """S sequences of a prompt and its response, T tokens in all, R of them in responses.
+
+    Sequence s owns `tokens[offsets[s]:offsets[s + 1]]`, of which the first `prompt_lengths[s]` are the prompt. The
+    "slot" of a response token is its index in [0, R), through all responses in order.
+
+    With an agent a sequence is an episode of one or more segments, and each segment is a sequence of its own for the
+    model. `trained` then says which tokens belong to the response, and `prompt_lengths` counts the others. So it is in
+    `sft`, where a conversation has several answers.
+    """
+
+    prompt_ids: list[str]
+    tokens: np.ndarray  # int64 [T]
+    offsets: np.ndarray  # int64 [S + 1]
+    prompt_lengths: np.ndarray  # int64 [S]
+    trained: np.ndarray | None = field(default=None, kw_only=True)  # bool [T]; None: all after the prompt
+    # int64 [G], ascending: indices in `tokens` where segments begin; None: one segment per sequence
+    segment_starts: np.ndarray | None = field(default=None, kw_only=True)
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """int64 [S], tokens."""
+        return np.diff(self.offsets) - self.prompt_lengths
+
+    @property
+    def response_offsets(self) -> np.ndarray:
+        """int64 [S + 1]: sequence s owns the slots from entry s up to, but without, entry s + 1."""
+        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
+
+    def name(self, sequence: int) -> str:
+        """The sequence's name in messages."""
+        return f"prompt {self.prompt_ids[sequence]!r}"
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raises ValueError naming the first token that is not in [0, vocab_size)."""
+        if len(self.tokens) == 0 or (self.tokens.min() >= 0 and self.tokens.max() < vocab_size):
+            return
+        wrong = int(np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab_size))[0])
+        sequence = int(np.searchsorted(self.offsets, wrong, side="right")) - 1
+        place = wrong - int(self.offsets[sequence])
+        where = "prompt" if place < self.prompt_lengths[sequence] else "response"
+        raise InputError(
+            f"{self.name(sequence)}: token id {self.tokens[wrong]} at position {place}, in the {where}, is not in the "
+            f"model's vocabulary (0 to {vocab_size - 1}); it comes from another tokenizer, or the record is damaged"
+        )
+
+    def response(self, sequence: int) -> np.ndarray:
+        """int64, the response tokens of `sequence`."""
+        own = slice(int(self.offsets[sequence]), int(self.offsets[sequence + 1]))
+        if self.trained is not None:
+            return self.tokens[own][self.trained[own]]
+        return self.tokens[own][self.prompt_lengths[sequence] :]
+
+    def segments(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns three arrays int64 [g] for the g segments of `sequences`: the index in `sequences` of the sequence
+        that each segment belongs to, and where the segment begins and ends in `tokens`."""
+        if (starts := self.segment_starts) is None:
+            return np.arange(len(sequences)), self.offsets[sequences], self.offsets[sequences + 1]
+        first = np.searchsorted(starts, self.offsets[sequences])
+        end = np.searchsorted(starts, self.offsets[sequences + 1])
+        chosen = np.concatenate([np.arange(i, j) for i, j in zip(first, end, strict=True)] or [np.zeros(0, np.int64)])
+        owner = np.repeat(np.arange(len(sequences)), end - first)
+        return owner, starts[chosen], np.append(starts[1:], len(self.tokens))[chosen]
+
+    def in_response(self, places: np.ndarray, sequences: np.ndarray) -> np.ndarray:
+        """bool: whether the tokens at `places` belong to a response. `sequences`: the sequence that owns each token."""
+        if self.trained is not None:
+            return self.trained[places]
+        return places - self.offsets[sequences] >= self.prompt_lengths[sequences]
+
+    def slots(self, places: np.ndarray, sequences: np.ndarray) -> np.ndarray:
+        """int64: the slots of the response tokens at `places`. `sequences`: the sequence that owns each token."""
+        if self.trained is not None:
+            return self._trained_until[places] - 1
+        return self.response_offsets[sequences] + places - self.offsets[sequences] - self.prompt_lengths[sequences]
+
+    @cached_property
+    def _trained_until(self) -> np.ndarray:
+        assert self.trained is not None
+        return np.cumsum(self.trained)
+
+    def per_token(self, per_sequence: np.ndarray) -> np.ndarray:
+        """Repeats each sequence's value for each of its response tokens: [S] to [R]."""
+        return np.repeat(per_sequence, self.response_lengths)
+
+
+# Fields of a RolloutBatch by what they have one entry for; a list has one for each rollout.
+LISTS = ("prompt_ids", "rollout_ids", "group_ids", "finish_reasons", "servers")
+PER_ROLLOUT = ("prompt_lengths", "rewards", "successes")
+PER_RESPONSE_TOKEN = ("engine_logprobs", "weight_versions")
+
+
+@dataclass(frozen=True)
 class RolloutBatch(Sequences):
     """The trainable rollouts of one step as arrays, in the order of (prompt position, rollout index)."""
 
@@ -245,28 +338,27 @@ class RolloutBatch(Sequences):
         batches: Sequence[RolloutBatch],
         concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
     ) -> RolloutBatch:
-        """The rollouts of all of `batches`, at least one, in order; `concatenate` says where the arrays go. A single
-        batch is returned as it is."""
+        """The rollouts of all of `batches`, in order; `concatenate` says where the arrays go. A single batch is
+        returned as it is."""
+        if not batches:
+            return cls.from_rollouts([])
         if len(batches) == 1:
             return batches[0]
         starts = np.cumsum([0, *(len(b.tokens) for b in batches)])
         offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
-        fields: dict[str, Any] = {"offsets": np.concatenate([*offsets, starts[-1:]])}
-        for name in ("prompt_ids", "rollout_ids", "group_ids", "finish_reasons", "servers"):
-            fields[name] = [x for b in batches for x in getattr(b, name)]
-        for name in ("tokens", "prompt_lengths", "engine_logprobs", "rewards", "successes", "weight_versions"):
+        fields: dict[str, Any] = {name: [x for b in batches for x in getattr(b, name)] for name in LISTS}
+        fields["offsets"] = np.concatenate([*offsets, starts[-1:]])
+        for name in ("tokens", *PER_ROLLOUT, *PER_RESPONSE_TOKEN):
             fields[name] = concatenate([getattr(b, name) for b in batches])
         if any(b.step_rewards is not None for b in batches):
             none = (np.full(len(b.engine_logprobs), np.nan) for b in batches)
             steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
             fields["step_rewards"] = concatenate(steps)
-        if trained := [b.trained for b in batches if b.trained is not None]:
-            agents = [b.trained is not None for b in batches]
-            if any(len(b.tokens) for b, is_agents in zip(batches, agents, strict=True) if not is_agents):
+        if agents := [(b, start) for b, start in zip(batches, starts, strict=False) if b.trained is not None]:
+            if any(len(b.tokens) for b in batches if b.trained is None):
                 raise InputError("rollouts of an agent and others are not trained together")
-            fields["trained"] = concatenate(trained)
-            own = [b.segment_starts + start for b, start in zip(batches, starts, strict=False) if b.trained is not None]
-            fields["segment_starts"] = np.concatenate(own)
+            fields["trained"] = concatenate([b.trained for b, _ in agents if b.trained is not None])
+            fields["segment_starts"] = np.concatenate([b.segment_starts + start for b, start in agents])
         return cls(**fields)
 
     def take(self, members: np.ndarray) -> RolloutBatch:
@@ -276,26 +368,17 @@ class RolloutBatch(Sequences):
         kept = np.zeros(len(self.prompt_ids), bool)
         kept[members] = True
         lengths = np.diff(self.offsets)
-        tokens, of_segments = np.repeat(kept, lengths), {}
+        tokens, responses = np.repeat(kept, lengths), self.per_token(kept)
+        fields: dict[str, Any] = {name: [getattr(self, name)[s] for s in members] for name in LISTS}
+        fields |= {name: getattr(self, name)[members] for name in PER_ROLLOUT}
+        fields |= {name: getattr(self, name)[responses] for name in PER_RESPONSE_TOKEN}
+        if self.step_rewards is not None:
+            fields["step_rewards"] = self.step_rewards[responses]
         if self.trained is not None and self.segment_starts is not None:
             starts = self.segment_starts[tokens[self.segment_starts]]
-            of_segments = {"trained": self.trained[tokens], "segment_starts": np.cumsum(tokens)[starts] - 1}
-        return RolloutBatch(
-            prompt_ids=[self.prompt_ids[s] for s in members],
-            rollout_ids=[self.rollout_ids[s] for s in members],
-            group_ids=[self.group_ids[s] for s in members],
-            tokens=self.tokens[tokens],
-            offsets=np.concatenate([[0], np.cumsum(lengths[members])]).astype(np.int64),
-            prompt_lengths=self.prompt_lengths[members],
-            engine_logprobs=self.engine_logprobs[self.per_token(kept)],
-            rewards=self.rewards[members],
-            successes=self.successes[members],
-            weight_versions=self.weight_versions[self.per_token(kept)],
-            finish_reasons=[self.finish_reasons[s] for s in members],
-            servers=[self.servers[s] for s in members],
-            step_rewards=None if self.step_rewards is None else self.step_rewards[self.per_token(kept)],
-            **of_segments,
-        )
+            fields |= {"trained": self.trained[tokens], "segment_starts": np.cumsum(tokens)[starts] - 1}
+        offsets = np.concatenate([[0], np.cumsum(lengths[members])]).astype(np.int64)
+        return RolloutBatch(tokens=self.tokens[tokens], offsets=offsets, **fields)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> RolloutBatch:

@@ -1,6 +1,5 @@
 """Dynamic sampling: groups that teach nothing are replaced, recorded and replayed like all others."""
 
-import dataclasses
 import json
 from collections import Counter
 
@@ -9,15 +8,14 @@ import pytest
 import yaml
 from step_sampling import BATCH, Answering, Policy, batch_of, make_controller, sample, trainer
 
-from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutError, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.types import EpisodeRecord, Rollout
+from dynamo_megatron.types import Rollout
 
 
 def failed(step, prompts, counts, first) -> RolloutResult:
@@ -26,8 +24,8 @@ def failed(step, prompts, counts, first) -> RolloutResult:
         for p, n in enumerate(counts, first)
         for k in range(n)
     ]
-    return RolloutResult.of(
-        {r.rollout_id: Accounted.of(r) for r in rollouts},
+    return RolloutResult.from_rollouts(
+        rollouts,
         times={},
         notes=["step 1: 32 of 32 rollouts failed; the first: x"],
     )
@@ -50,12 +48,6 @@ def test_an_even_allocation_is_explained_once(tmp_path, capsys):
     for step in (1, 2):
         sample(live, step, Policy(lambda rollouts: rollouts.engine_logprobs))
     assert capsys.readouterr().out.count("allocation of step 1: rollout_n_min is 2, and 4 prompts share 8 roll") == 1
-
-
-def test_informative():
-    rewards, groups = [1, 1, 0.5, 0.5, 0.5, 1, 0], ["a", "a", "b", "b", "b", "c", "d"]
-    assert not informative(rewards, groups).any()
-    assert informative([1, 1, 0.5, 0.5, 0.4, 1, 0], groups).tolist() == [False, False, True, True, True, False, False]
 
 
 @pytest.mark.parametrize("prompts", [30, 5])  # of five one teaches, and is drawn four times in a step
@@ -101,55 +93,10 @@ def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_pat
     np.testing.assert_allclose(batch.weights, expected, rtol=1e-12)
 
 
-def test_greso_learns_from_what_the_steps_sampled(controller, tmp_path):
-    live = controller(30, None, Answering(RolloutStore(tmp_path)), "greso")
-    drawn = Counter()
-    for step in range(1, 60):
-        _, record = batch_of(live, step)
-        drawn.update(record.allocations[0].prompt_ids)
-    solved, unsolved, mixed = (sum(n for i, n in drawn.items() if int(i[1:]) % 3 == kind) for kind in range(3))
-    assert mixed > 2 * max(solved, unsolved) and record.drawing["data/draw_unsolved"] != 0.5
-
-
-@pytest.mark.parametrize(("rounds", "prompts"), [(None, BATCH), (1, 2 * BATCH)])
-def test_rounds_are_bounded(controller, tmp_path, rounds, prompts):
-    """One round of replacement at most; without dynamic sampling nothing is left out."""
-    batch, record = batch_of(controller(300, rounds, Answering(RolloutStore(tmp_path))), 1)
-    assert len(record.counts) <= prompts
-    teaching = {p for p in record.result.batch.prompt_ids if int(p[1:]) % 3 == 2}
-    sampled = set(record.result.batch.prompt_ids)
-    assert set(batch.rollouts.prompt_ids) == (teaching if rounds else sampled)
-    assert 0 < len(teaching) < BATCH < len(sampled) + (rounds is None)
-
-
 def test_a_batch_that_teaches_nothing_stays_whole(controller, tmp_path):
     batch, record = batch_of(controller(1, 2, Answering(RolloutStore(tmp_path))), 1)
     assert set(batch.rollouts.prompt_ids) == {"p0"} and len(record.allocations) == 3
     assert not batch.advantages.any()
-
-
-def test_a_later_round_without_a_response_costs_its_groups_alone(controller, tmp_path):
-    class Failing(Answering):
-        def generate(self, step, prompts, counts, on_poll, on_count, first):
-            result = super().generate(step, prompts, counts, on_poll, on_count, first)
-            return result if first == 0 else failed(step, prompts, counts, first)
-
-    batch, record = batch_of(controller(300, 2, Failing(RolloutStore(tmp_path))), 1)
-    assert len(record.allocations) == 3 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
-
-
-def test_a_round_past_the_deadline_is_the_last(controller, tmp_path):
-    class Late(Answering):
-        def generate(self, step, prompts, counts, on_poll, on_count, first):
-            result = super().generate(step, prompts, counts, on_poll, on_count, first)
-            if first == 0:
-                return result
-            late = failed(step, prompts, counts, first)
-            outcomes = {name: Outcome("aborted", "") for name in late.outcomes}
-            return dataclasses.replace(late, outcomes=outcomes)
-
-    batch, record = batch_of(controller(300, 30, Late(RolloutStore(tmp_path))), 1)
-    assert len(record.allocations) == 2 and 0 < len(set(batch.rollouts.group_ids)) < BATCH
 
 
 def test_a_step_without_a_response_is_an_error_that_says_why(controller):
@@ -237,33 +184,3 @@ def test_baselines_are_those_of_the_prompts_before_their_rollouts(controller, tm
                 seen.setdefault(prompt, []).append(reward)
         assert len(known.mean) == len(sampled.rollouts.rewards)
     assert max(strengths) > 8 and min(strengths) == 0
-
-
-class Episodic:
-    """Answers with episodes of two segments: of p0 three answers, 6 tokens of 10, of the others one, a single token."""
-
-    def generate(self, step, prompts, counts, on_poll, on_count, first):
-        made = {}
-        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
-            group, long = group_id(step, position), prompt.prompt_id == "p0"
-            mask = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1] if long else [0] * 9 + [1]
-            spans, record = [(step - 1, 0, sum(mask))], EpisodeRecord([0, 5], {"turns": 3 if long else 1})
-            for k in range(n):
-                identity, right = (rollout_id(group, k), group, prompt.prompt_id, step), k % 2 == 0
-                answer = (list(range(10)), mask, [-1.0] * sum(mask), spans, "stop", float(right), right, {})
-                made[identity[0]] = Accounted.of(Rollout(*identity, *answer, episode=record))
-        return RolloutResult.of(made, times={"generate": 1.0}, notes=[])
-
-
-def test_an_episode_costs_what_was_sampled_in_all_of_its_segments(tmp_path):
-    """8 of each prompt: 72 tokens in 32 rollouts, 2.25 on average, which weighs as much as 4."""
-    algorithm = {"allocation": {"cost": "tokens"}, "advantage": {"kind": "rloo"}}
-    live = make_controller(tmp_path, BATCH, Episodic(), algorithm)
-    sample(live, 1, Policy(lambda rollouts: rollouts.engine_logprobs))
-    decision = live.allocate(2, live.draw(2, []), []).allocation
-    price = dict(zip(decision.prompt_ids, decision.tokens.tolist(), strict=True))
-    assert price == pytest.approx({"p0": (48 + 9) / 12, **dict.fromkeys(("p1", "p2", "p3"), (8 + 9) / 12)})
-    given = dict(zip(decision.prompt_ids, decision.counts.tolist(), strict=True))
-    assert all(given["p0"] < given[other] for other in ("p1", "p2", "p3"))
-    assert decision.counts @ decision.tokens <= 32 * decision.tokens.mean()
-    assert all("tokens" in row for row in decision.rows())

@@ -8,8 +8,7 @@ from step_sampling import Answering, Policy, make_controller, sample
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.rounds import Round
-from dynamo_megatron.rounds_ahead import RoundsAhead
+from dynamo_megatron.rounds import Round, RoundsAhead
 from dynamo_megatron.types import Prompt
 
 STEPS = 8
@@ -75,8 +74,3 @@ def test_a_prompt_that_a_checkpoint_cannot_hold_is_refused():
     prompt = Prompt("p", text="", tokens=[1], answer={1, 2})
     with pytest.raises(InputError, match="the answer or the other columns of prompt"):
         RoundsAhead().add(3, Round([prompt], None, None, 0, np.arange(1)))
-
-
-def test_a_damaged_state_is_said_in_a_line():
-    with pytest.raises(InputError, match="rounds under way are damaged"):
-        RoundsAhead().load_state_dict({"rounds": {"3": {"prompts": [{"name": "p"}]}}})

@@ -27,43 +27,35 @@ def gym_agent(
     async def agent(prompt: Any, session: Any) -> float:
         environment = make()
         try:
-            return await _play(environment, prompt, session, action, show, request)
+            return await play(environment, prompt, session)
         finally:
             if hasattr(environment, "close"):
                 environment.close()
 
+    async def play(environment: Any, prompt: Any, session: Any) -> float:
+        seed = prompt.meta.get("seed", zlib.crc32(prompt.prompt_id.encode()))
+        observation, _ = environment.reset(seed=seed, options=prompt.meta.get("options"))
+        opening = _opening(prompt.messages, show(observation))
+        messages, total, ended = [*opening], 0.0, False
+        while not ended:
+            try:
+                answer = await session.chat(messages, **request)
+            except session.LimitReached:
+                if len(messages) == len(opening):
+                    raise
+                break
+            messages.append(answer)
+            try:
+                chosen = action(answer["content"] or "")
+            except ValueError as error:
+                text = str(error)
+            else:
+                observation, reward, terminated, truncated, _ = environment.step(chosen)
+                total, ended, text = total + float(reward), terminated or truncated, show(observation)
+            messages.append({"role": "user", "content": text})
+        return total
+
     return agent
-
-
-async def _play(
-    environment: Any,
-    prompt: Any,
-    session: Any,
-    action: Callable[[str], Any],
-    show: Callable[[Any], str],
-    request: dict[str, Any],
-) -> float:
-    seed = prompt.meta.get("seed", zlib.crc32(prompt.prompt_id.encode()))
-    observation, _ = environment.reset(seed=seed, options=prompt.meta.get("options"))
-    opening = _opening(prompt.messages, show(observation))
-    messages, total, ended = [*opening], 0.0, False
-    while not ended:
-        try:
-            answer = await session.chat(messages, **request)
-        except session.LimitReached:
-            if len(messages) == len(opening):
-                raise
-            break
-        messages.append(answer)
-        try:
-            chosen = action(answer["content"] or "")
-        except ValueError as error:
-            text = str(error)
-        else:
-            observation, reward, terminated, truncated, _ = environment.step(chosen)
-            total, ended, text = total + float(reward), terminated or truncated, show(observation)
-        messages.append({"role": "user", "content": text})
-    return total
 
 
 def _opening(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

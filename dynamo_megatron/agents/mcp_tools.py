@@ -40,17 +40,9 @@ async def mcp_tools(command: Sequence[str], seconds: float = 60.0, env: dict[str
     async with Client(started, read_timeout_seconds=seconds) as client:
         offered, page = [], await client.list_tools()
         while True:
-            offered += [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": tool.name,
-                        "description": tool.description or "",
-                        "parameters": tool.input_schema,
-                    },
-                }
-                for tool in page.tools
-            ]
+            for tool in page.tools:
+                function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                offered.append({"type": "function", "function": function})
             if not page.next_cursor:
                 break
             page = await client.list_tools(cursor=page.next_cursor)

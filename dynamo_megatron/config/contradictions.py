@@ -55,8 +55,6 @@ def staleness_faults(config: Config) -> Iterator[str]:
     for key in ("dynamic_sampling", "sequential"):
         if getattr(algorithm, key) is not None:
             yield f"{what} samples in advance, and algorithm.{key} needs the outcomes of the same step; set it to null"
-    if rollout.step_deadline is not None:
-        yield f"{what} drops nothing, and rollout.step_deadline drops what is late; set it to null"
     if rollout.stop and rollout.at_push == "partial":
         yield (
             f"{what} interrupts responses at a push, and a server does not detect a stop text (rollout.stop) that "

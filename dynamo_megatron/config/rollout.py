@@ -60,8 +60,6 @@ class RolloutConfig(Section):
     concurrency: Positive = 256  # requests under way at once, at each server
     # per rollout, from its dispatch; then aborted and counted; None: 0.1 for each token of max_new_tokens, at least 600
     timeout: Seconds | None = None
-    step_deadline: Seconds | None = None  # per step's generation; None: as long as it takes
-    min_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a step's rollouts, to train on at its deadline
     start_timeout: Seconds = 600.0  # until a server answers, compilations included
     health_timeout: Seconds = 30.0  # without an answer of a server to /health until it counts as hung
     # number of steps whose rollouts are kept, in addition to those after the last checkpoint; None: all, until they use
@@ -119,6 +117,4 @@ class RolloutConfig(Section):
             )
         if self.offload is True and self.placement != "colocated":
             raise ValueError(f"offload: servers and ranks share no memory where placement is {self.placement}")
-        if self.min_share < 1 and self.step_deadline is None:
-            raise ValueError("min_share: is what to train on at the step_deadline; set that too")
         return self

@@ -18,7 +18,7 @@ from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoi
 from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
-from dynamo_megatron.rollout.store import check_rollouts, step_files
+from dynamo_megatron.rollout.store import step_files
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.run_folder import LOCK_FILE, NewFolder, has_results, is_held, refuse_foreign
 from dynamo_megatron.runtime.whole_files import replacing
@@ -104,11 +104,6 @@ class OutputDir:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
         self._claimed = folder  # not before: what is there may be of the process that holds the lock
         self.check()
-        last = self._last()
-        try:
-            check_rollouts(self.path, last[0] if last is not None else 0)
-        except ValueError as error:
-            raise ConfigError(f"output_dir: {error}") from None
         if has_results(self.path):
             changes = ", ".join(self._changes())
             print(f"{self.path}: the run there goes on{f', with {changes}' if changes else ''}", flush=True)

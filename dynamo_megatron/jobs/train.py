@@ -127,10 +127,10 @@ class TrainJob(Job):
         if config.rollout.engine == "sglang" or evaluates:
             ends = end_token_ids(config.model.path, tokenizer)
             server = RolloutWorker(config, ends, spec.vocab_size, decoder_of(tokenizer))
-        self._rollout = server
+        self._rollout = self._sampler = server
         if config.rollout.engine == "recorded":
             limits = {"vocab_size": spec.vocab_size, "max_new_tokens": config.rollout.max_new_tokens}
-            self._rollout = RecordedRollouts(config.rollout.recorded, server, **limits)
+            self._sampler = RecordedRollouts(config.rollout.recorded, **limits)
         if evaluates:
             longest = max_prompt_length(config, spec, evaluation=True)
             progress.phase("loading evaluation data")
@@ -139,7 +139,8 @@ class TrainJob(Job):
         self.output.claim()
         if config.data.chat_template is not None:
             self.output.keep_chat_template(tokenizer.chat_template)
-        self._rollout.start()
+        if server is not None:
+            server.start()
 
     def prepare_node(self) -> None:
         rollout = self.config.rollout
@@ -152,7 +153,7 @@ class TrainJob(Job):
         self.show("starting server")
         coordinator.on_rank_0(
             "the rollout server to start",
-            lambda: self._rollout.wait_ready(coordinator.check_stop),
+            lambda: self._rollout and self._rollout.wait_ready(coordinator.check_stop),
             layout,
             timeout=self.config.rollout.start_timeout + self.config.trainer.timeout,
         )
@@ -175,7 +176,7 @@ class TrainJob(Job):
             if config.data.selection.kind == "greso":  # the others have no state of their own
                 state["selection"] = self._selection
             controller = Controller(
-                config, self._selection, self._allocator, rollout, self._evaluation, journal, coordinator
+                config, self._selection, self._allocator, self._sampler, self._evaluation, journal, coordinator
             )
             if config.rollout.max_staleness:
                 state["ahead"] = controller.ahead

@@ -15,7 +15,6 @@ import numpy as np
 from dynamo_megatron.config.files import read_yaml
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import summary_k
-from dynamo_megatron.rollout.result import position_of
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.types import NOT_TRAINED
@@ -113,7 +112,7 @@ def trained_outcomes(path: Path, changed: int) -> dict[tuple[str, int], tuple[in
     found: dict[tuple[str, int], tuple[int, int]] = {}
     for rollout in read_rollouts(path):
         if rollout.status not in NOT_TRAINED:
-            key = rollout.prompt_id, position_of(rollout.group_id)
+            key = rollout.prompt_id, int(rollout.group_id.rpartition("-")[2])
             trials, successes = found.get(key, (0, 0))
             found[key] = trials + 1, successes + rollout.success
     return found

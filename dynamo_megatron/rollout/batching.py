@@ -59,7 +59,6 @@ class Batches:
         self._post = post
         self._waiting: list[Request] = []
         self._tasks: set[asyncio.Task] = set()
-        self._takes_lists = True  # until it refuses a list but takes its requests alone, or answers in parts
 
     async def generate(self, request: Request) -> tuple[int, Any]:
         """Returns the HTTP status and body of one request. Raises aiohttp.ClientError where the server does not answer,
@@ -73,41 +72,20 @@ class Batches:
     def _send(self) -> None:
         waiting = [request for request in self._waiting if not request.reply.done()]
         self._waiting = []
-        size = LARGEST if self._takes_lists else 1
-        for start in range(0, len(waiting), size):
-            self._start(waiting[start : start + size])
+        for start in range(0, len(waiting), LARGEST):
+            self._start(waiting[start : start + LARGEST])
 
-    def _start(self, requests: list[Request]) -> asyncio.Task:
-        task = asyncio.create_task(self._carry_out(requests))
+    def _start(self, requests: list[Request]) -> None:
+        task = asyncio.create_task(self._one(requests[0]) if len(requests) == 1 else self._list(requests))
         self._tasks.add(task)
-
-        def ended(task: asyncio.Task) -> None:
-            self._tasks.discard(task)
-            error = None if task.cancelled() else task.exception()
-            for request in requests:
-                if error is not None and not request.reply.done():
-                    request.reply.set_exception(error)
+        task.add_done_callback(self._tasks.discard)
 
         def abandoned(reply: asyncio.Future) -> None:
             if reply.cancelled() and all(request.reply.done() for request in requests):
                 task.cancel()
 
-        task.add_done_callback(ended)
         for request in requests:
             request.reply.add_done_callback(abandoned)
-        return task
-
-    async def _carry_out(self, requests: list[Request]) -> None:
-        if len(requests) == 1:
-            await self._one(requests[0])
-            return
-        refused = await self._list(requests)
-        alone = [self._start([request]) for request in requests if not request.reply.done()]
-        # A refusal may be the fault of one request, which is then refused alone, too.
-        if refused and alone:
-            await asyncio.wait(alone)
-            if all(_taken(request) for request in requests):
-                self._takes_lists = False
 
     async def _one(self, request: Request) -> None:
         payload = {
@@ -116,14 +94,19 @@ class Batches:
             "return_logprob": True,
             "sampling_params": request.sampling,
         }
-        async with self._post("/generate", payload) as reply:
-            answer = reply.status, await body(reply, request.largest_reply)
+        try:
+            async with self._post("/generate", payload) as reply:
+                answer = reply.status, await body(reply, request.largest_reply)
+        except Exception as error:  # `generate` raises it
+            if not request.reply.done():
+                request.reply.set_exception(error)
+            return
         if not request.reply.done():
             request.reply.set_result(answer)
 
-    async def _list(self, requests: list[Request]) -> bool:
-        """Sends the requests as one list and answers each as its response comes. Whatever goes wrong, the others are
-        left without an answer. Returns whether the server refused the list as a whole."""
+    async def _list(self, requests: list[Request]) -> None:
+        """Sends the requests as one list and answers each as its response comes. Those that get no answer, whatever
+        went wrong, are sent again alone."""
         left = {request.id: request for request in requests}
         payload = {
             "rid": list(left),
@@ -132,40 +115,32 @@ class Batches:
             "sampling_params": [r.sampling | {"stream_interval": ONLY_WHEN_FINISHED} for r in requests],
             "stream": True,
         }
-        status, refused = None, False
+        largest = max(request.largest_reply for request in requests)
+        begun = True  # SGLang may have started them, and abort them by their ids later
         with contextlib.suppress(aiohttp.ClientError, *MALFORMED):
             async with self._post("/generate", payload) as reply:
-                status = reply.status
-                refused = await self._answer(reply, left) if status == 200 else status in ITS_OWN_FAULT
-        if status is None or status == 200:
-            for request in left.values():
-                request.id = f"alone-{request.id}"  # SGLang may have started it, and abort it by its id later
-        return refused
-
-    async def _answer(self, reply: aiohttp.ClientResponse, left: dict[str, Request]) -> bool:
-        """Removes the requests that are answered from `left`. Returns the same as `_list`."""
-        before = len(left)
-        async for event in _events(reply, max(request.largest_reply for request in left.values())):
-            if "error" in event:  # in one request: SGLang started those before it in the list, and aborts them
-                return len(left) == before
-            meta = event["meta_info"]
-            finish = meta["finish_reason"]
-            if finish is None:
-                continue
-            if finish["type"] != "abort" and not complete(meta):
-                self._takes_lists = False  # the server would answer the next list in parts, too
-                return False
-            future = left.pop(meta["id"]).reply
-            if not future.done():
-                # SGLang would have answered with this status if the request had been sent alone.
-                status = finish.get("status_code") if finish["type"] == "abort" else None
-                future.set_result((200, event) if status is None else (int(status), finish))
-        return False
+                begun = reply.status == 200
+                if begun:
+                    async for event in _events(reply, largest):
+                        _answer(left, event)
+        for request in left.values():
+            if not request.reply.done():
+                request.id = f"alone-{request.id}" if begun else request.id
+                self._start([request])
 
 
-def _taken(request: Request) -> bool:
-    reply = request.reply
-    return not reply.cancelled() and reply.exception() is None and reply.result()[0] == 200
+def _answer(left: dict[str, Request], event: dict[str, Any]) -> None:
+    """Removes the request that a finished response answers from `left`. Raises one of MALFORMED."""
+    meta = event["meta_info"]
+    if (finish := meta["finish_reason"]) is None:
+        return
+    if finish["type"] != "abort" and not complete(meta):
+        raise MalformedReply("a response in parts")
+    future = left.pop(meta["id"]).reply
+    if not future.done():
+        # SGLang would have answered with this status if the request had been sent alone.
+        status = finish.get("status_code") if finish["type"] == "abort" else None
+        future.set_result((200, event) if status is None else (int(status), finish))
 
 
 def complete(meta: dict[str, Any]) -> bool:

@@ -297,9 +297,7 @@ class SGLangClient:
         tokens = [token for _, token, _ in meta["output_token_logprobs"]]
         if not complete(meta):
             raise MalformedReply(f"{len(tokens)} tokens of a response of {self._own_words(meta['completion_tokens'])}")
-        spans = meta.get("weight_versions")
-        if spans is None:  # an SGLang that does not say it of each token
-            spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        spans = meta["weight_versions"]
         response = Response(
             tokens=tokens,
             logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],

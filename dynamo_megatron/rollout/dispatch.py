@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 
 @dataclass
 class Load:
@@ -45,13 +43,11 @@ def dispatch_order(groups: Sequence[Hashable], lengths: Sequence[float]) -> list
     1969).
     """
     longest: dict[Hashable, float] = {}
-    for group, length in zip(groups, lengths, strict=True):
-        longest[group] = max(longest.get(group, 0.0), length)
     first: dict[Hashable, int] = {}
-    for index, group in enumerate(groups):
+    for index, (group, length) in enumerate(zip(groups, lengths, strict=True)):
+        longest[group] = max(longest.get(group, 0.0), length)
         first.setdefault(group, index)
-    key = [(-longest[group], first[group]) for group in groups]
-    return [int(i) for i in np.lexsort(([k[1] for k in key], [k[0] for k in key]))]
+    return sorted(range(len(groups)), key=lambda i: (-longest[groups[i]], first[groups[i]]))
 
 
 def choose_server(

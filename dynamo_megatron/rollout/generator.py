@@ -26,23 +26,22 @@ from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
-from dynamo_megatron.rollout.dispatched import Dispatched
-from dynamo_megatron.rollout.evaluated import (
+from dynamo_megatron.rollout.result import Ahead, PushNeeded, RolloutError, RolloutResult, group_id
+from dynamo_megatron.rollout.retention import Retention
+from dynamo_megatron.rollout.reuse import Reuse, reusable
+from dynamo_megatron.rollout.sampling import Request, Sampling
+from dynamo_megatron.rollout.scoring import (
     Evaluated,
+    Scoring,
     check_evaluation,
     evaluation_requests,
     problem_result,
     rescored,
 )
-from dynamo_megatron.rollout.result import Ahead, PushNeeded, RolloutError, RolloutResult
-from dynamo_megatron.rollout.retention import Retention
-from dynamo_megatron.rollout.reuse import Reuse, reusable
-from dynamo_megatron.rollout.sampling import Request, Sampling
-from dynamo_megatron.rollout.scoring import Scoring
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers
-from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
+from dynamo_megatron.rollout.step_session import Dispatched, StepSession, Wanted, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.types import ProblemResult, Prompt, Rollout
@@ -72,7 +71,7 @@ class Generator:
         self._tokenizer = decoder  # None: loaded in `open`
         self._agents: Agents | None = None
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
-        self._begun: tuple[int, float] = (-1, 0.0)  # the step last requested, and when it first was
+        self._trimmed = -1  # the step before which old rollouts were last removed
         self._unscored_steps = 0  # in a row, up to the last one
         self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
         self._interrupted: StepSession | None = None  # the last session, if it ended for want of a server
@@ -103,9 +102,9 @@ class Generator:
         if config.rollout.agent is not None:
             self._agents = await self._open_agents()
         self._stack.push_async_callback(self._end_dispatched)
-        await self._watched(self._fleet.wait_started())
+        await self.watched(self._fleet.wait_started())
         if self._reward_servers is not None:
-            await self._watched(self._reward_servers.wait_started())
+            await self.watched(self._reward_servers.wait_started())
 
     async def _open_agents(self) -> Agents:
         config = self._config
@@ -135,12 +134,8 @@ class Generator:
         self._fleet_run.cancel()
         await asyncio.wait([self._fleet_run])
 
-    async def carry_out(self, command: str, arguments: tuple) -> Any:
-        """Returns what the method of this name returns. Raises RolloutError where the task that runs the servers has
-        ended."""
-        return await self._watched(getattr(self, command)(*arguments))
-
-    async def _watched(self, work: Coroutine) -> Any:
+    async def watched(self, work: Coroutine) -> Any:
+        """Returns what `work` returns. Raises RolloutError where the task that runs the servers has ended."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task, self._fleet_run}, return_when=asyncio.FIRST_COMPLETED)
@@ -173,7 +168,7 @@ class Generator:
         if lines := self._partial(session.step, session.wanted, begun):
             await self._in_thread(self._store.append, *lines)
 
-    def _partial(self, step: int, wanted: Mapping[str, Prompt], begun: Mapping[str, Response]) -> list[Rollout]:
+    def _partial(self, step: int, wanted: Mapping[str, Wanted], begun: Mapping[str, Response]) -> list[Rollout]:
         """Returns the lines of the step's file for these partial responses."""
         unscored = self._scoring.unscored
         lines = [unscored(step, name, wanted[name], response, "") for name, response in begun.items()]
@@ -191,17 +186,14 @@ class Generator:
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         """See RolloutWorker.generate."""
-        rollout = self._config.rollout
         session = await self._open_session(step, prompts, counts, first)
         self._answered = session.answered
         self._count(session)
-        deadline = None if rollout.step_deadline is None else self._begun[1] + rollout.step_deadline
-        requests = session.requests(self._lengths, self._config.seed)
+        anew = len(session.wanted) - len(session.outcomes)
         # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
-        if requests and (removed := await self._in_thread(self._store.remove_after, step)):
-            anew = f"{len(requests)} rollouts sampled anew"
-            session.notes.append(f"step {step}: {anew}; removed those of {removed} later steps")
-        sampling = self._sampling_of(session, deadline=deadline)
+        if anew and (removed := await self._in_thread(self._store.remove_after, step)):
+            session.notes.append(f"step {step}: {anew} rollouts sampled anew; removed those of {removed} later steps")
+        sampling = self._sampling_of(session)
         try:
             await sampling.run()
         except PushNeeded:
@@ -209,8 +201,7 @@ class Generator:
             raise
         finally:
             session.add(sampling)
-        if first == 0:  # a later round only adds to these: a lack of time in it does not end the run
-            session.check_share(rollout)
+        if first == 0:  # a later round only adds to these
             self._check_rewards(session)
         return session.result(self._report(session))
 
@@ -224,17 +215,14 @@ class Generator:
 
     def _sampling_of(self, session: StepSession, **options: Any) -> Sampling | Episodes:
         requests = session.requests(self._lengths, self._config.seed)
-        take = functools.partial(self._take, session)
-        return self._sampling(requests, lambda request: session.wanted[request.name], take, **options)
+        return self._sampling(requests, functools.partial(self._take, session), **options)
 
-    def _sampling(
-        self, requests: Sequence[Request], prompt_of: Callable[[Request], Prompt], take: Callable, **options: Any
-    ) -> Sampling | Episodes:
+    def _sampling(self, requests: Sequence[Request], take: Callable, **options: Any) -> Sampling | Episodes:
         """`options`: keyword arguments of Sampling."""
         if self._agents is None:
             return Sampling(self._fleet, requests, take, **options)
         options.pop("after", None)  # episodes begin in the order of their steps
-        return Episodes(self._agents, requests, prompt_of, take, **options)
+        return Episodes(self._agents, requests, take, **options)
 
     async def _end_dispatched(self) -> None:
         for dispatched in self._dispatched.values():
@@ -268,8 +256,8 @@ class Generator:
         that are on disk already."""
         notes = []
         complete = max(1, step - self._config.rollout.max_staleness)  # the files of earlier steps are complete
-        if self._begun[0] != step:
-            self._begun = step, time.monotonic()
+        if self._trimmed != step:
+            self._trimmed = step
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
         wanted = wanted_rollouts(step, prompts, counts, first)
         version, uses = self._fleet.version, {}
@@ -278,19 +266,20 @@ class Generator:
             if (session.wanted, session.version) == (wanted, version):
                 return session
             uses = session.uses
-        reuse = await self._in_thread(self._reusable, step, wanted, range(first, first + len(prompts)))
+        groups = {group_id(step, position) for position in range(first, first + len(prompts))}
+        reuse = await self._in_thread(self._reusable, step, wanted, groups)
         notes += [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
-        session = StepSession(step, wanted, version, reuse.kept, notes, len(reuse.discarded), reuse.begun, uses)
-        reused = sum(r.batch.nbytes for r in reuse.kept.values() if r.batch is not None)
-        await asyncio.to_thread(session.arena.grow, reused)
+        found = reuse.outcomes, reuse.kept, reuse.begun
+        session = StepSession(step, wanted, version, *found, notes, len(reuse.discarded), uses)
+        await asyncio.to_thread(session.arena.grow, sum(batch.nbytes for batch in reuse.kept.values()))
         return session
 
     async def _take(self, session: StepSession, request: Request, response: Response, server: str) -> None:
         session.answer(request.name, response, server)
         if not response.error:
-            self._lengths.observe(request.prompt_id, len(response.tokens))
-        prompt = session.wanted[request.name]
-        rollout, failure = await self._scoring.rollout(session.step, request.name, prompt, response, server)
+            self._lengths.observe(request.prompt.prompt_id, len(response.tokens))
+        wanted = Wanted(request.prompt, request.group)
+        rollout, failure = await self._scoring.rollout(session.step, request.name, wanted, response, server)
         await self._keep(rollout)
         session.keep(rollout, failure)
         if session is self._counted:
@@ -335,13 +324,13 @@ class Generator:
         by_group = {f"eval-{call}-{position}": prompt for position, prompt in enumerate(prompts)}
 
         async def take(request: Request, response: Response, server: str) -> None:
-            text, score = await self._scoring.score(by_group[request.group], response)
+            text, score = await self._scoring.score(request.prompt, response)
             outcomes[request.name] = Evaluated(response, score, text)
             if not beside:
                 self._finished(response)
 
         requests = evaluation_requests(self._config, self._lengths, by_group)
-        await self._sampling(requests, lambda request: by_group[request.group], take, urgent=beside).run()
+        await self._sampling(requests, take, urgent=beside).run()
         check_evaluation(outcomes)
         by_prompt = ((p, [outcomes[f"{group}-{k}"] for k in range(samples)]) for group, p in by_group.items())
         return [problem_result(prompt, evaluated, self._tokenizer) for prompt, evaluated in by_prompt]
@@ -361,21 +350,21 @@ class Generator:
         return await asyncio.gather(*(scored(p, r) for p, r in zip(prompts, results, strict=True)))
 
     def _count(self, session: StepSession) -> None:
-        self._counted, self.done = session, len(session.rollouts)
+        self._counted, self.done = session, len(session.outcomes)
 
     def _finished(self, response: Response) -> None:
         self.done += 1
         self.tokens += len(response.tokens)
 
-    def _reusable(self, step: int, wanted: dict[str, Prompt], positions: range) -> Reuse:
-        """Returns what an interrupted run left at these positions of the step, and removes everything else at these
-        positions from the file."""
+    def _reusable(self, step: int, wanted: dict[str, Wanted], groups: set[str]) -> Reuse:
+        """Returns what an interrupted run left of these groups, and removes everything else of them from the file."""
         rollout, version = self._config.rollout, self._fleet.version or 0
         versions = range(version, version + 1)
         if rollout.max_staleness:  # versions after the first push may not come again with the same weights
             versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_push or 0) + 1)
         lines, limits = self._store.lines(step), (self._vocab_size, rollout.max_new_tokens)
-        reuse = reusable(lines, wanted, positions, versions, *limits, continues=rollout.max_staleness > 0)
+        prompts = {name: prompt for name, (prompt, _) in wanted.items()}
+        reuse = reusable(lines, prompts, groups, versions, *limits, continues=rollout.max_staleness > 0)
         if gone := reuse.discarded.keys() | reuse.begun.keys():
             self._store.discard(step, gone, self._partial(step, wanted, reuse.begun))
         return reuse

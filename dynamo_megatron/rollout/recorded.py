@@ -7,86 +7,41 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.result import OUTCOMES, Accounted, RolloutResult, check_request, group_id, rollout_id
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.result import OUTCOMES, RolloutResult, check_request, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.validation import rollout_fault
-from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.rollout.worker import OnCount, OnPoll
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
 
 
 class RecordedRollouts:
-    """The same interface as `RolloutWorker`, with rollouts from the `rollouts/` of the run in `folder`. Writes nothing.
+    """Samples as `RolloutWorker` does, with rollouts from the `rollouts/` of the run in `folder`. Writes nothing.
 
     The k-th occurrence of a prompt in a step gets the first n rollouts of the k-th group recorded for it in that step.
-    Rewards are the recorded ones. `evaluator`: the worker that answers the periodic evaluation, or None. `vocab_size`,
-    `max_new_tokens`: limits that every rollout is checked against, since the folder may be untrusted. Raises ValueError
-    where `folder` has no rollouts/.
+    Rewards are the recorded ones. `vocab_size`, `max_new_tokens`: limits that every rollout is checked against, since
+    the folder may be untrusted. Raises ValueError where `folder` has no rollouts/.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike,
-        evaluator: RolloutWorker | None = None,
-        *,
-        vocab_size: int,
-        max_new_tokens: int,
-    ):
-        self._folder, self._evaluator = Path(folder), evaluator
+    def __init__(self, folder: str | os.PathLike, *, vocab_size: int, max_new_tokens: int):
+        self._folder = Path(folder)
         self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
         self._seen: dict[str, int] = defaultdict(int)  # groups taken of each prompt in the step under way
         self._dispatched: dict[int, tuple[list[Prompt], list[int]]] = {}
         if not (self._folder / "rollouts").is_dir():
             raise InputError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
 
-    def start(self) -> None:
-        if self._evaluator is not None:
-            self._evaluator.start()
-
-    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
-        if self._evaluator is not None:
-            self._evaluator.wait_ready(on_poll)
-
-    def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
-        return [] if self._evaluator is None else self._evaluator.begin_push(version, on_poll)
-
-    def end_push(
-        self, version: int, outcomes: dict[Endpoint, str | None], on_poll: Callable[[], None] | None = None
-    ) -> None:
-        if self._evaluator is not None:
-            self._evaluator.end_push(version, outcomes, on_poll)
-
-    def condemn(self, lost: dict[Endpoint, str]) -> None:
-        if self._evaluator is not None:
-            self._evaluator.condemn(lost)
-
-    def close(self) -> None:
-        if self._evaluator is not None:
-            self._evaluator.close()
-
-    def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
+    def reject(self, step: int, rollout_ids: Sequence[str], on_poll: OnPoll = None) -> None:
         """Does nothing: the record stays as it is, and a replay of it rejects these rollouts again."""
 
-    def dispatch(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        counts: Sequence[int],
-        on_poll: Callable[[], None] | None = None,
-    ) -> None:
+    def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None) -> None:
         self._dispatched[step] = list(prompts), list(counts)
 
-    def collect(
-        self,
-        step: int,
-        on_poll: Callable[[], None] | None = None,
-        on_count: Callable[[int, int], None] | None = None,
-    ) -> RolloutResult:
+    def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None) -> RolloutResult:
         return self.generate(step, *self._dispatched.pop(step), on_poll, on_count)
 
     def generate(
@@ -94,8 +49,8 @@ class RecordedRollouts:
         step: int,
         prompts: Sequence[Prompt],
         counts: Sequence[int],
-        on_poll: Callable[[], None] | None = None,
-        on_count: Callable[[int, int], None] | None = None,
+        on_poll: OnPoll = None,
+        on_count: OnCount = None,
         first: int = 0,
     ) -> RolloutResult:
         """Raises ValueError that names the step, prompt or group that was not recorded, the group that is too small, or
@@ -136,9 +91,7 @@ class RecordedRollouts:
                     )
                 name = group_id(step, position)
                 rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
-        return RolloutResult.of(
-            {r.rollout_id: Accounted.of(r) for r in rollouts}, times={"generate": time.monotonic() - started}, notes=[]
-        )
+        return RolloutResult.from_rollouts(rollouts, {"generate": time.monotonic() - started}, [])
 
     def _fault(self, rollout: Rollout) -> str:
         """Returns, in a few words, why a rollout whose fields have the right types cannot be used; "" where it can."""

@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
-from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.store import rollout_ids, step_files, tokens_file
+from dynamo_megatron.rollout.store import step_files, tokens_file
 
 SHARE = 0.5  # of the free disk space and rollouts/ together: above it, without keep_last, the oldest are removed
 STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes for each response token, and for the rest of a rollout
@@ -24,26 +23,12 @@ def after_a_stop(output: Path) -> str:
     """What a run in `output` that was stopped early has kept, and what the same command does next: for its last
     message."""
     last = latest_checkpoint(output / "checkpoints")
-    kept = _kept_after(output, 0 if last is None else last[0])
+    step = 0 if last is None else last[0]
+    *_, newest = (0, *step_files(output))
+    kept = f"; the rollouts of the steps from {step + 1} to {newest} are kept" if newest > step else ""
     if last is not None:
-        return f"the same command resumes from the checkpoint of step {last[0]}{kept}"
+        return f"the same command resumes from the checkpoint of step {step}{kept}"
     return f"{'' if kept else 'nothing is saved yet: '}the same command starts from step 0{kept}"
-
-
-def _kept_after(output: Path, step: int) -> str:
-    """Only the newest step's rollouts are counted: to read those of all steps could take longer than a stop may."""
-    try:
-        files = {later: path for later, path in step_files(output).items() if later > step and path.stat().st_size}
-        if not files:
-            return ""
-        *before, newest = files
-        count = len(rollout_ids(files[newest]))
-    except (InputError, OSError) as error:  # the next start says it, too
-        return f"; {error}"
-    if not before:
-        return f"; kept: {count} rollout{'s' * (count != 1)} of step {newest}"
-    steps = f"step {before[0]}" if len(before) == 1 else f"steps {before[0]} to {before[-1]}"
-    return f"; kept: the rollouts of {steps} and {count} of step {newest}"
 
 
 class Retention:
@@ -55,9 +40,7 @@ class Retention:
     """
 
     def __init__(self, folder: Path, keep_last: int | None):
-        self._folder, self._keep_last = folder, keep_last
-        self._sizes: dict[int, int] = {}  # bytes of the files of finished steps
-        self._noted = False
+        self._folder, self._keep_last, self._noted = folder, keep_last, False
 
     def trim(self, step: int) -> list[str]:
         """Call it before the rollouts of `step` are generated. Returns a note the first time that anything is
@@ -82,11 +65,11 @@ class Retention:
         return [f"removing the oldest rollouts from now on, beginning with step {gone[0]}: {why}"]
 
     def _beyond_share(self, step: int, removable: list[int], files: dict[int, Path]) -> tuple[list[int], str]:
-        for over in [s for s in files if s < step and s not in self._sizes]:
+        sizes = {}
+        for over in (s for s in files if s < step):
             with contextlib.suppress(FileNotFoundError):  # a user may move files meanwhile
-                self._sizes[over] = files[over].stat().st_size
-        self._sizes = {s: size for s, size in self._sizes.items() if s in files}
-        used = sum(self._sizes.values())
+                sizes[over] = files[over].stat().st_size
+        used = sum(sizes.values())
         room = used + shutil.disk_usage(self._folder).free
         why = (
             f"{self._folder / 'rollouts'} takes {used / 1e9:.3g} GB, more than {SHARE:.0%} of the {room / 1e9:.3g} GB "
@@ -97,5 +80,5 @@ class Retention:
             if used <= SHARE * room:
                 break
             gone.append(old)
-            used -= self._sizes.get(old, 0)
+            used -= sizes.get(old, 0)
         return gone, why

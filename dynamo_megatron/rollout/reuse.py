@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dynamo_megatron.rollout.client import Response
-from dynamo_megatron.rollout.result import Accounted, position_of
+from dynamo_megatron.rollout.result import Outcome
 from dynamo_megatron.rollout.validation import identity_fault, rollout_fault
 from dynamo_megatron.runtime.plain_text import on_one_line
-from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
+from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
 UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose reward function failed: reward 0
 DAMAGED, OTHER_VERSION = "damaged", "of another weight version"
@@ -19,10 +19,12 @@ DAMAGED, OTHER_VERSION = "damaged", "of another weight version"
 
 @dataclass
 class Reuse:
-    """By rollout_id: the rollouts `kept`, those `discarded` (with the reason), and the partial responses `begun`, which
-    are continued. `damage`: what is wrong with the first damaged rollout."""
+    """By rollout_id: the rollouts `kept`, each as a batch of one, with their outcomes; those `discarded` (with the
+    reason), and the partial responses `begun`, which are continued. `damage`: what is wrong with the first damaged
+    rollout."""
 
-    kept: dict[str, Accounted] = field(default_factory=dict)
+    kept: dict[str, RolloutBatch] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
     begun: dict[str, Response] = field(default_factory=dict)
     discarded: dict[str, str] = field(default_factory=dict)
     damage: str = ""
@@ -45,19 +47,19 @@ class Reuse:
 def reusable(
     lines: Iterable[Rollout],
     wanted: Mapping[str, Prompt],
-    positions: range,
+    groups: Collection[str],
     versions: range,
     vocab_size: int,
     max_new_tokens: int,
     continues: bool = False,
 ) -> Reuse:
-    """Sorts the `lines` at `positions` of the step. Kept are the valid rollouts of the prompts `wanted` (by rollout_id)
+    """Sorts the `lines` of `groups` of the step. Kept are the valid rollouts of the prompts `wanted` (by rollout_id)
     that weights of `versions` sampled. Of two lines with one rollout_id the later one counts. `continues`: of the other
     responses, the leading tokens that these weights sampled are kept as `begun`."""
     reuse = Reuse()
     for rollout in lines:
         name, damage = str(rollout.rollout_id), identity_fault(rollout)
-        if not damage and position_of(rollout.group_id) not in positions:
+        if not damage and rollout.group_id not in groups:
             continue
         why = DAMAGED if damage else _unwanted(rollout, wanted)
         if not why:
@@ -77,12 +79,13 @@ def reusable(
         elif why or rollout.status == "partial":
             reuse.discarded[name] = why or OTHER_VERSION
         else:
-            reuse.kept[name] = Accounted.of(rollout)
+            reuse.kept[name], reuse.outcomes[name] = RolloutBatch.from_rollouts([rollout]), Outcome.of(rollout)
     for name, response in list(reuse.begun.items()):
         if name in reuse.kept or not response.tokens:
             del reuse.begun[name]
             if name not in reuse.kept:
                 reuse.discarded[name] = OTHER_VERSION
+    reuse.outcomes = {name: outcome for name, outcome in reuse.outcomes.items() if name in reuse.kept}
     return reuse
 
 
@@ -111,6 +114,4 @@ def _of_others(rollout: Rollout, prompt: Prompt, versions: range) -> str:
     same = rollout.episode is not None or tokens == prompt.tokens  # an agent makes requests of its own
     if rollout.prompt_id != prompt.prompt_id or not same:
         return "of another prompt"
-    if any(v not in versions for v, _, _ in rollout.weight_versions):
-        return OTHER_VERSION
-    return ""
+    return OTHER_VERSION if any(v not in versions for v, _, _ in rollout.weight_versions) else ""

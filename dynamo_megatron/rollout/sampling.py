@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +12,7 @@ from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
 from dynamo_megatron.rollout.result import ServerUse
 from dynamo_megatron.rollout.servers.fleet import Fleet, Server
+from dynamo_megatron.types import Prompt
 
 ATTEMPTS = 4  # a request fails once it has been lost with this many servers
 
@@ -25,8 +25,8 @@ class Request:
 
     name: str
     group: str
-    prompt_id: str
-    prompt_tokens: Sequence[int]
+    prompt: Prompt
+    tokens: Sequence[int]  # that the model is given
     expected: float
     seed: int | None = None
     temperature: float | None = None
@@ -43,8 +43,7 @@ class Request:
 class Sampling:
     """Gets a response from `fleet` for each of `requests`.
 
-    After `run`, `uses` (by server), `finished` (monotonic seconds of each response) and `late` (how many requests were
-    aborted at the deadline) describe what happened.
+    After `run`, `uses` (by server) and `finished` (monotonic seconds of each response) describe what happened.
     """
 
     def __init__(
@@ -52,16 +51,14 @@ class Sampling:
         fleet: Fleet,
         requests: Sequence[Request],
         take: Callable[[Request, Response, str], Awaitable[None]],
-        deadline: float | None = None,
         after: Sequence[Sampling] = (),
         urgent: bool = False,
         stays_open: bool = False,
     ):
-        """`take(request, response, server)` is called once for each request as its response arrives. Requests without
-        an outcome at `deadline` (monotonic seconds) are aborted. `after`: sends nothing while one of these still has
-        requests to send. `urgent`: sends its requests before all others when a server can take one. `stays_open`: `run`
-        goes on until `close`, since requests are added meanwhile."""
-        self._fleet, self._take, self._deadline = fleet, take, deadline
+        """`take(request, response, server)` is called once for each request as its response arrives. `after`: sends
+        nothing while one of these still has requests to send. `urgent`: sends its requests before all others when a
+        server can take one. `stays_open`: `run` goes on until `close`, since requests are added meanwhile."""
+        self._fleet, self._take = fleet, take
         self._config = fleet.config.rollout
         self._after, self._urgent, self._open = after, urgent, stays_open
         order = dispatch_order([r.group for r in requests], [r.expected for r in requests])
@@ -76,7 +73,6 @@ class Sampling:
         self._busy_since: dict[Server, float] = {}
         self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
         self.finished: list[float] = []
-        self.late = 0
 
     async def run(self) -> None:
         """Returns once each request has its outcome. Raises PushNeeded where no server is left, after all responses
@@ -125,9 +121,6 @@ class Sampling:
         fleet = self._fleet
         while True:
             self._wake.clear()
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                while self._pending:
-                    tasks.create_task(self._done(self._pending.popleft(), self._late(), ""))
             servers, waiting = fleet.serving(), bool(self._pending)
             while self._pending and self._first and (member := self._choose(self._pending[0], servers)) is not None:
                 request = self._pending.popleft()
@@ -137,10 +130,7 @@ class Sampling:
                 fleet.wake()  # the Samplings that wait for this one
             if not self._under_way and not (self._pending and (servers or fleet.pushing)):
                 return
-            with contextlib.suppress(TimeoutError):
-                left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-                async with asyncio.timeout(left if self._pending else None):
-                    await self._wake.wait()
+            await self._wake.wait()
 
     @property
     def _first(self) -> bool:
@@ -212,10 +202,9 @@ class Sampling:
         """Returns one server's response. Raises ServerLost also where the server leaves the rotation meanwhile."""
         now = time.monotonic()
         request.limit = request.limit or now + self._config.timeout_of(request.max_new_tokens)
-        until = min(request.limit, self._deadline or request.limit)
         attempts = len(request.lost) + len(request.refused) + request.pushes
         most, begun = request.max_new_tokens, request.begun.tokens if request.begun else []
-        inputs = request.prompt_tokens
+        inputs = request.tokens
         if begun:
             inputs = [*inputs, *begun]
             most = (most or self._config.max_new_tokens) - len(begun)
@@ -223,7 +212,7 @@ class Sampling:
             member.client.generate(
                 f"{request.name}-{attempts}" if attempts else request.name,
                 inputs,
-                timeout=max(0.0, until - now),
+                timeout=max(0.0, request.limit - now),
                 temperature=request.temperature,
                 max_new_tokens=most,
                 seed=request.seed,
@@ -239,14 +228,7 @@ class Sampling:
             asked.cancel()
         if response.tokens:
             member.tokens += len(response.tokens)
-        late = response.finish_reason == "abort" and until == self._deadline and time.monotonic() > until - 0.1
-        return self._late() if late else response
-
-    def _late(self) -> Response:
-        self.late += 1
-        return Response(
-            finish_reason="abort", error=f"no response at rollout.step_deadline ({self._config.step_deadline:g} s)"
-        )
+        return response
 
     async def _done(self, request: Request, response: Response, server: str) -> None:
         self.finished.append(time.monotonic())

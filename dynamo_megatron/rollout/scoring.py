@@ -1,16 +1,22 @@
-"""Turns responses into text, scores and rollouts."""
+"""Turns responses into text, scores, rollouts and the results of an evaluation's problems."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.reward import RewardPool, Score
+from dynamo_megatron.config import Config, RewardConfig
+from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.agents.episodes import Finished
 from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.rollout.dispatch import ExpectedLengths
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.sampling import Request
+from dynamo_megatron.rollout.step_session import Wanted
 from dynamo_megatron.rollout.token_spans import token_spans
-from dynamo_megatron.types import Prompt, Rollout, plain_data
+from dynamo_megatron.runtime.seeds import derived_seed
+from dynamo_megatron.types import ProblemResult, Prompt, Rollout, plain_data
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,12 +47,12 @@ class Scoring:
         return text, await self._pool.score(prompt, text)
 
     async def rollout(
-        self, step: int, name: str, prompt: Prompt, response: Response, server: str
+        self, step: int, name: str, wanted: Wanted, response: Response, server: str
     ) -> tuple[Rollout, str]:
         """Returns the scored rollout, and how its reward failed ("" where it did not). Raises RewardError."""
-        failure, rollout = "", self.unscored(step, name, prompt, response, server)
+        failure, rollout = "", self.unscored(step, name, wanted, response, server)
         if not response.error:
-            rollout.response, score = await self.score(prompt, response)
+            rollout.response, score = await self.score(wanted.prompt, response)
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
             rollout.status, failure = score.status, score.failure
@@ -55,12 +61,13 @@ class Scoring:
                 rollout.step_rewards = await self._in_thread(token_spans, *located)  # microseconds a token
         return rollout, failure
 
-    def unscored(self, step: int, name: str, prompt: Prompt, response: Response, server: str) -> Rollout:
+    def unscored(self, step: int, name: str, wanted: Wanted, response: Response, server: str) -> Rollout:
+        prompt, group = wanted
         episode = response if isinstance(response, Finished) else None
         mask = [0] * len(prompt.tokens) + [1] * len(response.tokens)
         return Rollout(
             rollout_id=name,
-            group_id=name.rpartition("-")[0],
+            group_id=group,
             prompt_id=prompt.prompt_id,
             step=step,
             tokens=prompt.tokens + response.tokens if episode is None else episode.sequence,
@@ -78,3 +85,67 @@ class Scoring:
             answer=plain_data(prompt.answer),
             episode=None if episode is None else episode.record,
         )
+
+
+class Evaluated(NamedTuple):
+    response: Response
+    score: Score
+    text: str
+
+
+def evaluation_requests(config: Config, lengths: ExpectedLengths, by_group: Mapping[str, Prompt]) -> list[Request]:
+    """Returns the requests for `eval.samples` responses to each prompt; request k of a group is named GROUP-k."""
+    return [
+        Request(
+            f"{group}-{k}",
+            group,
+            prompt,
+            prompt.tokens,
+            lengths(prompt.prompt_id),
+            derived_seed(config.seed, "eval", prompt.prompt_id, str(k)),
+            config.eval.temperature,
+            config.eval.max_new_tokens,
+        )
+        for group, prompt in by_group.items()
+        for k in range(config.eval.samples)
+    ]
+
+
+def check_evaluation(outcomes: Mapping[str, Evaluated]) -> None:
+    """Raises RolloutError where not one response came, RewardError where not one could be scored."""
+    failed = [outcome.response.error for outcome in outcomes.values() if outcome.response.error]
+    if len(failed) == len(outcomes):
+        raise RolloutError(f"evaluation: none of {len(outcomes)} responses came; the first: {failed[0]}")
+    failures = [outcome.score.failure for outcome in outcomes.values() if outcome.score.failure]
+    if failures and len(failures) == len(outcomes) - len(failed):
+        raise RewardError(
+            f"evaluation: not one of {len(failures)} responses could be scored; the last failure: {failures[-1]}"
+        )
+
+
+def rescored(prompt: Prompt, result: ProblemResult, scores: Sequence[Score]) -> ProblemResult:
+    """Returns the result with other scores of its responses."""
+    return dataclasses.replace(
+        result,
+        source=prompt.source,
+        answer=plain_data(prompt.answer),
+        rewards=[s.reward for s in scores],
+        successes=[s.success for s in scores],
+        statuses=[s.status for s in scores],
+    )
+
+
+def problem_result(prompt: Prompt, outcomes: Sequence[Evaluated], tokenizer: Tokenizer) -> ProblemResult:
+    responses, scores, texts = zip(*outcomes, strict=True)
+    return ProblemResult(
+        prompt_id=prompt.prompt_id,
+        source=prompt.source,
+        rewards=[s.reward for s in scores],
+        successes=[s.success for s in scores],
+        lengths=[len(r.tokens) for r in responses],
+        finish_reasons=[r.finish_reason for r in responses],
+        statuses=[s.status for s in scores],
+        responses=list(texts),
+        prompt=tokenizer.decode(prompt.tokens, skip_special_tokens=False),
+        answer=plain_data(prompt.answer),
+    )

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
-from dynamo_megatron.rollout.result import Accounted, RolloutError, RolloutResult, ServerUse, group_id, rollout_id
+from dynamo_megatron.rollout.result import (
+    Outcome,
+    PushNeeded,
+    RolloutResult,
+    ServerUse,
+    group_id,
+    rollout_id,
+)
 from dynamo_megatron.rollout.reuse import UNSCORED
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 from dynamo_megatron.runtime.arena import Arena
 from dynamo_megatron.runtime.seeds import derived_seed
-from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout
+from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
 LISTED = 3  # prompts named in a note
 
 
-def wanted_rollouts(step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> dict[str, Prompt]:
-    """Returns each rollout's prompt by rollout_id, in batch order. `first`: the position of the first prompt."""
+class Wanted(NamedTuple):
+    """The prompt and the group of a rollout."""
+
+    prompt: Prompt
+    group: str
+
+
+def wanted_rollouts(step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> dict[str, Wanted]:
+    """Returns what is wanted by rollout_id, in batch order. `first`: the position of the first prompt."""
+    groups = [group_id(step, position) for position in range(first, first + len(prompts))]
     return {
-        rollout_id(group_id(step, position), k): prompt
-        for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first)
+        rollout_id(group, k): Wanted(prompt, group)
+        for group, prompt, n in zip(groups, prompts, counts, strict=True)
         for k in range(n)
     }
 
@@ -31,41 +47,44 @@ def wanted_rollouts(step: int, prompts: Sequence[Prompt], counts: Sequence[int],
 @dataclass
 class StepSession:
     """The state of one call of `Generator.generate` or `Generator.dispatch`. If all servers are lost in `generate`, the
-    next call continues with it: an outcome is final."""
+    next call continues with it: an outcome is final.
+
+    The rollouts that can be trained on are kept as batches of one: arrays take a fifth of the memory that lists take,
+    and a fifth of the time at a step's end."""
 
     step: int
-    wanted: dict[str, Prompt]  # by rollout_id, in batch order
+    wanted: dict[str, Wanted]  # by rollout_id, in batch order, as the fields below
     version: int | None  # of the weights
-    rollouts: dict[str, Accounted]  # those that have an outcome, by rollout_id
-    notes: list[str]  # for the user
-    discarded: int  # rollouts of an interrupted run
-    begun: Mapping[str, Response] = field(default_factory=dict)  # partial responses of that run, by rollout_id
+    outcomes: dict[str, Outcome]
+    batches: dict[str, RolloutBatch]
+    begun: Mapping[str, Response] = field(default_factory=dict)  # partial responses of an interrupted run
+    notes: list[str] = field(default_factory=list)  # for the user
+    discarded: int = 0  # rollouts of that run
     uses: dict[str, ServerUse] = field(default_factory=dict)  # by server
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
     finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
-    late: int = 0  # requests aborted at the step's deadline
     arena: Arena = field(default_factory=Arena)  # of the batch
 
     def __post_init__(self) -> None:
-        self.reused = len(self.rollouts)
+        self.reused = len(self.outcomes)
 
     def requests(self, lengths: ExpectedLengths, seed: int) -> list[Request]:
         """Returns requests for the wanted rollouts that have no outcome yet."""
         return [
             Request(
                 name,
-                name.rpartition("-")[0],
-                prompt.prompt_id,
+                group,
+                prompt,
                 prompt.tokens,
                 lengths(prompt.prompt_id),
                 derived_seed(seed, "rollout", name),
                 begun=self.begun.get(name),
             )
-            for name, prompt in self.wanted.items()
-            if name not in self.rollouts
+            for name, (prompt, group) in self.wanted.items()
+            if name not in self.outcomes
         ]
 
     def answer(self, name: str, response: Response, server: str) -> None:
@@ -77,44 +96,34 @@ class StepSession:
 
     def keep(self, rollout: Rollout, failure: str) -> None:
         """Records a rollout that is scored and on disk. `failure`: how its reward failed, "" where it did not."""
+        name = rollout.rollout_id
         if failure:
             self.unscored[rollout.status] = failure
-        self.rollouts[rollout.rollout_id] = accounted = Accounted.of(rollout)
-        if accounted.batch is not None:
-            self.arena.grow(accounted.batch.nbytes)
+        self.outcomes[name] = Outcome.of(rollout)
+        if rollout.status not in NOT_TRAINED:
+            self.batches[name] = RolloutBatch.from_rollouts([rollout])
+            self.arena.grow(self.batches[name].nbytes)
 
     def add(self, sampling: Sampling) -> None:
         """Adds the servers' use and the times of `sampling`, which has ended."""
         self.use(sampling.uses)
         self.finished += sampling.finished
-        self.late += sampling.late
 
     def use(self, uses: Mapping[str, ServerUse]) -> None:
         for server, use in uses.items():
             self.uses.setdefault(server, ServerUse()).add(use)
 
-    def check_share(self, config: RolloutConfig) -> None:
-        """Raises RolloutError where the step's deadline came before enough rollouts did."""
-        there = len(self.wanted) - self.late
-        if there < config.min_share * len(self.wanted):
-            waited = ", ".join(sorted(name for name in self.uses if name)) or "a server"
-            raise RolloutError(
-                f"step {self.step}: {there} of {len(self.wanted)} rollouts were there at rollout.step_deadline "
-                f"({config.step_deadline:g} s), rollout.min_share asks for {config.min_share:g} of them; "
-                f"waited for {waited}"
-            )
-
     @property
     def all_unscored(self) -> bool:
         """Whether there are rollouts to train on and the reward of each has failed."""
-        statuses = {r.status for r in self.rollouts.values()} - set(NOT_TRAINED)
+        statuses = {outcome.status for outcome in self.outcomes.values()} - set(NOT_TRAINED)
         return bool(statuses) and statuses <= set(UNSCORED)
 
     @property
     def groups(self) -> tuple[int, int]:
         """The number of groups in which every rollout has an outcome, and the number of all groups."""
-        groups = {name.rpartition("-")[0] for name in self.wanted}
-        under_way = {name.rpartition("-")[0] for name in self.wanted.keys() - self.rollouts.keys()}
+        groups = {wanted.group for wanted in self.wanted.values()}
+        under_way = {wanted.group for name, wanted in self.wanted.items() if name not in self.outcomes}
         return len(groups - under_way), len(groups)
 
     def result(self, said: Sequence[str]) -> RolloutResult:
@@ -125,21 +134,21 @@ class StepSession:
             "reward_tail": now - max(self.finished, default=self.started),
             "tail": tail_seconds(self.finished),
         }
-        return RolloutResult.of(
-            {name: self.rollouts[name] for name in self.wanted},
-            reused=self.reused,
-            discarded=self.discarded,
-            times=times,
-            notes=[*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
-            uses=self.uses,
-            concatenate=self.arena.concatenate,
+        batches = [self.batches[name] for name in self.wanted if name in self.batches]
+        return RolloutResult(
+            RolloutBatch.join(batches, self.arena.concatenate),
+            {name: self.outcomes[name] for name in self.wanted},
+            times,
+            [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
+            self.reused,
+            self.discarded,
+            self.uses,
         )
 
     def _failures(self) -> list[str]:
         wanted, notes = self.wanted, []
         for status, failure in self.unscored.items():
-            named = {name for name, rollout in self.rollouts.items() if rollout.status == status}
-            prompts = [prompt for name, prompt in wanted.items() if name in named]
+            prompts = [wanted[name].prompt for name in wanted if self.outcomes[name].status == status]
             notes.append(
                 f"{len(prompts)} of {len(wanted)} rollouts have reward 0 for a {status}, of {_listed(prompts)}; the "
                 f"last: {failure}"
@@ -154,3 +163,41 @@ def _listed(prompts: Sequence[Prompt]) -> str:
     labels = list(dict.fromkeys(p.label for p in prompts))
     more = f" and {len(labels) - LISTED} more" if len(labels) > LISTED else ""
     return f"prompt{'s' * (len(labels) > 1)} {', '.join(labels[:LISTED])}{more}"
+
+
+class Dispatched:
+    """Runs `sampling` for `session` from now on, while the ranks do something else (`rollout.max_staleness`). Create it
+    in a running event loop."""
+
+    def __init__(self, session: StepSession, sampling: Sampling):
+        self.session, self.sampling = session, sampling
+        self._needed: asyncio.Future[PushNeeded] = asyncio.get_running_loop().create_future()
+        self._pushed = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                return await self.sampling.run()
+            except PushNeeded as needed:
+                self._pushed.clear()
+                self._needed.set_result(needed)
+            await self._pushed.wait()
+
+    def pushed(self) -> None:
+        """Continues after a push, even one in which no server took the weights."""
+        if self._needed.done():
+            self._needed = asyncio.get_running_loop().create_future()
+            self._pushed.set()
+
+    async def over(self) -> None:
+        """Waits until each request has its outcome. Raises PushNeeded where a push is needed for that, and whatever
+        `Sampling.run` raises."""
+        await asyncio.wait({self._task, self._needed}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._task.done():
+            raise self._needed.result()
+        self._task.result()
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])

@@ -7,25 +7,23 @@ import dataclasses
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.line_files import compressed, read_raw_lines, whole_frames
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.validation import identity_fault, type_fault
+from dynamo_megatron.runtime.line_files import compressed, read_raw_lines, whole_frames
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import Rollout
 
-STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl(\.zst)?")
+STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl\.zst")
 OPEN_FILES = 16  # steps are written at the same time with `rollout.max_staleness`
 
 
 def step_file(folder: str | os.PathLike, step: int) -> Path:
-    """`folder`: a run's output folder. Runs from before rollouts were compressed have plain lines: .jsonl."""
-    path = Path(folder) / "rollouts" / f"step-{step:06d}.jsonl.zst"
-    plain = path.with_suffix("")
-    return plain if plain.exists() and not path.exists() else path
+    """`folder`: a run's output folder."""
+    return Path(folder) / "rollouts" / f"step-{step:06d}.jsonl.zst"
 
 
 def tokens_file(folder: str | os.PathLike, step: int) -> Path:
@@ -36,9 +34,8 @@ def tokens_file(folder: str | os.PathLike, step: int) -> Path:
 def step_files(folder: str | os.PathLike, of: str = "rollouts") -> dict[int, Path]:
     """Returns step -> its file, in the order of steps; `of`: "rollouts" or "tokens". No file is opened."""
     files = Path(folder) / of
-    names = sorted(os.listdir(files)) if files.is_dir() else []
-    found = {int(match[1]): files / name for name in names if (match := STEP_FILE.fullmatch(name))}
-    return dict(sorted(found.items()))  # where a step has both, .jsonl.zst: the later name
+    names = os.listdir(files) if files.is_dir() else []
+    return dict(sorted((int(match[1]), files / name) for name in names if (match := STEP_FILE.fullmatch(name))))
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
@@ -55,12 +52,6 @@ def read_rollouts(path: Path) -> list[Rollout]:
         if rollout.status != "partial":
             found[rollout.rollout_id] = rollout
     return list(found.values())
-
-
-def rollout_ids(path: Path) -> set[str]:
-    """Returns the ids of the rollouts in a file, those of partial responses included; no line is parsed. Raises
-    ValueError where bytes are damaged."""
-    return {_id_of(line) for line in read_raw_lines(path)}
 
 
 def read_typed_lines(path: Path) -> Iterator[Rollout]:
@@ -95,28 +86,6 @@ def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
     return groups
 
 
-def check_rollouts(folder: Path, step: int) -> None:
-    """Checks the rollouts that a run finds when it continues after `step`. Parses those of the next step. Of later
-    steps, which may be many GB, it only looks where each line's frame begins and ends. Raises ValueError as
-    `read_lines` does, and says what to do."""
-    for later, path in step_files(folder).items():
-        if later > step:
-            try:
-                for _ in read_lines(path) if later == step + 1 else _frames(path):
-                    pass
-            except ValueError as error:
-                raise InputError(
-                    f"{error}; move this file out of rollouts/ and start again: step {later} is then sampled anew"
-                ) from None
-
-
-def _frames(path: Path) -> Iterator[tuple[int, int]]:
-    """Yields as `whole_frames`; nothing for a file of plain lines."""
-    if path.suffix == ".zst":
-        with path.open("rb") as file:
-            yield from whole_frames(file.fileno(), path)
-
-
 class RolloutStore:
     """Appends to and reads `output_dir/rollouts/step-NNNNNN.jsonl.zst`. One process writes, one thread at a time."""
 
@@ -129,7 +98,7 @@ class RolloutStore:
         """Appends rollouts, at least one, all of one step. Raises RolloutError where the disk does not take all their
         lines."""
         step = rollouts[0].step
-        frames = b"".join(compressed(rollout.to_json().encode() + b"\n") for rollout in rollouts)
+        frames = b"".join(map(_frame, rollouts))
         try:
             written = os.write(self._open(step), frames)
         except OSError as error:
@@ -159,10 +128,13 @@ class RolloutStore:
     def discard(self, step: int, rollout_ids: Collection[str], instead: Sequence[Rollout] = ()) -> None:
         """Removes these rollouts from the file of this step and adds `instead`, in one atomic rewrite. The file may be
         untrusted, and its ids any JSON value: ids that are no strings are compared by their `str`."""
-        names = set(rollout_ids)
+        names, path = set(rollout_ids), step_file(self._folder, step)
         self.close()
         try:
-            self._rewrite(step, lambda line: str(Rollout.from_json(line).rollout_id) not in names, instead)
+            with replacing(path) as kept:
+                lines = (line for line in read_raw_lines(path) if str(Rollout.from_json(line).rollout_id) not in names)
+                kept.writelines(map(compressed, lines))
+                kept.writelines(map(_frame, instead))
         except OSError as error:
             raise self._cannot_write(step, error.strerror) from error
 
@@ -185,10 +157,6 @@ class RolloutStore:
         if step in self._descriptors:
             return self._descriptors[step]
         path = step_file(self._folder, step)
-        if path.suffix != ".zst":
-            self._rewrite(step, lambda line: True)
-            path = step_file(self._folder, step)
-        path.with_suffix("").unlink(missing_ok=True)
         while len(self._descriptors) >= OPEN_FILES:
             os.close(self._descriptors.pop(min(self._descriptors)))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
@@ -196,17 +164,12 @@ class RolloutStore:
         os.ftruncate(descriptor, max((end for _, end in whole_frames(descriptor, path)), default=0))
         return descriptor
 
-    def _rewrite(self, step: int, keeps: Callable[[bytes], bool], more: Sequence[Rollout] = ()) -> None:
-        """Rewrites the file of this step with the lines for which `keeps` is true and those of `more`, compressed even
-        if it was not before."""
-        path = step_file(self._folder, step)
-        final = path.with_name(f"step-{step:06d}.jsonl.zst")
-        with replacing(final) as kept:
-            kept.writelines(compressed(line) for line in read_raw_lines(path) if keeps(line))
-            kept.writelines(compressed(rollout.to_json().encode() + b"\n") for rollout in more)
-
     def _cannot_write(self, step: int, why: str) -> RolloutError:
         return RolloutError(f"{step_file(self._folder, step)}: cannot write rollouts: {why}")
+
+
+def _frame(rollout: Rollout) -> bytes:
+    return compressed(rollout.to_json().encode() + b"\n")
 
 
 def _id_of(line: bytes) -> str:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
@@ -31,7 +31,7 @@ from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResu
 from dynamo_megatron.rollout.servers.announcements import end_run
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.reward_servers import announced_in
-from dynamo_megatron.rollout.shipping import receive, send
+from dynamo_megatron.runtime.arena import receive, send
 from dynamo_megatron.runtime.log_files import log_to
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
@@ -44,6 +44,9 @@ POLL_EVERY = 0.2  # seconds
 BEAT_EVERY = 0.5  # seconds, while a command is under way
 SILENCE = 120.0  # seconds without a beat until the child counts as hung
 CLOSE_GRACE = 20.0  # seconds: more than the reward workers and the servers take to end
+OnPoll: TypeAlias = Callable[[], None] | None
+OnCount: TypeAlias = Callable[[int, int], None] | None
+T = TypeVar("T")
 MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (InputError, RewardError, RolloutError, PushNeeded)}
 
 
@@ -73,15 +76,14 @@ class RolloutWorker:
         """Returns at once. Call it from the main thread: the child ends when the thread that started it does."""
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
-        given = (self._config, self._eos_token_ids, self._vocab_size, self._decoder)
-        arguments = (child_end, given, self.log, os.getpid())
-        self._process = context.Process(target=_child, args=arguments, name="rollout")
+        given = self._config, self._eos_token_ids, self._vocab_size, self._decoder
+        self._process = context.Process(target=_child, args=(child_end, given, self.log, os.getpid()), name="rollout")
         with keeping(*ASK_TO_STOP):
             self._process.start()
         child_end.close()
         atexit.register(self.close)  # before multiprocessing's own hook, which would wait for the child for ever
 
-    def wait_ready(self, on_poll: Callable[[], None] | None = None) -> None:
+    def wait_ready(self, on_poll: OnPoll = None) -> None:
         """Waits until the servers and the reward workers are up. Raises what kept them from it."""
         if not self._ready:
             self._reply("its start", on_poll, None, SILENCE + self._config.rollout.start_timeout)
@@ -92,8 +94,8 @@ class RolloutWorker:
         step: int,
         prompts: Sequence[Prompt],
         counts: Sequence[int],
-        on_poll: Callable[[], None] | None = None,
-        on_count: Callable[[int, int], None] | None = None,
+        on_poll: OnPoll = None,
+        on_count: OnCount = None,
         first: int = 0,
     ) -> RolloutResult:
         """Returns `counts[i]` responses to each `prompts[i]` (tokenized), scored and on disk. `first`: the position of
@@ -104,89 +106,71 @@ class RolloutWorker:
         left, ValueError for a malformed request, RewardError.
         """
         check_request(prompts, counts)
-        return self._call("generate", (step, list(prompts), [int(n) for n in counts], first), on_poll, on_count)
+        arguments = step, list(prompts), [int(n) for n in counts], first
+        return self._call(Generator.generate, *arguments, on_poll=on_poll, on_count=on_count)
 
-    def dispatch(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        counts: Sequence[int],
-        on_poll: Callable[[], None] | None = None,
-    ) -> None:
+    def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None) -> None:
         """Starts what `generate` does, and returns; `collect` waits for it. Steps are dispatched in order, and the
         requests of a step are sent after those of all earlier steps. `rollout.at_push` decides what a push does to
         responses under way. Rollouts of an interrupted run are reused if the weights that sampled them are recent
         enough for the step (`rollout.max_staleness`) and no newer than those that this run began with. Raises
         ValueError for a malformed request."""
         check_request(prompts, counts)
-        self._call("dispatch", (step, list(prompts), [int(n) for n in counts]), on_poll)
+        self._call(Generator.dispatch, step, list(prompts), [int(n) for n in counts], on_poll=on_poll)
 
-    def collect(
-        self,
-        step: int,
-        on_poll: Callable[[], None] | None = None,
-        on_count: Callable[[int, int], None] | None = None,
-    ) -> RolloutResult:
+    def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None) -> RolloutResult:
         """Waits for all rollouts of a step that was dispatched, and returns them. Raises as `generate` does."""
-        return self._call("collect", (step,), on_poll, on_count)
+        return self._call(Generator.collect, step, on_poll=on_poll, on_count=on_count)
 
     def evaluate(
-        self,
-        prompts: Sequence[Prompt],
-        on_poll: Callable[[], None] | None = None,
-        on_count: Callable[[int, int], None] | None = None,
+        self, prompts: Sequence[Prompt], on_poll: OnPoll = None, on_count: OnCount = None
     ) -> list[ProblemResult]:
         """Returns `eval.samples` scored responses to each of `prompts` (tokenized), in their order; nothing is stored.
 
         Raises ValueError for a malformed request, RewardError, and RolloutError where not one response came.
         """
         check_request(prompts, [self._config.eval.samples] * len(prompts))
-        return self._call("evaluate", (list(prompts),), on_poll, on_count)
+        return self._call(Generator.evaluate, list(prompts), on_poll=on_poll, on_count=on_count)
 
-    def begin_evaluation(self, prompts: Sequence[Prompt], on_poll: Callable[[], None] | None = None) -> None:
+    def begin_evaluation(self, prompts: Sequence[Prompt], on_poll: OnPoll = None) -> None:
         """Starts what `evaluate` does, and returns; `end_evaluation` waits for it, and so does the next push."""
         check_request(prompts, [self._config.eval.samples] * len(prompts))
-        self._call("begin_evaluation", (list(prompts),), on_poll)
+        self._call(Generator.begin_evaluation, list(prompts), on_poll=on_poll)
 
-    def end_evaluation(self, on_poll: Callable[[], None] | None = None) -> list[ProblemResult]:
+    def end_evaluation(self, on_poll: OnPoll = None) -> list[ProblemResult]:
         """Returns and raises what `evaluate` does; raises PushNeeded, too, where the servers were lost."""
-        return self._call("end_evaluation", (), on_poll)
+        return self._call(Generator.end_evaluation, on_poll=on_poll)
 
     def rescore(
-        self,
-        prompts: Sequence[Prompt],
-        results: Sequence[ProblemResult],
-        on_poll: Callable[[], None] | None = None,
+        self, prompts: Sequence[Prompt], results: Sequence[ProblemResult], on_poll: OnPoll = None
     ) -> list[ProblemResult]:
         """Returns `results`, which belong to `prompts` in this order, with the scores of the present reward functions.
         Raises RewardError."""
-        return self._call("rescore", (list(prompts), list(results)), on_poll)
+        return self._call(Generator.rescore, list(prompts), list(results), on_poll=on_poll)
 
-    def reject(self, step: int, rollout_ids: Sequence[str], on_poll: Callable[[], None] | None = None) -> None:
+    def reject(self, step: int, rollout_ids: Sequence[str], on_poll: OnPoll = None) -> None:
         """Marks rollouts of the step as rejected, in the record of the run."""
-        self._call("reject", (step, list(rollout_ids)), on_poll)
+        self._call(Generator.reject, step, list(rollout_ids), on_poll=on_poll)
 
-    def begin_push(self, version: int, on_poll: Callable[[], None] | None = None) -> list[Endpoint]:
+    def begin_push(self, version: int, on_poll: OnPoll = None) -> list[Endpoint]:
         """Takes every healthy server out of the rotation and brings it to rest: nothing under way, no cached prefix.
         Returns these servers.
 
         Where none is up, waits up to `rollout.start_timeout` seconds for the first one. Raises RolloutError rather than
         return no server.
         """
-        return self._call("begin_push", (version,), on_poll)
+        return self._call(Generator.begin_push, version, on_poll=on_poll)
 
-    def end_push(
-        self, version: int, outcomes: dict[Endpoint, str | None], on_poll: Callable[[], None] | None = None
-    ) -> None:
+    def end_push(self, version: int, outcomes: dict[Endpoint, str | None], on_poll: OnPoll = None) -> None:
         """`outcomes`: one for each server that begin_push returned. None: it was proved to have `version`, and joins
         the rotation. Otherwise the reason why not: it is restarted, counted and noted. A server restarted since then is
         stale. Raises PushNeeded where no server took the weights."""
-        return self._call("end_push", (version, outcomes), on_poll)
+        self._call(Generator.end_push, version, outcomes, on_poll=on_poll)
 
     def condemn(self, lost: dict[Endpoint, str]) -> None:
         """Takes servers that failed a request of a rank, each with the reason, out of the rotation; they are
         restarted."""
-        self._call("condemn", (lost,), None)
+        self._call(Generator.condemn, lost)
 
     def close(self) -> None:
         """Stops the child and everything that it started. May be called twice."""
@@ -206,26 +190,17 @@ class RolloutWorker:
         self._process = self._connection = None
 
     def _call(
-        self,
-        command: str,
-        arguments: tuple,
-        on_poll: Callable[[], None] | None,
-        on_count: Callable[[int, int], None] | None = None,
-    ) -> Any:
+        self, command: Callable[..., Awaitable[T]], *arguments: Any, on_poll: OnPoll = None, on_count: OnCount = None
+    ) -> T:
+        """Returns what `command`, a method of Generator, returns in the rollout process."""
         self.wait_ready(on_poll)
         try:
             self._connection.send((command, arguments))
         except OSError:
             raise self._death() from None
-        return self._reply(command, on_poll, on_count, SILENCE)
+        return self._reply(command.__name__, on_poll, on_count, SILENCE)
 
-    def _reply(
-        self,
-        what: str,
-        on_poll: Callable[[], None] | None,
-        on_count: Callable[[int, int], None] | None,
-        silence: float,
-    ) -> Any:
+    def _reply(self, what: str, on_poll: OnPoll, on_count: OnCount, silence: float) -> Any:
         heard = time.monotonic()
         while True:
             try:
@@ -256,10 +231,8 @@ class RolloutWorker:
         return RolloutError(f"the rollout process (pid {self._process.pid}) ended ({cause}); see {self.log}")
 
 
-Given: TypeAlias = "tuple[Config, tuple[int, ...], int, Tokenizer | None]"
-
-
-def _child(connection: Connection, given: Given, log: Path, parent: int) -> None:
+def _child(connection: Connection, given: tuple, log: Path, parent: int) -> None:
+    """`given`: the arguments of Generator before `stack`, and `decoder`."""
     os.setsid()
     die_with_parent(END, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -268,13 +241,7 @@ def _child(connection: Connection, given: Given, log: Path, parent: int) -> None
         asyncio.run(_serve(connection, *given))
 
 
-async def _serve(
-    connection: Connection,
-    config: Config,
-    eos_token_ids: tuple[int, ...],
-    vocab_size: int,
-    decoder: Tokenizer | None,
-) -> None:
+async def _serve(connection: Connection, config: Config, ends: tuple, vocab_size: int, decoder: Any) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     inbox: asyncio.Queue = asyncio.Queue()
 
@@ -296,13 +263,13 @@ async def _serve(
     loop.add_signal_handler(END, leave)
     loop.add_reader(connection.fileno(), read)
     async with contextlib.AsyncExitStack() as stack:
-        generator = Generator(config, eos_token_ids, vocab_size, stack, decoder)
+        generator = Generator(config, ends, vocab_size, stack, decoder)
         opened = await _answer(connection, generator, generator.open())
         gc.freeze()  # else each reply's thousands of lists start collections over all imports: 4 times as slow
         stack.callback(gc.unfreeze)  # else libraries report a hundred lines of leaks at the exit
         while opened:
             command, arguments = await inbox.get()
-            await _answer(connection, generator, generator.carry_out(command, arguments))
+            await _answer(connection, generator, generator.watched(command(generator, *arguments)))
 
 
 async def _answer(connection: Connection, generator: Generator, work: Awaitable[Any]) -> bool:

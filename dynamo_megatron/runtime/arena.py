@@ -1,4 +1,4 @@
-"""Memory for large arrays that several processes of one host map, and pickling that leaves such arrays where they are.
+"""Memory for large arrays that several processes of one host map, and messages that leave such arrays where they are.
 
 A step of 8,192 responses of 8k tokens has 0.8 GB of arrays. Sending them through a pipe takes seconds and makes three
 copies. The memory has no name in any file system: it is gone with the processes that map it, however they end.
@@ -12,6 +12,8 @@ import pickle
 import secrets
 import weakref
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +24,8 @@ _pieces: dict[int, Piece] = {}  # by the address where this process maps them
 
 
 class Arena:
-    """Memory that is taken from the system bit by bit. It is freed with the last array in it, in any process.
-
-    Using 0.8 GB for the first time can take a virtual machine five seconds; if done at once, the end of a step would
-    wait.
-    """
+    """Memory that is taken from the system bit by bit, since using 0.8 GB for the first time can take a virtual machine
+    five seconds. It is freed with the last array in it, in any process."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         """`descriptor`: the file descriptor of another process's arena, closed with this object. None: creates new
@@ -49,19 +48,17 @@ class Arena:
         `grow` does."""
         start = -(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE
         self._used = start + size
-        if self._used > self._taken:
-            self.grow(self._used - self._taken)
+        self.grow(self._used - self._taken)
         return Piece(self, start, size)
 
     def concatenate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """As np.concatenate, for arrays of one dtype [N, ...]. A result of at least APART bytes is in this arena, which
         grows if it has to."""
-        shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
-        dtype = arrays[0].dtype
-        size = int(np.prod(shape)) * dtype.itemsize
+        size = sum(array.nbytes for array in arrays)
         if size < APART:
             return np.concatenate(arrays)
-        return np.concatenate(arrays, out=np.frombuffer(self.take(size).map(), dtype).reshape(shape))
+        shape = sum(map(len, arrays)), *arrays[0].shape[1:]
+        return np.concatenate(arrays, out=np.frombuffer(self.take(size).map(), arrays[0].dtype).reshape(shape))
 
 
 class Piece(NamedTuple):
@@ -85,24 +82,32 @@ def dump(value: Any) -> tuple[bytes, list[Piece]]:
     """Returns `value` pickled without its contiguous arrays of at least `APART` bytes, and the pieces that hold these
     arrays, in order. An array that is in an arena stays there; others are copied to new arenas. `pickle.loads(head,
     buffers=...)` restores the value. Raises OSError as `Arena.grow` does."""
-    arrays: list[memoryview] = []
+    pieces: list[Piece] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         """Returns whether the buffer stays in the message."""
         if buffer.raw().nbytes < APART:
             return True
-        arrays.append(buffer.raw())
+        flat = np.frombuffer(buffer.raw(), np.uint8)
+        own = _pieces.get(flat.ctypes.data)
+        if own is None or own.size != flat.nbytes:
+            own = Arena().take(flat.nbytes)
+            np.copyto(np.frombuffer(own.map(), np.uint8), flat)
+        pieces.append(own)
         return False
 
-    head = pickle.dumps(value, protocol=5, buffer_callback=keep)
-    return head, [_piece(array) for array in arrays]
+    return pickle.dumps(value, protocol=5, buffer_callback=keep), pieces
 
 
-def _piece(array: memoryview) -> Piece:
-    flat = np.frombuffer(array, np.uint8)
-    own = _pieces.get(flat.ctypes.data)
-    if own is not None and own.size == flat.nbytes:
-        return own
-    piece = Arena().take(flat.nbytes)
-    np.copyto(np.frombuffer(piece.map(), np.uint8), flat)
-    return piece
+def send(connection: Connection, message: Any) -> None:
+    """Sends as `connection.send` does, over a duplex pipe to a process of this host. Raises OSError."""
+    head, pieces = dump(message)
+    connection.send((head, [(piece.start, piece.size) for piece in pieces]))
+    for piece in pieces:
+        send_handle(connection, piece.arena.descriptor, None)
+
+
+def receive(connection: Connection) -> Any:
+    """Returns what `send` sent. Raises EOFError and OSError as `connection.recv` does."""
+    head, places = connection.recv()
+    return pickle.loads(head, buffers=[Piece(Arena(recv_handle(connection)), *place).map() for place in places])

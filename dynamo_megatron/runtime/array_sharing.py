@@ -6,11 +6,10 @@ All ranks of a node map the same pages, copy-on-write: a rank that writes to an 
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import pickle
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ def share(value: T | None, layout: Ranks) -> T:
     head, sizes = box[0]
     if sizes and layout.leaders is not None:
         pieces = _between_nodes(pieces, sizes, layout.leaders)
-    return pickle.loads(head, buffers=_within_node(pieces, sizes, layout.node) if sizes else None)
+    return pickle.loads(head, buffers=_within_node(pieces, layout.node) if sizes else None)
 
 
 def _between_nodes(pieces: list[Piece], sizes: list[int], leaders: dist.ProcessGroup) -> list[Piece]:
@@ -58,66 +57,31 @@ def _between_nodes(pieces: list[Piece], sizes: list[int], leaders: dist.ProcessG
         arena = Arena()
         pieces = [arena.take(size) for size in sizes]
     for piece in pieces:
-        dist.broadcast(_bytes(piece.map()), src=0, group=leaders)
+        dist.broadcast(torch.frombuffer(piece.map(), dtype=torch.uint8), src=0, group=leaders)
     return pieces
 
 
-def _within_node(pieces: list[Piece], sizes: list[int], node: dist.ProcessGroup) -> list[Any]:
-    """Returns the bytes of the pieces of the first rank of `node`, on all its ranks."""
-    first = dist.get_global_rank(node, 0)
-    box: list[list[_Address]] = [[]]
-    with contextlib.suppress(OSError):  # no /proc: the others find nothing to open
-        box = [[_Address.of(piece) for piece in pieces]]
-    dist.broadcast_object_list(box, src=first, group=node)
-    buffers: list[Any] = [_copy_on_write(piece.arena.descriptor, piece.start, piece.size) for piece in pieces]
-    if node.rank() != 0:
-        with contextlib.suppress(OSError):
-            buffers = [address.open() for address in box[0]]
-    # The first rank keeps its descriptors open until here.
-    opened = torch.tensor(len(buffers), dtype=torch.int32)
-    dist.all_reduce(opened, dist.ReduceOp.MIN, group=node)
-    if int(opened) == len(sizes):
-        return buffers
-    if node.rank() != 0:
-        buffers = [bytearray(size) for size in sizes]
-    for buffer in buffers:
-        dist.broadcast(_bytes(buffer), src=first, group=node)
+def _within_node(pieces: list[Piece], node: dist.ProcessGroup) -> list[Any]:
+    """Returns the bytes of the pieces of the first rank of `node`, on all its ranks.
+
+    The others open that rank's file descriptors in /proc: this creates nothing that a killed rank could leave behind.
+    """
+    folder = f"/proc/{os.getpid()}/fd"
+    places = [(p.arena.descriptor, os.readlink(f"{folder}/{p.arena.descriptor}"), p.start, p.size) for p in pieces]
+    box = [(folder, places)]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(node, 0), group=node)
+    folder, places = box[0]
+    buffers = [_open(f"{folder}/{descriptor}", *place) for descriptor, *place in places]
+    dist.barrier(group=node)  # the first rank keeps its descriptors open until here
     return buffers
 
 
-class _Address(NamedTuple):
-    """Where the other processes of a node find a piece: at a descriptor of the process that has it, in /proc.
-
-    This creates nothing that a killed rank could leave behind, and nothing listens, as passing descriptors through a
-    socket would need. Another user, or a process with another view of process ids, finds nothing there, or memory of
-    another name.
-    """
-
-    path: str
-    name: str
-    start: int
-    size: int
-
-    @classmethod
-    def of(cls, piece: Piece) -> _Address:
-        path = f"/proc/{os.getpid()}/fd/{piece.arena.descriptor}"
-        return cls(path, os.readlink(path), piece.start, piece.size)
-
-    def open(self) -> mmap.mmap:
-        """Maps the bytes, copy-on-write. Raises OSError where this process cannot open them."""
-        if os.readlink(self.path) != self.name:
-            raise FileNotFoundError(f"{self.path} is not {self.name}")
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return _copy_on_write(descriptor, self.start, self.size)
-        finally:
-            os.close(descriptor)
-
-
-def _copy_on_write(descriptor: int, start: int, size: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start)
-
-
-def _bytes(buffer: Any) -> torch.Tensor:
-    """Returns a uint8 tensor over the memory of `buffer`."""
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+def _open(path: str, name: str, start: int, size: int) -> mmap.mmap:
+    """Maps bytes of the memory `name`, copy-on-write. Raises OSError where this process cannot open them."""
+    if os.readlink(path) != name:
+        raise FileNotFoundError(f"{path} is not {name}: the ranks of a node must see each other's processes")
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, size, offset=start, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)

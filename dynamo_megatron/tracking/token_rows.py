@@ -15,7 +15,7 @@ from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_chang
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import AlgorithmConfig, Config
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
+from dynamo_megatron.runtime.line_files import compressed, read_raw_lines
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import TokenStats
 

@@ -21,7 +21,6 @@ from dynamo_megatron.runtime.threads import for_each
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
-    from dynamo_megatron.rollout.recorded import RecordedRollouts
     from dynamo_megatron.rollout.worker import RolloutWorker
 
 TAGS = ("weights", *CACHES)  # in the order in which they come back
@@ -52,7 +51,7 @@ class DeviceMemory:
     """Releases and resumes memory in each phase, on every rank. `rollout`: on rank 0 only, None elsewhere; it restarts
     a server that does not do its part."""
 
-    def __init__(self, policy: Policy, rollout: RolloutWorker | RecordedRollouts | None):
+    def __init__(self, policy: Policy, rollout: RolloutWorker | None):
         self._layout, self._offload, self._rollout = policy.layout, Offload(policy), rollout
         self._released: dict[Endpoint, set[str]] = {}  # the tags that each known server lacks; empty except on rank 0
         self.moved = Moved()

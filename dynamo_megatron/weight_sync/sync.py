@@ -19,7 +19,6 @@ import torch
 
 from dynamo_megatron.models.fp8 import dequantized
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import PushNeeded
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import CHECK_TIMEOUT, ServerError
@@ -58,12 +57,12 @@ class SyncReport:
 
 
 class WeightSync:
-    """Made once by all ranks. `rollout` is rank 0's, None elsewhere.
+    """Made once by all ranks. `rollout` is rank 0's; None elsewhere, and where a run has no servers.
 
     Raises ValueError where `rollout.sync` asks for what cannot work here.
     """
 
-    def __init__(self, policy: Policy, rollout: RolloutWorker | RecordedRollouts | None, coordinator: Coordinator):
+    def __init__(self, policy: Policy, rollout: RolloutWorker | None, coordinator: Coordinator):
         self._policy, self._rollout, self._coordinator = policy, rollout, coordinator
         self._layout, self._config = policy.layout, policy.config.rollout
         self._itemsize = getattr(torch, policy.config.model.dtype).itemsize
@@ -125,7 +124,7 @@ class WeightSync:
 
     def _begin(self, version: int, on_wait: OnPoll) -> tuple[list[Endpoint], str]:
         """The servers and what they run on, "cpu" or "cuda": external ones perhaps not on what this rank does."""
-        endpoints = self._rollout.begin_push(version, on_wait)
+        endpoints = [] if self._rollout is None else self._rollout.begin_push(version, on_wait)
         for endpoint in endpoints if self._device is None else ():
             try:
                 self._device = server_device(endpoint)

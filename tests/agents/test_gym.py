@@ -66,16 +66,6 @@ def test_an_episode_ends_with_the_environment_and_adds_up_its_rewards():
     assert Count.closed == before + 1
 
 
-def test_one_that_is_cut_short_ends_too():
-    assert play(Session("1", "5", "6")) == 2.0
-
-
-def test_a_row_without_a_seed_has_always_the_same_one():
-    first, again = Session("5"), Session("5")
-    play(first), play(again)
-    assert said(first) == said(again) and "seed None" not in said(first)[0][1]
-
-
 def test_an_answer_that_is_no_action_gets_the_reason():
     session = Session("one", None, "1", "2", "3")
     assert play(session) == 2.0
@@ -109,16 +99,3 @@ def test_observations_are_shown_and_actions_read_as_the_user_says():
         ("user", "<1>"),
     ]
     assert session.options == {"max_tokens": 4}
-
-
-def test_a_refusal_that_is_no_limit_is_not_the_end_of_the_game():
-    class Refusing(Session):
-        LimitReached = type("LimitReached", (ValueError,), {})
-
-        async def chat(self, messages, **options):
-            if len(self.asked) == 1:
-                raise RuntimeError("messages: the chat template fails on them")
-            return await super().chat(messages, **options)
-
-    with pytest.raises(RuntimeError, match="template"):
-        play(Refusing("1", "2"))

@@ -40,11 +40,6 @@ def test_it_is_told_its_score_and_tries_again():
     assert said[1::2] == ["The score of this answer is 0. Try again.", "The score of this answer is 0.5. Try again."]
 
 
-def test_the_last_answer_counts():
-    assert play(Session("<answer>4 × 3</answer>", "banana"), attempts=2) == 0.0
-    assert play(Session("banana", "<answer>4 × 3</answer>", "<answer>2 × 2 × 3</answer>"), attempts=2) == 0.5
-
-
 def test_a_limit_ends_it_with_the_last_score():
     assert play(Session("<answer>4 × 3</answer>")) == 0.5
     with pytest.raises(LimitReached):  # the reason is the failed episode's

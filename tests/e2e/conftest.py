@@ -14,9 +14,9 @@ from background_run import Run
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.rollout.line_files import read_raw_lines
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore, step_file
+from dynamo_megatron.runtime.line_files import read_raw_lines
 from dynamo_megatron.types import Rollout
 
 LOSE_STEP, KILL_STEP = 3, 5

@@ -114,7 +114,7 @@ def test_ctrl_c_stops_the_server_too(workspace, start_run, step_lines, tmp_path)
     assert len(run.family) >= 6, "launcher's ranks, rollout process, server and its children"
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    says = r"interrupted; (nothing is saved yet: )?the same command \w+ from .*step \d+(; kept: .*of step \d+)?"
+    says = r"interrupted; (nothing is saved yet: )?the same command \w+ from .*step \d+(; .* are kept)?"
     assert re.fullmatch(says, run.text.splitlines()[-1]) and run.text.count("the same command") == 1
     assert run.left_behind() == []
 

@@ -11,8 +11,8 @@ from dynamo_megatron.algorithm.advantages import group_advantages
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.rollout.line_files import read_raw_lines
 from dynamo_megatron.rollout.store import read_lines, step_file
+from dynamo_megatron.runtime.line_files import read_raw_lines
 from dynamo_megatron.types import RolloutBatch
 
 pytestmark = pytest.mark.full

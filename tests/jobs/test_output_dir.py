@@ -21,12 +21,12 @@ def test_rollouts_of_weights_that_will_not_come_again_are_dropped(tmp_path):
     rollouts = tmp_path / "rollouts"
     rollouts.mkdir()
     for step in (4, 5, 6):
-        (rollouts / f"step-{step:06d}.jsonl").write_text("{}\n")
+        (rollouts / f"step-{step:06d}.jsonl.zst").write_text("{}\n")
     for _ in range(2):
         OutputDir(settings(tmp_path, optimizer={"lr": 1e-3})).take_over(4)
         assert len(list(rollouts.iterdir())) == 3
     OutputDir(settings(tmp_path, optimizer={"lr": 2e-3})).take_over(4)
-    assert sorted(p.name for p in rollouts.iterdir()) == ["step-000004.jsonl", "step-000005.jsonl"]
+    assert sorted(p.name for p in rollouts.iterdir()) == ["step-000004.jsonl.zst", "step-000005.jsonl.zst"]
 
 
 def test_rollouts_that_were_generated_ahead_are_kept_with_other_settings(tmp_path):
@@ -34,7 +34,7 @@ def test_rollouts_that_were_generated_ahead_are_kept_with_other_settings(tmp_pat
     rollouts, ahead = tmp_path / "rollouts", {"rollout": {"max_staleness": 2}, "algorithm": {"rollout_correction": {}}}
     rollouts.mkdir()
     for step in (5, 6, 7):
-        (rollouts / f"step-{step:06d}.jsonl").write_text("{}\n")
+        (rollouts / f"step-{step:06d}.jsonl.zst").write_text("{}\n")
     for lr in (1e-3, 2e-3):
         OutputDir(settings(tmp_path, optimizer={"lr": lr}, **ahead)).take_over(4)
         assert len(list(rollouts.iterdir())) == 3

@@ -10,8 +10,8 @@ from recorded import write_run
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
-from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.store import step_file
+from dynamo_megatron.runtime.line_files import compressed, read_raw_lines
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from dynamo_megatron.reports.samples import Choice, read_samples
-from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.store import RolloutStore, step_file
+from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.types import EpisodeRecord
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\r\u009b31m\u202egnp.exe\u2028\b"

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from stand_ins import external
 
 from dynamo_megatron.rollout.client import ConnectionLost, Response
-from dynamo_megatron.rollout.dispatched import Dispatched
 from dynamo_megatron.rollout.result import PushNeeded
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.servers import fleet as fleet_module
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.rollout.step_session import Dispatched
 
 
 class Clock(asyncio.SelectorEventLoop):

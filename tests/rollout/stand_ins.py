@@ -41,15 +41,13 @@ class Server:
     `lists(request, request ids)` may instead be what answers a list. A request's name is its id without the last sign.
     """
 
-    def __init__(self, behaviour=None, healthy: bool = True, loads=None, lists=False, longest=None):
-        self.behaviour, self.healthy, self.loads, self.lists, self.longest = behaviour, healthy, loads, lists, longest
+    def __init__(self, behaviour=None, healthy: bool = True, lists=False):
+        self.behaviour, self.healthy, self.lists = behaviour, healthy, lists
         self.asked: list[str] = []  # names, or lists of names
-        self.refused: list[list[str]] = []  # lists
         self.ids: set[str] = set()
         self.running: list[tuple[str, asyncio.Future]] = []  # request id, done when it is aborted
         self.seeds: dict[str, int | None] = {}  # request id -> its sampling_seed
         self.aborted: list[str] = []
-        self.callers: list[tuple[str, int]] = []  # address of the connection of each request
         self.under_way = self.most = 0
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -57,13 +55,11 @@ class Server:
         rid, sampling = payload["rid"], payload["sampling_params"]
         several = isinstance(rid, list)
         if several and not self.lists:
-            self.refused.append([name_of(r) for r in rid])
             return web.json_response({"error": {"message": "no lists"}}, status=400)
         self.ids.update(rid if several else [rid])
         for r, parameters in zip(rid if several else [rid], sampling if several else [sampling], strict=True):
             self.seeds[name_of(r)] = parameters.get("sampling_seed")
         self.asked.append([name_of(r) for r in rid] if several else name_of(rid))
-        self.callers.append(request.transport.get_extra_info("peername"))
         if several:
             return await (self.lists(request, rid) if callable(self.lists) else self._stream(request, rid))
         number = len(self.asked)
@@ -123,10 +119,10 @@ class Server:
         return web.json_response({})
 
     async def load(self, request: web.Request) -> web.Response:
-        return web.json_response({"loads": []} if self.loads is None else self.loads)
+        return web.json_response({"loads": []})
 
     async def info(self, request: web.Request) -> web.Response:
-        return web.json_response({"max_req_input_len": self.longest})
+        return web.json_response({"max_req_input_len": None})
 
 
 async def open_stream(request: web.Request) -> web.StreamResponse:

@@ -11,7 +11,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import PromptStream
-from dynamo_megatron.rollout.result import Accounted, RolloutResult, group_id, rollout_id
+from dynamo_megatron.rollout.result import RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.train import Sampled, Trainer
@@ -109,7 +109,7 @@ class Answering:
                     )
                 )
                 self.store.append(rollouts[-1])
-        return RolloutResult.of({r.rollout_id: Accounted.of(r) for r in rollouts}, times={"generate": 1.0}, notes=[])
+        return RolloutResult.from_rollouts(rollouts, times={"generate": 1.0}, notes=[])
 
 
 def make_controller(

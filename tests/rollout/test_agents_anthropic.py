@@ -5,7 +5,7 @@ import json
 
 import aiohttp
 import pytest
-from agents_scripted import CALL, TOOLS, Scripted, endpoint
+from agents_scripted import CALL, Scripted, endpoint
 
 from dynamo_megatron.rollout.agents.anthropic_messages import chat_request
 from dynamo_megatron.rollout.agents.messages import BadRequest, normalised
@@ -58,37 +58,6 @@ def test_a_tool_loop_whose_ids_go_on():
     for turn, answer in zip(episode.turns, (first, second), strict=True):
         used = {"input_tokens": len(turn.place.ids), "output_tokens": len(turn.response.tokens)}
         assert answer["usage"] == used
-
-
-def test_a_turn_of_one_route_is_continued_by_the_other():
-    async def work(post, scripted):
-        asked = {**ASKED, "tools": TOOLS}
-        first = json.loads((await post(asked, "/chat/completions"))[1])["choices"][0]["message"]
-        used = {"type": "tool_use", "id": first["tool_calls"][0]["id"], "name": "add", "input": {"b": 4, "a": 3}}
-        answer = {"role": "assistant", "content": [{"type": "text", "text": "use it"}, used]}
-        result = {"type": "tool_result", "tool_use_id": used["id"], "content": "7"}
-        offered = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
-        messages = [*QUESTION, answer, {"role": "user", "content": [result]}]
-        status, _ = await post({**ASKED, "messages": messages, "tools": offered})
-        return scripted, status
-
-    scripted, status = run(work, "use it " + CALL, "it is 7")
-    assert status == 200 and scripted.session.counts == {"turns": 2, "segments": 1}
-
-
-def test_why_an_answer_ended():
-    async def work(post, scripted):
-        answers = [
-            json.loads((await post({**ASKED, "max_tokens": 2}))[1]),
-            json.loads((await post({**ASKED, "stop_sequences": ["no", "##"]}))[1]),
-            json.loads((await post({**ASKED, "tools": OFFERED, "tool_choice": {"type": "none"}}))[1]),
-        ]
-        return [(a["stop_reason"], a["stop_sequence"], a["content"]) for a in answers]
-
-    cut, stopped, unread = run(work, "a long answer", "yes## no", "use it " + CALL)
-    assert cut[:2] == ("max_tokens", None)
-    assert stopped == ("stop_sequence", "##", [{"type": "text", "text": "yes"}])
-    assert unread[0] == "end_turn" and "<tool_call>" in unread[2][0]["text"]
 
 
 def test_events_of_a_stream_add_up_to_the_answer():
@@ -180,44 +149,3 @@ def test_results_of_tools_and_texts_keep_their_order():
     assert chat_request({"messages": [answer]})["messages"] == [{"role": "assistant", "content": ""}]
     with pytest.raises(BadRequest, match="tool_choice: not an object"):
         chat_request({"messages": [answer], "tool_choice": "auto"})
-
-
-@pytest.mark.full
-def test_anthropics_own_client_runs_unchanged():
-    anthropic = pytest.importorskip("anthropic", reason="this interpreter has no anthropic")
-
-    async def loop(client, streams):
-        messages = list(QUESTION)
-        while True:
-            asked = {"model": "m", "max_tokens": 50, "messages": messages, "tools": OFFERED, "system": "be short"}
-            if streams:
-                async with client.messages.stream(**asked) as stream:
-                    answer = await stream.get_final_message()
-            else:
-                answer = await client.messages.create(**asked)
-            messages.append({"role": "assistant", "content": answer.content})
-            if answer.stop_reason != "tool_use":
-                return answer
-            results = [
-                {"type": "tool_result", "tool_use_id": b.id, "content": str(b.input["a"] + b.input["b"])}
-                for b in answer.content
-                if b.type == "tool_use"
-            ]
-            messages.append({"role": "user", "content": results})
-
-    async def go(streams):
-        scripted = Scripted("use it " + CALL, "it is 7")
-        async with endpoint(scripted) as url, anthropic.AsyncAnthropic(base_url=url, api_key="any") as client:
-            counted = await client.messages.count_tokens(model="m", messages=QUESTION, tools=OFFERED, system="be short")
-            answer = await loop(client, streams)
-            with pytest.raises(anthropic.BadRequestError, match="auto or none"):
-                await client.messages.create(**ASKED, tools=OFFERED, tool_choice={"type": "any"})
-        return scripted, counted, answer
-
-    for streams in (False, True):
-        scripted, counted, answer = asyncio.run(go(streams))
-        assert counted.input_tokens == len(scripted.session.episode.turns[0].place.ids)
-        assert answer.content[0].text == "it is 7" and answer.usage.output_tokens == len(
-            scripted.session.episode.turns[1].response.tokens
-        )
-        assert scripted.session.counts == {"turns": 2, "segments": 1}

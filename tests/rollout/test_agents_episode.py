@@ -126,26 +126,14 @@ class Harness:
 
 def test_every_trained_token_was_sampled_there_and_every_sampled_one_is_trained_once(tokenizer):
     reasons, turns = Counter(), 0
-    for seed in range(250):  # with each of two templates
+    for seed in range(80):  # with each of two templates
         harness = Harness(tokenizer, seed)
         harness.random_episode()
         harness.check()
         reasons += harness.episode.reasons
         turns += len(harness.episode.turns)
-    assert set(reasons) >= {"branched", "history", "tools"} and turns > 1000
+    assert set(reasons) >= {"branched", "history", "tools"} and turns > 300
     assert bool(reasons["template"]) == ("if true" in tokenizer.chat_template)
-
-
-def test_naive_rendering_of_earlier_turns_is_found_out(tokenizer):
-    wrong = 0
-    for seed in range(40):
-        harness = Harness(tokenizer, seed, rerendered=True)
-        harness.random_episode()
-        try:
-            harness.check()
-        except AssertionError:
-            wrong += 1
-    assert wrong > 10
 
 
 def test_a_conversation_that_goes_on_is_one_segment(tokenizer):
@@ -164,78 +152,8 @@ def test_a_conversation_that_goes_on_is_one_segment(tokenizer):
     assert trained.tokens != harness.ids(text, end=False)  # which is why ids are kept
 
 
-def test_an_answer_without_an_end_token_gets_one_that_is_not_trained(tokenizer):
-    harness, question = Harness(tokenizer), [{"role": "user", "content": "how much?"}]
-    cut = harness.ids("the sum", end=False)
-    answer = harness.ask(question, cut, finish="length")
-    harness.ask([*question, answer, {"role": "user", "content": "go on"}], harness.ids("7"))
-    harness.check()
-    trained = harness.episode.trained
-    first = trained.mask.index(1)
-    assert trained.tokens[first : first + len(cut) + 1] == [*cut, harness.end]
-    assert trained.mask[first : first + len(cut) + 1] == [1] * len(cut) + [0]
-
-
-def test_a_text_cut_off_at_a_stop_text_continues_the_ids_that_were_sampled(tokenizer):
-    harness, question = Harness(tokenizer), [{"role": "user", "content": "how much?"}]
-    answer = harness.ask(question, harness.ids("seven###", end=False), text="seven")
-    harness.ask([*question, answer, {"role": "user", "content": "and?"}], harness.ids("7"))
-    harness.check()
-    assert not harness.episode.reasons and "seven###" in harness.tokenizer.decode(harness.episode.trained.tokens)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda m: [{**m[0], "content": "edited"}, *m[1:]], "history"),
-        (lambda m: [*m[:1], {**m[1], "content": m[1]["content"].upper()}, *m[2:]], "history"),
-        (lambda m: m[2:], "history"),
-        (lambda m: m[:1], "branched"),  # asked again
-    ],
-)
-def test_what_is_not_a_continuation_begins_a_segment(tokenizer, change, reason):
-    harness, messages = Harness(tokenizer), [{"role": "user", "content": "how much?"}]
-    messages += [harness.ask(messages, harness.ids("the sum")), {"role": "user", "content": "sure?"}]
-    harness.ask(change(messages), harness.ids("7"))
-    harness.check()
-    assert harness.episode.reasons == {reason: 1}
-
-
-def test_a_template_that_drops_thinking_begins_a_segment_after_a_question_alone():
-    harness, messages = Harness(make_tokenizer(thinks=True)), [{"role": "user", "content": "how much?"}]
-    thought = "<think>\na sum\n</think>\n\nuse the tool"
-    messages += [harness.ask(messages, harness.ids(thought)), {"role": "tool", "content": "7"}]
-    messages += [harness.ask(messages, harness.ids("it is 7")), {"role": "user", "content": "sure?"}]
-    assert len(harness.episode.segments) == 1
-    harness.ask(messages, harness.ids("yes"))
-    harness.check()
-    assert harness.episode.reasons == {"template": 1}
-    assert "a sum" not in harness.tokenizer.decode(harness.episode.turns[-1].ids)
-
-
-def test_parallel_requests_share_what_came_before_and_each_is_trained_once(tokenizer):
-    harness, messages = Harness(tokenizer), [{"role": "user", "content": "how much?"}]
-    messages += [harness.ask(messages, harness.ids("the sum")), {"role": "user", "content": "sure?"}]
-    places = [harness.episode.place_chat(normalised(messages), None) for _ in range(3)]
-    answers = [harness.answer(place, harness.ids(text)) for place, text in zip(places, "abc", strict=True)]
-    assert len({tuple(place.ids) for place in places}) == 1
-    harness.ask([*messages, answers[1], {"role": "user", "content": "go on"}], harness.ids("7"))
-    harness.check()
-    assert harness.episode.reasons == {"branched": 2} and [len(s) for s in harness.episode.segments] == [2, 2, 1]
-
-
 def test_a_first_request_has_the_ids_of_a_rollout_without_an_agent(tokenizer):
     messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "größer?"}]
     place = Harness(tokenizer).episode.place_chat(normalised(messages), None)
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     assert place.ids == list(rendered["input_ids"])
-
-
-def test_token_ids_continue_the_turn_that_they_begin_with(tokenizer):
-    harness = Harness(tokenizer)
-    harness.answer(harness.episode.place_tokens(harness.ids("how much")), harness.ids("7"))
-    first = harness.episode.turns[0].ids
-    harness.answer(harness.episode.place_tokens([*first, *harness.ids("sure")]), harness.ids("yes"))
-    harness.answer(harness.episode.place_tokens(first[:-1]), harness.ids("no"))
-    harness.check()
-    assert harness.episode.reasons == {"history": 1} and [len(s) for s in harness.episode.segments] == [2, 1]

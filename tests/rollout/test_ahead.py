@@ -1,20 +1,14 @@
 """Rollouts of later steps are generated while the ranks train, and every token is of the weights that it names."""
 
 import asyncio
-import dataclasses
-import gc
-import weakref
 
 import numpy as np
 import pytest
 from engine_stand_in import FIRST, VERSIONS, Engine, run_steps
 from stand_ins import VOCABULARY
 
-from dynamo_megatron.rollout.dispatched import Dispatched
-from dynamo_megatron.rollout.line_files import read_raw_lines
-from dynamo_megatron.rollout.result import PushNeeded
 from dynamo_megatron.rollout.reuse import reusable
-from dynamo_megatron.rollout.store import RolloutStore, read_lines, read_rollouts, step_file
+from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file
 from dynamo_megatron.types import Prompt, Rollout
 
 PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]
@@ -71,26 +65,6 @@ def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(with_generat
     assert (mixed > 0) == (at_push == "partial")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_over_200_steps_the_trained_lengths_are_those_of_what_was_dispatched(with_generator, tmp_path, staleness):
-    """Of the result that the ranks train on, at every step. The order in which groups are complete has not."""
-    engine, steps = Engine(lambda prompt: 40 if prompt[0] == 6 else 2, 0.001), 200
-
-    async def work(generator, push):
-        return await run_steps(generator, [engine], PROMPTS, COUNTS, steps, staleness, update=0.005)
-
-    results = with_generator(work, engine, max_staleness=staleness, max_new_tokens=40, concurrency=8)
-    assert list(results) == list(range(1, steps + 1))
-    for result in results.values():
-        assert sorted(result.batch.response_lengths.tolist()) == [2] * 10 + [40] * 2
-        assert result.batch.prompt_ids == [p.prompt_id for p in PROMPTS for _ in range(2)]
-        check_tokens(result.batch)
-    written = [r.group_id for step in range(1, steps + 1) for r in read_rollouts(step_file(tmp_path, step))]
-    first = [written[step * 12 : step * 12 + 6] for step in range(steps)]  # half of each step's, as they came
-    assert not any(group.endswith("-0005") for groups in first for group in groups)
-
-
 def test_servers_are_asked_for_a_step_once_those_before_it_have_been_asked_for(with_generator):
     engine = Engine(lambda prompt: 20, 0.002)
 
@@ -103,106 +77,6 @@ def test_servers_are_asked_for_a_step_once_those_before_it_have_been_asked_for(w
     with_generator(work, engine, max_staleness=2, max_new_tokens=40, concurrency=2)
     steps = [name[:6] for name in engine.asked]
     assert steps == sorted(steps) and len(steps) == 3 * sum(COUNTS)
-
-
-def test_a_step_waits_for_its_own_rollouts_alone(with_generator):
-    """Step 2 has a response that takes long; servers are busy with steps 2 and 3 when step 1 is there."""
-    engine = Engine(lambda prompt: 400 if prompt[0] == 6 else 4, 0.002)
-
-    async def work(generator, push):
-        await generator.dispatch(1, PROMPTS[:5], COUNTS[:5])
-        await generator.dispatch(2, PROMPTS, COUNTS)
-        await generator.dispatch(3, PROMPTS[:5], COUNTS[:5])
-        first = await generator.collect(1)
-        await asyncio.sleep(0.3)
-        assert engine.running and first.ahead.ready + first.ahead.under_way == 11
-        second = await generator.collect(2)
-        assert second.ahead.ready == 5 and second.ahead.under_way == 0, "those of step 3 did not wait for step 2"
-        assert 0 <= second.ahead.idle_share(second.uses) < 0.5
-        use, seconds = second.uses["server-0"], second.ahead.seconds
-        assert use.busy <= seconds + 0.01, "busy for longer than the time since the step before"
-        assert 800 <= use.tokens <= 800 + 20 * 4  # the two long responses, and short ones of steps 2 and 3
-
-    with_generator(work, engine, max_staleness=2, max_new_tokens=400)
-
-
-def test_steps_that_are_over_leave_nothing_behind(with_generator):
-    engine = Engine(lambda prompt: 4, 0.002)
-
-    async def work(generator, push):
-        sessions = {}
-        for step in range(1, 6):
-            await generator.dispatch(step, PROMPTS, COUNTS)
-            sessions[step] = weakref.ref(generator._dispatched[step].session)
-            if step > 1:
-                await generator.collect(step - 1)
-        gc.collect()
-        return [step for step, session in sessions.items() if session() is not None]
-
-    assert set(with_generator(work, engine, max_staleness=1, max_new_tokens=40)) <= {4, 5}
-
-
-def test_who_waits_hears_at_once_that_a_push_is_needed():
-    class NoServer:
-        async def run(self):
-            raise PushNeeded("no server is left")
-
-    async def work():
-        dispatched = Dispatched(None, NoServer())
-        with pytest.raises(PushNeeded):
-            async with asyncio.timeout(2.0):
-                await dispatched.over()
-        dispatched.pushed()
-        with pytest.raises(PushNeeded):
-            async with asyncio.timeout(2.0):
-                await asyncio.sleep(0)
-                await dispatched.over()
-        await dispatched.end()
-
-    asyncio.run(work())
-
-
-@pytest.mark.parametrize("last", ["rejected", "ok"])
-def test_what_a_rejected_response_began_is_not_continued(last):
-    prompt = PROMPTS[0]
-    begun = Rollout(
-        rollout_id=names(3)[0],
-        group_id="000003-0000",
-        prompt_id="q0",
-        step=3,
-        tokens=[1, 30, 7],
-        response_mask=[0, 0, 1],
-        engine_logprobs=[-1.0],
-        weight_versions=[(1, 0, 1)],
-        finish_reason="abort",
-        reward=0.0,
-        success=False,
-        reward_parts={},
-        status="partial",
-    )
-    ended = {"engine_logprobs": [-1.0, -1.0], "weight_versions": [(1, 0, 1), (2, 1, 2)], "finish_reason": "length"}
-    whole = dataclasses.replace(begun, tokens=[1, 30, 7, 8], response_mask=[0, 0, 1, 1], status=last, **ended)
-    found = reusable([begun, whole], {begun.rollout_id: prompt}, range(1), range(1, 2), VOCABULARY, 9, continues=True)
-    assert not found.kept
-    assert set(found.begun) == (set() if last == "rejected" else {begun.rollout_id})
-    assert found.discarded == ({begun.rollout_id: "rejected"} if last == "rejected" else {})
-
-
-@pytest.mark.parametrize("end", [True, False])
-def test_a_response_that_is_complete_when_it_is_aborted_is_complete(with_generator, end):
-    """The engine does not look at the one token that it makes after the abort."""
-    engine = Engine(lambda prompt: 2, 0.2, end=99 if end else None)
-
-    async def work(generator, push):
-        await generator.dispatch(1, PROMPTS[:1], [1])
-        await asyncio.sleep(0.3)  # one token is there
-        await push(1)
-        return await generator.collect(1)
-
-    result = with_generator(work, engine, max_staleness=1, max_new_tokens=2, end=[99])
-    assert engine.aborted and len(engine.asked) == 1
-    assert result.batch.finish_reasons == ["stop" if end else "length"]
-    assert result.batch.response_lengths.tolist() == [2]
 
 
 def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
@@ -227,7 +101,10 @@ def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
         return await run_steps(generator, [again], PROMPTS, COUNTS, 5, 2, first=3)
 
     results = with_generator(second, again, max_staleness=2, max_new_tokens=40)
-    assert not finished & {name[:15] for name in again.asked}, "a finished rollout was generated again"
+    asked = {name[:15] for name in again.asked}
+    assert not finished & asked, "a finished rollout was generated again"
+    newer = {r.rollout_id for lines in left.values() for r in lines if max(v for v, _, _ in r.weight_versions) > 2}
+    assert newer - finished <= asked, "weights after the checkpoint's do not come again"
     for name, tokens in kept.items():
         if name in again.asked:
             assert again.begun[name] == tokens
@@ -237,22 +114,6 @@ def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
         check_tokens(result.batch)
         assert sorted(r.rollout_id for r in read_rollouts(step_file(tmp_path, step))) == names(step)
         assert result.batch.response_lengths.tolist() == [length(p.tokens) for p in PROMPTS for _ in range(2)]
-
-
-def test_files_of_steps_that_the_resumed_run_has_not_drawn_are_removed(with_generator, tmp_path):
-    store = RolloutStore(tmp_path)
-    old = Rollout("x", "g", "p", 1, [1, 30, 7], [0, 0, 1], [-1.0], [(0, 0, 1)], "length", 1.0, True, {}, "ok")
-    for step in (2, 3, 4, 5):
-        store.append(dataclasses.replace(old, step=step, group_id=f"{step:06d}-0000", rollout_id=names(step)[0]))
-    store.close()
-
-    async def work(generator, push):
-        await push(1)
-        await push(2)
-
-    with_generator(work, Engine(length), max_staleness=2)
-    assert [step for step in (2, 3, 4, 5) if step_file(tmp_path, step).exists()] == [2, 3, 4]
-    assert list(read_raw_lines(step_file(tmp_path, 4)))
 
 
 def test_a_server_lost_while_it_works_ahead_loses_nothing(with_generator):
@@ -275,27 +136,18 @@ def test_a_server_lost_while_it_works_ahead_loses_nothing(with_generator):
     assert VOCABULARY > FIRST + 6
 
 
-def test_an_evaluation_beside_the_training_is_of_one_version(with_generator):
-    """It takes longer than the step: the push waits for it, and not for the rollouts."""
-    engine = Engine(lambda prompt: 60 if prompt[0] <= 2 else 400, 0.01)
+@pytest.mark.parametrize(("last", "kept"), [("rejected", 0), ("ok", 2), ("partial", 2)])
+def test_the_longest_beginning_of_a_response_is_continued_unless_it_was_rejected(last, kept):
+    """Three lines of one rollout: one token, two tokens, and then one that later weights sampled, too."""
+    made = {"reward": 0.0, "success": False, "reward_parts": {}, "status": "partial"}
 
-    async def work(generator, push):
-        engine.version = 3
-        await push(3)
-        await generator.dispatch(4, PROMPTS, COUNTS)
-        await generator.begin_evaluation(PROMPTS[:2])
-        await asyncio.sleep(0.2)
-        evaluation = generator._evaluation
-        endpoints = await generator.begin_push(4)
-        assert evaluation.done() and not engine.running
-        engine.version = 4
-        await generator.end_push(4, dict.fromkeys(endpoints))
-        results = await generator.end_evaluation()
-        return results, (await generator.collect(4)).batch
+    def line(versions, **fields):
+        tokens = range(7, 7 + len(versions))
+        spans = [(version, i, i + 1) for i, version in enumerate(versions)]
+        identity, mask = (names(3)[0], "000003-0000", "q0", 3), [0, 0, *[1] * len(versions)]
+        return Rollout(*identity, [1, 30, *tokens], mask, [-1.0] * len(versions), spans, "length", **(made | fields))
 
-    results, batch = with_generator(work, engine, samples=2, max_staleness=1, max_new_tokens=400)
-    assert [len(r.responses) for r in results] == [2, 2]
-    letter = results[0].responses[0][0]
-    assert all(response == 60 * letter for r in results for response in r.responses)
-    check_tokens(batch)
-    assert set(batch.weight_versions.tolist()) == {3, 4}
+    lines = [line([1]), line([1, 1]), line([1, 2], status=last)]
+    found = reusable(lines, {names(3)[0]: PROMPTS[0]}, {"000003-0000"}, range(1, 2), VOCABULARY, 9, continues=True)
+    assert not found.kept and sum(len(begun.tokens) for begun in found.begun.values()) == kept
+    assert found.discarded == ({names(3)[0]: "rejected"} if last == "rejected" else {})

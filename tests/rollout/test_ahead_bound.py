@@ -41,15 +41,6 @@ def test_no_token_is_older_than_the_bound(monkeypatch, staleness, at_push):
     assert world.hurt > 50 and len(world.responses) == 8 * STEPS
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("staleness", [1, 2, 4, 8])
-def test_no_token_is_older_than_the_bound_in_ten_thousand_steps(monkeypatch, staleness):
-    world = World(staleness, staleness, heavy_tailed, chaos=True)
-    world.run(monkeypatch, 10_000)
-    check_bound(world)
-    assert world.hurt > 1000
-
-
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_what_is_trained_has_the_lengths_of_what_was_dispatched(monkeypatch, staleness):
     """In 200 steps, at every one. In the order in which groups come it has not."""

@@ -2,21 +2,19 @@
 
 import asyncio
 
-import aiohttp
 import pytest
-from aiohttp import web
 from stand_ins import Server, event, listening, open_stream, reply
 
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.batching import LARGEST
-from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
+from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 
 def run(server: Server, work, **options):
     async def with_client():
         async with listening(server) as url, open_session() as session:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 return await work(SGLangClient(session, Endpoint("s", 1, url, 1, ""), RolloutConfig(**options), []))
 
     return asyncio.run(with_client())
@@ -53,47 +51,6 @@ def test_a_response_does_not_wait_for_the_others_of_its_list():
     assert run(Server(behaviour, lists=True), work).error == ""
 
 
-def test_one_that_takes_too_long_is_aborted_alone():
-    async def behaviour(rid, number):
-        if rid == "slow":
-            await asyncio.sleep(60)
-
-    async def work(client):
-        return await asyncio.gather(*(client.generate(name, [1]) for name in ("slow", "a", "b")))
-
-    server = Server(behaviour, lists=True)
-    slow, *others = run(server, work, timeout=0.5)
-    assert slow.error == "no response to slow within rollout.timeout (0.5 s)" and server.aborted == ["slow"]
-    assert all(r.error == "" for r in others)
-
-
-def test_what_a_broken_connection_leaves_is_asked_alone_and_no_other():
-    async def behaviour(rid, number):
-        if rid == "breaks":
-            await asyncio.sleep(0.2)
-            raise ConnectionResetError
-
-    async def work(client):
-        return await asyncio.gather(*(client.generate(name, [1]) for name in ("a", "breaks", "b")))
-
-    async def once(rid, number):
-        return await behaviour(rid, number)
-
-    server = Server(once, lists=True)
-    assert all(r.error == "" for r in run(server, work))
-    assert server.asked == [["a", "breaks", "b"], "alone-breaks"]
-
-
-def test_a_server_without_lists_gets_single_requests_from_then_on():
-    async def work(client):
-        await asyncio.gather(*(client.generate(name, [1]) for name in ("a", "b")))
-        await asyncio.gather(*(client.generate(name, [1]) for name in ("c", "d")))
-
-    server = Server()
-    run(server, work)
-    assert server.refused == [["a", "b"]] and sorted(server.asked) == ["a", "b", "c", "d"]
-
-
 def ask(client, *names):
     return asyncio.gather(*(client.generate(name, [1]) for name in names), return_exceptions=True)
 
@@ -114,104 +71,6 @@ def answers(*contents):
 FAULT = {"error": {"message": "one of them is at fault"}}
 
 
-def test_the_abort_of_what_is_left_of_a_list_does_not_end_the_second_sending():
-    """SGLang makes it 2 s after a broken connection."""
-
-    async def late_abort(client):
-        while len(server.asked) < 3:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        async with aiohttp.request("POST", f"{client.url}/abort_request", json={"rid": ids[0]}):
-            finish.set()
-
-    async def work(client):
-        return (await asyncio.gather(ask(client, "a", "b"), late_abort(client)))[0]
-
-    finish, ids = asyncio.Event(), []
-    server = Server(waits(finish), lists=answers(lambda rids: ids.extend(rids) or FAULT))
-    assert [r.error for r in run(server, work)] == ["", ""]
-    assert not any(a != b and a.startswith(b) for a in server.ids for b in server.ids)
-
-
-def waits(finish):
-    async def behaviour(name, number):
-        await finish.wait()
-
-    return behaviour
-
-
-def test_what_is_asked_alone_and_takes_too_long_is_aborted_by_its_present_id():
-    server = Server(waits(asyncio.Event()), lists=answers(FAULT))
-    responses = run(server, lambda client: ask(client, "a", "b"), timeout=0.5)
-    assert {r.finish_reason for r in responses} == {"abort"} and sorted(server.aborted) == ["alone-a", "alone-b"]
-
-
-def test_a_request_at_fault_does_not_end_the_lists_of_its_server():
-    def refuse(name, number):
-        return web.json_response({"error": {"message": "too long"}}, status=400) if "bad" in name else None
-
-    async def work(client):
-        first = await ask(client, "bad", "a", "b")
-        server.lists = True
-        server.behaviour = None
-        await ask(client, "c", "d")
-        return first
-
-    server = Server(refuse, lists=answers(FAULT))
-    bad, *others = run(server, work)
-    assert bad.error == "bad: the server refused it: too long" and all(r.error == "" for r in others)
-    assert server.asked[0] == ["bad", "a", "b"] and server.asked[-1] == ["c", "d"]
-
-
-def test_a_server_that_refuses_lists_by_an_event_gets_single_requests_from_then_on():
-    async def work(client):
-        return [*await ask(client, "a", "b"), *await ask(client, "c", "d")]
-
-    server = Server(lists=answers(FAULT))
-    assert all(r.error == "" for r in run(server, work))
-    assert server.asked[0] == ["a", "b"] and sorted(server.asked[1:]) == ["alone-a", "alone-b", "c", "d"]
-
-
-def test_a_server_that_is_overloaded_is_not_taken_for_one_with_lists():
-    async def lists(request, rids):
-        if rids[0].startswith("r0"):
-            return web.json_response({"error": {"message": "no lists"}}, status=400)
-        while len(server.asked) < 2 + LARGEST:  # the first list's requests have been asked alone
-            await asyncio.sleep(0.01)
-        return web.json_response({}, status=503)
-
-    async def work(client):
-        await ask(client, *(f"r{i}" for i in range(LARGEST + 2)))
-        await ask(client, "c", "d")
-
-    server = Server(lists=lists)
-    run(server, work)
-    assert sum(isinstance(asked, list) for asked in server.asked) == 2 and set(server.asked[-2:]) == {"c", "d"}
-
-
-def test_a_response_in_parts_is_asked_alone_and_no_list_is_sent_again():
-    """As of a server with --incremental-streaming-output: the last event has the last tokens only."""
-
-    def last_part(rids):
-        part = reply(rids[0])
-        part["meta_info"]["output_token_logprobs"] = part["meta_info"]["output_token_logprobs"][-1:]
-        return part
-
-    async def work(client):
-        return [*await ask(client, "a", "b"), *await ask(client, "c", "d")]
-
-    server = Server(lists=answers(last_part))
-    assert [r.tokens for r in run(server, work)] == [[7] * 3] * 4
-    assert server.asked[0] == ["a", "b"] and sorted(server.asked[1:]) == ["alone-a", "alone-b", "c", "d"]
-
-
-def test_a_response_of_other_than_the_counted_tokens_is_malformed():
-    short = reply("a;")
-    short["meta_info"]["completion_tokens"] = 4
-    with pytest.raises(ServerLost, match="3 tokens of a response of 4"):
-        run(Server(lambda name, number: web.json_response(short)), lambda client: client.generate("a", [1]))
-
-
 def test_an_abort_with_a_status_is_a_refusal_of_that_request():
     too_long = {"type": "abort", "message": "too long", "status_code": 400}
     server = Server(lists=answers(lambda rids: reply(rids[0], 1, too_long), lambda rids: reply(rids[1])))
@@ -220,7 +79,14 @@ def test_an_abort_with_a_status_is_a_refusal_of_that_request():
     assert answered.tokens == [7] * 3 and server.asked == [["a", "b"]]
 
 
-@pytest.mark.parametrize("nonsense", [b"data: {nonsense\n\n", {"meta_info": {}}, {"text": "?"}])
+def last_part(rids):
+    """As of a server with --incremental-streaming-output: the last event has the last tokens only."""
+    part = reply(rids[1])
+    part["meta_info"]["output_token_logprobs"] = part["meta_info"]["output_token_logprobs"][-1:]
+    return part
+
+
+@pytest.mark.parametrize("nonsense", [b"data: {nonsense\n\n", {"meta_info": {}}, {"text": "?"}, FAULT, last_part])
 def test_what_a_malformed_event_leaves_is_asked_alone(nonsense):
     server = Server(lists=answers(lambda rids: reply(rids[0]), nonsense))
     assert all(r.error == "" for r in run(server, lambda client: ask(client, "a", "b", "c")))
@@ -247,20 +113,3 @@ def test_a_list_whose_requests_are_all_cancelled_closes_its_connection():
     server = Server(lists=lists)
     run(server, work)
     assert server.asked == [["a", "b", "c"]]
-
-
-def test_a_server_that_dies_with_a_list_under_way_leaves_each_request_one_end():
-    async def lists(request, rids):
-        await (await open_stream(request)).write(event(reply(rids[1])))
-        await asyncio.sleep(0.1)
-        server.behaviour = die
-        request.transport.abort()
-
-    async def die(name, number):
-        raise ConnectionResetError
-
-    server = Server(lists=lists)
-    first, answered, last = run(server, lambda client: ask(client, "a", "b", "c"))
-    assert answered.tokens == [7] * 3
-    assert isinstance(first, ServerLost) and isinstance(last, ServerLost)
-    assert server.asked[0] == ["a", "b", "c"] and sorted(server.asked[1:]) == ["alone-a", "alone-c"]

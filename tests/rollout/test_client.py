@@ -1,20 +1,14 @@
 import asyncio
-import contextlib
 import dataclasses
 import socket
-import time
 
 import pytest
 import torch
-from aiohttp import web
-from stand_ins import Server, listening, reply
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.config import RolloutConfig
-from dynamo_megatron.rollout import client
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import call, rest, set_version
 
 END = 3  # <|im_end|>
 PROMPT = [20, 30, 40, 50, 60]
@@ -65,16 +59,6 @@ def test_a_sequence_may_have_all_of_the_models_length(sglang_server, most):
     assert len(response.tokens) == most and response.finish_reason == "length", response
 
 
-def test_requests_of_one_moment_share_http_requests(sglang_server):
-    async def work(client):
-        return await asyncio.gather(*(client.generate(f"shared-{k}", PROMPT) for k in range(40)))
-
-    before = sglang_server.log.read_text()
-    responses = run(sglang_server, work, max_new_tokens=16)
-    assert all(r.error == "" and r.tokens for r in responses)
-    assert sglang_server.log.read_text()[len(before) :].count("POST /generate ") == 1
-
-
 def test_the_stop_token_belongs_to_the_response_and_a_truncated_one_has_none(sglang_server):
     async def work(client):
         return await asyncio.gather(*(client.generate(f"stop-{k}", PROMPT) for k in range(24)))
@@ -86,17 +70,6 @@ def test_the_stop_token_belongs_to_the_response_and_a_truncated_one_has_none(sgl
             assert response.tokens[-1] == END and END not in response.tokens[:-1]
         else:
             assert len(response.tokens) == 100 and END not in response.tokens
-
-
-def test_given_end_tokens_end_a_response(sglang_server):
-    ends = list(range(5, 70))
-
-    async def work(client):
-        return await client.generate("ends", PROMPT)
-
-    response = run(sglang_server, work, eos=ends, max_new_tokens=100)
-    assert response.finish_reason == "stop"
-    assert response.tokens[-1] in {END, *ends} and not set(response.tokens[:-1]) & set(ends)
 
 
 def test_all_tokens_up_to_a_stop_text_count(sglang_server, tiny_model):
@@ -113,32 +86,6 @@ def test_all_tokens_up_to_a_stop_text_count(sglang_server, tiny_model):
         assert gap(tiny_model, response) < 1e-4
 
 
-def test_a_timeout_aborts_the_request_on_the_server(sglang_server):
-    async def work(client):
-        started = time.monotonic()
-        responses = await asyncio.gather(*(client.generate(f"slow-{k}", PROMPT) for k in range(16)))
-        waited = time.monotonic() - started
-        await client.rest()  # needs an idle server
-        return responses, waited
-
-    responses, waited = run(sglang_server, work, max_new_tokens=1900, timeout=0.2)
-    assert waited < 5
-    aborted = {k: r for k, r in enumerate(responses) if r.finish_reason == "abort"}
-    assert aborted  # the others met an end token by chance
-    for k, response in aborted.items():
-        assert response.tokens == []
-        assert response.error == f"no response to slow-{k} within rollout.timeout (0.2 s)"
-
-
-def test_a_refused_request_is_its_own_failure(sglang_server):
-    async def work(client):
-        return await asyncio.gather(client.generate("long", PROMPT * 1000), client.generate("short", PROMPT))
-
-    refused, answered = run(sglang_server, work, max_new_tokens=16)
-    assert refused.finish_reason == "error" and "longer than the model's context length" in refused.error
-    assert answered.error == "" and answered.tokens
-
-
 def test_a_server_that_is_gone_is_named():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -152,72 +99,6 @@ def test_a_server_that_is_gone_is_named():
 
     with pytest.raises(ServerLost, match=f"the rollout server {url} does not answer"):
         asyncio.run(work())
-
-
-def test_a_server_that_takes_no_connection_is_lost_and_no_rollout_timed_out(monkeypatch):
-    monkeypatch.setattr(client, "CONTROL_TIMEOUT", 0.3)
-
-    async def work(url):
-        async with open_session() as session:
-            await SGLangClient(session, Endpoint("dead", 1, url, 1, ""), RolloutConfig(), [END]).generate("r", PROMPT)
-
-    with socket.socket() as full, contextlib.ExitStack() as waiting:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for _ in range(4):  # the kernel lets the next ones wait
-            one = waiting.enter_context(socket.socket())
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
-        with pytest.raises(ServerLost, match="does not answer"):
-            asyncio.run(work(f"http://127.0.0.1:{full.getsockname()[1]}"))
-
-
-def test_a_connection_is_not_used_when_the_server_may_be_closing_it(monkeypatch):
-    monkeypatch.setattr(client, "KEEP_ALIVE", 0.2)
-
-    async def work():
-        used = []
-        server = Server()
-        async with listening(server) as url, open_session() as session:
-            sglang = SGLangClient(session, Endpoint("kept", 1, url, 1, ""), RolloutConfig(), [])
-            for pause in (0.0, 0.0, 0.5):
-                await asyncio.sleep(pause)
-                await sglang.generate("r", [1])
-                used.append(server.callers[-1])
-        return used
-
-    first, second, third = asyncio.run(work())
-    assert first == second != third
-
-
-def test_an_older_sglang_says_its_weight_version_once():
-    meta = reply("r;")["meta_info"]
-    del meta["weight_versions"]
-
-    async def work():
-        server = Server(lambda rid, number: web.json_response({"meta_info": {**meta, "weight_version": "4"}}))
-        async with listening(server) as url, open_session() as session:
-            return await SGLangClient(session, Endpoint("old", 1, url, 1, ""), RolloutConfig(), []).generate("r", [1])
-
-    assert asyncio.run(work()).weight_versions == [(4, 0, 3)]
-
-
-def test_what_a_stranger_without_a_key_has_cached_is_dropped_by_a_push(sglang_server):
-    """Token 0, which /health generates from: some models' prompts all begin with it."""
-    endpoint = sglang_server.endpoint
-
-    def cached() -> int:
-        prompt = {"input_ids": [0, *PROMPT], "sampling_params": {"max_new_tokens": 1}}
-        return call(endpoint, "/generate", prompt, 60)["meta_info"]["cached_tokens"]
-
-    rest(endpoint)
-    seen = []
-    for end in (lambda: None, lambda: set_version(endpoint, 0)):
-        call(dataclasses.replace(endpoint, api_key=""), "/health_generate", None, 60)
-        end()
-        seen.append(cached())
-        rest(endpoint)
-    assert seen == [1, 0]
 
 
 def test_a_server_answers_nobody_without_its_key(sglang_server):

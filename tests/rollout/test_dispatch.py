@@ -1,6 +1,3 @@
-import numpy as np
-import pytest
-
 from dynamo_megatron.rollout.dispatch import ExpectedLengths, Load, choose_server, dispatch_order
 
 
@@ -34,21 +31,3 @@ def test_expected_lengths_are_the_prompts_own_then_everybodys():
     assert lengths("a") == 100 and lengths("new") == 200
     lengths.observe("a", 200)
     assert lengths("a") == 150
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_longest_first_on_the_least_loaded_is_close_to_the_best(seed):
-    """Greedy by expected length ends at most 4/3 - 1/3m after the best schedule (Graham 1969); with groups kept
-    together it still stays within the longest group of the mean load."""
-    rng = np.random.default_rng(seed)
-    groups = np.repeat(np.arange(24), rng.integers(1, 8, 24))
-    lengths = rng.integers(10, 1000, 24)[groups].astype(float)
-    loads = {f"s{i}": Load() for i in range(4)}
-    totals = {g: lengths[groups == g].sum() for g in range(24)}
-    home = {}
-    for i in dispatch_order(groups.tolist(), lengths.tolist()):
-        name = choose_server(loads, 10**6, home.get(groups[i]), totals[groups[i]])
-        home[groups[i]] = name
-        loads[name].requests += 1
-        loads[name].tokens += lengths[i]
-    assert max(load.tokens for load in loads.values()) <= lengths.sum() / 4 + max(totals.values())

@@ -2,65 +2,30 @@
 
 import asyncio
 import dataclasses
-import os
-import shutil
 import time
 
 import pytest
 from aiohttp import web
-from stand_ins import Server
+from stand_ins import ABORTED, Server, reply
 
 from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import PushNeeded, RolloutError
 from dynamo_megatron.rollout.servers.external import External
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
-from dynamo_megatron.runtime import arena
 from dynamo_megatron.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30]) for i in range(3)]
 
 
-def test_a_batch_is_joined_in_memory_that_was_taken_as_its_rollouts_came(with_generator, monkeypatch):
-    grown, grow = [], arena.Arena.grow
-    monkeypatch.setattr(arena, "APART", 1)
-    monkeypatch.setattr(arena.Arena, "grow", lambda memory, size: (grown.append(size), grow(memory, size)))
-
-    async def work(generator, push):
-        await push(0)
-        for before in ([0] + 6 * [5 * 8 + 3 * 8], [6 * (5 * 8 + 3 * 8)]):  # the second time all six are on disk
-            grown.clear()
-            batch = (await generator.generate(1, PROMPTS, [2, 2, 2], 0)).batch
-            assert grown[: len(before)] == before
-            assert {batch.tokens.ctypes.data, batch.engine_logprobs.ctypes.data} <= arena._pieces.keys()
-
-    with_generator(work, Server())
-
-
-def test_rollouts_that_get_ready_during_a_write_are_written_together(with_generator, monkeypatch, tmp_path):
-    written, append = [], RolloutStore.append
-
-    def slow(store, *rollouts):
-        written.append([r.rollout_id for r in rollouts])
-        time.sleep(0.5)
-        append(store, *rollouts)
-
-    async def work(generator, push):
-        monkeypatch.setattr(RolloutStore, "append", slow)
-        await generator.generate(1, PROMPTS[:2], [8, 8], 0)
-        assert len(written) <= 3 and len({name for names in written for name in names}) == sum(map(len, written)) == 16
-        assert len(read_rollouts(step_file(tmp_path, 1))) == 16
-
-    with_generator(work, Server())
-
-
 def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator, tmp_path):
-    """The first one takes too long; then the server fails, and comes back."""
+    """The engine aborts the first one; then the server fails, and comes back."""
     failing = True
 
-    async def misbehave(rid, number):
-        if failing and "000001-0000-000" in server.aborted:
+    def misbehave(rid, number):
+        if failing and number > 10:
             return web.json_response({}, status=503)
-        await asyncio.sleep(60 if rid == "000001-0000-000" else 0.04)
+        return web.json_response(reply(f"{rid};", 1, ABORTED)) if rid == "000001-0000-000" else None
 
     async def work(generator, push):
         nonlocal failing
@@ -80,7 +45,7 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
         assert result.uses["server-0"].retries > 0
         assert not any("discarded" in note for note in result.notes), result.notes
         gone = 1 + result.counts["failed"]  # each lost four times with the only server
-        said = f"step 1: {gone} of 32 rollouts failed; the first: no response to 000001-0000-000"
+        said = f"step 1: {gone} of 32 rollouts failed; the first: 000001-0000-000: the engine aborted it"
         assert any(note.startswith(said) for note in result.notes), result.notes
         # Asked for once more, it is a run that was interrupted.
         server.behaviour = None
@@ -88,7 +53,7 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
         assert again.reused == 32 - gone and again.counts["aborted"] == 0
 
     server = Server(misbehave)
-    with_generator(work, server, timeout=0.5, concurrency=2)
+    with_generator(work, server, concurrency=2)
 
 
 def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_generator, tmp_path):
@@ -110,26 +75,6 @@ def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_ge
     with_generator(work, Server())
 
 
-def test_rollouts_whose_reward_failed_are_not_reused(with_generator, tmp_path):
-    """Their user has repaired the reward function meanwhile."""
-
-    async def work(generator, push):
-        await generator.generate(1, PROMPTS, [2, 0, 2], 0)
-        store = RolloutStore(tmp_path)
-        late, *others = read_rollouts(step_file(tmp_path, 1))
-        store.discard(1, [late.rollout_id])
-        store.append(dataclasses.replace(late, reward=0.0, status="reward_timeout"))
-        store.close()
-        again = await generator.generate(1, PROMPTS, [2, 0, 2], 0)
-        assert again.reused == len(others) == 3 and again.counts["reward_timeouts"] == 0
-        assert {note.partition(": ")[2] for note in again.notes} == {
-            "3 rollouts of an interrupted run are reused, with their rewards",
-            "discarded rollouts of an interrupted run: 1 with reward 0 for a reward_timeout",
-        }
-
-    with_generator(work, Server())
-
-
 def test_each_kind_of_failed_reward_is_noted_with_its_own_last_failure(with_generator):
     async def work(generator, push):
         broken = Prompt("broken", text="?", tokens=[20, 30])
@@ -141,20 +86,7 @@ def test_each_kind_of_failed_reward_is_noted_with_its_own_last_failure(with_gene
     assert late.startswith("reward_timeout, ") and late.endswith("no value within reward.deadline (0.5 s)")
 
 
-DAMAGE = [
-    {"tokens": [20, 30, 7, 7, 10_000_000]},
-    {"tokens": [20, 30, 7, 7, 2**70]},
-    {"tokens": [20, 30, 7, None, 7]},
-    {"tokens": [20, 30], "response_mask": [0, 0], "engine_logprobs": [], "weight_versions": []},
-    {"engine_logprobs": [-1.0, 1.5, -1.0]},
-    {"engine_logprobs": [-1.0, -1.0]},
-    {"weight_versions": [(0, 0, 9)]},
-    {"weight_versions": []},
-    {"response_mask": [0, 0, 1]},
-    {"finish_reason": "tired"},
-    {"reward": None},
-    {"group_id": "elsewhere"},
-]
+DAMAGE = [{"tokens": [20, 30, 7, 7, 10_000_000]}, {"weight_versions": []}, {"group_id": "elsewhere"}]
 
 
 def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_path):
@@ -190,74 +122,6 @@ def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_p
     with_generator(work, server)
 
 
-def test_an_evaluated_response_that_takes_too_long_is_aborted_alone(with_generator):
-    """SGLang aborts all requests whose ids begin with the given one: those of samples 10 and 11 with sample 1's."""
-
-    async def behaviour(name, number):
-        if name.endswith("-1"):
-            await asyncio.sleep(60)
-        while name.endswith(("-10", "-11")) and not server.aborted:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.06)
-
-    async def work(generator, push):
-        return await generator.evaluate(PROMPTS[:1])
-
-    server = Server(behaviour)
-    (result,) = with_generator(work, server, samples=12, timeout=1.0, concurrency=3)
-    assert result.finish_reasons == ["length", "abort", *["length"] * 10]
-    assert len(server.ids) == 12 and not any(a != b and a.startswith(b) for a in server.ids for b in server.ids)
-
-
-def test_a_deadline_in_a_later_round_of_the_step_ends_no_run(with_generator):
-    async def work(generator, push):
-        assert (await generator.generate(1, PROMPTS[:2], [2, 2], 0)).counts["completed"] == 0
-        await asyncio.sleep(1.5)
-        late = await generator.generate(1, PROMPTS[:2], [2, 2], 2)
-        late.check_accounts(4)
-        assert late.counts["aborted"] == 4
-        server.behaviour = lambda rid, number: asyncio.sleep(60)
-        with pytest.raises(RolloutError, match=r"step 2: 0 of 4 rollouts were there at rollout.step_deadline"):
-            await generator.generate(2, PROMPTS[:2], [2, 2], 0)
-
-    server = Server()
-    with_generator(work, server, step_deadline=1.5)
-
-
-def test_a_rollouts_seed_belongs_to_its_identity(with_generator, tmp_path):
-    def refuse(rid, number):
-        return web.json_response({"error": {"message": "no"}}, status=400)
-
-    async def work(generator, push):
-        await generator.generate(1, PROMPTS[:2], [2, 2], 0)
-        await generator.generate(2, PROMPTS[:1], [1], 0)
-        await generator.evaluate(PROMPTS[:2])
-        await generator.evaluate(PROMPTS[1::-1])
-
-    def seeds(*servers, **keys):
-        """Of the rollouts by their id, and of the four evaluated responses."""
-        shutil.rmtree(tmp_path / "rollouts", ignore_errors=True)
-        with_generator(work, *servers, **keys)
-        sent = {rid: seed for server in servers for rid, seed in server.seeds.items()}
-        evaluated = [seed for rid, seed in sent.items() if rid.startswith("eval-") and rid.count("-") == 3]
-        return {rid[:15]: seed for rid, seed in sent.items() if not rid.startswith("eval-")}, sorted(evaluated)
-
-    rollouts, evaluated = seeds(Server())
-    assert set(rollouts) == {
-        "000001-0000-000",
-        "000001-0000-001",
-        "000001-0001-000",
-        "000001-0001-001",
-        "000002-0000-000",
-    }
-    assert len(evaluated) == 4 and len(set(evaluated)) == 2
-    drawn = {*rollouts.values(), *evaluated}
-    assert len(drawn) == 7 and all(0 <= seed < 2**63 for seed in drawn)
-    assert seeds(Server(refuse), Server(), concurrency=1) == (rollouts, evaluated)
-    others, others_evaluated = seeds(Server(), seed=1)
-    assert not drawn & {*others.values(), *others_evaluated}
-
-
 def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_generator, tiny_model, tmp_path):
     tokenizer = load_tokenizer(str(tiny_model))
     prompt = Prompt("p", text="?", tokens=[20, 30, tokenizer.eos_token_id], answer=("7", {1: 2.5}))
@@ -276,18 +140,6 @@ def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_genera
     assert len(stored.response) == 3  # a token a character
     assert stored.answer == result.answer == ["7", {"1": 2.5}]
     assert stored.reward_parts == {"generator_rewards:slow": 1.0}
-
-
-def test_slow_scoring_and_a_refused_prompt_are_not_the_deadlines(with_generator):
-    def refuse(rid, number):
-        return web.json_response({"error": {"message": "no"}}, status=400) if "-0000-" in rid else None
-
-    async def work(generator, push):
-        result = await generator.generate(1, PROMPTS, [1, 1, 2], 0)
-        result.check_accounts(4)
-        assert result.counts["failed"] == 1 and result.times["generate"] > 1.5
-
-    with_generator(work, Server(refuse), step_deadline=1.5)
 
 
 def test_a_server_of_rejected_rollouts_is_restarted(with_generator, tmp_path):
@@ -326,37 +178,36 @@ def test_a_fleet_that_nobody_looks_after_ends_the_command(with_generator, monkey
         for step in (1, 2):
             ended = r"the task that runs the rollout servers has ended: OSError.*Stale file handle"
             with pytest.raises(RolloutError, match=ended):
-                await generator.carry_out("generate", (step, PROMPTS, [1, 1, 1], 0))
+                await generator.watched(generator.generate(step, PROMPTS, [1, 1, 1], 0))
         assert time.monotonic() - started < 10
 
     with_generator(work, Server(lambda rid, number: asyncio.sleep(60)))
 
 
-def test_a_disk_that_stalls_does_not_stall_the_watch_over_the_servers(with_generator, tmp_path, monkeypatch):
-    """Every write takes 0.7 s; whoever looks at the clock meanwhile is never late by that much."""
-    write = os.write
-
-    def stalled(descriptor, data):
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".zst"):
-            time.sleep(0.7)
-        return write(descriptor, data)
+def test_steps_of_failed_rewards_alone_end_the_run_with_what_failed(with_generator):
+    """Reward 0 for every rollout trains nothing; an evaluation of nothing else would be a false one."""
+    broken, sound = Prompt("broken", text="?", tokens=[20, 30]), PROMPTS[0]
 
     async def work(generator, push):
-        await push(0)
-        monkeypatch.setattr(os, "write", stalled)
-        late = [0.0]
+        for step, prompts in enumerate(([broken], [broken], [broken, sound], [broken], [broken]), 1):
+            result = await generator.generate(step, prompts, [2] * len(prompts), 0)
+            assert result.counts["reward_errors"] == 2
+        with pytest.raises(RewardError, match="step 6: not one rollout of 3 steps in a row could be scored; the last"):
+            await generator.generate(6, [broken], [2], 0)
+        with pytest.raises(RewardError, match="evaluation: not one of 1 responses could be scored; the last failure"):
+            await generator.evaluate([broken])
 
-        async def watch():
-            while True:
-                before = time.monotonic()
-                await asyncio.sleep(0.05)
-                late.append(time.monotonic() - before - 0.05)
+    with_generator(work, Server(), reward={"on_error": "zero"})
 
-        watching = asyncio.create_task(watch())
-        result = await generator.generate(1, PROMPTS, [1, 1, 1], 0)
-        watching.cancel()
-        assert max(late) < 0.6, late
-        names = [r.rollout_id for r in read_rollouts(step_file(tmp_path, 1))]
-        assert sorted(names) == result.batch.rollout_ids  # each on disk before it counts
+
+def test_later_parts_of_a_step_are_reused_apart_from_the_first(with_generator):
+    """As rounds of dynamic sampling ask: positions 0 and 1, then 2 and 3."""
+
+    async def work(generator, push):
+        for reused in (0, 1):
+            first = await generator.generate(1, PROMPTS[:2], [2, 2], 0)
+            later = await generator.generate(1, PROMPTS[1:], [3, 3], 2)
+            assert (first.reused, later.reused) == (4 * reused, 6 * reused)
+            assert later.batch.group_ids == ["000001-0002"] * 3 + ["000001-0003"] * 3
 
     with_generator(work, Server())

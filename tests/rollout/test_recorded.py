@@ -5,7 +5,7 @@ import pytest
 
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import group_id, rollout_id
-from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
+from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.types import Prompt, Rollout
 
 PROMPTS = {name: Prompt(name, text=name, tokens=[10 + i, 11]) for i, name in enumerate("abc")}
@@ -67,24 +67,6 @@ def test_another_order_gets_other_names_and_the_first_rollouts(folder):
     assert result.batch.rollout_ids[-1] == "000005-0002-003"
 
 
-def test_a_failed_rollout_stays_out_of_the_batch(folder):
-    store = RolloutStore(folder)
-    victim = next(r for r in read_rollouts(step_file(folder, 5)) if r.rollout_id == "000005-0001-002")
-    store.append(
-        dataclasses.replace(
-            victim,
-            status="failed",
-            finish_reason="abort",
-            tokens=victim.tokens[:2],
-            response_mask=[0, 0],
-            engine_logprobs=[],
-        )
-    )
-    result = generate(folder, [("b", 4)])
-    assert result.batch.rewards.tolist() == [100, 101, 103]
-    assert result.counts["aborted"] == 1 and result.counts["requested"] == 4
-
-
 @pytest.mark.parametrize(
     ("request_", "step", "message"),
     [
@@ -97,18 +79,6 @@ def test_what_was_not_recorded_is_named(folder, request_, step, message):
     with pytest.raises(ValueError, match=message) as error:
         generate(folder, request_, step)
     assert "\n" not in str(error.value)
-
-
-def test_other_prompts_are_refused(folder):
-    with pytest.raises(ValueError, match="prompt 'z' has 0 recorded groups"):
-        source(folder).generate(5, [Prompt("z", text="z", tokens=[1])], [1])
-    with pytest.raises(ValueError, match="recorded for other tokens of prompt 'a'"):
-        source(folder).generate(5, [Prompt("a", text="a", tokens=[10, 12])], [1])
-
-
-def test_a_folder_without_rollouts_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"rollout.recorded: .* has no rollouts/ folder"):
-        source(tmp_path)
 
 
 DAMAGED = "000005-0001-002"

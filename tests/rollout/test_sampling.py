@@ -1,23 +1,16 @@
 """What becomes of requests when servers misbehave."""
 
 import asyncio
-import time
 
 import pytest
 from aiohttp import web
-from stand_ins import VOCABULARY, Server, external, fleet_of, listening, reply
+from stand_ins import Server, fleet_of, reply
 
-from dynamo_megatron.config import RolloutConfig
-from dynamo_megatron.config import rollout as rollout_config
-from dynamo_megatron.rollout.client import open_session
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.result import PushNeeded
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
-from dynamo_megatron.rollout.servers import fleet as fleet_module
-from dynamo_megatron.rollout.servers import supervisor
-from dynamo_megatron.rollout.servers.fleet import Fleet
 
 
-def sample(*servers: Server, requests: int = 40, deadline: float | None = None, pushed: bool = False, **rollout):
+def sample(*servers: Server, requests: int = 40, pushed: bool = False, **rollout):
     """(outcomes by request: (response, server), the Sampling, the fleet) of so many requests in groups of four."""
 
     async def work():
@@ -32,8 +25,7 @@ def sample(*servers: Server, requests: int = 40, deadline: float | None = None, 
                 endpoints = await fleet.begin_push(0)
                 await fleet.end_push(0, dict.fromkeys(endpoints))
             asked = [Request(f"r{i}", f"g{i // 4}", f"p{i // 4}", [1, 2], 10.0) for i in range(requests)]
-            limit = None if deadline is None else time.monotonic() + deadline
-            sampling = Sampling(fleet, asked, take, limit)
+            sampling = Sampling(fleet, asked, take)
             await sampling.run()
             assert len(outcomes) == requests and not any(m.load.requests for m in fleet.serving().values())
             return outcomes, sampling, fleet
@@ -57,19 +49,12 @@ def test_groups_stay_together_and_no_server_has_more_than_its_share():
 
 NONSENSE = {
     "no meta_info": {"text": "!"},
-    "a list": [1],
-    "no tokens": {"meta_info": {"finish_reason": {"type": "length"}}},
-    "no end": {"meta_info": {"finish_reason": None}},
     "an unheard-of end": {"meta_info": {**reply("r")["meta_info"], "finish_reason": {"type": "tired"}}},
 }
 
 
 def one_token(token, logprob=-1.0) -> dict:
     return {"output_token_logprobs": [[-1.0, 7, None], [logprob, token, None], [-1.0, 7, None]]}
-
-
-def one_span(**said) -> dict:
-    return {"weight_versions": [{"version": "0", "start": 0, "end": 3} | said]}
 
 
 # What SGLang types as int | list[int] | str, and others leave out.
@@ -86,32 +71,15 @@ def test_what_stopped_a_response_is_its_last_token_or_the_end_of_several(matched
 # Of the reply that the server otherwise sends, these keys.
 GARBAGE = {
     "an id beyond the vocabulary": one_token(10_000_000),
-    "a negative id": one_token(-1),
-    "2 ** 40": one_token(2**40),
-    "an id of 40 digits": one_token(int("9" * 40)),
-    "an id in text": one_token("7"),
-    "no id": one_token(None),
-    "a fraction": one_token(7.5),
-    "a true id": one_token(True),
     "a logprob above 0": one_token(7, 0.5),
-    "nan": one_token(7, float("nan")),
-    "a version of 40 digits": one_span(version="9" * 40),
-    "a version of another kind": one_span(version=0),
-    "a gap": one_span(start=1),
-    "too long a span": one_span(end=2**40),
-    "nothing": {"output_token_logprobs": [], "completion_tokens": 0, "weight_versions": []},
-    "too much": {
-        "output_token_logprobs": [[-1.0, 7, None]] * 7,
-        "completion_tokens": 7,
-        "weight_versions": [{"version": "0", "start": 0, "end": 7}],
-    },
+    "a gap": {"weight_versions": [{"version": "0", "start": 1, "end": 3}]},
+    "fewer tokens than counted": {"completion_tokens": 4},
     "another end token": {"finish_reason": {"type": "stop", "matched": 8}},
-    "another end of several tokens": {"finish_reason": {"type": "stop", "matched": [7, 8]}},
     "another's response": {"id": "another;"},
 }
 
 
-@pytest.mark.parametrize("status", [503, 401, 500, "not json", "a page", *NONSENSE, *GARBAGE], ids=str)
+@pytest.mark.parametrize("status", [503, "not json", "a page", "no meta_info", "an unheard-of end", *GARBAGE], ids=str)
 def test_a_server_that_serves_nobody_costs_no_rollout(status):
     def misbehave(rid, number):
         if status == "a page":
@@ -152,57 +120,17 @@ def test_connections_lost_in_one_moment_are_one_fault_of_a_healthy_server():
     assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
-def test_connections_lost_now_and_then_are_no_fault_of_a_healthy_server(monkeypatch):
-    """Each of them in a moment of its own, and without an answer between them."""
-    monkeypatch.setattr(fleet_module, "MOMENT", 0.0)
-    outcomes, sampling, fleet = sample(Closing(2), requests=1, health_timeout=20.0)
-    assert not any(r.error for r, _ in outcomes.values()) and sampling.uses["server-0"].retries == 2
-    assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
-
-
-def test_a_server_that_closes_every_connection_leaves_and_costs_no_rollout(monkeypatch):
-    monkeypatch.setattr(fleet_module, "MOMENT", 0.005)
-    outcomes, _, fleet = sample(Closing(1000), Server(), requests=80, concurrency=8, health_timeout=20.0)
-    assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
-    assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
-
-
-def test_a_request_that_all_refuse_fails_and_one_that_one_refuses_does_not():
-    def refuse(rid, number):
-        return web.json_response({"error": {"message": "too long"}}, status=400)
-
-    def refuse_one(rid, number):
-        return refuse(rid, number) if rid.startswith("r7") else None
-
-    outcomes, *_ = sample(Server(refuse), Server(refuse_one))
-    assert [name for name, (r, _) in outcomes.items() if r.error] == ["r7"]
-    assert "the server refused it: too long" in outcomes["r7"][0].error
-
-
-@pytest.mark.parametrize("loads", [{"loads": []}, {"loads": [{}]}, "busy"], ids=["known", "of a kind", "nonsense"])
-def test_a_silent_server_leaves_and_its_requests_go_elsewhere(loads):
-    """Also where it has not told its load before."""
+def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
 
     async def freeze(rid, number):
         await asyncio.sleep(0.7)
         silent.healthy = False
         await asyncio.sleep(600)
 
-    silent = Server(freeze, loads=loads)
-    started = time.monotonic()
+    silent = Server(freeze)
     outcomes, _, fleet = sample(silent, Server(), health_timeout=6.0)
-    assert time.monotonic() - started < 100 and served_by(outcomes) == {"server-1"}
+    assert served_by(outcomes) == {"server-1"}
     assert any("no answer to /health for rollout.health_timeout (6 s)" in note for note in fleet.notes)
-
-
-def test_a_limit_that_is_not_given_follows_from_the_tokens(monkeypatch):
-    assert RolloutConfig(max_new_tokens=1024).timeout_of() == 600
-    assert RolloutConfig(max_new_tokens=32768).timeout_of() == pytest.approx(3277, abs=1)
-    assert RolloutConfig(max_new_tokens=8).timeout_of(32768) > 3000  # an evaluation's
-    monkeypatch.setattr(rollout_config, "SHORTEST_TIMEOUT", 0.1)
-    monkeypatch.setattr(rollout_config, "TOKEN_TIMEOUT", 0.05)
-    outcomes, *_ = sample(Server(lambda rid, number: asyncio.sleep(60) if rid == "r3" else None), max_new_tokens=10)
-    assert outcomes["r3"][0].error == "no response to r3 within rollout.timeout (0.5 s)"
 
 
 def test_a_response_that_never_ends_is_aborted():
@@ -211,14 +139,6 @@ def test_a_response_that_never_ends_is_aborted():
     assert outcomes["r3"][0].finish_reason == "abort" and server.aborted == ["r3"]
     assert outcomes["r3"][0].error == "no response to r3 within rollout.timeout (4 s)"
     assert sum(bool(r.error) for r, _ in outcomes.values()) == 1
-
-
-def test_the_deadline_aborts_what_waits_and_what_is_under_way():
-    server = Server(lambda rid, number: asyncio.sleep(60) if number > 10 else None)
-    outcomes, *_ = sample(server, deadline=4.0, step_deadline=4.0, concurrency=4, health_timeout=60.0)
-    late = [name for name, (r, _) in outcomes.items() if r.error]
-    assert len(late) == 30 and all("rollout.step_deadline (4 s)" in outcomes[name][0].error for name in late)
-    assert len(server.asked) == 14 and sorted(server.aborted) == sorted(server.asked[10:])
 
 
 def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_one_for_patience():
@@ -241,83 +161,19 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
     assert all("lost with server-0, server-0" in r.error for r, _ in outcomes.values())
 
 
-def test_servers_that_are_not_there_are_named():
-    async def work():
-        async with open_session() as session:
-            fleet = Fleet(external(["http://127.0.0.1:9"], start_timeout=2), session, [], VOCABULARY)
-            running = asyncio.create_task(fleet.run())
-            try:
-                await fleet.wait_started()
-            finally:
-                running.cancel()
-                await asyncio.wait([running])
-
-    with pytest.raises(RolloutError, match=r"no rollout server is up; server-0: .*127.0.0.1:9.* does not answer"):
-        asyncio.run(work())
-
-
-def test_somebody_elses_server_may_come_up_late(monkeypatch):
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.01)
-
-    async def work():
-        async with listening(Server()) as url:
-            port = int(url.rpartition(":")[2])
-        async with open_session() as session:
-            fleet = Fleet(external([url]), session, [], VOCABULARY)
-            running = asyncio.create_task(fleet.run())
-            starting = asyncio.create_task(fleet.wait_started())
-            await asyncio.sleep(1.0)  # six failures
-            async with listening(Server(), port):
-                await starting
-                assert set(fleet.serving()) == {"server-0"}
-                running.cancel()
-                await asyncio.wait([running])
-
-    asyncio.run(work())
-
-
-def test_a_start_without_one_of_the_servers_says_so():
-    async def work():
-        async def hang(request):
-            await asyncio.sleep(60)
-
-        slow = Server()
-        slow.answer = hang
-        async with fleet_of(Server(), slow, start_timeout=1) as fleet:
-            assert set(fleet.serving()) == {"server-0"}
-            return fleet.notes
-
-    assert asyncio.run(work()) == ["server-1 did not come up within rollout.start_timeout (1 s)"]
-
-
-def test_a_server_restarted_in_a_push_has_not_taken_it():
-    async def work():
-        async with fleet_of(Server(), Server()) as fleet:
-            endpoints = await fleet.begin_push(1)
-            fleet.mark_failed(fleet._servers["server-0"].endpoint, "killed after its proof")
-            async with asyncio.timeout(10):
-                while "server-0" not in fleet._servers:
-                    await asyncio.sleep(0.05)
-            await fleet.end_push(1, dict.fromkeys(endpoints))
-            assert set(fleet.serving()) == {"server-1"}
-            again = await fleet.begin_push(2)
-            assert [e.incarnation for e in again] == [2, 1]
-            await fleet.end_push(2, dict.fromkeys(again))
-            assert set(fleet.serving()) == {"server-0", "server-1"}
-
-    asyncio.run(work())
-
-
-def test_a_server_that_refuses_what_others_answer_leaves():
-    def refuse(rid, number):
-        return web.json_response({"error": {"message": "bad"}}, status=400)
-
-    outcomes, _, fleet = sample(Server(refuse), Server(), requests=80)
-    assert not any(r.error for r, _ in outcomes.values())
-    assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
-
-
 def test_the_tail_begins_when_nine_of_ten_are_there():
     assert tail_seconds([]) == 0 and tail_seconds([5.0]) == 0
     assert tail_seconds([float(i) for i in range(1, 11)]) == 1.0
     assert tail_seconds([1.0] * 8 + [3.0, 9.0]) == 6.0
+
+
+def test_a_request_that_all_refuse_fails_and_one_that_one_refuses_does_not():
+    def refuse(rid, number):
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    def refuse_one(rid, number):
+        return refuse(rid, number) if rid.startswith("r7") else None
+
+    outcomes, *_ = sample(Server(refuse), Server(refuse_one))
+    assert [name for name, (r, _) in outcomes.items() if r.error] == ["r7"]
+    assert "the server refused it: too long" in outcomes["r7"][0].error

@@ -1,20 +1,16 @@
-import contextlib
 import dataclasses
 import errno
 import json
 import os
 import re
 import secrets
-import subprocess
-import tracemalloc
 
 import pytest
 
-from dynamo_megatron.rollout import line_files
-from dynamo_megatron.rollout.line_files import compressed, read_raw_lines
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.reuse import reusable
-from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file, step_files
+from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file
+from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.types import Prompt, Rollout
 
 
@@ -47,19 +43,6 @@ def test_what_was_appended_is_read_back(tmp_path):
     assert list(store.lines(3)) == written and list(store.lines(5)) == []
 
 
-def test_files_are_compressed_and_zstdcat_reads_them_also_when_torn(tmp_path):
-    store = RolloutStore(tmp_path)
-    rollouts = [rollout(f"000003-0000-{k:03d}") for k in range(3)]
-    for r in rollouts:
-        store.append(r)
-    path = step_file(tmp_path, 3)
-    assert path.name == "step-000003.jsonl.zst"
-    lines = [r.to_json() for r in rollouts]
-    assert subprocess.run(["zstdcat", path], capture_output=True, check=True).stdout.decode().splitlines() == lines
-    path.write_bytes(path.read_bytes()[:-9])
-    assert subprocess.run(["zstdcat", path], capture_output=True).stdout.decode().splitlines()[:2] == lines[:2]
-
-
 @pytest.mark.parametrize("whole", [0, 1, 2])
 def test_a_torn_last_frame_is_left_out_and_cut_off_wherever_it_ends(tmp_path, whole):
     names = [f"000003-0000-{k:03d}" for k in range(whole)]
@@ -75,14 +58,6 @@ def test_a_torn_last_frame_is_left_out_and_cut_off_wherever_it_ends(tmp_path, wh
         assert [r.rollout_id for r in read_rollouts(path)] == [*names, "000003-0000-009"]
 
 
-def test_zeros_that_a_power_cut_left_are_a_torn_end(tmp_path):
-    RolloutStore(tmp_path).append(rollout("000003-0000-000"))
-    path = step_file(tmp_path, 3)
-    path.write_bytes(path.read_bytes() + bytes(4096))
-    RolloutStore(tmp_path).append(rollout("000003-0000-001"))
-    assert [r.rollout_id for r in read_rollouts(path)] == ["000003-0000-000", "000003-0000-001"]
-
-
 def test_damage_within_the_file_is_named_and_never_read_as_a_rollout(tmp_path):
     store = RolloutStore(tmp_path)
     for k in range(3):
@@ -91,7 +66,7 @@ def test_damage_within_the_file_is_named_and_never_read_as_a_rollout(tmp_path):
     content = path.read_bytes()
     size = len(content) // 3
     written = read_rollouts(path)
-    for place in range(len(content)):  # a flipped bit
+    for place in range(0, len(content), 7):  # a flipped bit
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
         try:
             found = read_rollouts(path)
@@ -99,93 +74,6 @@ def test_damage_within_the_file_is_named_and_never_read_as_a_rollout(tmp_path):
             assert re.match(rf"{re.escape(str(path))}: damaged (at|between) byte \d+", str(error))
         else:  # such as a length that ends beyond the file: the rest is torn
             assert found == written[: len(found)] and len(found) >= place // size
-
-
-def test_a_broken_line_within_the_file_is_named(tmp_path):
-    RolloutStore(tmp_path).append(rollout("000003-0000-000"))
-    path = step_file(tmp_path, 3)
-    path.write_bytes(path.read_bytes() + compressed(b'{"rollout_id": 1}\n') + path.read_bytes())
-    with pytest.raises(ValueError, match=r"step-000003.jsonl.zst:2: not a rollout"):
-        read_rollouts(step_file(tmp_path, 3))
-
-
-def test_a_file_from_before_rollouts_were_compressed_goes_on_as_one_file(tmp_path):
-    RolloutStore(tmp_path)
-    plain = tmp_path / "rollouts" / "step-000003.jsonl"
-    rollouts = [rollout(f"000003-0000-{k:03d}") for k in range(3)]
-    plain.write_text("".join(r.to_json() + "\n" for r in rollouts[:2]) + '{"rollout_id": "000003')
-    store = RolloutStore(tmp_path)
-    assert step_file(tmp_path, 3) == plain and step_files(tmp_path) == {3: plain}
-    assert read_rollouts(step_file(tmp_path, 3)) == rollouts[:2] and plain.exists()  # nothing is written by who reads
-    store.append(rollouts[2])
-    assert read_rollouts(step_file(tmp_path, 3)) == rollouts
-    assert os.listdir(tmp_path / "rollouts") == ["step-000003.jsonl.zst"]
-    assert step_files(tmp_path) == {3: step_file(tmp_path, 3)}
-
-
-@pytest.mark.parametrize("change", ["discard", "append"])
-def test_a_kill_between_the_compressed_file_and_the_end_of_the_plain_one(tmp_path, monkeypatch, change):
-    store = RolloutStore(tmp_path)
-    plain = tmp_path / "rollouts" / "step-000003.jsonl"
-    rollouts = [rollout(f"000003-0000-{k:03d}") for k in range(3)]
-    plain.write_text("".join(r.to_json() + "\n" for r in rollouts[:2]))
-
-    def killed(path, missing_ok=False):
-        if path == plain:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(type(plain), "unlink", killed)
-        if change == "discard":
-            store.discard(3, [rollouts[0].rollout_id])
-        else:
-            store.append(rollouts[2])
-    assert len(os.listdir(tmp_path / "rollouts")) == 2
-    left = rollouts[1:2] if change == "discard" else rollouts[:2]
-    assert read_rollouts(step_file(tmp_path, 3)) == left
-    RolloutStore(tmp_path).append(rollouts[2])
-    assert read_rollouts(step_file(tmp_path, 3)) == [*left, rollouts[2]]
-    assert os.listdir(tmp_path / "rollouts") == ["step-000003.jsonl.zst"]
-
-
-def test_a_few_bytes_that_stand_for_gigabytes_are_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(line_files, "LONGEST_LINE", 1 << 24)
-    RolloutStore(tmp_path)
-    path = step_file(tmp_path, 3)
-    path.write_bytes(compressed(bytes(1 << 28)))  # 9 kB
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=r"damaged between byte 0 and .*: a line of more than 16777216 bytes"):
-            read_rollouts(path)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 26
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_step_of_many_gigabytes_needs_the_memory_of_a_line(tmp_path):
-    store, path = RolloutStore(tmp_path), step_file(tmp_path, 3)
-    text = secrets.token_hex(50_000)
-    for k in range(200):  # 20 MB of lines
-        store.append(dataclasses.replace(rollout(f"000003-0000-{k:03d}"), response=text))
-    store.close()
-    tracemalloc.start()
-    try:
-        for _ in store.lines(3):
-            pass
-        store.reject(3, ["000003-0000-007"])
-        store.discard(3, ["000003-0000-008"])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 5_000_000, peak
-    assert len(read_rollouts(path)) == 199
-
-
-def test_the_later_of_two_lines_of_a_rollout_counts(tmp_path):
-    store = RolloutStore(tmp_path)
-    for reward in (0.0, 1.0):
-        store.append(rollout("000003-0000-000", reward=reward))
-    assert [r.reward for r in read_rollouts(step_file(tmp_path, 3))] == [1.0]
 
 
 def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
@@ -222,28 +110,12 @@ def test_whatever_ids_a_file_has_they_are_discarded_by_and_shown_short(tmp_path)
     escaped = spaced.replace(b'"000003-0000-007"', b'"\\u003000003-0000-008"')
     path.write_bytes(path.read_bytes() + compressed(spaced + b"\n") + compressed(escaped + b"\n"))
     prompt = Prompt(sound.prompt_id, text="a", tokens=[1])
-    reuse = reusable(store.lines(3), {sound.rollout_id: prompt}, range(1), range(2, 3), 100, 4)
+    reuse = reusable(store.lines(3), {sound.rollout_id: prompt}, {"000003-0000"}, range(2, 3), 100, 4)
     assert list(reuse.kept) == [sound.rollout_id] and len(reuse.discarded) == 7
     (_, note) = reuse.notes(path)
     assert note.isprintable() and len(note) < 500
     store.discard(3, reuse.discarded)
     assert read_rollouts(path) == [sound]
-
-
-def test_reject_parses_no_other_line(tmp_path):
-    store = RolloutStore(tmp_path)
-    rollouts = [rollout(f"000003-0000-{k:03d}") for k in range(3)]
-    for r in rollouts:
-        store.append(r)
-    path = step_file(tmp_path, 3)
-    lines = list(read_raw_lines(path))
-    broken = lines[0][:60] + b"\n"
-    path.write_bytes(b"".join(map(compressed, [broken, *lines[1:]])))
-    store.reject(3, ["000003-0000-001"])
-    now = list(read_raw_lines(path))
-    assert now[:3] == [broken, *lines[1:]] and len(now) == 4
-    path.write_bytes(b"".join(map(compressed, now[1:])))
-    assert read_rollouts(step_file(tmp_path, 3)) == [dataclasses.replace(rollouts[1], status="rejected"), rollouts[2]]
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
@@ -272,11 +144,3 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
         "000003-0000-003",
         "000003-0000-002",
     ]
-
-
-def test_failed_rollouts_are_stored(tmp_path):
-    failed = dataclasses.replace(
-        rollout("000003-0000-000"), status="failed", finish_reason="error", tokens=[1], response_mask=[0]
-    )
-    RolloutStore(tmp_path).append(failed)
-    assert read_rollouts(step_file(tmp_path, 3)) == [failed]

@@ -5,7 +5,6 @@ import itertools
 import threading
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_ins import Server
@@ -16,8 +15,7 @@ from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.token_spans import character_ends, token_spans
-from dynamo_megatron.rollout.validation import rollout_fault, type_fault
-from dynamo_megatron.types import Prompt, Rollout, RolloutBatch
+from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout, RolloutBatch
 
 
 def byte_level(*merges: tuple[str, str]) -> Tokenizer:
@@ -66,18 +64,6 @@ def test_bytes_that_are_no_text_keep_every_step_within_the_response(tokens):
     assert ends == sorted(ends) and (not spans or ends[-1] == len(tokens))
 
 
-def test_a_special_token_within_a_response_adds_nothing():
-    """A decoder that strips the first blank of a text would strip that of the token after it."""
-    vocabulary = {token: i for i, token in enumerate(["\u2581", "\u2581two", "\u2581words", "<unk>"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    tokenizer.add_special_tokens(["<pause>"])
-    pause = tokenizer.token_to_id("<pause>")
-    for tokens in ([1, pause, 2], [pause, 1, pause, pause, 2, 0, pause, 1], [0, 1, 2]):
-        texts = [tokenizer.decode(tokens[: i + 1], skip_special_tokens=True) for i in range(len(tokens))]
-        assert character_ends(tokens, tokenizer) == list(map(len, texts))
-
-
 def rollout(name: str, steps, response: int = 3) -> Rollout:
     return Rollout(
         rollout_id=name,
@@ -106,8 +92,8 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
     assert read_rollouts(step_file(tmp_path, 5)) == [WITH, WITHOUT]
     prompt = Prompt("p", text="?", tokens=[1, 2])
     wanted = dict.fromkeys(("000005-0000-000", "000005-0000-001"), prompt)
-    reuse = reusable(RolloutStore(tmp_path).lines(5), wanted, range(1), range(4, 5), 100, 4)
-    kept = RolloutBatch.join([reuse.kept[name].batch for name in wanted])
+    reuse = reusable(RolloutStore(tmp_path).lines(5), wanted, {"000005-0000"}, range(4, 5), 100, 4)
+    kept = RolloutBatch.join([reuse.kept[name] for name in wanted])
     replayed = RecordedRollouts(tmp_path, vocab_size=100, max_new_tokens=4).generate(5, [prompt], [2]).batch
     for batch in (kept, replayed, RolloutBatch.from_rollouts([WITH, WITHOUT])):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
@@ -135,48 +121,13 @@ def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, t
     assert lines == {"steps": [(0, 1, 0.5), (1, 3, -0.25)], "p0": []}
 
 
-def test_a_line_from_before_there_were_steps_has_none():
-    line = WITHOUT.to_json().replace(',"step_rewards":[]', "")
-    assert "step_rewards" not in line and Rollout.from_json(line) == WITHOUT
-
-
-def test_a_batch_without_steps_carries_nothing():
-    assert RolloutBatch.from_rollouts([WITHOUT]).step_rewards is None
-    one = RolloutBatch.from_rollouts([WITHOUT])
-    assert RolloutBatch.join([one, one]).step_rewards is None
-
-
 def test_joining_and_taking_keep_each_rollouts_own():
     one, two = RolloutBatch.from_rollouts([WITHOUT]), RolloutBatch.from_rollouts([WITH, WITHOUT])
     joined = RolloutBatch.join([one, two])
     np.testing.assert_array_equal(joined.step_rewards, [np.nan, np.nan, *ENDS, np.nan, np.nan])
     np.testing.assert_array_equal(joined.take(np.array([1])).step_rewards, ENDS)
-    assert two.nbytes - one.nbytes == 5 * 8 + 3 * 8 + 5 * 8  # tokens, logprobs and versions of WITH; all step rewards
-
-
-def test_steps_that_end_at_one_token_add_up():
-    both = rollout("000005-0000-000", [(0, 1, 0.5), (0, 1, 0.25), (2, 3, 1.0)])
-    np.testing.assert_array_equal(RolloutBatch.from_rollouts([both]).step_rewards, [0.75, np.nan, 1.0])
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [[(0, 4, 1.0)], [(2, 2, 1.0)], [(-1, 2, 1.0)], [(0, 2)], [(0, 2.0, 1.0)], [(0, 2, None)], [(0, 2, float("nan"))]],
-    ids=str,
-)
-def test_damaged_steps_of_a_file_are_found(steps):
-    damaged = dataclasses.replace(WITH, step_rewards=steps)
-    assert rollout_fault(WITH, vocab_size=100, max_new_tokens=4) == "" == type_fault(WITH)
-    assert rollout_fault(damaged, vocab_size=100, max_new_tokens=4)
-
-
-@pytest.mark.parametrize("steps", ["[[0, 2]]", "[3]", "null", "7"])
-def test_a_line_whose_steps_are_no_triples_is_no_rollout(steps):
-    line = WITHOUT.to_json().replace('"step_rewards":[]', f'"step_rewards":{steps}')
-    with pytest.raises(ValueError, match=r"^not a rollout: "):
-        Rollout.from_json(line)
-
-
-@pytest.mark.parametrize("steps", [[(0, 2)], [(0, "2", 1.0)], [(0, 2, None)]], ids=str)
-def test_steps_of_another_type_are_named(steps):
-    assert type_fault(dataclasses.replace(WITH, step_rewards=steps)).startswith("step_rewards.")
+    episode = dataclasses.replace(WITHOUT, response_mask=[0, 1, 0, 1], episode=EpisodeRecord([0, 2], {}))
+    episodes = RolloutBatch.join([RolloutBatch.from_rollouts([episode]) for _ in range(3)])
+    assert episodes.segment_starts.tolist() == [0, 2, 4, 6, 8, 10]
+    taken = episodes.take(np.array([0, 2]))
+    assert taken.segment_starts.tolist() == [0, 2, 4, 6] and taken.trained.tolist() == [False, True] * 4

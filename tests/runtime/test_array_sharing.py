@@ -1,128 +1,59 @@
 """What rank 0 shares with the other ranks of its node and of others: all of it, through one memory of a node."""
 
 import json
+import multiprocessing
+import os
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
+import numpy as np
 
-from dynamo_megatron.runtime.arena import APART, Arena
-from dynamo_megatron.runtime.array_sharing import _Address, share
+from dynamo_megatron.runtime.arena import APART, Arena, dump, receive, send
 
-CASES = {  # the local rank of every rank, and the ranks that cannot open the memory of others
-    "one node": ([0, 1], []),
-    "two nodes": ([0, 1, 0, 1], []),
-    "nodes of two and of one": ([0, 1, 0], []),
-    "rank 3 refused": ([0, 1, 0, 1], [3]),
-    "rank 0 killed": ([0, 1], []),
-}
-RUNNING = [name for name in CASES if name != "rank 0 killed"]
-LARGE = 60 * 5000 * 16 + sum(8 * (2 + i % 3) for i in range(60))  # bytes of tokens, logprobs and weight versions
-MESSAGE = 30_000  # bytes: names, small arrays
+LARGE = 2 * 300_000 * 8  # bytes of the two arrays that are apart from the message
+NODES = {"one node": [0, 1], "nodes of two and of one": [0, 1, 0]}  # the local rank of every rank
 
 
-@pytest.fixture(scope="module")
-def found(run_script, tmp_path_factory) -> dict[str, list[dict | None]]:
-    """What every rank saw, by case; None of a rank that was killed."""
-    out = tmp_path_factory.mktemp("shared")
-    cases = [
-        {"local_ranks": local, "refused": refused, "killed": "killed" in name, "out": str(out / name)}
-        for name, (local, refused) in CASES.items()
-    ]
-    run_script(Path(__file__).with_name("array_sharing_runs.py"), cases, out, 240)
-    return {
-        name: [
-            json.loads(file.read_text()) if (file := out / name / f"rank{rank}.json").exists() else None
-            for rank in range(len(local))
-        ]
-        for name, (local, _) in CASES.items()
-    }
+def test_a_node_has_one_copy_and_tensors_go_between_nodes(run_script, tmp_path):
+    cases = [{"local_ranks": local, "out": str(tmp_path / name)} for name, local in NODES.items()]
+    run_script(Path(__file__).with_name("array_sharing_runs.py"), cases, tmp_path, 240)
+    one, uneven = (
+        [json.loads((tmp_path / name / f"rank{rank}.json").read_text()) for rank in range(len(local))]
+        for name, local in NODES.items()
+    )
+    assert [(r["node"], r["leaders"]) for r in one] == [([0, 1], None)] * 2
+    assert [(r["node"], r["leaders"]) for r in uneven] == [([0, 1], [0, 2]), ([0, 1], None), ([2], [0, 2])]
+    assert [r["tensors"] for r in one + uneven] == [0, 0, LARGE, 0, LARGE]
+    for rank in one + uneven:
+        assert rank["message"] < 30_000 and rank["open"] == 0 and rank["stop"] == "SIGTERM"
+        assert rank["memory"].startswith("p ") and "/memfd:dynamo-megatron-" in rank["memory"]
+    assert len({r["memory"] for r in one}) == 1
+    assert uneven[0]["memory"] == uneven[1]["memory"] != uneven[2]["memory"]
 
 
-def test_ranks_know_their_node_and_its_first_rank_the_others(found):
-    assert [(r["node"], r["leaders"]) for r in found["one node"]] == [([0, 1], None)] * 2
-    two = [([0, 1], [0, 2]), ([0, 1], None), ([2, 3], [0, 2]), ([2, 3], None)]
-    assert [(r["node"], r["leaders"]) for r in found["two nodes"]] == two
-    uneven = [([0, 1], [0, 2]), ([0, 1], None), ([2], [0, 2])]
-    assert [(r["node"], r["leaders"]) for r in found["nodes of two and of one"]] == uneven
+def test_arrays_in_an_arena_are_sent_without_a_copy():
+    here, there = multiprocessing.Pipe()
+    parts = [np.arange(i, i + 100_001) for i in range(3)]
+    before = len(os.listdir("/proc/self/fd"))
+    arena = Arena()
+    arena.grow(3_000_000)
+    joined, pairs = arena.concatenate(parts), arena.concatenate([np.ones((2, 2)), np.zeros((1, 2))])
+    assert (joined == np.concatenate(parts)).all() and pairs.shape == (3, 2)
+    send(there, (joined, pairs, joined[1:], joined[:-1]))
+    received = receive(here)
+    assert (received[0] == joined).all() and (received[1] == pairs).all() and (received[2] == joined[1:]).all()
+    assert (received[3] == joined[:-1]).all(), "a part of an array is another array"
+    joined[0] = 9
+    assert received[0][0] == 9, "one memory"
+    there.close()
+    del arena, joined, received
+    assert len(os.listdir("/proc/self/fd")) == before - 1, "the memory goes with the arrays"
 
 
-@pytest.mark.parametrize("case", RUNNING)
-def test_every_rank_gets_the_value_and_may_write_to_it_alone(found, case):
-    for rank in found[case]:
-        wrong = {name: tuple(rank[name]["wrong"]) for name in ("large", "small", "empty", "others", "coordinator")}
-        assert set(wrong.values()) == {()}
-        assert rank["after a write"] == []
-        assert rank["left open"] == []
-
-
-@pytest.mark.parametrize("case", RUNNING)
-def test_large_arrays_are_in_no_message(found, case):
-    for rank in found[case]:
-        assert all(rank[name]["message"] < MESSAGE for name in ("large", "small", "empty"))
-        assert rank["small"]["tensors"] == rank["empty"]["tensors"] == 0
-
-
-@pytest.mark.parametrize("case", RUNNING)
-def test_a_node_has_one_copy_and_rank_0s_node_that_of_the_rollout_process(found, case):
-    ranks, refused = found[case], CASES[case][1]
-    for rank in ranks:
-        first = ranks[rank["node"][0]]
-        if set(rank["node"]) & set(refused) and rank is not first:
-            assert not any("memfd" in memory for memory in rank["memory"])
-            continue
-        assert rank["memory"] == first["memory"]
-        assert all(memory.startswith("p ") and "memfd:dynamo-megatron-" in memory for memory in rank["memory"])
-    original = ranks[0]["memory of the value"]
-    assert [memory.partition(" ")[2] for memory in ranks[0]["memory"]] == [m.partition(" ")[2] for m in original]
-    assert len({tuple(ranks[rank["node"][0]]["memory"]) for rank in ranks}) == len({tuple(r["node"]) for r in ranks})
-
-
-def test_tensors_go_between_nodes_and_to_a_node_where_a_rank_cannot_open_memory(found):
-    sent = {case: [rank["large"]["tensors"] for rank in found[case]] for case in RUNNING}
-    assert sent == {
-        "one node": [0, 0],
-        "two nodes": [LARGE, 0, LARGE, 0],
-        "nodes of two and of one": [LARGE, 0, LARGE],
-        "rank 3 refused": [LARGE, 0, 2 * LARGE, LARGE],
-    }
-
-
-@pytest.mark.parametrize("case", RUNNING)
-def test_a_stop_on_rank_0_reaches_every_rank(found, case):
-    assert [rank["coordinator"]["said"] for rank in found[case]] == ["stopped by SIGTERM"] * len(found[case])
-
-
-def test_the_memory_outlives_rank_0_and_ends_with_the_last_rank(found):
-    killed, rank = found["rank 0 killed"]
-    assert killed is None and rank["wrong"] == []
-    _, _, name, deleted = rank["memory"].split()
-    assert name.startswith("/memfd:") and deleted == "(deleted)", "in no file system"
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            maps = (process / "maps").read_text()
-        except OSError:  # it has ended meanwhile
-            continue
-        assert name not in maps
-
-
-def test_memory_of_another_name_is_not_opened():
-    piece = Arena().take(APART)
-    piece.map()[:5] = b"bytes"
-    address = _Address.of(piece)
-    assert address.open()[:5] == b"bytes"
-    other = Arena().take(APART)
-    others = _Address.of(other)
-    assert others.name != address.name
-    for wrong in (
-        address._replace(path=others.path),
-        address._replace(path="/proc/self/fd/0"),
-        others._replace(path=""),
-    ):
-        with pytest.raises(OSError):
-            wrong.open()
-
-
-def test_one_rank_keeps_its_value():
-    value = object()
-    assert share(value, SimpleNamespace(world_size=1)) is value
+def test_an_arena_has_its_memory_before_it_is_used_and_small_arrays_have_none():
+    arena = Arena()
+    arena.grow(5_000_000)
+    arena.grow(3_000_000)
+    before = os.fstat(arena.descriptor).st_blocks * 512
+    arena.concatenate([np.ones(1_000_000)])
+    assert os.fstat(arena.descriptor).st_blocks * 512 == before >= 8_000_000
+    assert dump(np.ones(APART // 8 - 1))[1] == [] and len(dump(np.ones(APART // 8))[1]) == 1

@@ -7,10 +7,10 @@ import torch
 
 from dynamo_megatron.config import Config, OptimizerConfig, SpikeConfig
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.rollout.result import Accounted, Outcome, RolloutResult, ServerUse
+from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
 from dynamo_megatron.tracking.clock import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, spike_count, step_metrics
-from dynamo_megatron.types import REWARD_STATES, Rollout, RolloutBatch, TokenStats
+from dynamo_megatron.types import REWARD_STATES, RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.sync import SyncReport
 
 OPTIONAL = {
@@ -32,7 +32,7 @@ def metrics(
     steps=None,
     implicit=None,
     process=None,
-    rewards=None,
+    scores=({}, {}),
     spike=None,
     version=0,
     **algorithm,
@@ -58,11 +58,14 @@ def metrics(
         servers=["", ""],
         step_rewards=steps,
     )
-    outcomes = {"a": Outcome("completed", "server-0"), "b": Outcome("truncated", "server-0")}
+    outcomes = {
+        name: Outcome(kind, "server-0", scores=own, tokens=int(tokens))
+        for name, kind, own, tokens in zip(
+            "ab", ("completed", "truncated"), scores, rollouts.response_lengths, strict=True
+        )
+    }
     uses = {"server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1), "server-1": ServerUse(restarts=2)}
-    result = RolloutResult(
-        rollouts, outcomes, {"generate": 2.0, "tail": 0.5}, [], uses=uses, rewards=rewards or {}
-    ).without(rejected, [])
+    result = RolloutResult(rollouts, outcomes, {"generate": 2.0, "tail": 0.5}, [], uses=uses).without(rejected, [])
     allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
     config = Config(
         model={"path": "m"},
@@ -162,45 +165,19 @@ def test_rewards_of_steps_and_of_tokens_are_means_of_sums_over_rollouts():
     assert not {"reward/steps", "reward/prime"} & metrics().keys()
 
 
-def test_states_and_means_are_counted_by_reward_function_over_all_rounds():
+def test_the_variance_proxy_has_the_mean_advantage_of_a_rollouts_tokens():
+    """Outcomes -1 and 1; process rewards add .5 on average to the first and nothing to the second."""
+    found = metrics(process=np.array([0.0, 1.0, *[0.0] * 8]))
+    assert found["variance_proxy/expected_a_squared"] == (0.25 + 1) / 2
+
+
+def test_states_and_means_are_counted_by_reward_function():
     url = "http://127.0.0.1:80/score?x=1"
-
-    def rollouts(*rewards):
-        return RolloutResult.of(
-            {
-                f"000001-{round_number:04d}-{i:03d}": Accounted.of(
-                    Rollout(
-                        rollout_id=f"000001-{round_number:04d}-{i:03d}",
-                        group_id=f"000001-{round_number:04d}",
-                        prompt_id="p",
-                        step=1,
-                        tokens=[1, 2],
-                        response_mask=[0, 1],
-                        engine_logprobs=[-1.0],
-                        weight_versions=[(0, 0, 1)],
-                        finish_reason="stop",
-                        reward=0.0,
-                        success=False,
-                        reward_parts=parts,
-                        reward_failures=failures,
-                    )
-                )
-                for i, (parts, failures) in enumerate(rewards)
-            },
-            times={},
-            notes=[],
-        )
-
-    round_number = 0
-    first = rollouts(({"judge": 0.5, url: 2.0}, {}), ({url: 1.0}, {"judge": "timed_out"}))
-    round_number = 1
-    second = rollouts(({"judge": 1.0}, {url: "crashed"}), ({}, {"judge": "wrong_format"}))
-    joined = RolloutResult.join([first, second])
-    found = metrics(rewards=joined.rewards)  # of 2 rollouts there
+    found = metrics(scores=({"judge": 0.5, url: 2.0}, {url: 1.0, "judge": "timed_out"}))
     of_judge = {state: found[f"reward/judge/{state}"] * 2 for state in REWARD_STATES}
-    assert of_judge == {"scored": 2, "wrong_format": 1, "timed_out": 1, "crashed": 0}
-    assert found["reward/judge/mean"] == 0.75
-    unscored = metrics(rewards=rollouts(({}, {"judge": "crashed"})).rewards)
+    assert of_judge == {"scored": 1, "wrong_format": 0, "timed_out": 1, "crashed": 0}
+    assert found["reward/judge/mean"] == 0.5
+    unscored = metrics(scores=({}, {"judge": "crashed"}))
     assert unscored["reward/judge/crashed"] == 0.5 and "reward/judge/mean" not in unscored
     name = "reward/http:_127.0.0.1:80_score_x_1"
-    assert found[f"{name}/scored"] * 2 == 2 and found[f"{name}/crashed"] * 2 == 1 and found[f"{name}/mean"] == 1.5
+    assert found[f"{name}/scored"] * 2 == 2 and found[f"{name}/mean"] == 1.5

@@ -9,8 +9,8 @@ import torch
 from dynamo_megatron.algorithm.modulation import entropy_change, modulate, modulation_ranges
 from dynamo_megatron.config import Config
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.rollout.line_files import compressed
 from dynamo_megatron.rollout.store import tokens_file
+from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash, token_rows, write_token_rows
 from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
 

@@ -23,7 +23,7 @@ from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.runtime.seeds import derived_seed
-from dynamo_megatron.types import EpisodeRecord, Prompt, TurnRecord, plain_data
+from dynamo_megatron.types import EpisodeRecord, TurnRecord, plain_data
 
 ATTEMPTS = 2  # at an episode whose agent's process is lost
 
@@ -110,12 +110,10 @@ class Episodes:
         self,
         agents: Agents,
         requests: Sequence[Request],
-        prompt_of: Callable[[Request], Prompt],
         take: Callable[[Request, Response, str], Awaitable[None]],
-        deadline: float | None = None,
         urgent: bool = False,
     ):
-        self.agents, self.prompt_of, self.deadline = agents, prompt_of, deadline
+        self.agents = agents
         self._pending, self._take, self._urgent = list(requests), take, urgent
         self._free = agents.free_for_evaluation if urgent else agents.free
         self._waiting: dict[Request, asyncio.Future[tuple[Response, str]]] = {}  # turns
@@ -123,7 +121,6 @@ class Episodes:
         self.begun: Mapping[str, Response] = {}  # an interrupted episode starts again
         self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
         self.finished: list[float] = []
-        self.late = 0
 
     async def run(self) -> None:
         """As `Sampling.run`. Where no server is left, the episodes that are under way end, and start again in the next
@@ -170,7 +167,7 @@ class Episodes:
             for attempt in range(ATTEMPTS):
                 async with self.agents.pool.own_process() if attempt else contextlib.nullcontext() as worker:
                     limit = time.monotonic() + self.agents.config.rollout.timeout_of(request.max_new_tokens)
-                    last = _Attempt(self, request, attempt, min(limit, self.deadline or limit))
+                    last = _Attempt(self, request, attempt, limit)
                     try:
                         return await last.run(worker)
                     except AgentLost as lost:
@@ -203,7 +200,7 @@ class _Attempt:
 
     def __init__(self, episodes: Episodes, request: Request, number: int, until: float):
         self._episodes, self._request, self._number, self._until = episodes, request, number, until
-        self._agents, self._prompt = episodes.agents, episodes.prompt_of(request)
+        self._agents, self._prompt = episodes.agents, request.prompt
         self.server = ""
         limits = self._agents.limits(request.max_new_tokens)
         self._session = Session(Episode(self._agents.chat), limits, self._sample, self._parse_tools)
@@ -310,19 +307,15 @@ class _Attempt:
         )
 
     def _too_late(self) -> str:
-        rollout, name = self._agents.config.rollout, self._request.name
-        if self._until == self._episodes.deadline:
-            self._episodes.late += 1
-            return f"{name}: no end of the episode at rollout.step_deadline ({rollout.step_deadline:g} s)"
-        limit = rollout.timeout_of(self._request.max_new_tokens)
-        return f"{name}: no end of the episode within rollout.timeout ({limit:g} s)"
+        limit = self._agents.config.rollout.timeout_of(self._request.max_new_tokens)
+        return f"{self._request.name}: no end of the episode within rollout.timeout ({limit:g} s)"
 
     async def _sample(self, ids: list[int], most: int, stop: tuple[str, ...], number: int) -> Response:
         request = self._request
         turn = Request(
             f"{request.name}.{self._number}.{number}",
             request.name,
-            request.prompt_id,
+            request.prompt,
             ids,
             min(request.expected, most),
             # The first turn is sampled as a rollout without an agent is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
@@ -22,6 +23,10 @@ LIMIT_CODE = "episode_limit"  # of the error, where a limit of the episode refus
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # JSON of a surrogate, which may have no other half
 
 
+Ask = Callable[[Session, dict[str, Any]], Awaitable[dict[str, Any]]]
+Events = Callable[[dict[str, Any], dict[str, Any]], Iterator[bytes]]
+
+
 class SessionService:
     """Use `start`, then `open` and `close` for each session, and `stop`."""
 
@@ -29,11 +34,15 @@ class SessionService:
         self._sessions: dict[str, Session] = {}
         self._base = ""
         app = web.Application(client_max_size=LARGEST)
-        app.router.add_post("/{key}/v1/chat/completions", self._chat)
-        app.router.add_post("/{key}/v1/completions", self._complete)
-        for path in ("/{key}/v1/messages", "/{key}/v1/v1/messages"):  # Anthropic's clients add the /v1 themselves
-            app.router.add_post(path, self._messages)
-            app.router.add_post(f"{path}/count_tokens", self._count_tokens)
+
+        def route(path: str, ask: Ask, events: Events | None) -> None:
+            app.router.add_post(f"/{{key}}/v1/{path}", functools.partial(self._answer, ask=ask, events=events))
+
+        route("chat/completions", Session.chat, _chunks)
+        route("completions", Session.complete, _chunks)
+        for path in ("messages", "v1/messages"):  # Anthropic's clients add the /v1 themselves
+            route(path, _message, _named_events)
+            route(f"{path}/count_tokens", _count_tokens, None)
         app.router.add_get("/{key}/v1/models", self._models)
         # An agent that goes away, or closes its connection, does not want the answer any more.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
@@ -55,30 +64,7 @@ class SessionService:
     def close(self, key: str) -> None:
         del self._sessions[key]
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, Session.chat, _chunks)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, Session.complete, _chunks)
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        async def message(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
-            return message_of(await session.chat(chat_request(asked)))
-
-        return await self._answer(request, message, _named_events)
-
-    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        async def count(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
-            return {"input_tokens": session.prompt_tokens(chat_request(asked))}
-
-        return await self._answer(request, count, None)
-
-    async def _answer(
-        self,
-        request: web.Request,
-        ask: Callable[[Session, dict[str, Any]], Awaitable[dict[str, Any]]],
-        events: Callable[[dict[str, Any], dict[str, Any]], Iterator[bytes]] | None,
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, ask: Ask, events: Events | None) -> web.StreamResponse:
         """`events(answer, request)`: of a stream; None: it cannot be streamed."""
         session = self._sessions.get(request.match_info["key"])
         if session is None:
@@ -106,6 +92,14 @@ class SessionService:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
+
+
+async def _message(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
+    return message_of(await session.chat(chat_request(asked)))
+
+
+async def _count_tokens(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
+    return {"input_tokens": session.prompt_tokens(chat_request(asked))}
 
 
 def _chunks(completion: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:

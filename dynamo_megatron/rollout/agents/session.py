@@ -56,13 +56,14 @@ class Session:
     reached: set[str] = field(default_factory=set)  # limits: turns, tokens, context, size
     ignored: Counter[str] = field(default_factory=Counter)  # fields of requests
     texts: list[str] = field(default_factory=list)  # of the answers
-    _reserved: int = 0  # tokens that requests under way may still be given
     ended: bool = False  # requests that come, or that have waited for tokens, are refused
-    _sampled: int = 0  # tokens, those of answers that are not recorded yet included
-    _trained: int = 0  # tokens of all segments, those that requests under way may still be given included
+    # What requests under way may still be given counts as sampled and as trained until they end.
+    _sampled: int = 0  # tokens
+    _trained: int = 0  # tokens of all segments
     _gone_on: set[Turn] = field(default_factory=set)  # turns whose segment another turn goes on with
     _begun: int = 0  # turns
-    _ended: asyncio.Event = field(default_factory=asyncio.Event)  # set, and made anew, as a turn ends
+    _under_way: int = 0  # turns
+    _ends: asyncio.Condition = field(default_factory=asyncio.Condition)  # notified as a turn ends
 
     async def chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion. Raises BadRequest."""
@@ -145,7 +146,10 @@ class Session:
         asked = request.get("max_tokens") if asked is None else asked
         if asked is not None and (type(asked) is not int or asked < 1):
             raise BadRequest("max_tokens: a number of tokens, at least 1")
-        place, left = await self._place(placed)
+        async with self._ends:
+            while (found := self._place(placed)) is None:  # what requests under way leave is known as they end
+                await self._ends.wait()
+        place, left = found
         limit = min(left, key=lambda name: left[name])
         most = min(left[limit], asked or left[limit])
         number, self._begun = self._begun, self._begun + 1
@@ -158,64 +162,54 @@ class Session:
             self.reached.add(limit)
         return place, response, (asked_at, time.monotonic() - self.started)
 
-    async def _place(self, placed: Callable[[], Place]) -> tuple[Place, dict[str, int]]:
-        """Where the answer goes, and the tokens that each limit leaves it. Raises BadRequest."""
-        limits = self.limits
-        while True:
-            while self._left <= 0 < self._reserved:  # what requests under way leave of the limit is known as they end
-                await self._ended.wait()
-            if self.ended:
-                raise BadRequest("the episode has ended")
-            if self.failure:
-                raise BadRequest(self.failure)
-            if self._begun >= limits.turns:
-                self._limit("turns", f"rollout.agent_turns: the episode has had its {limits.turns} turns")
-            if self._left <= 0:
-                self._limit("tokens", f"rollout.max_new_tokens: the episode has its {limits.tokens} tokens")
-            place = placed()
-            context = len(place.ids)
-            if context >= limits.length:
-                self._limit("context", f"the conversation has {context} tokens, of at most {limits.length}")
-            size = self._trained + self._new(place)
-            if size < limits.trained:
-                return place, {"context": limits.length - context, "tokens": self._left, "size": limits.trained - size}
-            if self._reserved <= 0:
-                self._limit(
-                    "size", f"rollout.agent_tokens: the episode's segments have {size} of {limits.trained} tokens"
-                )
-            await self._ended.wait()
+    def _place(self, placed: Callable[[], Place]) -> tuple[Place, dict[str, int]] | None:
+        """Where the answer goes, and the tokens that each limit leaves it; None: requests under way have all that is
+        left. Raises BadRequest."""
+        limits, left = self.limits, self.limits.tokens - self._sampled
+        if self.ended or self.failure:
+            raise BadRequest(self.failure or "the episode has ended")
+        if left <= 0 < self._under_way:
+            return None
+        if self._begun >= limits.turns:
+            self._limit("turns", f"rollout.agent_turns: the episode has had its {limits.turns} turns")
+        if left <= 0:
+            self._limit("tokens", f"rollout.max_new_tokens: the episode has its {limits.tokens} tokens")
+        place = placed()
+        context = len(place.ids)
+        if context >= limits.length:
+            self._limit("context", f"the conversation has {context} tokens, of at most {limits.length}")
+        size = self._trained + (len(place.context) if self._goes_on(place) else context)
+        if size < limits.trained:
+            return place, {"context": limits.length - context, "tokens": left, "size": limits.trained - size}
+        if not self._under_way:
+            self._limit("size", f"rollout.agent_tokens: the episode's segments have {size} of {limits.trained} tokens")
+        return None
 
-    def _new(self, place: Place) -> int:
-        """Tokens before an answer that no segment has yet."""
-        goes_on = place.parent is not None and place.parent not in self._gone_on
-        return len(place.context if goes_on else place.ids)
+    def _goes_on(self, place: Place) -> bool:
+        """Whether an answer there goes on with a segment; else it begins one."""
+        return place.parent is not None and place.parent not in self._gone_on
 
     async def _sample(self, place: Place, most: int, stop: tuple[str, ...], number: int) -> Response:
-        new, goes_on = self._new(place), place.parent is not None and place.parent not in self._gone_on
+        goes_on = self._goes_on(place)
+        new = len(place.context if goes_on else place.ids)
         if goes_on:
             self._gone_on.add(place.parent)
-        self._reserved += most
+        self._sampled += most
         self._trained += new + most
-        sampled = None
+        self._under_way += 1
+        unused = new + most  # where the agent does not wait any more
         try:
             response = await self.sample(place.ids, most, stop, number)
-            sampled = len(response.tokens)
-            self._sampled += sampled
-            self._trained += sampled - most
+            unused = most - len(response.tokens)
             return response
         finally:
-            if sampled is None:  # the agent does not wait any more
-                self._trained -= new + most
-                if goes_on:
-                    self._gone_on.discard(place.parent)
-            self._reserved -= most
-            self._ended.set()
-            self._ended = asyncio.Event()
-
-    @property
-    def _left(self) -> int:
-        """Tokens that a request may be given."""
-        return self.limits.tokens - self._reserved - self._sampled
+            if unused == new + most and goes_on:
+                self._gone_on.discard(place.parent)
+            self._trained -= unused
+            self._sampled -= min(unused, most)
+            self._under_way -= 1
+            async with self._ends:
+                self._ends.notify_all()
 
     def _limit(self, name: str, why: str) -> None:
         self.reached.add(name)

@@ -10,7 +10,6 @@ process. The process ends when the socket is closed.
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import json
 import math
@@ -126,11 +125,8 @@ class Episodes:
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Task] = {}
         self.writer: asyncio.StreamWriter | None = None
-        self._process = os.getpid()
 
     def answer(self, **fields: Any) -> None:
-        if os.getpid() != self._process:
-            os._exit(0)
         self.writer.write(json.dumps(fields).encode() + b"\n")
 
     def ended(self, name: str, found: dict[str, Any]) -> None:
@@ -141,8 +137,6 @@ class Episodes:
 
 async def serve(connection: socket.socket, episodes: Episodes) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
-    # A process that an agent forks has this socket and all episodes: it exits once it is back in the event loop.
-    os.register_at_fork(after_in_child=functools.partial(asyncio.get_running_loop().call_soon, os._exit, 0))
     episodes.writer, running, answer = writer, episodes.running, episodes.answer
     try:
         agent = load(json.loads(await reader.readline())["function"])

@@ -1,7 +1,7 @@
 """Files of JSON lines, compressed as they grow: a zstd frame for each line, one after another.
 
 `zstdcat` reads them. A killed writer leaves at most one torn frame, at the end: readers stop before it, and the next
-writer cuts it off. Files that end in .jsonl have plain lines, as earlier versions wrote them.
+writer cuts it off.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ def read_raw_lines(path: Path) -> Iterator[bytes]:
     """Yields the complete lines, each with its newline, one in memory at a time. Raises ValueError where bytes are
     damaged."""
     with path.open("rb") as file:
-        if path.suffix != ".zst":
-            yield from (line for line in file if line.endswith(b"\n"))
-            return
         rest = b""
         for start, end in whole_frames(file.fileno(), path):
             file.seek(start)
