@@ -53,7 +53,7 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt $(if $(
 	@test -z "$(GPU)" || \
 		tools/build_transformer_engine.sh .venv/bin/python '$(TRANSFORMER_ENGINE)' -c .venv/lock.txt || echo \
 		"WARNING: TransformerEngine could not be built (above). Training works without it, but much slower: a call" \
-		"of attention for each distinct sequence length, norms unfused. docs/install.md says what it needs" >&2
+		"of attention for each distinct sequence length, norms unfused. docs/quickstart.md says what it needs" >&2
 	@touch $@
 
 extra: .venv-extra/.installed

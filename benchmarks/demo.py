@@ -112,7 +112,7 @@ def figures(folder: Path, seed: int) -> dict[str, Any]:
         "seconds per step": statistics.median(run.metric("time/step").tolist()),
         "parts of a step": {
             name: statistics.median(run.metric(f"time/{name}").tolist())
-            for name in ("generate", "logprobs", "update", "reshard", "other")
+            for name in ("generate", "logprobs", "update", "weight_sync", "other")
         },
     }
 

@@ -1,5 +1,5 @@
 """Steps of `dynamo-megatron train` with a real SGLang server beside one rank, in the ways that a bring-up tries one
-after the other (docs/gpu-bringup.md): weights through files, through the rank's memory, and memory in turns.
+after the other (docs/kernels.md): weights through files, through the rank's memory, and memory in turns.
 
 The model is random, so that no response ends before its limit; the reward is of its text's length. No network.
 """
@@ -67,7 +67,7 @@ def step_figures(line: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
         "step": line["step"],
         "seconds": line["time/step"],
         "generate seconds": line["time/generate"],
-        "push seconds": line["time/reshard"],
+        "push seconds": line["time/weight_sync"],
         "memory seconds": line.get("time/memory"),
         "update seconds": line["time/update"],
         "logprobs seconds": line["time/logprobs"],

@@ -143,10 +143,10 @@ class _Fleet:
     def __init__(self, endpoints: list[Endpoint]):
         self.endpoints, self.outcomes = endpoints, {}
 
-    def begin_push(self, version: int, on_poll: Any) -> list[Endpoint]:
+    def begin_sync(self, version: int, on_poll: Any) -> list[Endpoint]:
         return self.endpoints
 
-    def end_push(self, version: int, outcomes: dict[Endpoint, str | None], on_poll: Any) -> None:
+    def end_sync(self, version: int, outcomes: dict[Endpoint, str | None], on_poll: Any) -> None:
         self.outcomes = {e.name: why for e, why in outcomes.items()}
 
 

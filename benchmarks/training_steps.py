@@ -240,7 +240,7 @@ def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[s
         "seconds": line["time/step"],
         "update seconds": update,
         "logprobs seconds": logprobs,
-        "reshard seconds": line["time/reshard"],
+        "weight sync seconds": line["time/weight_sync"],
         "update MFU": 3 * work.forward_flops / update / peak if peak else None,
         "update and logprobs MFU": 4 * work.forward_flops / (update + logprobs) / peak if peak else None,
         "tokens a second": sum(work.lengths) / (update + logprobs),

@@ -16,7 +16,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import Round, RoundRules, RoundsAhead, Selection
 from dynamo_megatron.runtime.coordination import Coordinator
@@ -131,7 +131,7 @@ class Controller:
         return Round(prompts, allocation, baseline, first, origin)
 
     def generate(self, step: int, now: Round) -> RolloutBatch:
-        """Returns the scored rollouts of the round's prompts, possibly none; all are on disk. Raises PushNeeded if no
+        """Returns the scored rollouts of the round's prompts, possibly none; all are on disk. Raises SyncNeeded if no
         server is left that has the weights; after a push it may be called again."""
         progress, counts = self._journal.progress, now.allocation.counts
         self._coordinator.check_stop()
@@ -176,7 +176,7 @@ class Controller:
         if share > proof.max_rejected_share and not one_of_several:
             raise RolloutError(
                 f"{note}. That is more than rollout.proof.max_rejected_share ({proof.max_rejected_share:g}) of the "
-                "step: what sampled them is not the policy (docs/proof.md)"
+                "step: what sampled them is not the policy (docs/rollouts.md)"
             )
         now.result = now.result.without(list(found), [note])
 
@@ -255,13 +255,13 @@ class Controller:
         try:
             # The push has waited for all responses. `check` does not raise StopRequested, which would lose them.
             self._journal.evaluation(self._evaluation.end(self._coordinator.check))
-        except PushNeeded as lost:
+        except SyncNeeded as lost:
             self._journal.say(f"the evaluation of step {step} was lost: {lost}; the next one takes its place")
             return False
         return True
 
     def evaluate(self, step: int) -> StepEnd:
-        """Has the servers, which have the weights of `step`, answer the problems of `eval.data`. Raises PushNeeded if
+        """Has the servers, which have the weights of `step`, answer the problems of `eval.data`. Raises SyncNeeded if
         none of them is left; after a push it may be called again."""
         evaluation, journal = self._evaluation, self._journal
         journal.progress.phase("evaluate", evaluation.responses)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.phases import Phases
 from dynamo_megatron.weight_sync.sync import SyncReport, WeightSync
@@ -33,12 +33,12 @@ class Serving:
         self._phases = phases
         self._spent = SyncReport()  # total of the pushes since `push` last returned
 
-    def push(self, version: int, on_wait: Callable[[], None] | None = None) -> SyncReport:
+    def sync(self, version: int, on_wait: Callable[[], None] | None = None) -> SyncReport:
         """Gives the servers the weights of `version`. Returns the report of all pushes since the last call, including
         those that reached no server and those that `ask` needed. Raises RolloutError.
 
         `on_wait` is called during the wait for a server to start, and may raise. None: only a failed rank ends the
-        wait. A requested stop does not, since the step whose weights are pushed would be lost.
+        wait. A requested stop does not, since the step whose weights are synced would be lost.
         """
         self._push(version, on_wait or self._coordinator.check)
         spent, self._spent = self._spent, SyncReport()
@@ -47,7 +47,7 @@ class Serving:
     def _push(self, version: int, on_wait: Callable[[], None]) -> None:
         """If no server takes the weights, pushes them again to the servers that were restarted. Raises RolloutError."""
         for _ in range(TRIES):
-            self._phases.begin("push weights")
+            self._phases.begin("weight sync")
             self._spent += self._weight_sync.sync(version, self._coordinator.check, on_wait)
             if not self._spent.needed:
                 if self._phases.memory is not None:
@@ -69,7 +69,7 @@ class Serving:
         def attempt() -> tuple[T | None, str | None]:
             try:
                 return make(), None
-            except PushNeeded as needed:
+            except SyncNeeded as needed:
                 self._say(str(needed))
                 return None, str(needed)
 

@@ -86,7 +86,7 @@ class Trainer:
     def train(self) -> None:
         """Trains until `trainer.steps` or `trainer.stop_when`."""
         run = self.run
-        self.serving.push(run.start, run.coordinator.check_stop)
+        self.serving.sync(run.start, run.coordinator.check_stop)
         if self.controller is not None:
             self.controller.begin(run.start)
         self.phases.clock.restart()
@@ -101,8 +101,8 @@ class Trainer:
             updates = self.update(step, sampled, batch)
             # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has
             # failed. Servers with the new weights sample step + 1. One that failed is restarted, and joins later.
-            pushed = self.serving.push(step)
-            self.log(step, sampled, batch, updates, pushed)
+            synced = self.serving.sync(step)
+            self.log(step, sampled, batch, updates, synced)
             run.reached(step)
             stop_reason = self.evaluate_if_due(step)
             run.save_if_due(step, stop_reason)
@@ -186,14 +186,14 @@ class Trainer:
         sampled: Sampled,
         batch: TrainBatch,
         updates: Sequence[Mapping[str, float]],
-        pushed: SyncReport,
+        synced: SyncReport,
     ) -> None:
         layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
         resources = layout.gather(self.resources.sample())
         moved = layout.gather(memory.report()) if memory is not None else None
         if self.controller is not None:
             record = self.controller.record(step, sampled.rounds)
-            metrics = step_metrics(record, batch, sampled.stats, updates, pushed, clock, self.config)
+            metrics = step_metrics(record, batch, sampled.stats, updates, synced, clock, self.config)
             metrics |= resource_metrics(resources, Path(self.config.output_dir))
             if moved is not None:
                 metrics |= memory_metrics(moved)

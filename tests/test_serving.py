@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
 from dynamo_megatron.runtime.coordination import StopRequested
 from dynamo_megatron.serving import TRIES, Serving
 from dynamo_megatron.tracking.phases import Phases
@@ -45,8 +45,8 @@ def serving(lost: int, asked: bool = False) -> Serving:
 
 def test_the_report_of_a_step_has_all_its_pushes():
     one = serving(0)
-    assert one.push(1) == SyncReport(2.0, 1.5, 0.5, 10, 8)
-    answers = [PushNeeded("all lost"), "rollouts"]
+    assert one.sync(1) == SyncReport(2.0, 1.5, 0.5, 10, 8)
+    answers = [SyncNeeded("all lost"), "rollouts"]
 
     def make():
         answer = answers.pop(0)
@@ -55,21 +55,21 @@ def test_the_report_of_a_step_has_all_its_pushes():
         return answer
 
     assert one.ask("generate", "the rollouts", make, version=1) == "rollouts"
-    assert one.push(2) == SyncReport(4.0, 3.0, 1.0, 20, 16)
-    assert one.push(3) == SyncReport(2.0, 1.5, 0.5, 10, 8)
-    assert serving(2).push(1) == SyncReport(6.0, 4.5, 1.5, 30, 24)
+    assert one.sync(2) == SyncReport(4.0, 3.0, 1.0, 20, 16)
+    assert one.sync(3) == SyncReport(2.0, 1.5, 0.5, 10, 8)
+    assert serving(2).sync(1) == SyncReport(6.0, 4.5, 1.5, 30, 24)
 
 
 def test_pushes_that_reach_no_server_end_the_run():
     with pytest.raises(RolloutError, match=f"{TRIES} pushes in a row reached no server; server-0: killed"):
-        serving(TRIES).push(1)
+        serving(TRIES).sync(1)
 
 
 def test_a_stop_is_heard_where_a_push_within_a_step_waits_and_not_where_one_ends_a_step():
     def make():
-        raise PushNeeded("all lost")
+        raise SyncNeeded("all lost")
 
     one = serving(0, asked=True)
-    one.push(1)
+    one.sync(1)
     with pytest.raises(StopRequested):
         one.ask("generate", "the rollouts", make, version=1)

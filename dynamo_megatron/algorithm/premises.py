@@ -1,4 +1,4 @@
-"""Warnings about combinations of settings that contradict the theory of their parts; measured in docs/estimators.md."""
+"""Warnings about combinations of settings that contradict the theory of their parts; measured in docs/concepts.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def premise_warnings(config: Config) -> list[str]:
     if (rule := algorithm.sequential) is not None and not rule.explore:
         warnings.append(
             f"algorithm.sequential.kind={rule.kind} goes by the step's own outcomes, which biases the gradient "
-            "(docs/estimators.md); set algorithm.sequential=null, or kind=pilot with explore above 0"
+            "(docs/concepts.md); set algorithm.sequential=null, or kind=pilot with explore above 0"
         )
     warnings += [*_process_warnings(config), *_history_warnings(config)]
     if kind == "uniform":

@@ -191,9 +191,9 @@ def _add_launch(commands: Any) -> None:
     launchers = launch.add_subparsers(dest="launcher", required=True)
     for name, help in (
         ("launch local", "train with ranks on this machine, as `train` does"),
-        ("launch slurm", "write the sbatch script of a training and submit it; docs/launching.md"),
-        ("launch ray", "train with a Ray actor a rank, here or on a Ray cluster; docs/ray.md"),
-        ("launch nemo", "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/launching.md"),
+        ("launch slurm", "write the sbatch script of a training and submit it; docs/clusters.md"),
+        ("launch ray", "train with a Ray actor a rank, here or on a Ray cluster; docs/clusters.md"),
+        ("launch nemo", "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/clusters.md"),
     ):
         sub = _command(launchers, name, help)
         sub.add_argument("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)

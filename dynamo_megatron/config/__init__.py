@@ -53,7 +53,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes; the data-parallel one is what is left of the ranks. docs/layouts.md says what fits together."""
+    """Sizes; the data-parallel one is what is left of the ranks. docs/clusters.md says what fits together."""
 
     tp: Positive = 1  # tensor
     pp: Positive = 1  # pipeline

@@ -55,16 +55,16 @@ def staleness_faults(config: Config) -> Iterator[str]:
     for key in ("dynamic_sampling", "sequential"):
         if getattr(algorithm, key) is not None:
             yield f"{what} samples in advance, and algorithm.{key} needs the outcomes of the same step; set it to null"
-    if rollout.stop and rollout.at_push == "partial":
+    if rollout.stop and rollout.at_sync == "partial":
         yield (
             f"{what} interrupts responses at a push, and a server does not detect a stop text (rollout.stop) that "
-            "begins before the push and ends after it; set rollout.at_push to drain"
+            "begins before the push and ends after it; set rollout.at_sync to drain"
         )
     if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
         yield (
             f"{what} trains on tokens of older weights, which the loss has to correct for; set "
             "algorithm.rollout_correction to {level: sequence}, or to {level: token} for long responses"
-            f"{', or algorithm.loss.old to engine' if rollout.max_staleness == 1 else ''} (docs/estimators.md)"
+            f"{', or algorithm.loss.old to engine' if rollout.max_staleness == 1 else ''} (docs/concepts.md)"
         )
 
 

@@ -70,7 +70,7 @@ class AdvantageConfig(Section):
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
     process: ProcessConfig = ProcessConfig()
-    # per token: A + min(alpha H, |A| / kappa) (arXiv 2506.14758), or module:function, yours (docs/your-own.md)
+    # per token: A + min(alpha H, |A| / kappa) (arXiv 2506.14758), or module:function, yours (docs/quickstart.md)
     entropy_shaping: EntropyShapingConfig | str | None = None
 
     @field_validator("entropy_shaping")
@@ -162,7 +162,7 @@ BUILT_IN_LOSS = (
 
 class LossConfig(Section):
     # clip, cispo (arXiv 2506.13585: the ratio, held to [1 - low, 1 + high], is a weight without gradient on the
-    # logprob), or module:function, a loss of yours per token (docs/your-own.md)
+    # logprob), or module:function, a loss of yours per token (docs/quickstart.md)
     kind: Annotated[str, built_in(LOSSES)] = "clip"
     # Between policy and old policy. sequence: one a response, the product of its tokens' ratios; sequence_mean: their
     # geometric mean (GSPO, arXiv 2507.18071)

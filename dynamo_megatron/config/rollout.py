@@ -21,14 +21,14 @@ FP8_CONFIG = {
 
 
 class SyncConfig(Section):
-    """How weights get to the servers after every step (docs/resharding.md)."""
+    """How weights get to the servers after every step (docs/rollouts.md)."""
 
     transport: Literal["auto", "ipc", "nccl", "gloo", "tensor", "disk"] = "auto"
     bucket_bytes: Positive = 512 << 20  # sent at once; a sending rank needs about three times that of memory, ipc four
 
 
 class ProofConfig(Section):
-    """What is checked of servers and rollouts (docs/proof.md)."""
+    """What is checked of servers and rollouts (docs/rollouts.md)."""
 
     checksums: bool = True  # of all weights, at every weight sync
     # nats, mean |policy - engine logprob| of a rollout; above: rejected; null: only what is not finite
@@ -39,7 +39,7 @@ class ProofConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["sglang", "recorded"] = "sglang"
     recorded: str | None = None  # a run's folder, for engine "recorded"
-    placement: Literal["colocated", "split", "external"] = "colocated"  # docs/fleet.md
+    placement: Literal["colocated", "split", "external"] = "colocated"  # docs/rollouts.md
     servers: Positive = 1  # on all nodes together; unset, colocated on GPUs: as many as the ranks' GPUs have room for
     tp: Positive = 1  # ranks of a server
     urls: list[Url] = []  # placement external: servers that run already
@@ -53,10 +53,10 @@ class RolloutConfig(Section):
     stop: list[str] = []  # texts that end a response besides the end token
     mode: Literal["sync"] = "sync"  # of old configs: `max_staleness` has taken its place
     # steps between the weights that a token is sampled from and the step that trains on it; above 0 servers generate
-    # for later steps while the ranks train (docs/asynchronous.md)
+    # for later steps while the ranks train (docs/rollouts.md)
     max_staleness: Annotated[int, Field(ge=0)] = 0
     # what a push does with responses under way: partial, they go on under the new weights; drain, it waits for them
-    at_push: Literal["partial", "drain"] = "partial"
+    at_sync: Literal["partial", "drain"] = "partial"
     concurrency: Positive = 256  # requests under way at once, at each server
     # per rollout, from its dispatch; then aborted and counted; None: 0.1 for each token of max_new_tokens, at least 600
     timeout: Seconds | None = None
@@ -77,7 +77,7 @@ class RolloutConfig(Section):
     agent_episodes: Positive = 64  # under way at once; an evaluation beside training has as many of its own
     tool_parser: str = "qwen25"  # SGLang's name of the form in which the model calls tools
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
-    # of the servers' linear layers, whose weights each push quantises; None: none (docs/resharding.md)
+    # of the servers' linear layers, whose weights each push quantises; None: none (docs/rollouts.md)
     quantization: Literal["fp8"] | None = None
     sync: SyncConfig = SyncConfig()
     proof: ProofConfig = ProofConfig()

@@ -45,7 +45,7 @@ class PeriodicEvaluation:
         self._rollout.begin_evaluation(self._prompts, on_poll)
 
     def end(self, on_poll: Callable[[], None]) -> dict[str, float]:
-        """As `run`, for the evaluation that `begin` started. Raises PushNeeded where it was lost with its servers."""
+        """As `run`, for the evaluation that `begin` started. Raises SyncNeeded where it was lost with its servers."""
         (step, start), self.under_way = self.under_way, None
         return self._summary(step, start, self._rollout.end_evaluation(on_poll))
 

@@ -200,6 +200,6 @@ def _imported(module: str, package: str) -> bool:
             return False
         raise InputError(
             f"{package} is installed and cannot be imported ({error_line(error)}); build it against torch "
-            f"{torch.__version__} (docs/install.md), or uninstall it: a run works without it"
+            f"{torch.__version__} (docs/quickstart.md), or uninstall it: a run works without it"
         ) from None
     return True

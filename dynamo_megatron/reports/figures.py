@@ -18,8 +18,8 @@ MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 POINTS = 500  # of a curve, at most
 COLUMNS = 40  # of the map of rollouts over time, at most
 RATE_BINS = 10
-PHASES = {"reshard": "weight sync"}  # names of phases that differ from their metrics'
-TIMES = ("generate", "logprobs", "update", "reshard", "other", "evaluate", "save")
+PHASES = {"weight_sync": "weight sync"}  # names of phases that differ from their metrics'
+TIMES = ("generate", "logprobs", "update", "weight_sync", "other", "evaluate", "save")
 
 
 # title, unit, metrics and what the legend calls them; a unit that ends in "log" has a logarithmic axis

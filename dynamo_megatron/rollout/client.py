@@ -162,7 +162,7 @@ class SGLangClient:
         """One response. What goes wrong with this request alone is in the Response.
 
         temperature (0: greedy), max_new_tokens and timeout (seconds): None for the config's. `seed`: of the sampling,
-        in [0, 2**63); SGLang uses it on a CPU and in its deterministic mode (docs/how-it-works.md). `stop`: texts that
+        in [0, 2**63); SGLang uses it on a CPU and in its deterministic mode (docs/concepts.md). `stop`: texts that
         end it besides the config's. Raises ServerLost where the server is the reason.
         """
         sampling = dict(self._sampling)

@@ -26,7 +26,7 @@ from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
-from dynamo_megatron.rollout.result import Ahead, PushNeeded, RolloutError, RolloutResult, group_id
+from dynamo_megatron.rollout.result import Ahead, SyncNeeded, RolloutError, RolloutResult, group_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
 from dynamo_megatron.rollout.sampling import Request, Sampling
@@ -149,7 +149,7 @@ class Generator:
             error = error.exceptions[0]
         raise RolloutError(f"the task that runs the rollout servers has ended: {error!r}") from error
 
-    async def begin_push(self, version: int) -> list[Endpoint]:
+    async def begin_sync(self, version: int) -> list[Endpoint]:
         if self._first_push is None:
             self._first_push = version
             if staleness := self._config.rollout.max_staleness:
@@ -158,7 +158,7 @@ class Generator:
             begun = time.monotonic()
             await asyncio.wait([self._evaluation])
             self._waited += time.monotonic() - begun
-        endpoints = await self._fleet.begin_push(version)
+        endpoints = await self._fleet.begin_sync(version)
         for dispatched in self._dispatched.values():
             await self._keep_begun(dispatched.session, dispatched.sampling.begun)
         return endpoints
@@ -174,8 +174,8 @@ class Generator:
         lines = [unscored(step, name, wanted[name], response, "") for name, response in begun.items()]
         return [dataclasses.replace(line, status="partial") for line in lines]
 
-    async def end_push(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
-        await self._fleet.end_push(version, outcomes)
+    async def end_sync(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
+        await self._fleet.end_sync(version, outcomes)
         for dispatched in self._dispatched.values():
             dispatched.pushed()
         give_back_freed_memory()  # altered or very long replies leave holes in the heap
@@ -196,7 +196,7 @@ class Generator:
         sampling = self._sampling_of(session)
         try:
             await sampling.run()
-        except PushNeeded:
+        except SyncNeeded:
             self._interrupted = session
             raise
         finally:

@@ -20,7 +20,7 @@ class RolloutError(RuntimeError):
     """Rollouts cannot be obtained: a server, the rollout process or the disk failed. The message is one line."""
 
 
-class PushNeeded(Exception):
+class SyncNeeded(Exception):
     """No server is left that has the current weights; restarted ones wait for a push.
 
     The step's finished rollouts are on disk: the same request, repeated after a push, continues from there.

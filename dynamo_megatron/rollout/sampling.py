@@ -75,7 +75,7 @@ class Sampling:
         self.finished: list[float] = []
 
     async def run(self) -> None:
-        """Returns once each request has its outcome. Raises PushNeeded where no server is left, after all responses
+        """Returns once each request has its outcome. Raises SyncNeeded where no server is left, after all responses
         that came were taken; RolloutError where no server comes up; and whatever `take` raises, at once."""
         self._fleet.listeners.insert(0 if self._urgent else len(self._fleet.listeners), self._wake.set)
         try:

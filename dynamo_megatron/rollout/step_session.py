@@ -12,7 +12,7 @@ from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.result import (
     Outcome,
-    PushNeeded,
+    SyncNeeded,
     RolloutResult,
     ServerUse,
     group_id,
@@ -171,7 +171,7 @@ class Dispatched:
 
     def __init__(self, session: StepSession, sampling: Sampling):
         self.session, self.sampling = session, sampling
-        self._needed: asyncio.Future[PushNeeded] = asyncio.get_running_loop().create_future()
+        self._needed: asyncio.Future[SyncNeeded] = asyncio.get_running_loop().create_future()
         self._pushed = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -179,7 +179,7 @@ class Dispatched:
         while True:
             try:
                 return await self.sampling.run()
-            except PushNeeded as needed:
+            except SyncNeeded as needed:
                 self._pushed.clear()
                 self._needed.set_result(needed)
             await self._pushed.wait()
@@ -191,7 +191,7 @@ class Dispatched:
             self._pushed.set()
 
     async def over(self) -> None:
-        """Waits until each request has its outcome. Raises PushNeeded where a push is needed for that, and whatever
+        """Waits until each request has its outcome. Raises SyncNeeded where a push is needed for that, and whatever
         `Sampling.run` raises."""
         await asyncio.wait({self._task, self._needed}, return_when=asyncio.FIRST_COMPLETED)
         if not self._task.done():

@@ -27,7 +27,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.generator import Generator
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError, RolloutResult, check_request
+from dynamo_megatron.rollout.result import SyncNeeded, RolloutError, RolloutResult, check_request
 from dynamo_megatron.rollout.servers.announcements import end_run
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.reward_servers import announced_in
@@ -47,7 +47,7 @@ CLOSE_GRACE = 20.0  # seconds: more than the reward workers and the servers take
 OnPoll: TypeAlias = Callable[[], None] | None
 OnCount: TypeAlias = Callable[[int, int], None] | None
 T = TypeVar("T")
-MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (InputError, RewardError, RolloutError, PushNeeded)}
+MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (InputError, RewardError, RolloutError, SyncNeeded)}
 
 
 class RolloutWorker:
@@ -56,7 +56,7 @@ class RolloutWorker:
     `on_poll` is called about every 0.2 s while a method waits. If it raises, the wait ends, and only `close` may be
     called after that. `on_count(done, tokens)` is called with the number of finished responses and of their tokens.
     Every method raises RolloutError if the process died or fell silent. InputError, RewardError, RolloutError and
-    PushNeeded that were raised in the process are raised again here.
+    SyncNeeded that were raised in the process are raised again here.
     """
 
     def __init__(self, config: Config, eos_token_ids: Sequence[int], vocab_size: int, decoder: Tokenizer | None = None):
@@ -102,7 +102,7 @@ class RolloutWorker:
         `prompts[0]` in the step's batch, of which this may be a later part.
 
         Finished rollouts of this step that are on disk already are reused where prompt and weight version are the same.
-        The result may have no rollout; its notes say why. Raises PushNeeded where no server with the current weights is
+        The result may have no rollout; its notes say why. Raises SyncNeeded where no server with the current weights is
         left, ValueError for a malformed request, RewardError.
         """
         check_request(prompts, counts)
@@ -111,7 +111,7 @@ class RolloutWorker:
 
     def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None) -> None:
         """Starts what `generate` does, and returns; `collect` waits for it. Steps are dispatched in order, and the
-        requests of a step are sent after those of all earlier steps. `rollout.at_push` decides what a push does to
+        requests of a step are sent after those of all earlier steps. `rollout.at_sync` decides what a push does to
         responses under way. Rollouts of an interrupted run are reused if the weights that sampled them are recent
         enough for the step (`rollout.max_staleness`) and no newer than those that this run began with. Raises
         ValueError for a malformed request."""
@@ -138,7 +138,7 @@ class RolloutWorker:
         self._call(Generator.begin_evaluation, list(prompts), on_poll=on_poll)
 
     def end_evaluation(self, on_poll: OnPoll = None) -> list[ProblemResult]:
-        """Returns and raises what `evaluate` does; raises PushNeeded, too, where the servers were lost."""
+        """Returns and raises what `evaluate` does; raises SyncNeeded, too, where the servers were lost."""
         return self._call(Generator.end_evaluation, on_poll=on_poll)
 
     def rescore(
@@ -152,20 +152,20 @@ class RolloutWorker:
         """Marks rollouts of the step as rejected, in the record of the run."""
         self._call(Generator.reject, step, list(rollout_ids), on_poll=on_poll)
 
-    def begin_push(self, version: int, on_poll: OnPoll = None) -> list[Endpoint]:
+    def begin_sync(self, version: int, on_poll: OnPoll = None) -> list[Endpoint]:
         """Takes every healthy server out of the rotation and brings it to rest: nothing under way, no cached prefix.
         Returns these servers.
 
         Where none is up, waits up to `rollout.start_timeout` seconds for the first one. Raises RolloutError rather than
         return no server.
         """
-        return self._call(Generator.begin_push, version, on_poll=on_poll)
+        return self._call(Generator.begin_sync, version, on_poll=on_poll)
 
-    def end_push(self, version: int, outcomes: dict[Endpoint, str | None], on_poll: OnPoll = None) -> None:
-        """`outcomes`: one for each server that begin_push returned. None: it was proved to have `version`, and joins
+    def end_sync(self, version: int, outcomes: dict[Endpoint, str | None], on_poll: OnPoll = None) -> None:
+        """`outcomes`: one for each server that begin_sync returned. None: it was proved to have `version`, and joins
         the rotation. Otherwise the reason why not: it is restarted, counted and noted. A server restarted since then is
-        stale. Raises PushNeeded where no server took the weights."""
-        self._call(Generator.end_push, version, outcomes, on_poll=on_poll)
+        stale. Raises SyncNeeded where no server took the weights."""
+        self._call(Generator.end_sync, version, outcomes, on_poll=on_poll)
 
     def condemn(self, lost: dict[Endpoint, str]) -> None:
         """Takes servers that failed a request of a rank, each with the reason, out of the rotation; they are

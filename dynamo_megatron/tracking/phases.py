@@ -12,7 +12,7 @@ MEMORY = {
     "generate": "generate",
     "evaluate": "generate",
     "logprobs": "weights",
-    "push weights": "weights",
+    "weight sync": "weights",
     "update": "train",
     "save": "save",
     "export": "save",

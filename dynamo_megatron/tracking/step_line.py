@@ -47,7 +47,7 @@ AHEAD = (*FIELDS[:5], STALE, *FIELDS[5:])  # with rollout.max_staleness
 PARTS = (  # they add up to `time`
     Field("gen", "generate", _seconds("time/generate")),
     Field("upd", "update", _seconds("time/update")),
-    Field("push", "weights to servers", _seconds("time/reshard")),
+    Field("sync", "weights to servers", _seconds("time/weight_sync")),
     Field("logp", "logprobs", _seconds("time/logprobs")),
     Field("eval", "evaluation", _seconds("time/evaluate")),
     Field("save", "checkpoint", _seconds("time/save")),

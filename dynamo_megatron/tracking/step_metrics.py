@@ -6,7 +6,7 @@ was trained on, the gap about its tokens of the newest weights, and absent witho
 
 Of each reward function: `reward/FUNCTION/mean` of its scores, where it gave any, and as shares of what was requested
 its states. `agent/`, with an agent: means over the requested episodes (docs/agents.md). `time/generate`, `logprobs`,
-`update`, `reshard`, `evaluate`, `save` and `other` add up to `time/step`; evaluation and save are those after the
+`update`, `weight_sync`, `evaluate`, `save` and `other` add up to `time/step`; evaluation and save are those after the
 previous step, and are no part of the throughput.
 """
 
@@ -85,7 +85,7 @@ def step_metrics(
     batch: TrainBatch,
     stats: TokenStats,
     updates: Sequence[Mapping[str, float]],
-    pushed: SyncReport,
+    synced: SyncReport,
     clock: Clock,
     config: Config,
 ) -> dict[str, float]:
@@ -97,7 +97,7 @@ def step_metrics(
     difference = stats.logprobs.numpy() - rollouts.engine_logprobs
     gap = np.abs(difference[rollouts.weight_versions == record.step - 1])
     apart = mismatch(difference, rollouts.response_lengths, algorithm.rollout_correction)
-    times = _times(pushed, clock)
+    times = _times(synced, clock)
     return {
         "step": record.step,
         **_sampled(result),
@@ -113,8 +113,8 @@ def step_metrics(
         "allocation/history_share": record.history_share,
         **record.drawing,
         **_of_policy(record.step, stats, updates, config),
-        "reshard/bytes": pushed.bytes,
-        "reshard/floor_bytes": pushed.floor_bytes,
+        "weight_sync/bytes": synced.bytes,
+        "weight_sync/floor_bytes": synced.floor_bytes,
         **times,
         "throughput/tokens_per_second": len(sampled.tokens)
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
@@ -210,15 +210,15 @@ def _shares(updates: Sequence[Mapping[str, float]], tokens: int, config: Config)
     return {f"policy/{name}": sum(u.get(key, 0.0) for u in updates) / max(1, tokens) for name, key in of.items()}
 
 
-def _times(pushed: SyncReport, clock: Clock) -> dict[str, float]:
-    seconds = {name: clock.seconds.get(name, 0.0) for name in TIMED} | {"reshard": pushed.seconds}
+def _times(synced: SyncReport, clock: Clock) -> dict[str, float]:
+    seconds = {name: clock.seconds.get(name, 0.0) for name in TIMED} | {"weight_sync": synced.seconds}
     elapsed = clock.total
     return {
         "time/step": elapsed,
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/other": elapsed - sum(seconds.values()),
-        "time/reshard_pause": pushed.pause_seconds,
-        "time/reshard_proof": pushed.proof_seconds,
+        "time/weight_sync_pause": synced.pause_seconds,
+        "time/weight_sync_proof": synced.proof_seconds,
     }
 
 

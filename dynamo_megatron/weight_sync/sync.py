@@ -19,7 +19,7 @@ import torch
 
 from dynamo_megatron.models.fp8 import dequantized
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.rollout.result import PushNeeded
+from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import CHECK_TIMEOUT, ServerError
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -44,7 +44,7 @@ class SyncReport:
     """The same on every rank. Without servers, all 0."""
 
     seconds: float = 0.0  # of it all, with the wait for a first server where none is up
-    pause_seconds: float = 0.0  # of these, while the servers rested: once begin_push has them, until end_push is done
+    pause_seconds: float = 0.0  # of these, while the servers rested: once begin_sync has them, until end_sync is done
     proof_seconds: float = 0.0  # of these, asking the servers for their checksums
     bytes: int = 0  # written for all servers together, and sent to each rank of each
     floor_bytes: int = 0  # every server rank's own parameters, once
@@ -109,8 +109,8 @@ class WeightSync:
             self._on_servers(under_way, lambda e: self._transport.finish(e, version))
             proof_seconds = self._prove(under_way, sums)
             try:
-                self._rollout.end_push(version, {e: under_way.failed.get(e.name) for e in endpoints}, on_poll)
-            except PushNeeded as error:
+                self._rollout.end_sync(version, {e: under_way.failed.get(e.name) for e in endpoints}, on_poll)
+            except SyncNeeded as error:
                 needed = str(error)
             end = time.monotonic()
             width = self._itemsize, self._config.quantization
@@ -124,7 +124,7 @@ class WeightSync:
 
     def _begin(self, version: int, on_wait: OnPoll) -> tuple[list[Endpoint], str]:
         """The servers and what they run on, "cpu" or "cuda": external ones perhaps not on what this rank does."""
-        endpoints = [] if self._rollout is None else self._rollout.begin_push(version, on_wait)
+        endpoints = [] if self._rollout is None else self._rollout.begin_sync(version, on_wait)
         for endpoint in endpoints if self._device is None else ():
             try:
                 self._device = server_device(endpoint)

@@ -34,7 +34,7 @@ def test_policy_and_engine_agree_at_every_step(live, steps):
 
 
 def test_the_parts_of_a_step_add_up_to_its_time(live):
-    parts = ("generate", "logprobs", "update", "reshard", "evaluate", "save", "other")
+    parts = ("generate", "logprobs", "update", "weight_sync", "evaluate", "save", "other")
     for row in read(live[0], "metrics.jsonl"):
         seconds = [row[f"time/{part}"] for part in parts]
         assert sum(seconds) == pytest.approx(row["time/step"], abs=1e-6) and min(seconds) >= 0, row
@@ -50,7 +50,7 @@ def test_a_log_file_has_the_phases_of_the_start_a_legend_and_what_comes_next(liv
         "joining ranks",
         "starting server",
         "loading model",
-        "push weights",
+        "weight sync",
     ]
     found = re.findall(r"^([a-z0-9 ]+): [0-9.]+ s$", seen["said"], re.MULTILINE)
     assert found == phases

@@ -76,7 +76,7 @@ def test_killed_and_resumed_equals_the_straight_run(recorded, straight, workspac
 
 
 def test_the_live_run_equals_its_replay(live, straight):
-    servers = ("fleet/", "reshard/", "memory/", "rollout/reused")  # a replay has none
+    servers = ("fleet/", "weight_sync/", "memory/", "rollout/reused")  # a replay has none
     (metrics, *rest), (again, *others) = outcome(live[0]), straight
     metrics, again = ({k: v for k, v in m.items() if not k.startswith(servers)} for m in (metrics, again))
     same((metrics, *rest), (again, *others))
@@ -110,8 +110,8 @@ def test_evaluating_leaves_the_run_as_it_was(evaluated, straight, steps, workspa
     code, text = command_line(workspace, "convert", "mcore2hf", evaluated / "checkpoints" / f"step-{steps:06d}", last)
     assert code == 0, text
     (metrics, *rest), (again, *others) = outcome(evaluated, last), straight
-    assert metrics["reshard/bytes"] > again["reshard/bytes"] == 0
-    metrics, again = ({k: v for k, v in m.items() if not k.startswith("reshard/")} for m in (metrics, again))
+    assert metrics["weight_sync/bytes"] > again["weight_sync/bytes"] == 0
+    metrics, again = ({k: v for k, v in m.items() if not k.startswith("weight_sync/")} for m in (metrics, again))
     same((metrics, *rest), (again, *others))
     rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(0, steps + 1, 4))

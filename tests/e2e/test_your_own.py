@@ -1,4 +1,4 @@
-"""docs/your-own.md works word by word."""
+"""docs/quickstart.md works word by word."""
 
 import json
 import os

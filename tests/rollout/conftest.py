@@ -41,7 +41,7 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
             generator = Generator(config.model_copy(update=update), end, VOCABULARY, stack, decoder)
 
             async def push(version):
-                await generator.end_push(version, dict.fromkeys(await generator.begin_push(version)))
+                await generator.end_sync(version, dict.fromkeys(await generator.begin_sync(version)))
 
             await generator.open()
             return await work(generator, push)

@@ -83,11 +83,11 @@ async def run_steps(
     results, dispatched = {}, first - 1
 
     async def pushed(version):
-        endpoints = await generator.begin_push(version)
+        endpoints = await generator.begin_sync(version)
         assert not any(engine.running for engine in engines if not engine.broken), "a push while something is under way"
         for engine in engines:
             engine.version = version
-        await generator.end_push(version, dict.fromkeys(endpoints))
+        await generator.end_sync(version, dict.fromkeys(endpoints))
 
     await pushed(first - 1)
     for step in range(first, steps + 1):

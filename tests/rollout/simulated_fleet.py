@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from stand_ins import external
 
 from dynamo_megatron.rollout.client import ConnectionLost, Response
-from dynamo_megatron.rollout.result import PushNeeded
+from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.servers import fleet as fleet_module
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
@@ -53,9 +53,9 @@ class World:
     """Two servers, and a loop as the trainer's of `staleness` and `steps`: of each step four groups of two rollouts.
     `length(rollout's name)`: of its response. `chaos`: a server is killed or frozen again and again."""
 
-    def __init__(self, seed: int, staleness: int, length, chaos: bool, at_push: str = "partial"):
+    def __init__(self, seed: int, staleness: int, length, chaos: bool, at_sync: str = "partial"):
         self.rng, self.staleness, self.length, self.chaos = random.Random(seed), staleness, length, chaos
-        self.at_push = at_push
+        self.at_sync = at_sync
         self.responses: dict[str, Response] = {}
         self.finished: list[str] = []  # names in the order in which they came
         self.trained: dict[int, list[str]] = {}  # step -> names
@@ -71,7 +71,7 @@ class World:
     async def _run(self, steps: int) -> None:
         self.servers = {f"server-{i}": Server(f"server-{i}", 0.01) for i in range(2)}
         limits = {"concurrency": 4, "max_new_tokens": 1000, "start_timeout": 900, "timeout": 100_000.0}
-        config = external(["http://a", "http://b"], max_staleness=self.staleness, at_push=self.at_push, **limits)
+        config = external(["http://a", "http://b"], max_staleness=self.staleness, at_sync=self.at_sync, **limits)
         self.fleet = Fleet(config, None, [], 128)
         self.fleet._starters = dict.fromkeys(self.servers, self)
         for server in self.servers.values():
@@ -125,7 +125,7 @@ class World:
                 try:
                     await ahead[step].over()
                     break
-                except PushNeeded:
+                except SyncNeeded:
                     await self._push(step - 1, ahead)
             del ahead[step]
             self.trained[step] = self._names(step)
@@ -148,7 +148,7 @@ class World:
 
     async def _push(self, version: int, ahead: dict[int, Dispatched]) -> None:
         while True:
-            endpoints = await self.fleet.begin_push(version)
+            endpoints = await self.fleet.begin_sync(version)
             outcomes = {}
             for endpoint in endpoints:
                 await asyncio.sleep(self.rng.uniform(0, 0.5))
@@ -157,8 +157,8 @@ class World:
                 if alive:
                     server.version = version
                 outcomes[endpoint] = None if alive else "it does not answer"
-            with contextlib.suppress(PushNeeded):
-                await self.fleet.end_push(version, outcomes)
+            with contextlib.suppress(SyncNeeded):
+                await self.fleet.end_sync(version, outcomes)
                 break
         for dispatched in ahead.values():
             dispatched.pushed()

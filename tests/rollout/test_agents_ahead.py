@@ -48,9 +48,9 @@ class Turns(Engine):
         return begun, turn_tokens(int(rollout.split("-")[1]), int(turn))
 
 
-@pytest.mark.parametrize("at_push", ["partial", "drain"])
+@pytest.mark.parametrize("at_sync", ["partial", "drain"])
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_steps_train_on_the_episodes_dispatched_for_them(with_generator, tmp_path, staleness, at_push):
+def test_steps_train_on_the_episodes_dispatched_for_them(with_generator, tmp_path, staleness, at_sync):
     (tmp_path / "ahead_agents.py").write_text(AGENT)
     asked_with: dict[tuple, int] = {}
     engines = [Turns(0.002, asked_with), Turns(0.005, asked_with)]
@@ -60,7 +60,7 @@ def test_steps_train_on_the_episodes_dispatched_for_them(with_generator, tmp_pat
 
     options = {"agent": "ahead_agents:agent", "agent_workers": 1, "max_new_tokens": 200, "concurrency": 5}
     options["health_timeout"] = 20.0  # a busy machine
-    results = with_generator(work, *engines, end=(END,), max_staleness=staleness, at_push=at_push, **options)
+    results = with_generator(work, *engines, end=(END,), max_staleness=staleness, at_sync=at_sync, **options)
     oldest = within_turns = within_episodes = 0
     for step, result in results.items():
         batch = result.batch
@@ -83,4 +83,4 @@ def test_steps_train_on_the_episodes_dispatched_for_them(with_generator, tmp_pat
             within_turns += sum(len(tokens) > 1 for tokens in spans)
     assert oldest > 0, "nothing was sampled ahead"
     assert within_episodes, "no episode was under way at a push"
-    assert (within_turns > 0) == (at_push == "partial")
+    assert (within_turns > 0) == (at_sync == "partial")

@@ -7,7 +7,7 @@ from aiohttp import web
 from stand_ins import Server, reply
 
 from dynamo_megatron.rollout.client import open_session
-from dynamo_megatron.rollout.result import PushNeeded
+from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.types import Prompt
 
@@ -179,7 +179,7 @@ def test_an_episode_that_starts_again_is_counted(episodes):
 
     async def work(generator, push):
         await push(0)
-        with pytest.raises(PushNeeded):
+        with pytest.raises(SyncNeeded):
             await generator.generate(1, [prompt("rewarded")], [1], 0)
         server.healthy = True
         await push(0)

@@ -35,15 +35,15 @@ def response_of(batch) -> np.ndarray:
     return np.concatenate([np.arange(p + r) >= p for p, r in pairs])
 
 
-@pytest.mark.parametrize("at_push", ["partial", "drain"])
+@pytest.mark.parametrize("at_sync", ["partial", "drain"])
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(with_generator, tmp_path, staleness, at_push):
+def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(with_generator, tmp_path, staleness, at_sync):
     engines, steps = [Engine(length, 0.004), Engine(length, 0.009)], 6
 
     async def work(generator, push):
         return await run_steps(generator, engines, PROMPTS, COUNTS, steps, staleness)
 
-    results = with_generator(work, *engines, max_staleness=staleness, at_push=at_push, **SMALL)
+    results = with_generator(work, *engines, max_staleness=staleness, at_sync=at_sync, **SMALL)
     oldest, mixed = [], 0
     for step, result in results.items():
         batch = result.batch
@@ -62,7 +62,7 @@ def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(with_generat
             spans = [FIRST + version for version, start, end in rollout.weight_versions for _ in range(start, end)]
             assert rollout.tokens[2:] == spans
     assert max(oldest) > 0, "nothing was sampled ahead"
-    assert (mixed > 0) == (at_push == "partial")
+    assert (mixed > 0) == (at_sync == "partial")
 
 
 def test_servers_are_asked_for_a_step_once_those_before_it_have_been_asked_for(with_generator):

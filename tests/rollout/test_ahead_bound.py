@@ -32,10 +32,10 @@ def check_bound(world: World) -> None:
     assert max(staleness) == world.staleness
 
 
-@pytest.mark.parametrize("at_push", ["partial", "drain"])
+@pytest.mark.parametrize("at_sync", ["partial", "drain"])
 @pytest.mark.parametrize("staleness", [1, 4])
-def test_no_token_is_older_than_the_bound(monkeypatch, staleness, at_push):
-    world = World(staleness, staleness, heavy_tailed, chaos=True, at_push=at_push)
+def test_no_token_is_older_than_the_bound(monkeypatch, staleness, at_sync):
+    world = World(staleness, staleness, heavy_tailed, chaos=True, at_sync=at_sync)
     world.run(monkeypatch, STEPS)
     check_bound(world)
     assert world.hurt > 50 and len(world.responses) == 8 * STEPS

@@ -15,7 +15,7 @@ import pytest
 from stand_ins import VOCABULARY
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.guard import shared_memory_of
@@ -64,13 +64,13 @@ def hurt(name: str, number: int = signal.SIGKILL, whole: bool = True) -> None:
 
 def push(worker: RolloutWorker, version: int) -> list[str]:
     """Gives all healthy servers' weights another version; returns the servers' names."""
-    endpoints = worker.begin_push(version)
+    endpoints = worker.begin_sync(version)
     for endpoint in endpoints:
         body = json.dumps({"new_version": str(version), "abort_all_requests": False}).encode()
         headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{endpoint.url}/update_weight_version", body, headers)
         urllib.request.urlopen(request, timeout=60).close()
-    worker.end_push(version, dict.fromkeys(endpoints))
+    worker.end_sync(version, dict.fromkeys(endpoints))
     return [e.name for e in endpoints]
 
 
@@ -169,7 +169,7 @@ def test_a_step_whose_servers_are_all_lost_asks_for_a_push_and_goes_on(fleet):
     worker, folder = fleet
     wait_until(lambda: set(push(worker, 5)) == {"server-0", "server-1"}, 300, "both servers")
     lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
-    with pytest.raises(PushNeeded, match=r"no server has the weights of step 5: server-0: .*server-1: "):
+    with pytest.raises(SyncNeeded, match=r"no server has the weights of step 5: server-0: .*server-1: "):
         worker.generate(12, PROMPTS, [16] * 4, on_count=lose_both)
     kept = {r.rollout_id for r in read_rollouts(step_file(folder, 12))}
     assert 2 <= len(kept) < 64
@@ -187,8 +187,8 @@ def test_servers_that_never_come_up_again_end_the_run_with_one_message(fleet):
     push(worker, 6)
     (folder / "broken").touch()
     lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
-    with pytest.raises(PushNeeded):
+    with pytest.raises(SyncNeeded):
         worker.generate(13, PROMPTS, [16] * 4, on_count=lose_both)
     with pytest.raises(RolloutError, match=r"no rollout server is up; server-0: .*exit code 9.*server-1") as error:
-        worker.begin_push(6)
+        worker.begin_sync(6)
     assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ from stand_ins import ABORTED, Server, reply
 
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError
+from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
 from dynamo_megatron.rollout.servers.external import External
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.types import Prompt
@@ -31,7 +31,7 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
         nonlocal failing
         await push(0)
         counts = [16, 16, 0]
-        with pytest.raises(PushNeeded):
+        with pytest.raises(SyncNeeded):
             await generator.generate(1, PROMPTS, counts, 0)
         there = {r.rollout_id: r for r in read_rollouts(step_file(tmp_path, 1))}
         assert there["000001-0000-000"].finish_reason == "abort" and 1 < len(there) < 32

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from stand_ins import Server, fleet_of, reply
 
-from dynamo_megatron.rollout.result import PushNeeded
+from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 
 
@@ -22,8 +22,8 @@ def sample(*servers: Server, requests: int = 40, pushed: bool = False, **rollout
 
         async with fleet_of(*servers, **rollout) as fleet:
             if pushed:
-                endpoints = await fleet.begin_push(0)
-                await fleet.end_push(0, dict.fromkeys(endpoints))
+                endpoints = await fleet.begin_sync(0)
+                await fleet.end_sync(0, dict.fromkeys(endpoints))
             asked = [Request(f"r{i}", f"g{i // 4}", f"p{i // 4}", [1, 2], 10.0) for i in range(requests)]
             sampling = Sampling(fleet, asked, take)
             await sampling.run()
@@ -149,12 +149,12 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
         return web.json_response({"meta_info": reply(f"{rid};")["meta_info"] | one_token(10_000_000)})
 
     why = "no server has the weights of step 0: server-0: it took none of 16 requests in a row; the last: "
-    with pytest.raises(PushNeeded, match=why):
+    with pytest.raises(SyncNeeded, match=why):
         sample(Server(refuse), pushed=True, health_timeout=20.0)
     nonsense = (
         r".* answers with nonsense: token id 10000000 is not in the vocabulary \(0 to 127\); does it serve model.path"
     )
-    with pytest.raises(PushNeeded, match=why + nonsense):
+    with pytest.raises(SyncNeeded, match=why + nonsense):
         sample(Server(garbage), pushed=True, health_timeout=20.0)
     # Not pushed to, a server that is back has the weights that it had.
     outcomes, *_ = sample(Server(refuse), requests=8)

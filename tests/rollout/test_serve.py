@@ -52,13 +52,13 @@ def test_a_split_fleet_answers_restarts_and_ends_with_the_run(tiny_model, tmp_pa
         result = worker.generate(1, PROMPTS, [8, 8])
         result.check_accounts(16)
         assert set(result.counts_by_server) == {"server-0", "server-1"} and result.counts["failed"] == 0
-        before = {e.name: e for e in worker.begin_push(2)}
-        worker.end_push(2, {before["server-0"]: "nothing came", before["server-1"]: None})
+        before = {e.name: e for e in worker.begin_sync(2)}
+        worker.end_sync(2, {before["server-0"]: "nothing came", before["server-1"]: None})
         deadline = time.monotonic() + 120
-        while set(before) != {e.name for e in worker.begin_push(3)}:
+        while set(before) != {e.name for e in worker.begin_sync(3)}:
             assert time.monotonic() < deadline, "server-0 did not come back"
             time.sleep(1)
-        after = {e.name: e for e in worker.begin_push(3)}
+        after = {e.name: e for e in worker.begin_sync(3)}
         assert after["server-0"].incarnation > before["server-0"].incarnation
         assert after["server-1"] == before["server-1"]
         family = [p for node in nodes for p in psutil.Process(node.pid).children(recursive=True)]

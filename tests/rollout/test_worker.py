@@ -69,7 +69,7 @@ def worker(make_worker):
     worker.start()
     try:
         worker.wait_ready()
-        worker.end_push(0, dict.fromkeys(worker.begin_push(0)))
+        worker.end_sync(0, dict.fromkeys(worker.begin_sync(0)))
         yield worker
     finally:
         worker.close()

@@ -23,7 +23,7 @@ def test_each_phase_gets_its_memory_and_the_time_of_it_is_its_own(monkeypatch):
     memory = Recorded()
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: memory.now))
     phases = Phases(None, memory)
-    for phase in ("push weights", "read data", "generate", "logprobs", "update", "push weights", "failed step", "save"):
+    for phase in ("weight sync", "read data", "generate", "logprobs", "update", "weight sync", "failed step", "save"):
         phases.begin(phase)
     assert memory.entered == ["weights", "generate", "weights", "train", "weights", "failed step", "save"]
     assert set(memory.entered) <= PHASES.keys() and set(MEMORY.values()) - {None} == PHASES.keys()

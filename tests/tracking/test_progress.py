@@ -125,7 +125,7 @@ STEP = {
     **{"step": 7, "reward/mean": 0.25, "reward/success": 0.5, "policy/entropy": 1.25, "allocation/n_min": 2},
     **{"allocation/n_max": 24, "rollout/response_length_mean": 345.6, "policy/loss": -0.0123, "policy/grad_norm": 0.5},
     **{"rollout/logprob_gap_mean": 1e-6, "time/step": 83.4, "time/generate": 60.0, "time/logprobs": 1.5},
-    **{"time/update": 20.0, "time/reshard": 1.25, "time/evaluate": 0.0, "time/save": 0.5, "time/other": 0.15},
+    **{"time/update": 20.0, "time/weight_sync": 1.25, "time/evaluate": 0.0, "time/save": 0.5, "time/other": 0.15},
 }
 
 

@@ -26,7 +26,7 @@ OPTIONAL = {
 
 def metrics(
     clock: Clock | None = None,
-    pushed: SyncReport | None = None,
+    synced: SyncReport | None = None,
     rejected=(),
     *,
     steps=None,
@@ -81,7 +81,7 @@ def metrics(
         TrainBatch(rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
         [update, {"skipped": 1.0}, *([{**update, "grad_norm": 6.0, "skipped": 1.0, "spike": 1.0}] if spike else [])],
-        pushed or SyncReport(),
+        synced or SyncReport(),
         clock or Clock(),
         config,
     )
@@ -119,15 +119,15 @@ def test_the_parts_of_a_step_add_up_to_its_time(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     clock = Clock()
     # An evaluation and a save come after the metrics of the step before. A try that lost its servers counts, too.
-    for phase in ("evaluate", "save", "read data", "generate", "push weights", "generate", "logprobs", "update"):
+    for phase in ("evaluate", "save", "read data", "generate", "weight sync", "generate", "logprobs", "update"):
         clock.begin(phase)
         now[0] += 2.0
-    clock.begin("push weights")
+    clock.begin("weight sync")
     now[0] += 5.0
     found = metrics(clock, SyncReport(seconds=7.0))
-    parts = ("generate", "logprobs", "update", "reshard", "evaluate", "save", "other")
+    parts = ("generate", "logprobs", "update", "weight_sync", "evaluate", "save", "other")
     assert sum(found[f"time/{part}"] for part in parts) == pytest.approx(found["time/step"], abs=1e-9)
-    assert (found["time/step"], found["time/generate"], found["time/reshard"], found["time/other"]) == (21, 4, 7, 2)
+    assert (found["time/step"], found["time/generate"], found["time/weight_sync"], found["time/other"]) == (21, 4, 7, 2)
     assert found["throughput/tokens_per_second"] == pytest.approx(12 / 17)
 
 

@@ -52,13 +52,13 @@ class Fleet:
     def __init__(self, endpoints: list[Endpoint]):
         self.endpoints, self.outcomes = endpoints, {}
 
-    def begin_push(self, version, on_poll):
+    def begin_sync(self, version, on_poll):
         for endpoint in self.endpoints:
             with contextlib.suppress(ServerError):  # one that was killed
                 rest(endpoint)
         return self.endpoints
 
-    def end_push(self, version, outcomes, on_poll):
+    def end_sync(self, version, outcomes, on_poll):
         self.outcomes = {e.name: why for e, why in outcomes.items()}
 
 

@@ -19,7 +19,7 @@ from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPoo
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
 from dynamo_megatron.rollout.client import Response, SGLangClient
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
+from dynamo_megatron.rollout.result import SyncNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.runtime.seeds import derived_seed
@@ -53,7 +53,7 @@ class Agents:
         # An evaluation beside training would else wait for all episodes of the steps ahead, and a push waits for it.
         self.free_for_evaluation = asyncio.Semaphore(rollout.agent_episodes)
         self.starts: Counter[str] = Counter()  # of each episode that has no outcome yet, by its request's name
-        stops = rollout.max_staleness == 0 or rollout.at_push == "drain"
+        stops = rollout.max_staleness == 0 or rollout.at_sync == "drain"
         self._length = length
         trained = rollout.agent_tokens or max(config.trainer.micro_batch_tokens, length)
         self._limits = Limits(rollout.agent_turns, rollout.max_new_tokens, length, vocab_size, trained, stops)
@@ -144,7 +144,7 @@ class Episodes:
                     serving.result()
             self._sampling.close()
             await serving
-        except PushNeeded:
+        except SyncNeeded:
             await asyncio.gather(*takes)  # what came is final
             raise
         finally:

@@ -141,7 +141,7 @@ class Session:
     ) -> tuple[Place, Response, tuple[float, float]]:
         """With its times, as Turn's."""
         if stop and not self.limits.stops:
-            raise BadRequest("stop: with rollout.at_push partial a server does not detect it; set it to drain")
+            raise BadRequest("stop: with rollout.at_sync partial a server does not detect it; set it to drain")
         asked = request.get("max_completion_tokens")
         asked = request.get("max_tokens") if asked is None else asked
         if asked is not None and (type(asked) is not int or asked < 1):

@@ -22,7 +22,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
 from dynamo_megatron.rollout.dispatch import Load
-from dynamo_megatron.rollout.result import PushNeeded, RolloutError, ServerUse
+from dynamo_megatron.rollout.result import SyncNeeded, RolloutError, ServerUse
 from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.external import External
@@ -106,8 +106,8 @@ class Fleet:
     """Keeps the clients of the servers that are up, and decides which may answer. `session` has to stay open until
     `run`, which keeps the servers, has ended.
 
-    `listeners` are called when a server joins or leaves, or can take another request. A push is `begin_push` and then
-    `end_push`; between them no server may answer. A `begin_push` that is cancelled or fails leaves the fleet in that
+    `listeners` are called when a server joins or leaves, or can take another request. A push is `begin_sync` and then
+    `end_sync`; between them no server may answer. A `begin_sync` that is cancelled or fails leaves the fleet in that
     state: `wait_serving` then returns after the next push only.
     """
 
@@ -217,19 +217,19 @@ class Fleet:
             self.notes.append(f"{', '.join(silent)} did not come up within rollout.start_timeout ({limit:g} s)")
 
     async def wait_serving(self) -> None:
-        """Waits until a server may answer. Raises PushNeeded where a push is needed for that, RolloutError where no
+        """Waits until a server may answer. Raises SyncNeeded where a push is needed for that, RolloutError where no
         server comes up."""
         deadline = time.monotonic() + self.config.rollout.start_timeout
         while not self.serving():
             if self.pushing:
                 await self._changed.wait()
             elif self.version is not None:
-                raise PushNeeded(f"no server has the weights of step {self.version}: {self._causes()}")
+                raise SyncNeeded(f"no server has the weights of step {self.version}: {self._causes()}")
             elif not await self._change(deadline):
                 raise RolloutError(self._why_none())
 
-    async def begin_push(self, version: int) -> list[Endpoint]:
-        """See RolloutWorker.begin_push."""
+    async def begin_sync(self, version: int) -> list[Endpoint]:
+        """See RolloutWorker.begin_sync."""
         self.version, self.pushing = version, True
         deadline = time.monotonic() + self.config.rollout.start_timeout
         while True:
@@ -242,8 +242,8 @@ class Fleet:
             if not await self._change(deadline):
                 raise RolloutError(self._why_none())
 
-    async def end_push(self, version: int, outcomes: Mapping[Endpoint, str | None]) -> None:
-        """See RolloutWorker.end_push. Raises PushNeeded where not one server took the version."""
+    async def end_sync(self, version: int, outcomes: Mapping[Endpoint, str | None]) -> None:
+        """See RolloutWorker.end_sync. Raises SyncNeeded where not one server took the version."""
         for endpoint, failure in outcomes.items():
             if failure is not None:
                 self.mark_failed(endpoint, f"weight version {version} did not arrive: {failure}")
@@ -253,7 +253,7 @@ class Fleet:
         self.pushing = False
         self._announce()
         if not self.serving():
-            raise PushNeeded(f"no server took the weights of step {version}: {self._causes()}")
+            raise SyncNeeded(f"no server took the weights of step {version}: {self._causes()}")
 
     async def _rest(self, server: Server) -> None:
         try:
@@ -264,9 +264,9 @@ class Fleet:
             self.mark_failed(server.endpoint, str(error))
 
     async def _finish_requests(self, server: Server) -> None:
-        """Waits until the server has none of our requests under way. `rollout.at_push` decides whether each response is
+        """Waits until the server has none of our requests under way. `rollout.at_sync` decides whether each response is
         interrupted, to continue under the new weights, or generated to its end. Raises RolloutError."""
-        deadline, partial = time.monotonic() + CONTROL_TIMEOUT, self.config.rollout.at_push == "partial"
+        deadline, partial = time.monotonic() + CONTROL_TIMEOUT, self.config.rollout.at_sync == "partial"
         while server.load.requests and not server.gone.done():
             server.rested.clear()
             if not partial:

@@ -1,4 +1,4 @@
-"""Ways for weights to get from training ranks to servers, and which one is used when (docs/resharding.md)."""
+"""Ways for weights to get from training ranks to servers, and which one is used when (docs/rollouts.md)."""
 
 from __future__ import annotations
 

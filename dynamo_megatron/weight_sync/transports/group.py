@@ -2,7 +2,7 @@
 
 Each server has a group of its own: a failure of one server breaks no other server's group. A group belongs to the
 server's incarnation and is separate from the groups of the training ranks, so that no failure of a server reaches
-those. `nccl` has never run (docs/resharding.md).
+those. `nccl` has never run (docs/rollouts.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ipc`: colocated servers read each bucket from the memory of their own GPU. Never run on a GPU (docs/resharding.md).
+"""`ipc`: colocated servers read each bucket from the memory of their own GPU. Never run on a GPU (docs/rollouts.md).
 
 A bucket is broadcast to all training ranks; each makes a CUDA IPC handle of its copy, and the rank on the first GPU of
 a server posts the handles of all the server's GPUs, in the order of the server's ranks.
