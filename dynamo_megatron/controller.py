@@ -16,7 +16,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
+from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import Round, RoundRules, RoundsAhead, Selection
 from dynamo_megatron.runtime.coordination import Coordinator

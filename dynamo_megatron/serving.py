@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
+from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.phases import Phases
 from dynamo_megatron.weight_sync.sync import SyncReport, WeightSync

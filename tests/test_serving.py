@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
+from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.runtime.coordination import StopRequested
 from dynamo_megatron.serving import TRIES, Serving
 from dynamo_megatron.tracking.phases import Phases

@@ -59,11 +59,11 @@ def test_a_step_samples_updates_and_syncs_before_it_is_evaluated_and_saved(start
     monkeypatch.setattr(loop, "advantages", lambda sampled: calls.append("advantages"))
     monkeypatch.setattr(loop, "log", lambda step, *_: calls.append(f"log {step}"))
     loop.train()
-    expected = [f"push {start}", f"begin {start}", "save", "on_rank_0", f"end_of {start}"]
+    expected = [f"sync {start}", f"begin {start}", "save", "on_rank_0", f"end_of {start}"]
     for step in range(start, 4):
         if step > start:
             expected += [f"begin_step {step}", f"sample {step}", "advantages", "reference_logprobs", "update 1"]
-            expected += ["update 2", "check_weights", f"push {step}", f"log {step}", f"reached {step}"]
+            expected += ["update 2", "check_weights", f"sync {step}", f"log {step}", f"reached {step}"]
             expected += ["on_rank_0", f"end_of {step}"]
         expected += ["ask", f"evaluate {step}", "export_best"] if step == 2 else []
         expected += [f"save_if_due {step}"] if step > start else []

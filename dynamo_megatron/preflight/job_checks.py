@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,13 +89,11 @@ def plan(subject: Subject) -> Iterator[Finding]:
 
 
 def model_config(subject: Subject) -> Iterator[Finding]:
-    """Compares config.json with the model that Megatron will build."""
+    """What the ranks will build from config.json, which has been read, and with which optional packages."""
     from dynamo_megatron.policy.backend import Fusions  # takes seconds: it imports Megatron
-    from dynamo_megatron.policy.config_check import check_config
 
     fusions = Fusions.detect()  # raises where Megatron would fail on a package that is only half there
-    check_config(Path(subject.config.model.path), subject.spec)
-    yield ok(f"Megatron builds the same; optional packages: {fusions}")
+    yield ok(f"{subject.spec.family}, {subject.spec.num_layers} layers; optional packages: {fusions}")
 
 
 def weights(subject: Subject) -> Iterator[Finding]:

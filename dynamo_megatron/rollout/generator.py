@@ -26,7 +26,7 @@ from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
-from dynamo_megatron.rollout.result import Ahead, SyncNeeded, RolloutError, RolloutResult, group_id
+from dynamo_megatron.rollout.result import Ahead, RolloutError, RolloutResult, SyncNeeded, group_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
 from dynamo_megatron.rollout.sampling import Request, Sampling

@@ -12,9 +12,9 @@ from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.result import (
     Outcome,
-    SyncNeeded,
     RolloutResult,
     ServerUse,
+    SyncNeeded,
     group_id,
     rollout_id,
 )

@@ -27,7 +27,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.generator import Generator
-from dynamo_megatron.rollout.result import SyncNeeded, RolloutError, RolloutResult, check_request
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, SyncNeeded, check_request
 from dynamo_megatron.rollout.servers.announcements import end_run
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.reward_servers import announced_in

@@ -142,7 +142,7 @@ def test_servers_that_cannot_start_end_it(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match=r"rollout.port: port \d+ of 127.0.0.1 cannot be used"):
+        with pytest.raises(ConfigError, match=r"rollout.port: port \d+ cannot be used"):
             asyncio.run(start(port=taken.getsockname()[1]))
     with pytest.raises(RolloutError, match=r"^server-0: .*; see .*/logs$"):
         asyncio.run(start(python="/bin/false", start_timeout=2))

@@ -135,7 +135,6 @@ CORRECTED = "algorithm.rollout_correction={level: sequence}"
         (["rollout.max_staleness=2", "algorithm={modulation: null, loss: {old: engine}}"], None),
         (["rollout={max_staleness: 1, at_sync: drain, stop: [.]}", CORRECTED], None),
         (["rollout={max_staleness: 1, stop: [.]}", CORRECTED], "set rollout.at_sync to drain"),
-        (["rollout={max_staleness: 1, step_deadline: 60}", CORRECTED], "rollout.step_deadline drops what is late"),
         (["rollout.max_staleness=1", CORRECTED, "algorithm.dynamic_sampling={}"], "algorithm.dynamic_sampling needs"),
         (["parallel.cp=2", "algorithm.modulation.expectation=sequence_mean"], "needs whole sequences on a rank"),
         (["rollout.agent=my:agent", "data.template='{prompt}'"], "set data.template to chat"),

@@ -25,6 +25,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in said.stdout.splitlines() if line.startswith(ours)]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(4 * LIMIT)
 def test_the_demos_commands_make_a_model_train_it_and_report(tmp_path):
     for name in ("configs", "tools"):

@@ -79,6 +79,7 @@ def one_rank(tiny_model, tmp_path, **environment: str) -> subprocess.CompletedPr
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     config = {"model": {"path": str(tmp_path), "dtype": "float32"}, "data": {"source": "none"}}
     config["output_dir"] = str(tmp_path / "run")
+    (tmp_path / "run").mkdir()
     with socket.socket() as held:  # bound until the rank has ended: the system gives the port to no other process
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # and the rank may listen there
         held.bind(("127.0.0.1", 0))

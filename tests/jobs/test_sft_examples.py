@@ -97,7 +97,7 @@ def test_tools_may_be_text(tools):
 @pytest.mark.parametrize(
     ("tools", "says"),
     [
-        ("add, multiply", "prompt 'p': the column 'tools': not JSON: Expecting value at column 1"),
+        ("add, multiply", "prompt 'p': the column 'tools': not JSON: expected value at line 1 column 1"),
         ([3], "prompt 'p': the column 'tools': a list of tools (objects) is expected, or its JSON text, not [3]"),
         ({"a": 1}, "prompt 'p': the column 'tools': a list of tools (objects) is expected, or its JSON text, not {'a'"),
     ],

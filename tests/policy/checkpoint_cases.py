@@ -1,7 +1,6 @@
 """What tests of checkpoints share: a policy that ranks train, save and load, and how far two models are apart."""
 
 import json
-import pickle
 import resource
 import signal
 import threading
@@ -116,23 +115,7 @@ def damage(policy, root: Path) -> dict[str, str]:
     folder = root / "step-000003"
     for name in read_manifest(folder)["files"]:
         said[f"{name} flipped"] = loaded(policy, folder / name, flipped(folder / name))
-    for name, crafted in crafted_files(folder, f"touch {root / 'ran'}").items():
-        said[f"{name} crafted"] = loaded(policy, folder / name, crafted, with_checksum=True)
-        said["ran"] = str((root / "ran").exists())
     return said
-
-
-def crafted_files(folder: Path, command: str) -> dict[str, bytes]:
-    """By name: the files of a checkpoint with a pickle in them that runs `command` when it is read."""
-    import crafted_pickles
-
-    data, metadata = folder / "__0_0.distcp", pickle.loads((folder / ".metadata").read_bytes())
-    whole = bytearray(data.read_bytes())
-    in_torch_file, _ = crafted_pickles.torch_files(command)["in a list"]
-    for info in metadata.storage_data.values():
-        whole[info.offset : info.offset + info.length] = in_torch_file.ljust(info.length, b" ")
-    in_metadata, _ = crafted_pickles.running(command)["a state on the list"]
-    return {".metadata": in_metadata, "common.pt": in_torch_file, data.name: bytes(whole)}
 
 
 def flipped(file: Path) -> bytes:

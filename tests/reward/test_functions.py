@@ -86,8 +86,6 @@ def test_a_format_of_other_tags_or_a_pattern():
     ("form", "words"),
     [
         ({"pattern": "(a"}, "not a regular expression"),
-        ({"tags": ["<think>"]}, "is no name of a tag; <think> is think"),
-        ({"tags": ["a", "a"]}, "named twice"),
     ],
 )
 def test_what_is_no_form_is_refused_with_the_config(form, words):

@@ -443,7 +443,6 @@ def test_attempts_that_end_with_their_server_do_not_count(start, slow_clock):
         ("judge", {"judge": {"template": "{prompt}"}}, "has no {response}"),
         ("judge", {"judge": {"pattern": "Score: [0-9]+"}}, "has no group"),
         ("judge", {"judge": {"range": [1, 1]}}, "1 is not below 1"),
-        ("judge", {"judge": {"request": {"stream": True}}}, "stream: not a field to be set here"),
         ("reward_model", {}, "reward_model.path: name the reward model's folder"),
         ("reward_model", {"reward_model": {"path": "p"}}, "servers: the run starts servers of the reward model, or"),
         ("reward_model", {"reward_model": {"path": "p", "urls": ["h"]}}, "'h' is no http://HOST:PORT"),

@@ -15,7 +15,7 @@ import pytest
 from stand_ins import VOCABULARY
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
+from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.guard import shared_memory_of

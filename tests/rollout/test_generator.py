@@ -10,7 +10,7 @@ from stand_ins import ABORTED, Server, reply
 
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError
-from dynamo_megatron.rollout.result import SyncNeeded, RolloutError
+from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.servers.external import External
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.types import Prompt

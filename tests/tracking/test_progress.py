@@ -132,7 +132,7 @@ STEP = {
 def test_without_a_terminal_a_step_s_line_has_all_fields():
     assert step_line(STEP, 100) == (
         "step   7/100  reward  0.250  loss -0.0123  grad  0.500  time  83.40  gap 1e-06  entropy 1.250  len   345.6"
-        "  solved 0.500  n  2..24   gen  60.00  upd  20.00  push   1.25  logp   1.50  eval   0.00  save   0.50"
+        "  solved 0.500  n  2..24   gen  60.00  upd  20.00  sync   1.25  logp   1.50  eval   0.00  save   0.50"
         "  other   0.15"
     )
     ahead = {key: value for key, value in STEP.items() if "gap" not in key} | {"rollout/staleness_mean": 0.5}

@@ -165,12 +165,6 @@ def test_rewards_of_steps_and_of_tokens_are_means_of_sums_over_rollouts():
     assert not {"reward/steps", "reward/prime"} & metrics().keys()
 
 
-def test_the_variance_proxy_has_the_mean_advantage_of_a_rollouts_tokens():
-    """Outcomes -1 and 1; process rewards add .5 on average to the first and nothing to the second."""
-    found = metrics(process=np.array([0.0, 1.0, *[0.0] * 8]))
-    assert found["variance_proxy/expected_a_squared"] == (0.25 + 1) / 2
-
-
 def test_states_and_means_are_counted_by_reward_function():
     url = "http://127.0.0.1:80/score?x=1"
     found = metrics(scores=({"judge": 0.5, url: 2.0}, {url: 1.0, "judge": "timed_out"}))

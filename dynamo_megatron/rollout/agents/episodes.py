@@ -19,7 +19,7 @@ from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPoo
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
 from dynamo_megatron.rollout.client import Response, SGLangClient
-from dynamo_megatron.rollout.result import SyncNeeded, RolloutError, ServerUse
+from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.runtime.seeds import derived_seed

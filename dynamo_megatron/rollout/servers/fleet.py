@@ -22,7 +22,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
 from dynamo_megatron.rollout.dispatch import Load
-from dynamo_megatron.rollout.result import SyncNeeded, RolloutError, ServerUse
+from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.external import External
