@@ -3,7 +3,7 @@
 #                 and README's table (40 minutes)
 # make runs/demo/warmup-0/hf   how configs/demo/warm_start was made; with another number, another order of the examples
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
-# make compare    GRPO, DynaMO and its two halves from the demo's warm start: 75 runs, resumable (docs/compare.md)
+# make compare    GRPO, DynaMO and its two halves from the demo's warm start: 75 runs, resumable (docs/analysis.md)
 # make test       what CI runs: lint and the quick tests
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL)
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped

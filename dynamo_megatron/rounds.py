@@ -11,7 +11,7 @@ import numpy as np
 from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import Allocation
 from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.sequential import NextRound, Outcomes, Rule
+from dynamo_megatron.algorithm.sequential import NextRound, Outcomes, SequentialRule
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.result import RolloutResult, group_id
@@ -63,7 +63,7 @@ class RoundRules:
 
     def __init__(self, config: Config) -> None:
         self._config, self._sequential = config, config.algorithm.sequential
-        self._rule = None if self._sequential is None else Rule(self._sequential, *config.rollout_bounds)
+        self._rule = None if self._sequential is None else SequentialRule(self._sequential, *config.rollout_bounds)
 
     def next_round(self, step: int, rounds: Sequence[Round]) -> NextRound | None:
         """Returns the round of prompts of the first round that `sequential` requires after `rounds`, if any."""

@@ -8,8 +8,7 @@ of wrong rollouts.
 For most prompts only a few energies are known, and for hard prompts, whose right answers have the largest energies,
 hardly any. So m1 and m0 are not measured prompt by prompt. Each is a line in p, fitted to the pool, and a prompt has
 one factor for both lines, which is shrunk to 1 by an amount fitted to the pool. The published alternatives do not do
-this: the papers estimate gradient norms from many rollouts of the same step. `benchmarks/energy_variance.py` compares
-shrinkages.
+this: the papers estimate gradient norms from many rollouts of the same step.
 """
 
 from __future__ import annotations

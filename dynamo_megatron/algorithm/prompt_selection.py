@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     weights: np.ndarray  # float64, for each of them: uniform probability / its own; 1 if weights are off or unknown
 
 
-class Rule(ABC):
+class SelectionRule(ABC):
     """Draws prompts by their earlier rollouts in `history`."""
 
     def __init__(self, config: SelectionConfig, history: History) -> None:
@@ -59,7 +59,7 @@ class Rule(ABC):
         return {}
 
 
-class Priority(Rule):
+class Priority(SelectionRule):
     """SPO's prioritised drawing (arXiv 2509.13232): in proportion to sqrt(p(1-p)) + `exploration`, p the expected
     success rate.
 
@@ -77,7 +77,7 @@ class Priority(Rule):
         return Choice(taken, uniform / probability[taken] if self.config.weights else np.ones(len(taken)))
 
 
-class Thompson(Rule):
+class Thompson(SelectionRule):
     """MoPPS (arXiv 2507.04632): a success rate is sampled from every candidate's posterior, Beta(1 + right, 1 + wrong),
     and the candidates nearest to `target` are drawn.
 
@@ -91,7 +91,7 @@ class Thompson(Rule):
         return Choice(np.sort(nearest), np.ones(wanted))
 
 
-class Greso(Rule):
+class Greso(SelectionRule):
     """GRESO (arXiv 2506.02177): a prompt whose last z groups were all solved (no wrong rollout) or all unsolved (no
     right one) is drawn with probability max(q^z, .01), any other prompt always.
 

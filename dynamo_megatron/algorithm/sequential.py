@@ -48,7 +48,7 @@ class Trained(NamedTuple):
     weights: np.ndarray | None  # float64 [K], factors of their prompts' weights; None: 1
 
 
-class Rule:
+class SequentialRule:
     """`budget`: rollouts of a step. `low`, `high`: the fewest and the most rollouts of a prompt. The methods' `chance`:
     float64 [N] in [0, 1), drawn before the step for each of its prompts."""
 
@@ -132,10 +132,12 @@ class Rule:
         return kept
 
 
-def simulated(rule: Rule, prompts: int, chance: np.ndarray, draw: Callable[[np.ndarray], np.ndarray]) -> Outcomes:
+def simulated(
+    rule: SequentialRule, prompts: int, chance: np.ndarray, draw: Callable[[np.ndarray], np.ndarray]
+) -> Outcomes:
     """Simulates a step of `prompts` prompts. `draw` samples rollouts: prompt of each, int64 [M] -> success, bool [M].
 
-    `chance`: as in `Rule.next_round`.
+    `chance`: as in `SequentialRule.next_round`.
     """
     asked, counts = np.zeros(prompts, np.int64), np.full(prompts, rule.config.round_n)
     rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []

@@ -14,8 +14,7 @@ STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes for each response token, and fo
 
 
 def stored_step(rollouts: int, response_tokens: float) -> float:
-    """Returns an allowance, in bytes, for a step's rollouts on disk with `response_tokens` tokens each on average.
-    benchmarks/rollout_files.py measures it."""
+    """Returns an allowance, in bytes, for a step's rollouts on disk with `response_tokens` tokens each on average."""
     return rollouts * (STORED_ROLLOUT + response_tokens * STORED_TOKEN)
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from dynamo_megatron.algorithm.advantages import history_advantages
 from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.sequential import Outcomes, Rule
+from dynamo_megatron.algorithm.sequential import Outcomes, SequentialRule
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.allocation import SequentialConfig
 
@@ -21,11 +21,11 @@ def seen(*rounds: list[str], asked: list[int] | None = None) -> Outcomes:
     return Outcomes(came if asked is None else np.array(asked), len(rounds), prompt, number, success)
 
 
-def rule(budget: int, low: int, high: int, **config) -> Rule:
-    return Rule(SequentialConfig(**config), budget, low, high)
+def rule(budget: int, low: int, high: int, **config) -> SequentialRule:
+    return SequentialRule(SequentialConfig(**config), budget, low, high)
 
 
-def after(rule: Rule, outcomes: Outcomes, chance: list[float] | None = None) -> tuple[list[int], int] | None:
+def after(rule: SequentialRule, outcomes: Outcomes, chance: list[float] | None = None) -> tuple[list[int], int] | None:
     """(prompts, budget) of the next round. `chance` None: above any `explore`."""
     found = rule.next_round(outcomes, np.ones(len(outcomes.asked)) if chance is None else np.array(chance))
     return found and (found.prompts.tolist(), found.budget)
