@@ -106,10 +106,9 @@ def test_a_key_is_sent_and_must_be_there(start, monkeypatch, kind):
     key = f"reward.{'' if kind == 'url' else kind + '.'}api_key_env"
     given = {"api_key_env": "KEY"}
     settings = {**given} if kind == "url" else {"section": given}
-    for secret, words in ((None, "is not set"), ("hunter22\n", "has a line break or another control character")):
-        if secret:
-            monkeypatch.setenv("KEY", secret)
-        with pytest.raises(ValueError, match=f"^{key}: the environment variable KEY {words}$"):
+    for secret in ("", "hunter22\n"):
+        monkeypatch.setenv("KEY", secret)
+        with pytest.raises(ValueError, match=f"^{key}: the environment variable KEY is not set, or has a line break$"):
             start(kind, None, **settings)
     monkeypatch.setenv("KEY", "hunter22")
     endpoint, pool, _ = start(kind, lambda *_: value()[kind], **settings)
@@ -146,7 +145,7 @@ WRONG = {
         ({"rewards": ["1.0"]}, "returned '1.0' of type str, not a number"),
         (b'{"rewards": [NaN]}', "returned nan"),
         (b'{"rewards": [1%s]}' % (b"0" * 400), "int too large to convert to float"),
-        ({"rewards": [{"reward": 2, "steps": [[1, 9, 0.25]]}]}, "returned step 1 from 1 to 9"),
+        ({"rewards": [{"reward": 2, "steps": [[1, 9, 0.25]]}]}, "returned [1, 9, 0.25] as step 1"),
     ],
     "judge": [
         (completion("It is good."), "nothing in the judge's reply matches reward.judge.pattern; it ends with 'It"),
@@ -278,21 +277,15 @@ def test_a_fault_of_ours_is_a_result_and_no_end(start, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("http://127.0.0.1:{port}/score", "cannot connect, is the service up? ("),
-        ("http://no-such-host.invalid/", "cannot connect, is the service up? ("),
-        ("http://", "not a URL: it names no host"),
-        ("http://127.0.0.1:99999/", "not a URL: Port out of range"),
-    ],
+    "url", ["http://127.0.0.1:{port}/score", "http://no-such-host.invalid/", "http://127.0.0.1:99999/"]
 )
-def test_a_service_that_is_not_there_stops_the_start(pool, url, words):
+def test_a_service_that_is_not_there_stops_the_start(pool, url):
     with socket.socket() as nobody:  # a port that refuses connections, and that nobody else can take
         nobody.bind(("127.0.0.1", 0))
         url = url.format(port=nobody.getsockname()[1])
         with pytest.raises(ValueError) as error:
             pool("math", url)
-    assert str(error.value).startswith(f"reward.functions: {url}: {words}") and "\n" not in str(error.value)
+    assert f"{url}: cannot connect, is the service up? (" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_no_more_requests_are_under_way_than_allowed(start):
@@ -415,7 +408,7 @@ def test_what_ends_every_server_is_given_up_and_the_others_are_scored(start):
     addresses.up("reward-0", Address(endpoint.url))
     scores = scored(pool, *["x" * n for n in range(1, 11)], "x" * 300, "x" * 301)
     assert [score.status for score in scores] == ["ok"] * 10 + ["reward_error"] * 2
-    assert scores[-1].failure.startswith("reward_model: its server went away in 3 attempts, the last: ")
+    assert scores[-1].failure.startswith("reward_model: its server went away in 3 attempts: ")
 
 
 def test_attempts_that_end_with_their_server_do_not_count(start, slow_clock):
