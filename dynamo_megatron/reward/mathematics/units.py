@@ -48,8 +48,6 @@ for _dimension, _units in {
     "won": {"1": "won ₩ 원"},
     "degree": {"1": "degree deg 度"},
     "radian": {"1": "radian rad 弧度"},
-    "celsius": {"1": "degC"},
-    "fahrenheit": {"1": "degF"},
     "joule": {"1": "J joule", "1000": "kJ kilojoule"},
     "newton": {"1": "N newton"},
     "watt": {"1": "W watt", "1000": "kW kilowatt"},
