@@ -53,8 +53,7 @@ class RayWorkers:
         self._threads: ThreadPoolExecutor | None = None
 
     def start(self) -> None:
-        """Starts the workers on all nodes. Raises ValueError if there is no cluster, or if the functions cannot be
-        loaded on a node."""
+        """Starts the workers on all nodes. Raises ValueError if there is no cluster, or a node loads no functions."""
         try:
             ray.init(address="auto", log_to_driver=False, logging_level="error")
         except (RuntimeError, ValueError, OSError) as error:

@@ -42,8 +42,7 @@ class Workers:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the workers and waits until all are ready. Raises ValueError if a function cannot be loaded,
-        TimeoutError naming a worker that is not ready in time."""
+        """Starts the workers and waits until all are ready. Raises as `_Worker.wait_ready`."""
         workers = [self._spawn() for _ in range(self._config.workers)]
         end = time.monotonic() + START_TIMEOUT
         for worker in workers:
