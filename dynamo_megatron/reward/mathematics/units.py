@@ -124,3 +124,7 @@ def _unit(word: str) -> tuple[str, Fraction] | None:
     lower = word.lower().rstrip(".")
     names = (lower, lower.removesuffix("s"), lower.removesuffix("es"))
     return next((UNITS[name] for name in names if name in UNITS and len(name) > 1), None)
+
+
+DEGREE = Unit()
+DEGREE.add("degree", 1)
