@@ -15,15 +15,12 @@ def prompt(answer):
         ("The Eiffel Tower!", "eiffel tower", 1.0, 1.0),
         ("in Paris, France", "Paris", 0.0, 0.5),
         ("the cat sat on a mat", "a cat on the mat", 0.0, 6 / 7),
-        ("Rome", "Paris", 0.0, 0.0),
         ("cat cat cat", "cat", 0.0, 0.5),
         ("Ph.D.", "phd", 1.0, 1.0),
-        ("", "Paris", 0.0, 0.0),
         ("the", "a", 0.0, 0.0),  # the script: 1
         ("1492", 1492, 1.0, 1.0),
         ("O’Brien", "O'Brien", 1.0, 1.0),  # from here on the script: 0
         ("“Paris”…", "Paris", 1.0, 1.0),
-        ("1990–1995", "1990-1995", 1.0, 1.0),
         ("北京。", "北京", 1.0, 1.0),
         ("cafe\u0301", "café", 1.0, 1.0),
         ("10²", "102", 0.0, 0.0),

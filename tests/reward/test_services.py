@@ -139,10 +139,7 @@ WRONG = {
     "url": [
         (b"<html>\n", "the answer is not JSON but '<html>\\n'"),
         ([1.0], "the answer is not {\"rewards\": [...]} but '[1.0]'"),
-        ({"rewards": 1.0}, 'the answer is not {"rewards": [...]} but \'{"rewards": 1.0}\''),
-        ({"rewards": []}, "gave 0 rewards for 1 samples"),
         ({"rewards": [1.0, 2.0]}, "gave 2 rewards for 1 samples"),
-        ({"rewards": ["1.0"]}, "returned '1.0' of type str, not a number"),
         (b'{"rewards": [NaN]}', "returned nan"),
         (b'{"rewards": [1%s]}' % (b"0" * 400), "int too large to convert to float"),
         ({"rewards": [{"reward": 2, "steps": [[1, 9, 0.25]]}]}, "returned [1, 9, 0.25] as step 1"),
@@ -150,12 +147,9 @@ WRONG = {
     "judge": [
         (completion("It is good."), "nothing in the judge's reply matches reward.judge.pattern; it ends with 'It"),
         (completion("Score: 11"), "the judge's score 11 is not in reward.judge.range (0 to 10)"),
-        (completion("Score: 5\nScore: −1"), "the judge's score -1 is not in reward.judge.range (0 to 10)"),
         (completion("Score: 1e999"), "the judge's score '1e999' is not a number"),
         (completion("Score: 1", finish_reason="length"), "the judge's reply was cut off in its number, 'Score: 1'"),
-        (completion(None), "the answer is no chat completion with a text but "),
         ({"choices": []}, "the answer is no chat completion with a text but '{\"choices\": []}'"),
-        (b"<html>", "the answer is not JSON but "),
     ],
     "reward_model": [
         (
