@@ -56,8 +56,7 @@ def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """("source row N", row) with N from 1, of `datasets:NAME?split=SPLIT&key=value`. The default split is "train".
 
     NAME is a folder written by the `datasets` library's `save_to_disk`, or a name for its `load_dataset`, which gets
-    the options. Raises ValueError (one line) where the package, dataset, split or configuration is missing, or an
-    option is refused.
+    the options. Raises ValueError (one line) where the package or the dataset is missing, or an option is refused.
     """
     name, options = name_and_options(source.removeprefix(DATASETS), source)
     options = {"split": "train", **options}

@@ -33,10 +33,7 @@ def load_tokenizer(
     path: str | Path, chat_template: str | None = None, key: str = "model.path"
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, with the chat template that `data.chat_template` names; None: its own.
-
-    `key`: that of the configuration that names the folder, for messages. Raises ValueError (one line) where the folder
-    has none, or `chat_template` is no file.
-    """
+    `key` names the folder in messages. Raises ValueError (one line) without a tokenizer, or for a missing file."""
     from transformers import AutoTokenizer  # seconds of import that the reward workers and the config do not need
 
     # Asked for here, because transformers makes an empty tokenizer from a folder that only has a config.json.
@@ -95,10 +92,9 @@ def encode_prompt(
 ) -> list[int]:
     """The token ids of `prompt` under `config.template`; `tools`: those that a chat offers, in OpenAI's form.
 
-    "chat": the tokenizer's chat template up to where the assistant begins; `config.system_prompt` goes first unless the
-    prompt's messages begin with a system message of their own. Else `config.few_shot` + the template with {prompt}
-    replaced, encoded with the tokenizer's own special tokens (a BOS, where it has one).
-    Raises ValueError naming the prompt: the chat template is missing or fails on it, or no tokens come out.
+    "chat": the tokenizer's chat template up to where the assistant begins. Else `config.few_shot` + the template with
+    {prompt} replaced, encoded with the tokenizer's own special tokens (a BOS, where it has one). Raises ValueError
+    naming the prompt: the chat template is missing or fails on it, or no tokens come out.
     """
     if config.template == "chat":
         tokens = _chat_tokens(prompt, tokenizer, config, tools)

@@ -95,7 +95,6 @@ class RayWorkers:
         try:
             return ray.get(actor.run.remote(prompt, response))
         except (RayError, RecursionError) as error:
-            text = f"it cannot be sent to a worker: {error_line(error, SHOWN)}"
-            return [FunctionResult(name, "crashed", text=text) for name in self._functions]
+            return [FunctionResult(name, "crashed", text=error_line(error, SHOWN)) for name in self._functions]
         finally:
             self._free.put(actor)
