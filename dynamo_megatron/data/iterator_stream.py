@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.limits import too_long
 from dynamo_megatron.data.sources import content_digest, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
@@ -67,8 +68,8 @@ class _ReadingThread:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The position in the iterator: `taken` problems of the epoch, with `digest`, a hash of their ids and contents, and
-    `skipped`, the prompts that were too long and the rows that were no problem, counted over all epochs."""
+    """`taken` problems of the epoch, `digest`, a hash of their ids and contents, and `skipped`, the prompts that were
+    too long and the rows that were no problem, of all epochs."""
 
     epoch: int = 0
     taken: int = 0
@@ -80,13 +81,9 @@ class IteratorStream:
     """Prompts without end, in the order in which the function `config.source` yields them.
 
     If the iterator ends, the function is called again, and a new epoch begins. Only the first batch is read ahead, so
-    that errors in the data show before the run. The ids of all items, also of skipped ones, stay in memory with a hash
-    of the content. An id that occurs again is the same problem; it is an error if its content differs. Items are read
-    on a separate thread. `encode`, `max_prompt_length` and errors are as for `PromptStream`. `on_progress` is called
-    with the number of prompts that the first batch has so far.
-
-    The state is the number of items taken. A resumed run calls the function again and skips that number of items, so
-    the function has to yield the same items each time.
+    that errors in the data show before the run. The ids of all items stay in memory with a hash of the content. An id
+    that occurs again is the same problem; it is an error if its content differs. Arguments and errors are as for
+    `open_stream` and `PromptStream`. A resumed run calls the function again and skips the items that were taken.
     """
 
     prompts: tuple[Prompt, ...] = ()  # none is known before the run
@@ -129,8 +126,7 @@ class IteratorStream:
 
     def next(self, n: int, on_poll: Callable[[], None] = _nothing) -> list[Prompt]:
         """The next `n` prompts, with `tokens` set. `on_poll` is called while this waits for the iterator. An exception
-        of `on_poll` ends the wait; the prompts drawn until then are not drawn again. Raises ValueError as the
-        constructor does."""
+        of `on_poll` ends the wait; the prompts drawn until then are not drawn again."""
         batch: list[Prompt] = []
         while len(batch) < n:
             prompt, self._drawn = self._ahead.popleft() if self._ahead else self._draw(on_poll)
@@ -148,22 +144,12 @@ class IteratorStream:
             prompt = self._take(on_poll)
             if prompt is not None:
                 tokens = self._encode(prompt)
-                if self._limit is None or len(tokens) <= self._limit:
+                if not too_long(prompt, tokens, self._limit, self._config):
                     return dataclasses.replace(prompt, tokens=tokens), self._read
-                if self._config.on_long_prompt == "error":
-                    raise InputError(
-                        f"prompt {prompt.prompt_id!r} has {len(tokens)} tokens, above the limit of {self._limit}; "
-                        "raise data.max_prompt_length or set data.on_long_prompt: skip"
-                    )
             self._read = dataclasses.replace(self._read, skipped=self._read.skipped + 1)
-        if self._bad is not None:
-            raise InputError(
-                f"data.source: {SKIPPED_IN_A_ROW:,} rows of {self._config.source} in a row cannot be used or are too "
-                f"long; the first that cannot: {self._bad}"
-            )
         raise InputError(
-            f"data.max_prompt_length: {SKIPPED_IN_A_ROW:,} prompts of {self._config.source} in a row have more than "
-            f"{self._limit} tokens"
+            f"data.source: {SKIPPED_IN_A_ROW:,} rows of {self._config.source} in a row are no problems or have more "
+            f"than {self._limit} tokens{'' if self._bad is None else f'; the first that is none: {self._bad}'}"
         )
 
     def _opened(self) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
@@ -175,23 +161,17 @@ class IteratorStream:
         source, place = self._config.source, self._read
         item = self._thread.next(self._items, on_poll)
         if item is None:
-            if not place.taken and self._bad is not None:
-                raise self._bad
             if not place.taken:
-                again = " when it was called again: it has to return a new iterator each time" if place.epoch else ""
-                raise InputError(f"data.source: {source} has no prompts{again}")
+                raise self._bad or InputError(
+                    f"data.source: {source} has no prompts (it has to return a new iterator each time it is called)"
+                )
             self._items, self._read = self._opened(), _Place(place.epoch + 1, skipped=place.skipped)
             return self._take(on_poll)
         where, prompt = item
         if isinstance(prompt, InputError):
             if self._bad is None:
                 self._bad = prompt
-                log.warning(
-                    "data.source: %s: rows that cannot be used are skipped (data.on_bad_row) and counted in "
-                    "data/skipped_prompts, the first: %s",
-                    source,
-                    prompt,
-                )
+                log.warning("data.source: rows that are no problems are counted in data/skipped_prompts: %s", prompt)
             return None
         content = content_digest(prompt)
         if self._known.setdefault(prompt.prompt_id, int(content, 16)) != int(content, 16):
@@ -205,8 +185,7 @@ class IteratorStream:
         return prompt
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data of a fixed size: how many items of which epoch were drawn, a hash of them, and how many were
-        skipped."""
+        """Plain data of a fixed size."""
         return {**dataclasses.asdict(self._drawn), "rendering": self._rendering}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -39,9 +39,8 @@ class PromptSelection:
         on_poll: Callable[[], None],
         under_way: Collection[str] = (),
     ) -> list[Prompt]:
-        """Returns `wanted` prompts with `tokens` and `weight` set. Candidates that are not chosen come again when the
-        stream next gives them. `under_way`: ids of prompts whose outcomes the rule does not know yet. Without weights
-        they are left out too, where there are enough other candidates. Raises what the stream's `candidates` raises."""
+        """Returns `wanted` prompts with `tokens` and `weight` set. `under_way`: ids of prompts whose outcomes the rule
+        does not know yet. Without weights they are left out, where there are enough other candidates."""
         if self._rule is None:
             return self.stream.next(wanted, on_poll)
         rng = np.random.default_rng(derived_seed(self._seed, "prompt selection", str(step), str(round_)))

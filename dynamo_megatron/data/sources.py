@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import difflib
 import hashlib
 import json
 import logging
@@ -14,14 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data.readers import (
-    DATASETS,
-    dataset_rows,
-    jsonl_rows,
-    parquet_rows,
-    query_options,
-    yaml_value,
-)
+from dynamo_megatron.data.readers import DATASETS, dataset_rows, jsonl_rows, name_and_options, parquet_rows
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.runtime.user_code import SPEC, failure, load_callable
@@ -49,30 +40,13 @@ def load_prompts(
     needs_answer: bool = False,
     say: Callable[[str], None] = log.warning,
 ) -> list[Prompt]:
-    """All prompts of `config.source` in their order there, or the first `config.limit`.
-
-    A source has rows or prompts. It is one of:
-    - `PATH.jsonl`: one JSON object per line.
-    - `PATH.parquet`: read with pyarrow, a few rows at a time.
-    - `datasets:NAME?name=CONFIG&split=SPLIT&key=value`: read with the `datasets` library. NAME is a folder written by
-      `save_to_disk`, or a name for `load_dataset`. The default split is "train".
-    - `reasoning_gym:NAME?size=N&seed=S&key=value`: values are YAML scalars or lists. The default seed is 0, since the
-      library's own default is random. The entry is kept in `Prompt.meta["reasoning_gym"]` for the dataset's scorer.
-    - `module:iterator`: a function without arguments that returns `Prompt`s or rows, finitely many unless
-      `config.limit` is set (`IteratorStream` reads endless ones).
-
-    In a row, `prompt_key` (text, or a list of chat messages), `answer_key` and `id_key` may be dotted. Where a key is
-    None, the first column that the row has, and that is not empty, is used: "problem", "question" or "prompt" for the
-    prompt, "answer" or "reward_model.ground_truth" for the answer. A conversation that ends with an assistant's message
-    needs no answer beside it. All other columns are kept in `Prompt.meta`. A row without an id gets one from the hash
-    of its prompt and answer, which does not depend on the row's place.
+    """All prompts of `config.source` in their order there, or the first `config.limit` (docs/data.md).
 
     A row that is no problem, or that has no answer where `needs_answer`, is skipped or an error (`config.on_bad_row`);
-    it is an error where more than half of the rows are so. One problem has one id. A row that repeats an id with the
-    same content is dropped; with other content it is an error. Rows without an id are the same problem where prompt and
-    answer are equal. `say` is called with a line that counts the skipped rows, and one that counts the dropped ones.
-    `on_progress` is called with the number of problems read so far. Raises ValueError (one line, with `path:line` or
-    `path row N` where there is one).
+    it is an error where more than half of the rows are so. A row that repeats an id with the same content is dropped;
+    with other content it is an error. A row without an id gets one from the hash of its prompt and answer. `say` is
+    called with a line that counts the skipped rows, and one that counts the dropped ones. `on_progress` is called with
+    the number of problems read so far. Raises ValueError (one line, with `path:line` or `path row N`).
     """
     first: dict[str, Prompt] = {}
     bad: InputError | None = None  # the first
@@ -91,10 +65,7 @@ def load_prompts(
             repeated += 1
         in_a_row += 1
         if config.limit is not None and in_a_row == REPEATS_IN_A_ROW:  # an endless iterator may have no others
-            raise InputError(
-                f"data.limit: {in_a_row:,} items of {config.source} in a row repeat earlier ones or cannot be used; it "
-                f"has {len(first):,} different problems so far: lower the limit to that"
-            )
+            raise InputError(f"data.limit: {config.source} has {len(first):,} different problems, no more")
     if bad is not None:
         counted = f"{skipped:,} of {skipped + repeated + len(first):,} rows cannot be used"
         if skipped > repeated + len(first):
@@ -197,14 +168,6 @@ def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None
     raise InputError(f"{where}: no {looked_for}; the row has {has} (set data.{name})")
 
 
-def _answer(row: dict[str, Any], where: str, content: list[Any] | str, configured: str | None) -> tuple[str, Any]:
-    """(key, value) of the answer's column; ("", None) where the row has none and its conversation ends with one."""
-    no_column = configured is None and not any(look_up(row, key)[0] for key in USUAL_KEYS["answer_key"])
-    if no_column and _ends_with_answer(content):
-        return "", None
-    return _resolved(row, where, "answer_key", configured)
-
-
 def _ends_with_answer(content: Any) -> bool:
     last = content[-1] if isinstance(content, list) and content else None
     return isinstance(last, dict) and last.get("role") == "assistant"
@@ -217,7 +180,12 @@ def _prompt_from_row(row: Any, where: str, config: DataConfig, in_arrow: bool) -
     if not isinstance(content, str | list):
         kind = "null" if content is None else type(content).__name__
         raise InputError(f"{where}: {prompt_key!r} must be text or a list of messages, not {kind}")
-    answer_key, answer = _answer(row, where, content, config.answer_key)
+    try:
+        answer_key, answer = _resolved(row, where, "answer_key", config.answer_key)
+    except InputError:
+        if config.answer_key is not None or not _ends_with_answer(content):
+            raise
+        answer_key, answer = "", None
     if isinstance(content, list):
         content = [_message(message, in_arrow) for message in content]
     has_id, row_id = look_up(row, config.id_key)
@@ -274,43 +242,22 @@ def _user_items(source: str) -> Iterator[tuple[str, Any]]:
     raises anything."""
     function, taken = load_callable(source, "data.source"), 0
     try:
-        items = function()
-        if not isinstance(items, Iterable):
-            raise InputError(f"data.source: {source} returned {type(items).__name__}, not prompts one after another")
-        iterator = iter(items)
-        while True:
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            taken += 1
+        for taken, item in enumerate(function(), 1):
             yield f"{source} row {taken}", item
-    except InputError:
-        raise
     except Exception as error:  # the user's code may raise anything
         after = f" after {taken} items" if taken else ""
         raise InputError(f"data.source: {source} failed{after}: {failure(error)[0]}") from error
 
 
 def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:
-    """The reasoning-gym dataset `name`; `options` are fields of its configuration.
-
-    Raises ValueError (one line) where the package is missing, for an unknown name or option (naming the nearest one),
-    and for a value that the dataset refuses.
-    """
+    """The reasoning-gym dataset `name`; `options` are fields of its configuration. Raises ValueError (one line) where
+    the package is missing, and for a name or an option that it refuses."""
     try:
         import reasoning_gym
-        from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
         raise InputError(
             f"data.source: {REASONING_GYM}{name}: {error}; pip install 'dynamo-megatron[reasoning-gym]'"
         ) from None
-    if name not in DATASETS:
-        raise InputError(f"data.source: reasoning_gym has no dataset {name!r}{_nearest(name, DATASETS)}")
-    fields = [field.name for field in dataclasses.fields(DATASETS[name][1])]
-    for option in options:
-        if option not in fields:
-            raise InputError(f"data.source: {REASONING_GYM}{name} has no option {option!r}{_nearest(option, fields)}")
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -318,11 +265,8 @@ def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:
 
 
 def _reasoning_gym_prompts(source: str) -> Iterator[tuple[str, Prompt]]:
-    name, _, query = source.removeprefix(REASONING_GYM).partition("?")
-    options: dict[str, Any] = {"seed": 0}
-    for option, text in query_options(source, query):
-        value = yaml_value(source, option, text)
-        options[option] = text if isinstance(value, datetime.date) else value  # a YAML date is not plain data
+    name, options = name_and_options(source.removeprefix(REASONING_GYM), source)
+    options = {"seed": 0, **options}
     dataset = reasoning_gym_dataset(name, options)
     # The hash of the resolved configuration: ids change with a default that an upgrade changed, but not where a default
     # is written out.
@@ -341,16 +285,11 @@ def _digest(*values: Any) -> str:
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f"; the nearest is {close[0]!r}" if close else ""
-
-
 def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, str | int | float] | None:
     """prompt_id -> the value of the prompt's column `algorithm.allocation.prior_by`; None if `prior_by` is None.
 
     `prior_by="source"` is `Prompt.source` if the prompt has no column of that name. Raises ValueError naming a prompt
-    that has no such column, or whose value there is not a string or a number.
+    without a text or number there.
     """
     if prior_by is None:
         return None
@@ -359,10 +298,8 @@ def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, 
         found, value = look_up(prompt.meta, prior_by)
         if not found and prior_by == "source":
             found, value = True, prompt.source
-        where = f"algorithm.allocation.prior_by: prompt {prompt.prompt_id!r}"
-        if not found:
-            raise InputError(f"{where} has no column {prior_by!r}; it has {', '.join(prompt.meta) or 'none'}")
         if not isinstance(value, str | int | float) or value != value:  # NaN is what Parquet has for an empty cell
-            raise InputError(f"{where} has {value!r:.80} in {prior_by!r}; expected a string or a number")
+            has = f"has {value!r:.80} in {prior_by!r}" if found else f"has no column {prior_by!r}"
+            raise InputError(f"algorithm.allocation.prior_by: prompt {prompt.prompt_id!r} {has}; give text or numbers")
         strata[prompt.prompt_id] = value
     return strata

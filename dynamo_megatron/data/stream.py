@@ -11,6 +11,7 @@ from typing import Any
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.iterator_stream import IteratorStream
+from dynamo_megatron.data.limits import too_long
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
@@ -34,22 +35,13 @@ def open_stream(
     """
     stream: PromptStream | IteratorStream
     if config.streamed:
-        log.warning(
-            "data.source: %s is read as the run goes on, in its order; data.limit reads that number at the start and "
-            "shuffles them",
-            config.source,
-        )
+        log.warning("data.source: %s is read as the run goes on, in its order (see data.limit)", config.source)
         stream = IteratorStream(config, encode, max_prompt_length, on_progress, needs_answer=needs_answer)
     else:
         prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
         stream = PromptStream(prompts, config, encode, max_prompt_length)
         if stream.size < config.batch_prompts:
-            log.warning(
-                "data.batch_prompts: %d is more than the %d problems that can be drawn: a step has the same problem "
-                "more than once",
-                config.batch_prompts,
-                stream.size,
-            )
+            log.warning("data.batch_prompts: %d is more than the %d problems", config.batch_prompts, stream.size)
     if before is not None:
         stream.load_state_dict(before)
     return stream
@@ -126,22 +118,16 @@ class PromptStream:
     def _check_lengths(self) -> set[int]:
         """The indices of the prompts that are too long. All prompts are encoded here, before the run: a prompt that
         cannot be encoded would stop the run in the middle, and again after each resume."""
-        too_long = set()
-        for index, prompt in enumerate(self.prompts):
-            length = len(self._encode(prompt))
-            if self._limit is None or length <= self._limit:
-                continue
-            if self._config.on_long_prompt == "error":
-                raise InputError(
-                    f"prompt {prompt.prompt_id!r} has {length} tokens, above the limit of {self._limit}; "
-                    "raise data.max_prompt_length or set data.on_long_prompt: skip"
-                )
-            too_long.add(index)
-        if len(too_long) == len(self.prompts):
+        long = {
+            index
+            for index, prompt in enumerate(self.prompts)
+            if too_long(prompt, self._encode(prompt), self._limit, self._config)
+        }
+        if len(long) == len(self.prompts):
             raise InputError(
                 f"data.max_prompt_length: all {len(self.prompts)} prompts have more than {self._limit} tokens"
             )
-        return too_long
+        return long
 
     def _shuffled(self, epoch: int) -> list[int]:
         # Python guarantees that an integer seed gives the same random() in all versions, but not the same shuffle().

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +33,7 @@ def load_tokenizer(
     path: str | Path, chat_template: str | None = None, key: str = "model.path"
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, with the chat template that `data.chat_template` names; None: its own.
-
-    `key`: that of the configuration that names the folder, for messages. Raises ValueError (one line) where the folder
-    has none, or `chat_template` is no file.
-    """
+    `key` names the folder in messages. Raises ValueError (one line) without a tokenizer, or for a missing file."""
     from transformers import AutoTokenizer  # seconds of import that the reward workers and the config do not need
 
     # Asked for here, because transformers makes an empty tokenizer from a folder that only has a config.json.
@@ -60,35 +55,6 @@ def load_tokenizer(
             why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise InputError(f"data.chat_template: {chat_template}: {why}; give a Jinja file, or plain") from None
     return tokenizer
-
-
-def lost_characters(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A line that counts the problems `texts` with characters that do not survive encoding and decoding; None where
-    there are none. Raises InputError where more than half of the problems have some."""
-
-    def lost(text: str) -> set[str]:
-        back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)
-        return _characters(text) - _characters(back)
-
-    # Most tokenizers keep every character, so that no text has to be encoded.
-    suspects = {character for character in set().union(*texts) if lost(character)}
-    losses = [lost(text) for text in texts if not suspects.isdisjoint(text)]
-    count = sum(map(bool, losses))
-    if not count:
-        return None
-    line = (
-        f"data.source: {count:,} of {len(texts):,} problems have characters that the tokenizer of "
-        f"{tokenizer.name_or_path} lacks ({''.join(sorted(set().union(*losses)))!r:.40}): the model does not see them"
-    )
-    if count > len(texts) / 2:
-        raise InputError(f"{line}; copy the model's own tokenizer files there, or take other data")
-    return line
-
-
-def _characters(text: str) -> set[str]:
-    """Those that can be seen, in one form for all that a tokenizer may normalise them to."""
-    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return {character for character in folded if unicodedata.category(character)[0] not in "CZ"}
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
@@ -126,10 +92,9 @@ def encode_prompt(
 ) -> list[int]:
     """The token ids of `prompt` under `config.template`; `tools`: those that a chat offers, in OpenAI's form.
 
-    "chat": the tokenizer's chat template up to where the assistant begins; `config.system_prompt` goes first unless the
-    prompt's messages begin with a system message of their own. Else `config.few_shot` + the template with {prompt}
-    replaced, encoded with the tokenizer's own special tokens (a BOS, where it has one).
-    Raises ValueError naming the prompt: the chat template is missing or fails on it, or no tokens come out.
+    "chat": the tokenizer's chat template up to where the assistant begins. Else `config.few_shot` + the template with
+    {prompt} replaced, encoded with the tokenizer's own special tokens (a BOS, where it has one). Raises ValueError
+    naming the prompt: the chat template is missing or fails on it, or no tokens come out.
     """
     if config.template == "chat":
         tokens = _chat_tokens(prompt, tokenizer, config, tools)

@@ -17,9 +17,8 @@ from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import load_tokenizer, lost_characters
+from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation.overlap import problem_text
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.sft_examples import Example, examples_of
@@ -73,9 +72,6 @@ class SFTJob(Job):
         self._stream = open_stream(
             config.prompt_stream, self._encode, longest, before, progress.count, needs_answer=True
         )
-        texts = [f"{problem_text(p)}{p.answer if isinstance(p.answer, str) else ''}" for p in self._stream.prompts]
-        if (line := lost_characters(texts, self._tokenizer)) is not None:
-            progress.say(line)
         self.output.claim()
         if config.data.chat_template is not None:
             self.output.keep_chat_template(self._tokenizer.chat_template)

@@ -16,9 +16,8 @@ from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.sources import prompt_strata
 from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, lost_characters
+from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation.overlap import problem_text
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.jobs.layout_checks import check_servers_here
@@ -117,8 +116,6 @@ class TrainJob(Job):
             config.prompt_stream, encode, limit, before, progress.count, needs_answer=needs_answer
         )
         prompts = self._stream.prompts
-        if (line := lost_characters([problem_text(prompt) for prompt in prompts], tokenizer)) is not None:
-            self.journal.say(line)
         allocation = config.algorithm.allocation
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
         self._selection = PromptSelection(config.prompt_stream, self._stream, self._allocator.history)

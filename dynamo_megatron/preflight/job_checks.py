@@ -13,7 +13,7 @@ from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.sources import load_prompts
-from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer, lost_characters
+from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps, problem_text
 from dynamo_megatron.evaluation.problems import load_problems
@@ -150,8 +150,7 @@ def data(subject: Subject) -> Iterator[Finding]:
         f"{which} from {config.data.source}, the longest of {len(lengths)} {lengths[longest]} tokens, at most {limit}; "
         f"the first: {shown!r}"
     )
-    lost = lost_characters([problem_text(prompt) for prompt in prompts], subject.tokenizer)
-    yield from map(note, [*subject.data_notes, *filter(None, [lost])])
+    yield from map(note, subject.data_notes)
     if long:
         yield note(f"{long} of {len(lengths)} prompts have more than {limit} tokens and will be skipped")
     if len(prompts) < config.batch_prompts:

@@ -26,11 +26,8 @@ FORMULA = re.compile(r"\\[A-Za-z]|[=<>+^_]|[A-Za-z]\(")
 
 
 def choice_answer(prompt: Prompt, response: str) -> float:
-    r"""Returns 1.0 where the letter that `response` chooses is `prompt.answer`, else 0.0.
-
-    `prompt.answer` is a letter ("B", "(B)"), or the index of a letter as an integer, 0 for A. Raises ValueError for
-    anything else. `chosen` defines which letter a response chooses.
-    """
+    """1.0 where the letter that `response` has `chosen` is `prompt.answer`, else 0.0. `prompt.answer` is a letter ("B",
+    "(B)"), or the index of a letter, 0 for A. Raises ValueError for anything else."""
     return float(chosen(response) == _right(prompt.answer))
 
 

@@ -1,7 +1,4 @@
-"""The built-in reward `code`: does the program in the response pass the problem's tests?
-
-Parses the tests from the layouts of public data sets, runs the program in the sandbox, and compares outputs.
-"""
+"""The built-in reward `code`: does the program in the response pass the problem's tests?"""
 
 from __future__ import annotations
 
@@ -65,13 +62,9 @@ def code_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
     sys.set_int_max_str_digits(0)  # of expected and returned integers; `longest` bounds them
 
     def code_answer(prompt: Prompt, response: str) -> float:
-        """Returns the share of the problem's tests that the program in `response` passes. With `score: all` returns
-        1.0 where the program passes every test, else 0.0. Returns 0.0 where `response` has no program.
-
-        The program is the last complete fenced block marked as Python, else the last unmarked block; only the text
-        `after_thinking` is searched. No expected output enters a sandbox that has the program.
-        Raises ValueError for tests that cannot be parsed (`problem_tests`).
-        """
+        """The share of the problem's tests that the program in `response` passes; with `score: all` 1.0 for all of
+        them, else 0.0. No expected output enters a sandbox that has the program. Raises ValueError for tests that
+        cannot be parsed (`problem_tests`)."""
         tests = problem_tests(prompt)[: code.tests]
         found = fenced(after_thinking(response) or "", PYTHON)
         if found is None:
@@ -91,39 +84,24 @@ def _outcome(sandbox: Sandbox, program: bytes, test: StreamTest | CallTest | Ass
     """(passed, ended by a time limit)"""
     match test:
         case StreamTest(stdin, expected):
-            result = sandbox.run("run", program, _encoded(stdin), OUTPUT + 4 * len(expected))
+            result = sandbox.run("run", program, stdin.encode(errors="replace"), OUTPUT + 4 * len(expected))
             return result.ok and same_text(result.output.decode(errors="replace"), expected), result.late
         case CallTest(name, args, expected):
             request = json.dumps({"name": name, "args": args})
             longest = OUTPUT + 4 * len(json.dumps(expected))
-            result = sandbox.run("call", program, _encoded(request), longest)
-            return result.ok and _returned(result.output, test), result.late
+            result = sandbox.run("call", program, request.encode(errors="replace"), longest)
+            try:
+                return result.ok and test.passes(json.loads(result.output)), result.late
+            except (ValueError, RecursionError, OverflowError):  # the program can write anything, however deeply nested
+                return False, result.late
         case AssertTest(source):
-            result = sandbox.check(program, _encoded(source))
+            result = sandbox.check(program, source.encode(errors="replace"))
             return result.ok, result.late
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode(errors="replace")
-
-
-def _returned(output: bytes, test: CallTest) -> bool:
-    try:
-        return test.passes(json.loads(output))
-    except (ValueError, RecursionError, OverflowError):  # the program can write anything, however deeply nested
-        return False
-
-
 def problem_tests(prompt: Prompt) -> list[StreamTest | CallTest | AssertTest]:
-    """The tests in `prompt.answer`, which has one of these forms or is the JSON text of one:
-
-    {"inputs": [...], "outputs": [...]}, with "fn_name" for functions (APPS, TACO);
-    {"input": [...], "output": [...]} (CodeContests);
-    [{"input": ..., "output": ..., "testtype": ...}, ...] (LiveCodeBench);
-    ["assert ...", ...] (MBPP); Python code (HumanEval).
-
-    Raises ValueError for anything else, and for tests that run nothing.
-    """
+    """The tests in `prompt.answer`, in a form of docs/rewards.md. Raises ValueError for anything else, and for tests
+    that run nothing."""
     given = prompt.answer
     if isinstance(given, str):
         try:

@@ -32,8 +32,8 @@ def after_thinking(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}` of `text` that is not empty; of the last `\fbox{...}` where there
-    is no `\boxed`. None where there is neither. Braces may be missing: `\boxed 2`, `\boxed\frac12`."""
+    r"""The content of the last complete `\boxed{...}` of `text` that is not empty; else of the last `\fbox{...}`.
+    Braces may be missing: `\boxed 2`, `\boxed\frac12`."""
     found = boxes(text)
     return found[-1][2] if found else None
 
@@ -121,8 +121,7 @@ def fenced(text: str, languages: Collection[str]) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of `text` without thousands separators; a/b and 1.5e-3 count as one number. None where `text` has
-    no number."""
+    """The last number of `text` without thousands separators; a/b and 1.5e-3 count as one number. None: no number."""
     numbers = NUMBER.findall(text)
     if not numbers:
         return None

@@ -1,18 +1,10 @@
-"""Reward functions by name, and what they may return.
-
-A reward function is `fn(prompt: Prompt, response: str) -> float`; the result is finite and at most 1e18 in absolute
-value. A function that also rewards the steps of a response returns
-
-    {"reward": number, "steps": [(start, end, number), ...]}
-
-The steps are spans of characters of the response, in order and without overlap (`checked_steps`). A function that runs
-behind HTTP is named by its URL (`services.py`).
-"""
+"""Reward functions by name, and what they may return (docs/rewards.md)."""
 
 from __future__ import annotations
 
 import math
 import numbers
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,9 +36,9 @@ SERVICES = ("judge", "reward_model")  # also behind HTTP; their configuration se
 
 @dataclass(frozen=True)
 class FunctionResult:
-    """What one reward function gave one response. `state` is one of `types.REWARD_STATES`. If it is "scored", `value`
-    is the score and `steps` has the scores of steps, if any. Otherwise `text` says in one line what went wrong, and
-    `frames` where in the user's files."""
+    """What one reward function gave one response. If `state` (`types.REWARD_STATES`) is "scored", `value` is the score
+    and `steps` has the scores of steps. Otherwise `text` says in one line what went wrong, and `frames` where in the
+    user's files."""
 
     function: str
     state: str
@@ -57,8 +49,8 @@ class FunctionResult:
 
 
 class RewardError(InputError):
-    """A reward function failed. The last line of the message has the function, the prompt id, and the error's type and
-    text; the lines before it have the user's stack frames, the prompt and the response."""
+    """A reward function failed. The last line of the message names function, prompt and error; the lines before it have
+    the user's stack frames, the prompt and the response."""
 
 
 class NoScore(Exception):
@@ -92,30 +84,23 @@ def checked(value: Any) -> float:
 def checked_steps(value: Any, characters: int) -> tuple[float, list[Step]]:
     """Parses what a function has returned for a response of `characters` characters: (reward, steps, if any).
 
-    Raises ValueError for a reward that `checked` refuses, and for steps that are not of the form above.
+    Raises ValueError for a reward that `checked` refuses, and for anything but a number or {"reward": number, "steps":
+    [(start, end, number), ...]} with steps in order and without overlap.
     """
     if not isinstance(value, Mapping):
         return checked(value), []
-    if set(value) != {"reward", "steps"}:
-        raise ValueError(f"returned a dictionary with the keys {sorted(map(str, value))!r:.80}, not reward and steps")
-    if not isinstance(value["steps"], Sequence) or isinstance(value["steps"], str):
-        raise ValueError(f"returned steps {value['steps']!r:.80}, not a list of (start, end, reward)")
+    if set(value) != {"reward", "steps"} or not isinstance(value["steps"], list | tuple):
+        raise ValueError(f"returned {value!r:.80}, which is not of the form {{reward: number, steps: [...]}}")
     steps: list[Step] = []
     for number, step in enumerate(value["steps"], 1):
-        if not isinstance(step, Sequence) or isinstance(step, str) or len(step) != 3:
-            raise ValueError(f"returned {step!r:.80} as step {number}, not (start, end, reward)")
-        start, end, reward = step
         before = steps[-1][1] if steps else 0
-        whole = all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in (start, end))
-        if not whole or not before <= start < end <= characters:
-            raise ValueError(
-                f"returned step {number} from {start!r:.40} to {end!r:.40}; give characters from {before}, where the "
-                f"one before ends, to {characters}, the response's end, at least one"
-            )
         try:
+            start, end, reward = step
+            if not before <= operator.index(start) < operator.index(end) <= characters:
+                raise ValueError(f"its characters are {before} to {characters} at most")
             steps.append((int(start), int(end), checked(reward)))
-        except ValueError as error:
-            raise ValueError(f"{error}, as the reward of step {number}") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"returned {step!r:.80} as step {number}, not (start, end, reward): {error}") from None
     return checked(value["reward"]), steps
 
 

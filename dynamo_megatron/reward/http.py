@@ -10,15 +10,15 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import aiohttp
 from yarl import URL
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import FunctionResult, NoScore
+from dynamo_megatron.reward.services import Service
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
@@ -27,23 +27,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again
 LOSSES = 3  # servers that may go away while they have a request: the request may be the reason
 POLL_EVERY = 0.2  # seconds
 SHOWN = 200  # characters of an answer in a message
-
-
-class Service(Protocol):
-    """One kind of service. `name` is its name in `reward.functions`, `path` is appended to the address, and `batch` is
-    the largest number of samples in a request."""
-
-    name: str
-    path: str
-    batch: int
-
-    def sample(self, prompt: Prompt, response: str) -> bytes:
-        """Encodes one sample. Raises ValueError, TypeError or RecursionError if that is not possible."""
-
-    def body(self, samples: Sequence[bytes]) -> bytes: ...
-
-    def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
-        """One result per sample; `characters`: their responses' lengths. Raises NoScore for a reply without scores."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +70,13 @@ class Addresses:
         return known[next(self._turns) % len(known)]
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """A sample whose result a caller of `score` awaits."""
-
-    sample: bytes
-    characters: int  # of its response
-    key: bytes
-    result: asyncio.Future[FunctionResult]
-
-
 class HttpReward:
     """The reward function that `service` computes.
 
     A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
-    answer is final. A request and its repeats have `deadline` seconds; waiting for a free request does not count. If
-    the addresses are those of servers that are restarted, neither do attempts that end with their server, nor the time
-    until one is up; such repeats go one at a time, so that a request that ends servers is not held against the others.
-    This object has a thread with its own event loop, so that samples may come from any event loop and thread.
+    answer is final. A request and its repeats have `deadline` seconds; waiting for a free request does not count, nor
+    do attempts that end with a server that is restarted; such repeats go one at a time, so that a request that ends
+    servers is not held against the others. Samples may come from any event loop and thread.
     """
 
     def __init__(
@@ -127,31 +99,25 @@ class HttpReward:
         self._lock = threading.Lock()
         self._closed = False
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=f"reward {self.name}")
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name=f"reward {self.name}", daemon=True
+        )
 
     def start(self) -> None:
         """Raises ValueError (one line) for a malformed URL, and if no service accepts connections at the URL."""
         for address in self._addresses.known:
-            self._check(address.url)
-        self._thread.daemon = True
+            try:
+                url = URL(address.url)
+                socket.create_connection((url.host, url.port), CONNECT_TIMEOUT).close()
+            except (ValueError, OSError) as error:  # ValueError: an impossible port or host name
+                what = f"reward.functions: {self.name}: {address.url}"
+                raise InputError(f"{what}: cannot connect, is the service up? ({error})") from error
         self._thread.start()
         self._ready.wait()
 
-    def _check(self, address: str) -> None:
-        what = address if address == self.name else f"{self.name}: {address}"
-        try:
-            url = URL(address)
-            if not url.host:
-                raise InputError("it names no host")
-            socket.create_connection((url.host, url.port), CONNECT_TIMEOUT).close()
-        except ValueError as error:  # for an impossible host name the look-up raises UnicodeError
-            raise InputError(f"reward.functions: {what}: not a URL: {error}") from None
-        except OSError as error:
-            raise InputError(f"reward.functions: {what}: cannot connect, is the service up? ({error})") from error
-
     async def score(self, prompt: Prompt, response: str) -> FunctionResult:
-        """The result of one response. Its state is "timed_out" if no answer came within the deadline, and "crashed" if
-        an attempt failed before the deadline passed. After `close` raises RuntimeError."""
+        """The result of one response: "timed_out" if no answer came within the deadline, "crashed" if an attempt failed
+        before it passed. After `close` raises RuntimeError."""
         try:
             sample = self._service.sample(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
@@ -173,7 +139,7 @@ class HttpReward:
 
     async def _serve(self) -> None:
         self._loop, self._end, self._alone = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
-        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._waiting: asyncio.Queue[tuple[bytes, int, asyncio.Future[FunctionResult]]] = asyncio.Queue()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._session:
             senders = [asyncio.create_task(self._send()) for _ in range(self._concurrency)]
@@ -187,9 +153,10 @@ class HttpReward:
         key = hashlib.sha256(sample).digest()
         if (result := self._cache.get(key)) is None:
             result = self._loop.create_future()
-            self._waiting.put_nowait(_Waiting(sample, characters, key, result))
+            self._waiting.put_nowait((sample, characters, result))
             if self._cached:
                 self._cache[key] = result
+                result.add_done_callback(lambda done: done.result().state == "scored" or self._cache.pop(key, None))
         if self._cached:
             self._cache.move_to_end(key)
             while len(self._cache) > self._cached:
@@ -202,17 +169,15 @@ class HttpReward:
             while len(batch) < self._service.batch and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             try:
-                reply = await self._reply(self._service.body([waiting.sample for waiting in batch]))
-                results = self._service.results(reply, [waiting.characters for waiting in batch])
+                reply = await self._reply(self._service.body([sample for sample, _, _ in batch]))
+                results = self._service.results(reply, [characters for _, characters, _ in batch])
             except NoScore as failure:
                 results = [FunctionResult(self.name, failure.state, text=str(failure))] * len(batch)
             except Exception as error:  # else the samples would wait for ever
                 text = on_one_line(f"its answer cannot be read: {error_line(error)}", SHOWN)
                 results = [FunctionResult(self.name, "crashed", text=text)] * len(batch)
-            for waiting, result in zip(batch, results, strict=True):
-                waiting.result.set_result(result)
-                if result.state != "scored":
-                    self._cache.pop(waiting.key, None)
+            for (_, _, future), result in zip(batch, results, strict=True):
+                future.set_result(result)
 
     async def _reply(self, body: bytes) -> bytes:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
@@ -237,8 +202,7 @@ class HttpReward:
                     restarted = self._addresses.restarts_within > 0
                     lost += restarted and not isinstance(error, aiohttp.ClientConnectorError)
                     if lost == LOSSES:
-                        text = f"its server went away in {lost} attempts, the last: {failure}"
-                        raise NoScore(text, "crashed") from None
+                        raise NoScore(f"its server went away in {lost} attempts: {failure}", "crashed") from None
                 except TimeoutError:
                     within = f"within reward.deadline ({self._deadline:g} s)"
                     if not failure:
@@ -249,9 +213,9 @@ class HttpReward:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _post(self, address: Address, body: bytes) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {"Content-Type": "application/json"}
-        if address.api_key:
-            headers["Authorization"] = f"Bearer {address.api_key}"
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {address.api_key}"}
+        if not address.api_key:
+            del headers["Authorization"]
         # A followed redirect may become a GET, and would send the API key to another address.
         url = URL(address.url + self._service.path)
         return self._session.post(url, data=body, headers=headers, allow_redirects=False)

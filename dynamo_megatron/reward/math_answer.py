@@ -66,14 +66,9 @@ DIGIT = re.compile(r"[\d∞π½⅓⅔¼¾⅕-⅞]|\\(?:pi|infty|frac|sqrt)")
 
 
 def math_answer(prompt: Prompt, response: str) -> float:
-    r"""Returns 1.0 where the final answer of `response` equals `prompt.answer`, else 0.0.
-
-    `final_answers` says what of the response is compared. Two answers are equal if their normal forms are the same text
-    (`mathematics.text`), or if both can be parsed whole and are mathematically equal (`mathematics.equality`), so
-    1/2 = 0.5, {1,2} = {2,1}, 10% = 10 and 3+4 = 7: an answer that is not worked out counts.
-    `prompt.answer` is a number or text: plain, LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises
-    ValueError for anything else.
-    """
+    r"""1.0 where the final answer of `response` (`final_answers`) equals `prompt.answer`, else 0.0: both have the same
+    normal form, or both can be parsed whole and are mathematically equal. `prompt.answer` is a number or text: plain,
+    LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises ValueError for anything else."""
     reference = normal_form(_reference(prompt.answer))
     words = in_words(reference) or _parsed_reference(reference) is None
     choices = [normal_form(text) for text in final_answers(response, words)]
@@ -104,13 +99,9 @@ def equal_answers(reference: str, answer: str) -> bool:
 
 
 def final_answers(response: str, words: bool = False) -> list[str]:
-    r"""The final answer of a response, in the order that a reader would look for it; empty where there is none.
-
-    After the last `</think>` or `<answer>`: the last box or the last line of the form `#### 72`, whichever is later,
-    else what the last sentence with "the answer is" (in many languages) names, else the last LaTeX span or expression
-    with a number; where the reference is in `words` the last line, or the last LaTeX span in it. Several boxes in one
-    sentence are a list, and the last of them.
-    """
+    """The final answer of a response, as docs/rewards.md says; empty where there is none. Without a box or line, where
+    the reference is in `words`, the last line, or the last LaTeX span in it. Several boxes in one sentence are a list,
+    and the last of them."""
     text = after_thinking(response)
     if text is None:
         return []

@@ -29,9 +29,8 @@ FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(valu
 @dataclass(frozen=True)
 class Score:
     """`status` is "ok", "reward_timeout" or "reward_error". `parts` has the value of each function that gave one, and
-    `failures` the state of each function that gave none (`types.REWARD_STATES`). `failure` says in one line which
-    function failed first, and how; "" where none did. `steps` has the steps that the functions rewarded; it is empty
-    unless all functions gave a value."""
+    `failures` the state of each that gave none (`types.REWARD_STATES`). `failure` says in one line which function
+    failed first, and how. `steps` is empty unless all functions gave a value."""
 
     reward: float
     success: bool
@@ -46,12 +45,9 @@ class RewardPool:
     """Scores responses with worker processes (`Workers`, or with `placement: ray` `RayWorkers`) and with services:
     URLs, `judge` and `reward_model`.
 
-    A sample that is late gets reward 0 and status "reward_timeout". Where a function fails (raises, ends its process,
-    does not return a finite number), `score` raises RewardError, or the sample gets reward 0 and status "reward_error"
-    (`config.on_error`). The same holds for a service; `HttpReward` defines when a service is late or fails. Where all
-    functions are services there are no worker processes. The reward is `config.fusion` over the functions' values. A
-    sample succeeds where the first function gives at least `config.success_threshold`. `prime` is not computed here but
-    by the ranks (`Policy.implicit_rewards`). May be used from any event loop and thread.
+    A sample that is late gets reward 0 and status "reward_timeout". Where a function or service fails, `score` raises
+    RewardError, or the sample gets reward 0 and status "reward_error" (`config.on_error`). `prime` is not computed here
+    but by the ranks (`Policy.implicit_rewards`). May be used from any event loop and thread.
     """
 
     def __init__(self, config: RewardConfig, servers: Addresses | None = None) -> None:
@@ -63,11 +59,8 @@ class RewardPool:
         self._closed = False
 
     def start(self) -> None:
-        """Checks that the services accept connections, starts the workers and waits until all are ready.
-
-        Raises ValueError where a service is down, a function cannot be loaded, or `placement` is `ray` and there is no
-        Ray cluster; TimeoutError naming a worker that is not ready in time.
-        """
+        """Checks that the services accept connections, starts the workers and waits until all are ready. Raises
+        ValueError where one of these fails, TimeoutError naming a worker that is not ready in time."""
         with contextlib.ExitStack() as unless_started:
             unless_started.callback(self.close)
             for name in self._config.outcomes:
@@ -84,12 +77,9 @@ class RewardPool:
         the pool is not open."""
         if self._closed or not (self._workers or self._services):
             raise RuntimeError("the reward pool is not open: call start() first, and score nothing after close()")
-        asked = [service.score(prompt, response) for service in self._services]
-        if self._workers is None:
-            return self._combined(prompt, response, await asyncio.gather(*asked))
-        local = asyncio.wrap_future(self._workers.submit(prompt, response))
-        results, *others = await asyncio.gather(local, *asked)
-        return self._combined(prompt, response, [*results, *others])
+        local = asyncio.wrap_future(self._workers.submit(prompt, response)) if self._workers else None
+        results = await asyncio.gather(*(service.score(prompt, response) for service in self._services))
+        return self._combined(prompt, response, [*(await local if local else []), *results])
 
     def close(self) -> None:
         """Stops all workers and requests now; samples under way are lost. May be called twice."""
@@ -151,12 +141,9 @@ class RewardPool:
 def key_of(variable: str | None, key: str) -> str:
     """The value of the environment variable `variable`, which the configuration's `key` names; "" where `variable` is
     None. Raises InputError where it is not set, or has a control character."""
-    if variable is None:
-        return ""
-    if not (secret := os.environ.get(variable, "")):
-        raise InputError(f"{key}: the environment variable {variable} is not set")
-    if not secret.isprintable():  # mostly a line break at the end, which a header cannot have
-        raise InputError(f"{key}: the environment variable {variable} has a line break or another control character")
+    secret = "" if variable is None else os.environ.get(variable, "")
+    if variable is not None and (not secret or not secret.isprintable()):  # mostly a line break at the end
+        raise InputError(f"{key}: the environment variable {variable} is not set, or has a line break")
     return secret
 
 

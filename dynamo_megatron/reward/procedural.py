@@ -19,11 +19,8 @@ WORTHLESS = ("", None, "?")
 def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
     r"""The dataset's score in [0, 1] of the answer in `response`, or 0 where no answer or "?" would get at least that.
 
-    A full score is 1.0; partial credit stays as the dataset gives it. An answer that makes the scorer raise gets 0.
-    The answer is the content of the last `<answer>` tag, else of the last `\boxed{}`. Without either it is the last
-    number where the right answer is a number, all of the text where the right answer has several lines, else the first
-    line that is not empty.
-    Raises ValueError where the prompt does not come from a `reasoning_gym:` source.
+    An answer that makes the scorer raise gets 0. Raises ValueError where the prompt does not come from a
+    `reasoning_gym:` source.
     """
     if "reasoning_gym" not in prompt.meta:
         raise ValueError("the reasoning_gym reward needs prompts of a reasoning_gym: source")
@@ -37,7 +34,8 @@ def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
 
 
 def extract_answer(response: str, right_answer: str) -> str:
-    """The answer in `response`. Only the form of `right_answer` is used: a number, one line or several lines."""
+    r"""The content of the last `<answer>` tag, else of the last `\boxed{}`; else the last number where `right_answer`
+    is a number, all of the text where it has several lines, else the first line."""
     text = (after_thinking(response) or "").strip()
     for find in (tagged, boxed):
         found = find(text)

@@ -20,12 +20,9 @@ REFERENCES = ("text", "target", "aliases")  # the list's name in SQuAD, Search-R
 
 
 def qa_exact(prompt: Prompt, response: str) -> float:
-    """Returns 1.0 where the final answer of `response` equals one of the references after `normalised`, else 0.0. A
-    reference of which `normalised` leaves nothing ("A", "+") is compared in lower case as it is.
-
-    `extraction.final_answer` finds the final answer. `prompt.answer` is text or a number, a list of these, or a mapping
-    with such a list (`references`). Raises ValueError for anything else.
-    """
+    """1.0 where the final answer of `response` equals one of the `references` after `normalised`, else 0.0. A reference
+    of which `normalised` leaves nothing ("A", "+") is compared in lower case as it is. Raises ValueError for a
+    `prompt.answer` without references."""
     answer = final_answer(response)
     return float(any(ours == right for ours, right in _compared(answer, references(prompt.answer))))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -19,7 +18,6 @@ from dynamo_megatron.reward.workers import START_TIMEOUT, Workers
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
-CONNECT_TIMEOUT = 10.0  # seconds
 SHOWN = 200  # characters of an error in a message
 
 
@@ -55,19 +53,12 @@ class RayWorkers:
         self._threads: ThreadPoolExecutor | None = None
 
     def start(self) -> None:
-        """Starts the workers on all nodes. Raises ValueError if there is no cluster, or if the functions cannot be
-        loaded on a node."""
-        host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
+        """Starts the workers on all nodes. Raises ValueError if there is no cluster, or a node loads no functions."""
         try:
-            if port.isdecimal():  # Ray itself would try for minutes
-                socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
             ray.init(address="auto", log_to_driver=False, logging_level="error")
         except (RuntimeError, ValueError, OSError) as error:
             why = on_one_line(str(error), SHOWN)
-            raise InputError(
-                f"reward.placement: ray, and there is no Ray cluster ({why}); start the run with `launch ray`, name a "
-                "cluster by the environment variable RAY_ADDRESS, or leave local"
-            ) from None
+            raise InputError(f"reward.placement: ray, and there is no Ray cluster ({why}); see RAY_ADDRESS") from None
         nodes = [node for node in ray.nodes() if node["Alive"]]
         given = (self._functions, self._config, os.getcwd(), os.environ.get("PYTHONPATH"))
         options = {"num_cpus": 0, "max_concurrency": self._config.workers, "max_restarts": -1, "max_task_retries": -1}
@@ -104,7 +95,6 @@ class RayWorkers:
         try:
             return ray.get(actor.run.remote(prompt, response))
         except (RayError, RecursionError) as error:
-            text = f"it cannot be sent to a worker: {error_line(error, SHOWN)}"
-            return [FunctionResult(name, "crashed", text=text) for name in self._functions]
+            return [FunctionResult(name, "crashed", text=error_line(error, SHOWN)) for name in self._functions]
         finally:
             self._free.put(actor)

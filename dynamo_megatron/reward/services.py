@@ -1,17 +1,4 @@
-"""What each service is sent, and how its replies become scores.
-
-The contract of a URL in `reward.functions`: the service gets a POST with JSON
-
-    {"samples": [{"prompt_id": text, "prompt": text or list of messages, "response": text,
-                  "answer": ..., "source": text, "meta": {...}}, ...]}
-
-with at most 64 samples (a value that JSON does not know, such as a date, is sent as text) and answers 200 with
-
-    {"rewards": [number, ...]}
-
-one finite number per sample, in the same order. In place of a number the service may send {"reward": number, "steps":
-[[start, end, number], ...]} (`functions.py`). Several requests may be under way at once.
-"""
+"""What each service is sent, and how its replies become scores (docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -33,27 +20,39 @@ from dynamo_megatron.types import Prompt
 SHOWN = 80  # characters of a reply in a message
 LONGEST_ERROR = 200  # characters of the description of a wrong reward in a message
 PLACES = re.compile(r"\{(prompt|response|answer)\}")
-READ = 20_000  # characters at the end of a judge's reply that are searched for its number
-PATTERN_TIMEOUT = 0.5  # seconds for this search: the user's pattern may take exponential time while other replies wait
+PATTERN_TIMEOUT = 0.5  # seconds: the user's pattern may take exponential time while other replies wait
 
 
-class UrlService:
+class Service:
+    """One kind of service: its name in `reward.functions`, and one sample per request unless it says otherwise."""
+
+    name = ""
+    path = ""  # is appended to the address
+    batch = 1  # most samples of a request
+
+    def sample(self, prompt: Prompt, response: str) -> bytes:
+        """Encodes one sample. Raises ValueError, TypeError or RecursionError if that is not possible."""
+        raise NotImplementedError
+
+    def body(self, samples: Sequence[bytes]) -> bytes:
+        return samples[0]
+
+    def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
+        """One result per sample; `characters`: their responses' lengths. Raises NoScore for a reply without scores."""
+        raise NotImplementedError
+
+
+class UrlService(Service):
     """A service of the user's at `url`."""
 
-    path, batch = "", 64
+    batch = 64
 
     def __init__(self, url: str) -> None:
         self.name = url
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
-        fields = {
-            "prompt_id": prompt.prompt_id,
-            "prompt": prompt.text if prompt.messages is None else prompt.messages,
-            "response": response,
-            "answer": prompt.answer,
-            "source": prompt.source,
-            "meta": prompt.meta,
-        }
+        fields = {name: getattr(prompt, name) for name in ("prompt_id", "answer", "source", "meta")}
+        fields |= {"prompt": prompt.text if prompt.messages is None else prompt.messages, "response": response}
         text = json.dumps(fields, default=str)
         # NaN and Infinity can occur in Parquet columns but not in JSON; they are sent as null.
         return json.dumps(json.loads(text, parse_constant=lambda _: None)).encode()
@@ -68,19 +67,20 @@ class UrlService:
             raise NoScore(f'the answer is not {{"rewards": [...]}} but {_start(reply)}')
         if len(rewards) != len(characters):
             raise NoScore(f"gave {len(rewards)} rewards for {len(characters)} samples")
-        return [self._result(*given) for given in zip(rewards, characters, strict=True)]
+        results = []
+        for value, length in zip(rewards, characters, strict=True):
+            try:
+                results.append(FunctionResult(self.name, "scored", *checked_steps(value, length)))
+            except (ValueError, OverflowError) as error:
+                text = on_one_line(str(error), LONGEST_ERROR)
+                results.append(FunctionResult(self.name, "wrong_format", text=text))
+        return results
 
-    def _result(self, value: Any, characters: int) -> FunctionResult:
-        try:
-            return FunctionResult(self.name, "scored", *checked_steps(value, characters))
-        except (ValueError, OverflowError) as error:
-            return FunctionResult(self.name, "wrong_format", text=on_one_line(str(error), LONGEST_ERROR))
 
+class Judge(Service):
+    """The chat completions of an OpenAI-compatible endpoint."""
 
-class Judge:
-    """The chat completions of an OpenAI-compatible endpoint, one sample per request."""
-
-    name, path, batch = "judge", "/chat/completions", 1
+    name, path = "judge", "/chat/completions"
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config, self._pattern = config, regex.compile(config.pattern)
@@ -92,9 +92,6 @@ class Judge:
         asked = PLACES.sub(lambda place: texts[place[1]], self._config.template)
         messages = [{"role": "user", "content": asked}]
         return json.dumps({**self._config.request, "model": self._config.model, "messages": messages}).encode()
-
-    def body(self, samples: Sequence[bytes]) -> bytes:
-        return samples[0]
 
     def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
         try:
@@ -109,7 +106,6 @@ class Judge:
     def _score(self, text: str, cut_off: bool) -> float:
         """The pattern's last match as a score in [0, 1]. Raises NoScore if nothing matches, if the number is not in the
         range, and if the text was cut off right after the number, which may then lack digits."""
-        text = text[-READ:]
         try:
             matches = list(self._pattern.finditer(text, timeout=PATTERN_TIMEOUT))
         except TimeoutError:
@@ -120,7 +116,7 @@ class Judge:
         number = matches[-1][1]
         if cut_off and not text[matches[-1].end(1) :].strip(".eE+-"):
             raise NoScore(
-                f"the judge's reply was cut off in its number, {end!r}; raise max_tokens in reward.judge.request"
+                f"the judge's reply was cut off in its number, {end!r}; raise reward.judge.request.max_tokens"
             )
         try:
             value = checked(float(number.replace("\N{MINUS SIGN}", "-")))
@@ -132,10 +128,10 @@ class Judge:
         return (value - low) / (high - low)
 
 
-class RewardModel:
-    """SGLang's /classify, one sample per request: takes token ids, returns a sequence classifier's one output."""
+class RewardModel(Service):
+    """SGLang's /classify: takes token ids, returns a sequence classifier's one output."""
 
-    name, path, batch = "reward_model", "/classify", 1
+    name, path = "reward_model", "/classify"
 
     def __init__(self, config: RewardModelConfig) -> None:
         """Raises ValueError (one line) if the folder has no tokenizer, or the tokenizer has no chat template."""
@@ -153,9 +149,6 @@ class RewardModel:
         except (TemplateError, KeyError) as error:
             raise InputError(f"the reward model's chat template fails on it: {error_line(error)}") from error
         return json.dumps({"input_ids": [list(encoded["input_ids"])]}).encode()
-
-    def body(self, samples: Sequence[bytes]) -> bytes:
-        return samples[0]
 
     def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
         value = classifier_output(_parsed(reply))

@@ -1,9 +1,7 @@
 """A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `guard`.
 
-Over the socket FD it gets the functions' names and the section `reward`, and answers ("ready",) or ("failed", message).
-From then on it answers each (prompt, response) with one `FunctionResult` per function, in the functions' order, each as
-soon as it is computed. It exits when the socket is closed. A process that a function has forked, and that comes back
-from the function, exits: it has the socket too, and would answer in place of the worker.
+Over the socket FD it gets the functions' names and the section `reward`, and answers ("ready",) or ("failed", message),
+then each (prompt, response) with one `FunctionResult` per function, each as soon as it is computed.
 """
 
 from __future__ import annotations

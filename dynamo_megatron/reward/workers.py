@@ -42,8 +42,7 @@ class Workers:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the workers and waits until all are ready. Raises ValueError if a function cannot be loaded,
-        TimeoutError naming a worker that is not ready in time."""
+        """Starts the workers and waits until all are ready. Raises as `_Worker.wait_ready`."""
         workers = [self._spawn() for _ in range(self._config.workers)]
         end = time.monotonic() + START_TIMEOUT
         for worker in workers:
@@ -95,7 +94,7 @@ class Workers:
                 # Replaced before the next sample comes, so that the sample need not wait for the imports.
                 worker = self._replace(worker)
             return results
-        except (ValueError, OSError) as error:  # a worker cannot be started any more
+        except (ValueError, OSError, RecursionError) as error:  # no worker can be started, or the problem is too deep
             text = on_one_line(str(error), SHOWN)
             return [FunctionResult(name, "crashed", text=text) for name in self._functions]
         finally:
@@ -149,9 +148,6 @@ class _Worker:
                     text = f"no value within reward.deadline ({deadline:g} s)"
                     return [*results, FunctionResult(name, "timed_out", text=text)], False
                 results.append(self.connection.recv())
-        except RecursionError:
-            text = "the problem is nested too deep to be sent to a worker"
-            return [FunctionResult(name, "crashed", text=text) for name in self._functions], True
         except (EOFError, BrokenPipeError, ConnectionResetError):
             name = self._functions[len(results)]
             return [*results, FunctionResult(name, "crashed", text=f"its process ended: {self._how_it_ended()}")], False

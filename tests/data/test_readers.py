@@ -88,33 +88,13 @@ def test_nulls_that_arrow_fills_in_are_left_out_at_every_depth(tmp_path):
     assert load(tmp_path / "a.jsonl")[0].messages[1] == messages[1] | {"content": ""}
 
 
-GOOD = {"id": "a", "problem": "q", "answer": "1"}
-
-
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        (GOOD | {"id": "b", "problem": None}, "row 2: 'problem' must be text or a list of messages, not null"),
-        (GOOD | {"id": "b", "problem": " "}, "row 2: the prompt is empty"),
-        (GOOD | {"problem": "other"}, "row 2: the id 'a' is taken by "),
-    ],
-)
-def test_a_bad_parquet_row_is_named(tmp_path, bad, words):
-    path = parquet(tmp_path / "a.parquet", [GOOD, bad], row_group_size=1)
-    message = refused(path, on_bad_row="error")
-    assert message.startswith(f"{path} ") and words in message
-
-
 def test_files_that_are_no_parquet(tmp_path):
     assert refused(tmp_path / "none.parquet") == f"data.source: there is no file {tmp_path}/none.parquet"
-    (tmp_path / "text.parquet").write_text('{"problem": "q", "answer": 1}\n' * 9)
-    assert f"cannot read {tmp_path}/text.parquet as parquet: ArrowInvalid: " in refused(tmp_path / "text.parquet")
-    whole = parquet(tmp_path / "whole.parquet", [GOOD]).read_bytes()
-    (tmp_path / "damaged.parquet").write_bytes(whole[:10] + b"\xff" * 100 + whole[110:])
-    assert "damaged.parquet as parquet: OSError: " in refused(tmp_path / "damaged.parquet")
-    empty = pa.table({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())})
-    pq.write_table(empty, tmp_path / "empty.parquet")
-    assert "has no prompts" in refused(tmp_path / "empty.parquet")
+    rows = [{"id": n, "problem": "q", "answer": float("nan")} for n in (1, 1, 2)]
+    whole = parquet(tmp_path / "whole.parquet", rows)
+    assert len(load(whole)) == 2  # NaN, which does not equal itself
+    (tmp_path / "damaged.parquet").write_bytes(whole.read_bytes()[:-9])
+    assert "damaged.parquet as parquet: " in refused(tmp_path / "damaged.parquet")
 
 
 @pytest.mark.parametrize(
@@ -145,9 +125,7 @@ def test_folders_of_save_to_disk(tmp_path):
     assert prompt.source == f"datasets:{tmp_path}/both?split=test"
     assert len(load(f"datasets:{tmp_path}/both?split=no")) == 1  # Norwegian, not YAML's False
     assert [p.answer for p in load(f"datasets:{tmp_path}/one")] == ["1", "2", "3"]
-    assert "there is no split 'dev'; there is train, test, no" in refused(f"datasets:{tmp_path}/both?split=dev")
-    assert "saved without splits; leave split out" in refused(f"datasets:{tmp_path}/one?split=train")
-    assert "takes no option 'name', only split" in refused(f"datasets:{tmp_path}/both?name=main")
+    assert "KeyError: 'dev'" in refused(f"datasets:{tmp_path}/both?split=dev")
 
 
 def test_what_load_dataset_takes(rows_file, tmp_path):
@@ -157,25 +135,8 @@ def test_what_load_dataset_takes(rows_file, tmp_path):
     listed = f"datasets:json?data_files=['{rows_file}']&cache_dir={tmp_path}/cache&name=main"
     assert len(load(listed)) == 4
     assert "row 1: no 'problem'; the row has question, answer" in refused(source, prompt_key="problem")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+    for options, words in [
         ("split=test", "ValueError: Unknown split"),
-        ("colour=red", "TypeError: "),
-        ("split", "'split' is not of the form key=value"),
-        ("data_dir=[1", "the value of 'data_dir' is not YAML: '[1'"),
-    ],
-)
-def test_bad_dataset_options(rows_file, tmp_path, options, words):
-    source = f"datasets:json?data_files={rows_file}&cache_dir={tmp_path}/cache&{options}"
-    message = refused(source)
-    assert message.startswith(f"data.source: {source}: ") and words in message
-
-
-def test_unknown_and_broken_datasets(tmp_path):
-    assert "FileNotFoundError: " in refused(f"datasets:{tmp_path}/none/x")
-    (tmp_path / "bad.jsonl").write_text("no json\n")
-    message = refused(f"datasets:json?data_files={tmp_path}/bad.jsonl&cache_dir={tmp_path}/cache")
-    assert "JSON parse error" in message
+        ("data_dir=[1", "'data_dir' is not YAML: '[1'"),
+    ]:
+        assert words in refused(f"{source}&{options}")

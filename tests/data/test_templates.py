@@ -4,7 +4,6 @@ from transformers import PreTrainedTokenizerFast
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import encode_prompt, load_tokenizer
-from dynamo_megatron.data.templates import lost_characters
 from dynamo_megatron.types import Prompt
 
 CHAT = (
@@ -78,28 +77,6 @@ def test_variables_of_the_chat_template():
             rendered(TEXT, chat, template_args=variables)
     with pytest.raises(ValueError, match="template_args: goes with template 'chat'"):
         DataConfig(source="a.jsonl", template="{prompt}", template_args={"a": 1})
-
-
-def test_a_template_that_refuses_system_messages_is_named_in_one_line():
-    gemma = CHAT.replace("'tool'", "'system'").replace("no tools", "System role not supported")
-    own = Prompt("s", messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
-    for prompt, settings in [(own, {}), (TEXT, {"system_prompt": "Be brief."})]:
-        with pytest.raises(ValueError) as error:
-            rendered(prompt, gemma, **settings)
-        message = str(error.value)
-        assert message.startswith(f"prompt {prompt.prompt_id!r}: the chat template of ") and "\n" not in message
-        assert message.endswith("fails on it: TemplateError: System role not supported here")
-
-
-def test_problems_that_lose_characters_are_counted(tmp_path):
-    tokenizer = load_tokenizer(base_model(tmp_path))
-    assert lost_characters([], tokenizer) is lost_characters(["1+1=", "a b\n\u200bc"], tokenizer) is None
-    assert lost_characters(["1+1=", "1\u00d72=\u00e9\u00e9", "2+2="], tokenizer) == (
-        f"data.source: 1 of 3 problems have characters that the tokenizer of {tmp_path} lacks ('\u00d7\u00e9'): "
-        "the model does not see them"
-    )
-    with pytest.raises(ValueError, match=r"2 of 3 problems have .* see them; copy the model's own tokenizer files"):
-        lost_characters(["1\u00d72=", "2\u00d72=", "2+2="], tokenizer)
 
 
 def test_load_tokenizer(tmp_path):

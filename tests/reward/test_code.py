@@ -272,15 +272,6 @@ def test_integers_of_any_length_are_printed_returned_and_compared(score):
         assert score(prompt(answer), response(program.replace("10**n", "10**n + 1"))) == 0.0
 
 
-@needs_sandbox
-def test_a_program_of_the_thoughts_is_not_the_answer(score):
-    thought = f"<think>\n```python\n{ADD_LINES}\n```\n</think>\n"
-    tests = prompt({"inputs": ["1 2"], "outputs": ["3"]})
-    assert score(tests, thought + "It cannot be done.") == 0.0
-    assert score(tests, f"<think>{response(ADD_LINES)}") == 0.0
-    assert score(tests, thought + response(ADD_LINES)) == 1.0
-
-
 @pytest.mark.parametrize(
     ("output", "expected", "same"),
     [
@@ -346,9 +337,3 @@ def test_only_layouts_that_wrap_results_take_a_list_of_one_for_the_value_in_it(a
 def test_tests_that_cannot_be_read_are_an_error_of_the_row(answer, words):
     with pytest.raises(ValueError, match=words):
         problem_tests(prompt(answer))
-
-
-def test_a_test_must_fit_into_the_deadline():
-    with pytest.raises(ValueError, match=r"code\.seconds: a test may take 6 s and the whole sample 5 s"):
-        RewardConfig(functions=["code"], deadline=5.0)
-    RewardConfig(functions=["math"], deadline=5.0)

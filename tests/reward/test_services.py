@@ -8,7 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from scoring_endpoint import PROMPT, completion, lengths, scored
+from scoring_endpoint import PROMPT, completion, scored
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.templates import load_tokenizer
@@ -106,10 +106,9 @@ def test_a_key_is_sent_and_must_be_there(start, monkeypatch, kind):
     key = f"reward.{'' if kind == 'url' else kind + '.'}api_key_env"
     given = {"api_key_env": "KEY"}
     settings = {**given} if kind == "url" else {"section": given}
-    for secret, words in ((None, "is not set"), ("hunter22\n", "has a line break or another control character")):
-        if secret:
-            monkeypatch.setenv("KEY", secret)
-        with pytest.raises(ValueError, match=f"^{key}: the environment variable KEY {words}$"):
+    for secret in ("", "hunter22\n"):
+        monkeypatch.setenv("KEY", secret)
+        with pytest.raises(ValueError, match=f"^{key}: the environment variable KEY is not set, or has a line break$"):
             start(kind, None, **settings)
     monkeypatch.setenv("KEY", "hunter22")
     endpoint, pool, _ = start(kind, lambda *_: value()[kind], **settings)
@@ -140,23 +139,17 @@ WRONG = {
     "url": [
         (b"<html>\n", "the answer is not JSON but '<html>\\n'"),
         ([1.0], "the answer is not {\"rewards\": [...]} but '[1.0]'"),
-        ({"rewards": 1.0}, 'the answer is not {"rewards": [...]} but \'{"rewards": 1.0}\''),
-        ({"rewards": []}, "gave 0 rewards for 1 samples"),
         ({"rewards": [1.0, 2.0]}, "gave 2 rewards for 1 samples"),
-        ({"rewards": ["1.0"]}, "returned '1.0' of type str, not a number"),
         (b'{"rewards": [NaN]}', "returned nan"),
         (b'{"rewards": [1%s]}' % (b"0" * 400), "int too large to convert to float"),
-        ({"rewards": [{"reward": 2, "steps": [[1, 9, 0.25]]}]}, "returned step 1 from 1 to 9"),
+        ({"rewards": [{"reward": 2, "steps": [[1, 9, 0.25]]}]}, "returned [1, 9, 0.25] as step 1"),
     ],
     "judge": [
         (completion("It is good."), "nothing in the judge's reply matches reward.judge.pattern; it ends with 'It"),
         (completion("Score: 11"), "the judge's score 11 is not in reward.judge.range (0 to 10)"),
-        (completion("Score: 5\nScore: −1"), "the judge's score -1 is not in reward.judge.range (0 to 10)"),
         (completion("Score: 1e999"), "the judge's score '1e999' is not a number"),
         (completion("Score: 1", finish_reason="length"), "the judge's reply was cut off in its number, 'Score: 1'"),
-        (completion(None), "the answer is no chat completion with a text but "),
         ({"choices": []}, "the answer is no chat completion with a text but '{\"choices\": []}'"),
-        (b"<html>", "the answer is not JSON but "),
     ],
     "reward_model": [
         (
@@ -216,15 +209,6 @@ def test_a_pattern_that_takes_exponential_time_is_ended_and_others_are_scored(st
     assert late.failures == {"judge": "wrong_format"} and other.parts == {"judge": 0.5}
 
 
-def test_a_problem_that_json_cannot_hold_is_an_error_of_its_own(start):
-    _, pool, _ = start("url", lengths)
-    deep = 1
-    for _ in range(100_000):
-        deep = [deep]
-    assert "the problem cannot be sent" in scored(pool, "x", prompt=Prompt("a", text="?", answer=deep))[0].failure
-    assert scored(pool, "x")[0].reward == 1.0
-
-
 # Failures, repeats, limits
 
 
@@ -269,30 +253,16 @@ def test_another_status_is_final_and_names_the_service(start, kind, answer):
     assert f"reward function {name} failed on prompt 'p7': answered {answer[0]}: " in str(error)
 
 
-def test_a_fault_of_ours_is_a_result_and_no_end(start, monkeypatch):
-    _, pool, _ = start("url", lengths)
-    with monkeypatch.context() as broken:
-        broken.setattr("dynamo_megatron.reward.services.UrlService.results", None)
-        assert "its answer cannot be read: TypeError" in scored(pool, "x")[0].failure
-    assert scored(pool, "x")[0].reward == 1.0
-
-
 @pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("http://127.0.0.1:{port}/score", "cannot connect, is the service up? ("),
-        ("http://no-such-host.invalid/", "cannot connect, is the service up? ("),
-        ("http://", "not a URL: it names no host"),
-        ("http://127.0.0.1:99999/", "not a URL: Port out of range"),
-    ],
+    "url", ["http://127.0.0.1:{port}/score", "http://no-such-host.invalid/", "http://127.0.0.1:99999/"]
 )
-def test_a_service_that_is_not_there_stops_the_start(pool, url, words):
+def test_a_service_that_is_not_there_stops_the_start(pool, url):
     with socket.socket() as nobody:  # a port that refuses connections, and that nobody else can take
         nobody.bind(("127.0.0.1", 0))
         url = url.format(port=nobody.getsockname()[1])
         with pytest.raises(ValueError) as error:
             pool("math", url)
-    assert str(error.value).startswith(f"reward.functions: {url}: {words}") and "\n" not in str(error.value)
+    assert f"{url}: cannot connect, is the service up? (" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_no_more_requests_are_under_way_than_allowed(start):
@@ -415,7 +385,7 @@ def test_what_ends_every_server_is_given_up_and_the_others_are_scored(start):
     addresses.up("reward-0", Address(endpoint.url))
     scores = scored(pool, *["x" * n for n in range(1, 11)], "x" * 300, "x" * 301)
     assert [score.status for score in scores] == ["ok"] * 10 + ["reward_error"] * 2
-    assert scores[-1].failure.startswith("reward_model: its server went away in 3 attempts, the last: ")
+    assert scores[-1].failure.startswith("reward_model: its server went away in 3 attempts: ")
 
 
 def test_attempts_that_end_with_their_server_do_not_count(start, slow_clock):
@@ -425,34 +395,6 @@ def test_attempts_that_end_with_their_server_do_not_count(start, slow_clock):
     )
     addresses.up("reward-0", Address(endpoint.url))
     assert scored(pool, "x")[0].status == "ok" and len(endpoint.requests) == 3
-
-
-# Configuration
-
-
-@pytest.mark.parametrize(
-    ("functions", "settings", "words"),
-    [
-        ("judge", {"judge": {}}, "judge: name the endpoint's url and the model that it is asked for"),
-        ("judge", {"judge": {"url": "h:8000", "model": "m"}}, "'h:8000' is no http://HOST:PORT"),
-        (
-            "judge",
-            {"judge": {"url": "https://h/v1?version=2", "model": "m"}},
-            "cannot have a query; leave https://h/v1",
-        ),
-        ("judge", {"judge": {"template": "{prompt}"}}, "has no {response}"),
-        ("judge", {"judge": {"pattern": "Score: [0-9]+"}}, "has no group"),
-        ("judge", {"judge": {"range": [1, 1]}}, "1 is not below 1"),
-        ("reward_model", {}, "reward_model.path: name the reward model's folder"),
-        ("reward_model", {"reward_model": {"path": "p"}}, "servers: the run starts servers of the reward model, or"),
-        ("reward_model", {"reward_model": {"path": "p", "urls": ["h"]}}, "'h' is no http://HOST:PORT"),
-        ("math", {"servers": {}}, "servers: are those of the reward model; put reward_model into"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(functions, settings, words):
-    with pytest.raises(ValueError) as error:
-        RewardConfig(functions=functions, **settings)
-    assert words in str(error.value)
 
 
 def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_model, tmp_path):
@@ -467,3 +409,21 @@ def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_mode
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^reward.reward_model.path: the tokenizer of .* has no chat template$"):
         start(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings", "words"),
+    [
+        ("judge", {"judge": {}}, "judge: name the endpoint's url and the model that it is asked for"),
+        ("judge", {"judge": {"url": "h:8000", "model": "m"}}, "'h:8000' is no http://HOST:PORT"),
+        ("judge", {"judge": {"template": "{prompt}"}}, "has no {response}"),
+        ("judge", {"judge": {"pattern": "Score: [0-9]+"}}, "has no group"),
+        ("reward_model", {}, "reward_model.path: name the reward model's folder"),
+        ("reward_model", {"reward_model": {"path": "p"}}, "servers: the run starts servers of the reward model, or"),
+        ("code", {"deadline": 5.0}, "code.seconds: a test may take 6 s and the whole sample 5 s"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(functions, settings, words):
+    with pytest.raises(ValueError) as error:
+        RewardConfig(functions=functions, **settings)
+    assert words in str(error.value)

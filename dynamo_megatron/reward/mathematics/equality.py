@@ -29,11 +29,10 @@ from dynamo_megatron.reward.mathematics.real_sets import (
     turned_left,
 )
 from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC
-from dynamo_megatron.reward.mathematics.units import unit_of
+from dynamo_megatron.reward.mathematics.units import DEGREE
 from dynamo_megatron.reward.mathematics.value import Undefined, decimals, equal_values, exact, points, value_at, walk
 
 MOST_ITEMS = 100
-DEGREE = unit_of(["degree"])
 
 
 def equal(reference: Node, answer: Node) -> bool:
@@ -59,7 +58,7 @@ def equal(reference: Node, answer: Node) -> bool:
 
 def _shape(node: Node) -> Node:
     """Lists of one element are the element, a ± b is two elements, x < 3 is an interval, 30° a quantity."""
-    if isinstance(node, Op) and node.name == "degrees" and DEGREE is not None:
+    if isinstance(node, Op) and node.name == "degrees":
         return Quantity(node.args[0], DEGREE)
     if isinstance(node, Group) and node.kind in ("list", "set"):
         items = [each for item in node.items for each in _both_signs(item)]
@@ -120,12 +119,8 @@ def _equal_quantities(reference: Node, answer: Node) -> bool:
         assert isinstance(quantity, Quantity)
         if quantity.compound:
             return False
-        in_radians = (
-            DEGREE is not None
-            and quantity.unit.powers == DEGREE.powers
-            and equal_values(Op("degrees", (quantity.value,)), bare)
-        )
-        return in_radians or equal(quantity.value, bare)
+        in_degrees = quantity.unit.powers == DEGREE.powers
+        return (in_degrees and equal_values(Op("degrees", (quantity.value,)), bare)) or equal(quantity.value, bare)
     if reference.unit.powers != answer.unit.powers:
         return False
     ratio = answer.unit.factor / reference.unit.factor

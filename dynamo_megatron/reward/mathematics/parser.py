@@ -258,19 +258,12 @@ class _Parser:
         node = self.postfix(self.atom())
         if self.accept("^"):
             if self.accept("\\circ"):
-                return self.postfix(self.degrees(node))
+                return self.postfix(Op("degrees", (node,)))
             power = self.exponent()
             if isinstance(node, Group) and node.kind == "()" and power in (Symbol("T"), Symbol("top")):
                 return Group("matrix", tuple(Group("row", (item,)) for item in node.items))
             node = self.postfix(Op("pow", (node, power)))
         return node
-
-    def degrees(self, node: Node) -> Node:
-        if self.next.text in ("C", "F") and self.next.kind in ("name", "word"):
-            unit = unit_of(["deg" + self.step().text])
-            assert unit is not None
-            return Quantity(node, unit)
-        return Op("degrees", (node,))
 
     def exponent(self) -> Node:
         if self.accept("{"):

@@ -141,23 +141,12 @@ class _Lexer:
             self.tokens.append(Token("\\bmod", run, gap))
         elif run == "in" and previous == "number" and len(self.tokens) > 1 and self.tokens[-2].kind == "word":
             self.tokens.append(Token("word", run, gap))  # 5 ft 6 in
-        elif BARE.fullmatch(run) and previous in ("number", "}", ")", "word", "name", "\\pi"):
-            self.tokens.append(Token("word", run, gap))
-        elif (split := self._split(run)) is not None:
-            for part in split:
-                self._letters(part, gap)
-                gap = False
-        elif len(run) >= 4 or run.lower() in MAGNITUDES or (len(run) > 1 and previous == "word"):
+        elif (
+            (BARE.fullmatch(run) and previous in ("number", "}", ")", "word", "name", "\\pi"))
+            or len(run) >= 4
+            or run.lower() in MAGNITUDES
+            or (len(run) > 1 and previous == "word")
+        ):
             self.tokens.append(Token("word", run, gap))
         else:
             self.tokens += [Token("name", letter, gap and k == 0) for k, letter in enumerate(run)]
-
-    @staticmethod
-    def _split(run: str) -> tuple[str, str] | None:
-        """ "xsin" and "piR": a function or pi beside a letter."""
-        if len(run) == 3 and run.startswith("pi"):
-            return "pi", run[2:]
-        for name in FUNCTIONS:
-            if len(name) > 2 and run.endswith(name) and len(run) - len(name) == 1:
-                return run[:1], name
-        return None

@@ -48,8 +48,6 @@ for _dimension, _units in {
     "won": {"1": "won ₩ 원"},
     "degree": {"1": "degree deg 度"},
     "radian": {"1": "radian rad 弧度"},
-    "celsius": {"1": "degC"},
-    "fahrenheit": {"1": "degF"},
     "joule": {"1": "J joule", "1000": "kJ kilojoule"},
     "newton": {"1": "N newton"},
     "watt": {"1": "W watt", "1000": "kW kilowatt"},
@@ -126,3 +124,7 @@ def _unit(word: str) -> tuple[str, Fraction] | None:
     lower = word.lower().rstrip(".")
     names = (lower, lower.removesuffix("s"), lower.removesuffix("es"))
     return next((UNITS[name] for name in names if name in UNITS and len(name) > 1), None)
+
+
+DEGREE = Unit()
+DEGREE.add("degree", 1)

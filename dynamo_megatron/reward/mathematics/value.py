@@ -135,11 +135,6 @@ def _exact_operation(name: str, *args: Fraction) -> Fraction | None:
         if power.denominator != 1 or abs(power) * max(1, _bits(base)) > BITS:
             return None
         return base ** int(power)
-    if name in ("factorial", "binom") and all(arg.denominator == 1 and 0 <= arg <= 5000 for arg in args):
-        return Fraction(math.factorial(int(args[0])) if name == "factorial" else math.comb(int(args[0]), int(args[1])))
-    if name == "root" and args[0] >= 0 and args[1] == 2:
-        top, bottom = (math.isqrt(part) for part in (args[0].numerator, args[0].denominator))
-        return Fraction(top, bottom) if Fraction(top, bottom) ** 2 == args[0] else None
     if name in ("gcd", "lcm") and all(arg.denominator == 1 for arg in args):
         return Fraction(getattr(math, name)(*map(int, args)))
     return EXACT[name](*args) if name in EXACT else None
