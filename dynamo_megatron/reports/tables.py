@@ -97,21 +97,18 @@ def _difference(first: tuple[RunRecord, Any], other: tuple[RunRecord, Any], k: i
 
 
 def _training(runs: Mapping[str, RunRecord]) -> Section:
-    """Means at the beginning and the end of each run; runs of other lengths are also compared at the last common
-    step."""
-    last = {name: int(run.steps[-1]) for name, run in runs.items()}
-    common = min(last.values())
+    """Means at the beginning and the end of each run."""
     head, columns = ["mean of steps"], []
     for name, run in runs.items():
-        for end in dict.fromkeys((WINDOW, common, last[name])):
+        last = int(run.steps[-1])
+        for end in dict.fromkeys((min(WINDOW, last), last)):
             window = (run.steps > end - WINDOW) & (run.steps <= end)
-            head.append(f"{name}: {run.steps[window][0]} to {run.steps[window][-1]}" if window.any() else name)
+            head.append(f"{name}: {run.steps[window][0]} to {end}")
             columns.append((run, window))
     rows = [head]
     for name, key, form in METRICS:
         values = [run.series(key)[window] for run, window in columns]
-        means = [np.mean(each) if len(each) else np.nan for each in values]
-        rows.append([name, *("-" if np.isnan(mean) else f"{mean:{form}}" for mean in means)])
+        rows.append([name, *("-" if np.isnan(each).any() else f"{each.mean():{form}}" for each in values)])
     return Section("Training", "Each figure is a mean over steps; - where one of them has no value.", rows)
 
 
