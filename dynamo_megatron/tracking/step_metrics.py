@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.algorithm.allocation import Allocation
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.rollout.result import RolloutResult
-    from dynamo_megatron.tracking.clock import Clock
+    from dynamo_megatron.tracking.phases import Clock
     from dynamo_megatron.types import RolloutBatch, TokenStats
     from dynamo_megatron.weight_sync.sync import SyncReport
 
