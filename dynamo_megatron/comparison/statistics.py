@@ -1,16 +1,9 @@
 """Scores and costs of a comparison's arms, with intervals: pure functions of numbers. docs/analysis.md has the reasons.
 
 An arm has R learning rates, all arms have the same S seeds, and every run has up to E evaluations, the first before
-training. A choice of seeds (int [n], with repetitions where it is a resample) determines everything below:
-
-- the best rate of an arm: the rate with the highest mean final score over the seeds;
-- the gain: the control's mean final score at its best rate, less its mean score before training at this rate; the
-  target of a share q is that score before training plus q times the gain;
-- the cost of a run to a target: its cost where its score reaches the target, by linear interpolation between its first
-  evaluation at or above the target and the evaluation before. A run that never reaches the target, or has failed, costs
-  +inf;
-- the cost of an arm: the minimum over its rates of the median over the seeds. A rate at which one of the seeds has
-  failed costs +inf: a divergence is never averaged away.
+training. The figures below are of a choice of seeds (int [n], with repetitions where it is a resample). A run that
+never reaches the target, or has failed, costs +inf; so does a rate at which one of the seeds has failed: a divergence
+is never averaged away.
 
 So an arm's learning rate is selected separately for every figure and in every resample.
 """

@@ -148,31 +148,22 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
     for step in dict.fromkeys([*of_asked, *(list(files)[place] for place in places)]):
         rollouts = sorted(read_rollouts(files[step]), key=lambda r: r.rollout_id)
         rows = read_token_rows(tokens_file(run.folder, step))
-        for rollout, labels in _labelled(rollouts, asked, rows):
+        scored = sorted((r for r in rollouts if r.status == "ok"), key=lambda r: r.reward)
+        kinds = {
+            "asked for": [r for r in rollouts if r.rollout_id in asked],
+            "token statistics": [r for r in rollouts if r.rollout_id in rows],
+            "best": scored[: -EACH - 1 : -1],
+            "worst": scored[:EACH],
+            "truncated": [r for r in rollouts if r.finish_reason == "length"][:EACH],
+            "not trained on": [r for r in rollouts if r.status != "ok"][:EACH],
+        }
+        for rollout in {r.rollout_id: r for its in kinds.values() for r in its}.values():
             row, ids = rows.get(rollout.rollout_id), rollout.response_tokens
             values = row.lists if row is not None and row.response == response_hash(ids) else {}
-            found.append((rollout, labels, values))
+            found.append((rollout, [kind for kind, its in kinds.items() if rollout in its], values))
     if missing := set(asked) - {rollout.rollout_id for rollout, _, _ in found}:
         raise InputError(f"--rollout: {source} has no rollout {min(missing)!r}; ids begin with the step")
     return sorted(found, key=lambda each: "asked for" not in each[1])
-
-
-def _labelled(
-    rollouts: Sequence[Rollout], asked: Collection[str], measured: Collection[str]
-) -> list[tuple[Rollout, list[str]]]:
-    scored = [r for r in rollouts if r.status == "ok"]
-    by_reward = list({r.group_id: r for r in sorted(scored, key=lambda r: r.reward)}.values())
-    kinds = {
-        "asked for": [r for r in rollouts if r.rollout_id in asked],
-        "best": sorted(by_reward, key=lambda r: -r.reward)[:EACH],
-        "worst": sorted(scored, key=lambda r: r.reward)[:EACH],
-        "truncated": [r for r in rollouts if r.finish_reason == "length"][:EACH],
-        "not trained on": [r for r in rollouts if r.status != "ok"][:EACH],
-        "token statistics": [r for r in rollouts if r.rollout_id in measured],
-    }
-    labels = [(r, [kind for kind, its in kinds.items() if r in its]) for r in rollouts]
-    shown = [(r, its) for r, its in labels if its]
-    return sorted(shown, key=lambda each: "token statistics" not in each[1])
 
 
 def rollout_view(rollout: Rollout, statistics: Mapping[str, list[float]], decode: Decode | None) -> dict[str, Any]:

@@ -160,9 +160,8 @@ def _ends(run: RunRecord, key: str) -> tuple[float, float]:
 
 def _entropy(run: RunRecord) -> Found:
     first, last = _ends(run, "policy/entropy")
-    warns = None if np.isnan(first) else bool(last < 0.25 * first)
     said = f"policy/entropy {first:.3g} -> {last:.3g} nats per token; a warning below a quarter of the beginning"
-    return "entropy collapse", warns, said
+    return "entropy collapse", None if np.isnan(first) else bool(last < 0.25 * first), said
 
 
 def _length(run: RunRecord) -> Found:
@@ -183,14 +182,14 @@ def _length(run: RunRecord) -> Found:
 
 def _gap(run: RunRecord) -> Found:
     first, last = _ends(run, "rollout/logprob_gap_mean")
-    warns = None if np.isnan(first) else bool(last > max(1e-3, 3 * first))
     said = f"{first:.2g} -> {last:.2g} nats on average; a warning above 3 times the beginning and 0.001 nats"
-    return "gap between policy and engine", warns, said
+    return "gap between policy and engine", None if np.isnan(first) else bool(last > max(1e-3, 3 * first)), said
 
 
 def _damped(run: RunRecord) -> Found:
     shares = run.series("policy/damped_share")
     shares = shares[np.isfinite(shares)]
-    measured = run.config["algorithm"].get("modulation") is not None and len(shares) >= FEWEST
-    said = f"damped at {(shares > 0).sum()} of {len(shares)} steps; a warning at none" if measured else ""
-    return "modulation that damps nothing", not shares.any() if measured else None, said
+    if run.config["algorithm"].get("modulation") is None or len(shares) < FEWEST:
+        return "modulation that damps nothing", None, ""
+    said = f"damped at {(shares > 0).sum()} of {len(shares)} steps; a warning at none"
+    return "modulation that damps nothing", not shares.any(), said

@@ -143,7 +143,7 @@ def test_the_page_in_a_browser(run, folders, new_rollout, tmp_path):
             assert "entropy 0.5; gap, policy - engine 0; modulation 1.2" in opened.inner_text("#detail")
             listed = opened.locator("#list button")
             everything = listed.count()
-            opened.fill("#search", "-0001-")
+            opened.select_option("#label", "best")
             assert 0 < listed.count() < everything
             assert complaints == [] and opened.evaluate("window.owned") is None
         browser.close()
