@@ -130,13 +130,6 @@ def test_a_seed_with_an_unfinished_run_is_left_out(made, capsys):
     assert "- 34 of 36 runs have ended; left out: seeds 4" in text and "5 seeds" in text
 
 
-def test_a_control_that_gains_nothing(made, capsys):
-    made([1, 2, 3, 4, 5], lambda run: {"final": 0.1 if run.arm == "grpo" else 0.5})
-    assert main(["compare", "spec.yaml", "--table"]) == 0
-    text = capsys.readouterr().out
-    assert "grpo has gained nothing over its start: there is no target" in text and "## Cost" not in text
-
-
 def test_what_has_ended_is_not_run_again_unless_it_may_go_well(made, capsys):
     def what(run):
         if run.arm == "wild":

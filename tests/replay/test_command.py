@@ -73,7 +73,7 @@ def test_what_is_not_reproduced_is_said_in_one_line(tmp_path, capsys):
 
 
 def test_dumps_of_other_trainers(tmp_path, capsys):
-    """Four steps with 32 rollouts, above the upper bound of our own runs; then nothing that is ever right."""
+    """Four steps with 32 rollouts, above the upper bound of our own runs."""
     generator = np.random.default_rng(0)
     for step in range(1, 5):
         rows = [{"input": f"q{i}", "score": float(generator.random() < i / 5)} for i in range(6) for _ in range(32)]
@@ -86,10 +86,6 @@ def test_dumps_of_other_trainers(tmp_path, capsys):
     assert "REPRODUCED" not in text and "own allocator" not in text
     found = json.loads((tmp_path / "replay.json").read_text())
     assert found["reproduced"] is None and found["prompts"][2]["prompt"] == "q2"
-    for step in range(1, 5):
-        (tmp_path / f"{step}.jsonl").write_text('{"input": "q", "score": 0}\n' * 4)
-    assert main(["replay", str(tmp_path)]) == 0
-    assert all(row == ["16", "-", "-", "100.0"] for row in table(capsys.readouterr().out).values())
 
 
 @pytest.mark.parametrize(

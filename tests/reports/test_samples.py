@@ -139,13 +139,8 @@ def test_an_episode_is_shown_as_a_conversation(make_run, new_rollout):
     episode = EpisodeRecord([0], {"turns": 2, "segments": 1}, messages, reason="the agent failed")
     folder = make_run(new_rollout(1, 0, 0, 1.0, episode=episode))
     text = "\n".join(read_samples(folder, Choice()))
-    for part in (
-        "failed: the agent failed\n",
-        "episode: turns 2, segments 1; its last conversation:",
-        'assistant:\n  {"name": "add", "arguments": {"a": 1}}\ntool:\n  2',
-        "assistant:\n  It is\n  2.",
-    ):
-        assert part in text, part
+    assert "failed: the agent failed\nepisode: turns 2, segments 1; its last conversation:" in text
+    assert 'assistant:\n  {"name": "add", "arguments": {"a": 1}}\ntool:\n  2' in text
     shown = json.loads(next(iter(read_samples(folder, Choice(), as_json=True))))
     call["function"]["arguments"] = '{"a": 1}'
     assert shown["messages"] == messages and shown["counts"]["turns"] == 2 and shown["reason"] == "the agent failed"

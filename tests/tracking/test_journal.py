@@ -23,18 +23,14 @@ def made(tmp_path, export: str, folder: str | None, **sections) -> Config:
     )
 
 
-@pytest.mark.parametrize(("export", "folder"), [("final", "hf"), ("best", "hf"), ("every", "hf-step-000064")])
-def test_the_exported_model_and_the_report_of_a_run_with_evaluations(tmp_path, export, folder):
+@pytest.mark.parametrize(("export", "folder"), [("final", "hf"), ("every", "hf-step-000064")])
+def test_the_exported_model_and_what_comes_next(tmp_path, export, folder):
     run = tmp_path / "run"
-    line = last_line(made(tmp_path, export, folder, eval={"data": "test.jsonl", "every": 8}), 64, evaluated=True)
+    config = made(tmp_path, export, folder)
+    line = last_line(config, 64, evaluated=True)
     assert line == f"model: {run}/{folder} (step 48); next: dynamo-megatron report {run}"
-
-
-def test_a_run_without_evaluations_is_to_be_evaluated(tmp_path):
-    run = tmp_path / "run"
-    line = last_line(made(tmp_path, "final", "hf"), 64, evaluated=False)
-    next_command = f"dynamo-megatron eval --model {run} --out {run}/scores"
-    assert line == f"model: {run}/hf (step 48); next: {next_command} eval.data=FILE"
+    evaluation = f"; next: dynamo-megatron eval --model {run} --out {run}/scores eval.data=FILE"
+    assert last_line(config, 64, evaluated=False).endswith(evaluation)
 
 
 def test_a_run_of_sft_says_what_the_next_run_is_to_be_given(tmp_path):
