@@ -34,8 +34,9 @@ class Section(NamedTuple):
 
 def sections(runs: Mapping[str, RunRecord], revisits: Mapping[str, Revisits]) -> list[Section]:
     """`revisits`: of the runs whose rollouts are there."""
-    found = [_runs(runs), _held_out(runs), _training(runs), *(_rollouts(name, r) for name, r in revisits.items())]
-    return [*found, *([_settings(runs)] if len(runs) > 1 else []), _findings(runs)]
+    found = [_runs(runs), _held_out(runs), _findings(runs), _training(runs)]
+    found += [_rollouts(name, seen) for name, seen in revisits.items()]
+    return [*found, *([_settings(runs)] if len(runs) > 1 else [])]
 
 
 def _runs(runs: Mapping[str, RunRecord]) -> Section:
