@@ -252,8 +252,8 @@ class _Listener:
 async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dict[str, Any]]:
     """Starts `rollout.servers` servers, with logs in FOLDER/logs, each at an address that it keeps when it is
     restarted. They end with the block, or with this process however it ends. Once all are up, or `stop` got a signal,
-    yields the `rollout` keys for the runs that use them, with `rollout.placement: external`: each run's first push
-    gives the servers its weights.
+    yields the `rollout` keys for the runs that use them, with `rollout.placement: external`: each run's first
+    weight sync gives the servers its weights.
 
     Raises RolloutError where a server does not come up, ConfigError where host or port cannot be used.
     """
@@ -270,14 +270,13 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
         raise ConfigError(str(error)) from None
     running = asyncio.create_task(supervisor.run())
     limit = config.rollout.start_timeout
+    deadline = time.monotonic() + limit
     try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit):
-                while listener.up_now != set(names) and not listener.lost and stop.asked is None:
-                    await asyncio.sleep(POLL_EVERY)
-        if (missing := sorted(set(names) - listener.up_now)) and stop.asked is None:
-            why = next(iter(listener.lost.values()), f"not up within rollout.start_timeout ({limit:g} s)")
-            raise RolloutError(f"{', '.join(missing)}: {why}; see {folder / 'logs'}")
+        while (missing := sorted(set(names) - listener.up_now)) and stop.asked is None:
+            if listener.lost or time.monotonic() > deadline:
+                why = next(iter(listener.lost.values()), f"not up within rollout.start_timeout ({limit:g} s)")
+                raise RolloutError(f"{', '.join(missing)}: {why}; see {folder / 'logs'}")
+            await asyncio.sleep(POLL_EVERY)
         yield keys
     finally:
         running.cancel()
