@@ -115,7 +115,7 @@ def arrays(spec: Spec, seeds: Sequence[int], outcomes: Outcomes, curves: Curves)
         scores = np.full((len(rates), len(seeds), longest), np.nan)
         arms[name] = Arm(scores, np.zeros((*scores.shape, len(UNITS))), np.zeros(scores.shape[:2], bool))
     for run, outcome in outcomes.items():
-        if run.seed not in seeds:
+        if outcome is None or run.seed not in seeds:
             continue
         arm, rows = arms[run.arm], curves[run]
         place = spec.rates(run.arm).index(run.rate), seeds.index(run.seed)

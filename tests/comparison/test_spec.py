@@ -38,6 +38,12 @@ def spec(**changes):
     return read_spec("spec.yaml")
 
 
+def test_runs_come_by_server_options_then_by_seed():
+    arms = {"a": [], "b": ["rollout.tp=2"], "c": ["algorithm.allocation.kind=uniform"]}
+    runs = planned_runs(spec(arms=arms, control="a", learning_rates=[1e-6]))
+    assert [(run.arm, run.seed) for run in runs] == [("a", 3), ("c", 3), ("a", 5), ("c", 5), ("b", 3), ("b", 5)]
+
+
 def test_one_run_for_each_arm_seed_and_rate():
     runs = planned_runs(spec(learning_rates={"grpo": [1.5e-6, 1e-6], "wide": [2e-6]}))
     assert [run.name for run in runs] == [
@@ -52,12 +58,6 @@ def test_one_run_for_each_arm_seed_and_rate():
         *("seed=5", "optimizer.lr=2e-06", "output_dir=out/runs/wide-lr2e-06-seed5"),
     )
     assert len({run.folder for run in runs}) == 6
-
-
-def test_runs_of_other_server_options_come_after_each_other():
-    arms = {"a": [], "b": ["rollout.tp=2"], "c": ["algorithm.allocation.kind=uniform"]}
-    runs = planned_runs(spec(arms=arms, control="a", learning_rates=[1e-6]))
-    assert [(run.arm, run.seed) for run in runs] == [("a", 3), ("c", 3), ("a", 5), ("c", 5), ("b", 3), ("b", 5)]
 
 
 @pytest.mark.parametrize(
