@@ -34,7 +34,13 @@ if TYPE_CHECKING:
     from dynamo_megatron.weight_sync.sync import SyncReport
 
 NOT_IN_KEYS = re.compile(r"[^\w.:-]+")  # of a reward function's name: a URL has slashes, which divide keys
-TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a weight sync has its report
+TIMED = (
+    "generate",
+    "logprobs",
+    "update",
+    "save",
+    "evaluate",
+)  # phases that a Clock measures; a weight sync has its report
 
 SHARES = {
     "clip": "clipped",
