@@ -109,9 +109,9 @@ def figures(folder: Path, seed: int) -> dict[str, Any]:
         "seed": seed,
         **before_and_after(folder, run),
         "sometimes to always": float(sometimes.mean() / always.mean()) if len(sometimes) and len(always) else None,
-        "seconds per step": statistics.median(run.metric("time/step").tolist()),
+        "seconds per step": statistics.median(run.series("time/step").tolist()),
         "parts of a step": {
-            name: statistics.median(run.metric(f"time/{name}").tolist())
+            name: statistics.median(run.series(f"time/{name}").tolist())
             for name in ("generate", "logprobs", "update", "weight_sync", "other")
         },
     }

@@ -28,7 +28,7 @@ from dynamo_megatron.rounds import Round, Selection
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.phases import Phases
-from dynamo_megatron.tracking.resources import ResourceMeter, resource_metrics
+from dynamo_megatron.tracking.resources import rank_memory, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.memory import memory_metrics
@@ -81,7 +81,6 @@ class Trainer:
     def __init__(self, run: RunContext, serving: Serving, controller: Controller | None):
         self.run, self.config, self.policy, self.phases = run, run.config, run.policy, run.phases
         self.serving, self.controller = serving, controller
-        self.resources = ResourceMeter()
 
     def train(self) -> None:
         """Trains until `trainer.steps` or `trainer.stop_when`."""
@@ -189,7 +188,7 @@ class Trainer:
         synced: SyncReport,
     ) -> None:
         layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
-        resources = layout.gather(self.resources.sample())
+        resources = layout.gather(rank_memory())
         moved = layout.gather(memory.report()) if memory is not None else None
         if self.controller is not None:
             record = self.controller.record(step, sampled.rounds)

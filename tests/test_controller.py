@@ -70,7 +70,7 @@ def test_a_batch_is_filled_with_groups_that_teach(controller, tmp_path, prompts)
         np.testing.assert_array_equal(again.rollouts.tokens, rollouts.tokens)
         np.testing.assert_array_equal(again.weights, batch.weights)
     record = read_run(tmp_path)
-    assert len(record.steps) > 2 and record.step_numbers.tolist() == [1, 2] and set(record.step_index) == {0, 1}
+    assert len(record.steps) > 2 and {step.step for step in record.steps} == {1, 2}
     counts = what_if.replay(record.steps, base_allocator(record))
     assert what_if.first_difference(record.steps, counts) is None
 

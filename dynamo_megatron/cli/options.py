@@ -259,7 +259,7 @@ def _add_replay(commands: Any) -> None:
     sub = _command(
         commands,
         "replay",
-        "what each allocator would have given each prompt of a run: a table, JSON and a picture; with --step the pass "
+        "what each allocator would have given each prompt of a run: a table and JSON; with --step the pass "
         "of a step that ended in NaN or infinity, again",
     )
     sub.add_argument(

@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,8 @@ def compare(options: argparse.Namespace) -> int:
         return 0
     if not options.table:
         if options.jobs > 1:
-            check_side_by_side(runs, options.jobs)
+            if any(run.config.rollout.placement == "external" for run in runs):
+                raise ConfigError("rollout.placement: external: runs would share servers; leave --jobs out")
             command = [sys.executable, "-P", "-m", "dynamo_megatron.comparison.runs", options.spec]
             code = asyncio.run(side_by_side(command, options.jobs, ranks, Stop()))
         else:
@@ -62,18 +62,6 @@ def compare(options: argparse.Namespace) -> int:
         if code:
             return code
     return write_comparison(spec, runs)
-
-
-def check_side_by_side(runs: Sequence[PlannedRun], jobs: int) -> None:
-    """Raises ConfigError where runs side by side would listen at one port, or push to the same servers."""
-    for config in (run.config for run in runs):
-        shared = [f"rollout.port: {config.rollout.port}"] if config.rollout.port is not None else []
-        if config.reward.servers is not None and config.reward.servers.port is not None:
-            shared.append(f"reward.servers.port: {config.reward.servers.port}")
-        if config.rollout.placement == "external":
-            shared.append("rollout.placement: external")
-        if shared:
-            raise ConfigError(f"{shared[0]}: with --jobs {jobs} several runs would use it at once; leave --jobs out")
 
 
 class Stop:
@@ -107,14 +95,20 @@ class Stop:
     ) -> int:
         """Runs `command` to its end and returns its exit code. stdout and stderr go to the descriptor `output` (None:
         this process's). The command runs on `cores` (empty: this process's), and is killed when this process ends."""
+        parent = os.getpid()
+
+        def begin() -> None:
+            die_with_parent(signal.SIGKILL, parent)
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        streams = {"stdin": asyncio.subprocess.DEVNULL, "stdout": output, "stderr": output}
         child = await asyncio.create_subprocess_exec(
             *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            **streams,
             process_group=0,  # this process forwards the terminal's Ctrl-C
             env=environment,
-            preexec_fn=partial(_begin, os.getpid(), cores),
+            preexec_fn=begin,
         )
         self._children.add(child)
         try:
@@ -123,12 +117,6 @@ class Stop:
             return await child.wait()
         finally:
             self._children.discard(child)
-
-
-def _begin(parent: int, cores: Sequence[int]) -> None:
-    die_with_parent(signal.SIGKILL, parent)
-    if cores:
-        os.sched_setaffinity(0, cores)
 
 
 async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int:
@@ -175,7 +163,11 @@ async def _train(run: PlannedRun, keys: dict[str, Any] | None, stop: Stop) -> Ru
     console = run.folder.with_name(f"{run.folder.name}.log")
     run.outcome_file.unlink(missing_ok=True)  # the outcome of an earlier, failed attempt
     own = [f"rollout.{key}={value}" for key, value in (keys or {}).items()]
-    environment = {**os.environ, **(_gpus_left(run.config) if keys is not None else {})}
+    environment = dict(os.environ)
+    if keys is not None and (gpus := visible_gpus()):  # the first ones are of the servers that stay up
+        if not (left := gpus[run.config.rollout.servers * run.config.rollout.tp :]):
+            raise ConfigError("rollout.servers: no GPU is left to train; use fewer, or rollout.placement=colocated")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(left)
     descriptor, start = open_log(console, 0o644), mark(console)
     try:
         code = await stop.child(program(sys.executable, "train", [*run.words, *own]), environment, descriptor)
@@ -209,17 +201,6 @@ def visible_gpus() -> list[str]:
 
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names.split(",") if names else [str(i) for i in range(torch.cuda.device_count())]
-
-
-def _gpus_left(config: Config) -> dict[str, str]:
-    """The environment variables with which a run leaves the first GPUs to the servers that stay up."""
-    visible, taken = visible_gpus(), config.rollout.servers * config.rollout.tp
-    if visible and taken >= len(visible):
-        raise ConfigError(
-            f"rollout.servers: {config.rollout.servers} of {config.rollout.tp} ranks need {taken} of {len(visible)} "
-            "GPUs and leave none to train; use fewer, or rollout.placement=colocated"
-        )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[taken:])} if visible else {}
 
 
 async def side_by_side(command: Sequence[str], jobs: int, ranks: str, stop: Stop) -> int:
@@ -264,16 +245,15 @@ class _Listener:
     def down(self, name: str, why: str, final: bool) -> None:
         print(f"{name} is {'not started again' if final else 'started again'}: {why}", flush=True)
         self.up_now.discard(name)
-        if final:
-            self.lost[name] = why
+        self.lost |= {name: why} if final else {}
 
 
 @contextlib.asynccontextmanager
 async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dict[str, Any]]:
     """Starts `rollout.servers` servers, with logs in FOLDER/logs, each at an address that it keeps when it is
     restarted. They end with the block, or with this process however it ends. Once all are up, or `stop` got a signal,
-    yields the `rollout` keys for the runs that use them, with `rollout.placement: external`: each run's first push
-    gives the servers its weights.
+    yields the `rollout` keys for the runs that use them, with `rollout.placement: external`: each run's first
+    weight sync gives the servers its weights.
 
     Raises RolloutError where a server does not come up, ConfigError where host or port cannot be used.
     """
@@ -290,14 +270,13 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
         raise ConfigError(str(error)) from None
     running = asyncio.create_task(supervisor.run())
     limit = config.rollout.start_timeout
+    deadline = time.monotonic() + limit
     try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit):
-                while listener.up_now != set(names) and not listener.lost and stop.asked is None:
-                    await asyncio.sleep(POLL_EVERY)
-        if (missing := sorted(set(names) - listener.up_now)) and stop.asked is None:
-            why = next(iter(listener.lost.values()), f"not up within rollout.start_timeout ({limit:g} s)")
-            raise RolloutError(f"{', '.join(missing)}: {why}; see {folder / 'logs'}")
+        while (missing := sorted(set(names) - listener.up_now)) and stop.asked is None:
+            if listener.lost or time.monotonic() > deadline:
+                why = next(iter(listener.lost.values()), f"not up within rollout.start_timeout ({limit:g} s)")
+                raise RolloutError(f"{', '.join(missing)}: {why}; see {folder / 'logs'}")
+            await asyncio.sleep(POLL_EVERY)
         yield keys
     finally:
         running.cancel()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -30,18 +29,16 @@ NOT_FINITE = "NonFiniteError"  # in the last line of a run that failed with NaN 
 
 class Spec(Section):
     base: list[str] = Field(default=[])  # config files and key=value words of every run
-    arms: dict[str, list[str]]  # name -> config files and key=value words, after those of `base`
+    arms: Annotated[dict[str, list[str]], Field(min_length=2)]  # name -> config files and words after those of `base`
     control: str  # the arm that the others are compared with
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     learning_rates: list[float] | dict[str, list[float]]  # one list for all arms, or a list by arm
-    metric: str = "eval/pass@1"  # the score: this metric of the evaluations during training
+    metric: Annotated[str, Field(pattern="^eval/")] = "eval/pass@1"  # of the evaluations during training
     output_dir: str
 
     @field_validator("arms")
     @classmethod
     def _names(cls, arms: dict[str, list[str]]) -> dict[str, list[str]]:
-        if len(arms) < 2:
-            raise InputError(f"{len(arms)} given; a comparison needs a control and another arm")
         for name, words in arms.items():
             if not re.fullmatch(r"[A-Za-z0-9_.+-]+", name):
                 raise InputError(f"{name!r} names folders; use letters, digits and _ . + -")
@@ -55,7 +52,7 @@ class Spec(Section):
     @model_validator(mode="after")
     def _fits(self) -> Spec:
         if self.control not in self.arms:
-            raise InputError(f"control: {self.control!r} is none of the arms{_near(self.control, self.arms)}")
+            raise InputError(f"control: {self.control!r} is none of the arms: {', '.join(self.arms)}")
         if len(set(self.seeds)) < len(self.seeds):
             raise InputError("seeds: a seed stands there twice; a second run with it is the same run")
         by_arm = self.learning_rates
@@ -65,8 +62,6 @@ class Spec(Section):
             rates = self.rates(name)
             if not rates or min(rates) <= 0 or len(set(rates)) < len(rates):
                 raise InputError(f"learning_rates: {rates}: give distinct rates above 0")
-        if not self.metric.startswith("eval/"):
-            raise InputError(f"metric: {self.metric} is no figure of an evaluation; name one such as eval/pass@1")
         return self
 
     def rates(self, arm: str) -> list[float]:
@@ -101,7 +96,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        return f"{self.arm}-lr{self.rate:.12g}-seed{self.seed}"
+        return self.folder.name
 
     @property
     def folder(self) -> Path:
@@ -109,7 +104,7 @@ class PlannedRun:
 
     @property
     def outcome_file(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.json")
+        return self.folder.with_name(f"{self.name}.json")
 
     @property
     def server_options(self) -> tuple[Any, ...]:
@@ -122,22 +117,14 @@ def read_spec(word: str) -> Spec:
     for each fault."""
     path = Path(word) if Path(word).is_file() else shipped.path(word)
     if path is None:
-        near = _near(word, [name for name in shipped.names() if name.startswith("compare/")])
-        raise ConfigError(f"{word}: no such spec{near}")
+        names = ", ".join(name for name in shipped.names() if name.startswith("compare/"))
+        raise ConfigError(f"{word}: no such spec; give a file or one of {names}")
     try:
         return Spec.model_validate(read_yaml(path, word))
     except ValidationError as error:
-        lines = []
-        for fault in error.errors():
-            key = ".".join(str(part) for part in fault["loc"])
-            near = _near(key, Spec.model_fields) if fault["type"] == "extra_forbidden" else ""
-            lines.append(on_one_line(f"{word}: {key}: {fault['msg'].removeprefix('Value error, ')}{near}"))
+        faults = [(".".join(map(str, fault["loc"])), fault["msg"]) for fault in error.errors()]
+        lines = [on_one_line(f"{word}: {key}: {text.removeprefix('Value error, ')}") for key, text in faults]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[PlannedRun]:
@@ -154,14 +141,17 @@ def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[PlannedRun]:
             here, there = attrgetter(key)(config), attrgetter(key)(reference)
             if here != there:
                 raise ConfigError(f"arms.{arm}: {key} is {here}, of {spec.control} {there}; compare scores of one task")
-    runs = [
-        _run(spec, arm, seed, rate, configs[arm], options)
-        for seed in spec.seeds
-        for arm in configs
-        for rate in spec.rates(arm)
-    ]
-    for run in runs:
-        _check_on_disk(run)
+    runs = []
+    for seed in spec.seeds:
+        for arm, config in configs.items():
+            for rate in spec.rates(arm):
+                folder = Path(spec.output_dir) / "runs" / f"{arm}-lr{rate:.12g}-seed{seed}"
+                own = {"seed": seed, "optimizer.lr": rate, "output_dir": folder}
+                words = (*spec.base, *spec.arms[arm], *(f"{key}={value}" for key, value in own.items()), *options)
+                optimizer = config.optimizer.model_copy(update={"lr": rate})
+                update = {"seed": seed, "optimizer": optimizer, "output_dir": str(folder)}
+                runs.append(PlannedRun(arm, seed, rate, words, config.model_copy(update=update)))
+                _check_on_disk(runs[-1])
     kinds = [run.server_options for run in runs]
     return sorted(runs, key=lambda run: kinds.index(run.server_options))
 
@@ -193,16 +183,6 @@ def _compose(spec: Spec, arm: str) -> Config:
     if spec.metric.startswith("eval/pass@") and spec.metric not in passes:
         raise ConfigError(f"metric: eval.k of {arm} gives {', '.join(passes)}, not {spec.metric}")
     return config
-
-
-def _run(spec: Spec, arm: str, seed: int, rate: float, config: Config, options: Sequence[str]) -> PlannedRun:
-    run = PlannedRun(arm, seed, rate, (), config)
-    folder = Path(spec.output_dir) / "runs" / run.name
-    own = {"seed": seed, "optimizer.lr": rate, "output_dir": folder}
-    words = (*spec.base, *spec.arms[arm], *(f"{key}={value}" for key, value in own.items()), *options)
-    optimizer = config.optimizer.model_copy(update={"lr": rate})
-    update = {"seed": seed, "optimizer": optimizer, "output_dir": str(folder)}
-    return PlannedRun(arm, seed, rate, words, config.model_copy(update=update))
 
 
 def _check_on_disk(run: PlannedRun) -> None:

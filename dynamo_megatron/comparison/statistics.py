@@ -1,16 +1,9 @@
 """Scores and costs of a comparison's arms, with intervals: pure functions of numbers. docs/analysis.md has the reasons.
 
 An arm has R learning rates, all arms have the same S seeds, and every run has up to E evaluations, the first before
-training. A choice of seeds (int [n], with repetitions where it is a resample) determines everything below:
-
-- the best rate of an arm: the rate with the highest mean final score over the seeds;
-- the gain: the control's mean final score at its best rate, less its mean score before training at this rate; the
-  target of a share q is that score before training plus q times the gain;
-- the cost of a run to a target: its cost where its score reaches the target, by linear interpolation between its first
-  evaluation at or above the target and the evaluation before. A run that never reaches the target, or has failed, costs
-  +inf;
-- the cost of an arm: the minimum over its rates of the median over the seeds. A rate at which one of the seeds has
-  failed costs +inf: a divergence is never averaged away.
+training. The figures below are of a choice of seeds (int [n], with repetitions where it is a resample). A run that
+never reaches the target, or has failed, costs +inf; so does a rate at which one of the seeds has failed: a divergence
+is never averaged away.
 
 So an arm's learning rate is selected separately for every figure and in every resample.
 """
@@ -19,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -41,12 +33,6 @@ class Arm:
         return np.where(self.failed, -np.inf, finals)
 
 
-class Estimate(NamedTuple):
-    value: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True)
 class Summary:
     """The figures of one choice of seeds. There are A arms, in the order of the mapping. Rates are indices into an
@@ -62,12 +48,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Findings:
-    """`difference`: by arm, its mean final score less the control's. `ratio`: by arm, [SHARES][UNITS], its cost over
-    the control's; NaN: neither of the two reaches the target."""
+    """Estimates are (value, low, high). `difference`: by arm, its mean final score less the control's, float64 [3].
+    `ratio`: by arm, its cost over the control's, float64 [SHARES, UNITS, 3]; NaN: neither reaches the target."""
 
     summary: Summary
-    difference: dict[str, Estimate]
-    ratio: dict[str, list[list[Estimate]]]
+    difference: dict[str, np.ndarray]
+    ratio: dict[str, np.ndarray]
 
 
 def cost_to(arm: Arm, target: float) -> np.ndarray:
@@ -125,28 +111,19 @@ def find(
     drawn = np.sort(np.random.default_rng(seed).integers(count, size=(resamples, count)), axis=1)
     different, which = np.unique(drawn, axis=0, return_inverse=True)  # few seeds have few different resamples
     summaries = [summarise(arms, control, seeds) for seeds in different]
-    samples = [summaries[i] for i in which.ravel()]
+    samples = [whole, *(summaries[i] for i in which.ravel())]
     reference = list(arms).index(control)
-
     with np.errstate(invalid="ignore", divide="ignore"):  # inf / inf and inf - inf: NaN
-        ratios = np.array([s.cost / s.cost[reference] for s in samples])
-        ratio = whole.cost / whole.cost[reference]
-        differences = np.array([s.final - s.final[reference] for s in samples])
-        difference = whole.final - whole.final[reference]
-    found = Findings(whole, {}, {})
-    for a, name in enumerate(arms):
-        found.difference[name] = _estimate(difference[a], differences[:, a], level, -np.inf)
-        found.ratio[name] = [
-            [_estimate(ratio[a, q, u], ratios[:, a, q, u], level, 0.0) for u in range(len(UNITS))]
-            for q in range(len(SHARES))
-        ]
-    return found
+        ratio = _estimates(np.array([s.cost / s.cost[reference] for s in samples]), level, 0.0)
+        difference = _estimates(np.array([s.final - s.final[reference] for s in samples]), level, -np.inf)
+    return Findings(whole, dict(zip(arms, difference, strict=True)), dict(zip(arms, ratio, strict=True)))
 
 
-def _estimate(value: float, sample: np.ndarray, level: float, lowest: float) -> Estimate:
-    """The interval's ends are order statistics, rounded outwards: no interpolation between infinities."""
-    ends = [np.sort(np.where(np.isnan(sample), extreme, sample)) for extreme in (lowest, np.inf)]
-    last = len(sample) - 1
-    low = ends[0][int(np.floor(last * (1 - level) / 2))]
-    high = ends[1][int(np.ceil(last * (1 + level) / 2))]
-    return Estimate(float(value), float(low), float(high))
+def _estimates(samples: np.ndarray, level: float, lowest: float) -> np.ndarray:
+    """(value, low, high), [..., 3], of a value and its resamples, [1 + n, ...]. The interval's ends are order
+    statistics, rounded outwards: no interpolation between infinities."""
+    value, drawn = samples[0], samples[1:]
+    lows, highs = (np.sort(np.where(np.isnan(drawn), extreme, drawn), axis=0) for extreme in (lowest, np.inf))
+    last = len(drawn) - 1
+    low, high = lows[int(np.floor(last * (1 - level) / 2))], highs[int(np.ceil(last * (1 + level) / 2))]
+    return np.stack([value, low, high], axis=-1)

@@ -99,8 +99,7 @@ class TrainingRun:
     def reached(self, step: int) -> None:
         """To be called when the policy has the weights of `step`. Completes a background save whose files have all been
         written."""
-        if (failed := self._profiler.end(step)) is not None:
-            self._warn(failed)
+        self._profiler.end(step)
         self.phases.clock.begin("save")
         self._checkpoints.reached(step)
         give_back_freed_memory()

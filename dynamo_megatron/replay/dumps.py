@@ -60,15 +60,16 @@ def read_slime(folder: Path, threshold: float, reward_key: str | None) -> Record
 
     Raises ValueError as `read_verl`.
     """
+    import torch  # takes seconds
+
     steps = {}
     for path in slime_files(folder):
-        dump = _load(path)
+        try:
+            dump = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # of broken bytes it raises anything
+            raise InputError(f"{path}: torch.load refuses it ({str(error).partition(chr(10))[0]})") from None
         if not isinstance(dump, dict) or not {"rollout_id", "samples"} <= dump.keys():
-            raise InputError(
-                f"{path}: no 'rollout_id' and 'samples'; expected a file of slime's save-debug-rollout-data"
-            )
-        if dump["rollout_id"] in steps:
-            raise InputError(f"{path}: rollout_id {dump['rollout_id']} is in another file, too; keep one of them")
+            raise InputError(f"{path}: no 'rollout_id' and 'samples'; expected slime's --save-debug-rollout-data")
         samples = []
         for number, sample in enumerate(dump["samples"]):
             where, prompt = f"{path}: sample {number}", sample.get("prompt")
@@ -80,37 +81,21 @@ def read_slime(folder: Path, threshold: float, reward_key: str | None) -> Record
     return _recording(folder, "slime", steps, threshold)
 
 
-def _load(path: Path) -> Any:
-    import torch  # takes seconds
-
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of broken bytes it raises anything
-        why = str(error).partition("\n")[0]
-        raise InputError(
-            f"{path}: torch.load refuses it ({why}); remove it or copy it again, or save it with only prompt, reward "
-            "and group_index of its samples"
-        ) from None
-
-
 def _slime_reward(sample: dict[str, Any], key: str | None, where: str) -> float | None:
     reward = sample.get("reward")
     if reward is None:
         return None
-    if isinstance(reward, dict):
-        if key is None:
-            raise InputError(f"{where}: its reward is {sorted(reward)}; name one of them with --reward-key")
-        return _reward(reward, key, where)
-    return _reward(sample, "reward", where)
+    if not isinstance(reward, dict):
+        return _reward(sample, "reward", where)
+    if key is None:
+        raise InputError(f"{where}: its reward is {sorted(reward)}; name one of them with --reward-key")
+    return _reward(reward, key, where)
 
 
 def _reward(row: dict[str, Any], key: str, where: str) -> float:
     reward = row.get(key)
     if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:  # also NaN
-        raise InputError(
-            f"{where}: {key!r} is {reward!r:.40}, not a finite number; remove the line, or name the reward with "
-            "--reward-key"
-        )
+        raise InputError(f"{where}: {key!r} is {reward!r:.40}, not a finite number; --reward-key names another one")
     return float(reward)
 
 
@@ -121,19 +106,10 @@ def _recording(folder: Path, trainer: str, steps: dict[int, tuple[Path, list[Sam
         if not any(sample.reward is not None for sample in samples):
             raise InputError(f"{path}: no rollout with a reward in it; remove the file or name the reward's key")
         recorded.append(_step(step, samples, threshold, texts))
-    return Recording(folder, trainer, recorded, _allocation(recorded), texts)
-
-
-def _allocation(steps: list[RecordedStep]) -> dict[str, Any]:
-    """The section algorithm.allocation for a dump. Other trainers have no bounds, so ours are used (2 to 24 at a mean
-    of 8, and 8 to explore), in proportion to the dump's mean count."""
-    mean = max(1, round(np.concatenate([step.given for step in steps]).mean()))
-    return {
-        "rollout_n_min": max(1, mean // 4),
-        "rollout_n_max": 3 * mean,
-        "initial_budget": mean,
-        "on_shortfall": "scale",
-    }
+    # Other trainers have no bounds, so ours are used (2 to 24 at a mean of 8) in proportion to the dump's mean count.
+    mean = max(1, round(np.concatenate([step.given for step in recorded]).mean()))
+    bounds = {"rollout_n_min": max(1, mean // 4), "rollout_n_max": 3 * mean, "initial_budget": mean}
+    return Recording(folder, trainer, recorded, {**bounds, "on_shortfall": "scale"}, texts)
 
 
 def _step(step: int, samples: list[Sample], threshold: float, texts: dict[str, str]) -> RecordedStep:

@@ -54,17 +54,6 @@ class Recording:
         """[V]: the prompt_ids of all dispatches of all steps."""
         return [prompt_id for step in self.steps for prompt_id in step.prompt_ids]
 
-    @property
-    def step_numbers(self) -> np.ndarray:
-        """int64, ascending: the numbers of the training steps. A step with several rounds has several `steps`."""
-        return np.unique([step.step for step in self.steps])
-
-    @property
-    def step_index(self) -> np.ndarray:
-        """int64 [V]: the index in `step_numbers` of every dispatch."""
-        numbers = [step.step for step in self.steps]
-        return np.repeat(np.searchsorted(self.step_numbers, numbers), [len(step.prompt_ids) for step in self.steps])
-
 
 def read_run(folder: Path) -> Recording:
     """The record of a run of dynamo-megatron. Failed rollouts are left out, since no allocator observed them.

@@ -15,10 +15,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 GREY = "#666666"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-POINTS = 500  # of a curve, at most
-COLUMNS = 40  # of the map of rollouts over time, at most
 RATE_BINS = 10
-PHASES = {"weight_sync": "weight sync"}  # names of phases that differ from their metrics'
 TIMES = ("generate", "logprobs", "update", "weight_sync", "other", "evaluate", "save")
 
 
@@ -77,24 +74,6 @@ def plain(values: Sequence[float] | np.ndarray, digits: int = 5) -> list[float |
     return [float(f"{v:.{digits}g}") if np.isfinite(v) else None for v in values]
 
 
-def curve(run: RunRecord, values: np.ndarray, *, largest: bool = False) -> tuple[list[int], list[float | None]]:
-    """(steps, values) of a curve of at most POINTS points, each the mean (or maximum) of as many steps; None, which no
-    line crosses, where steps are lost or have no value."""
-    first, count = int(run.steps[0]), int(run.steps[-1] - run.steps[0]) + 1
-    width = -(-count // POINTS)
-    every = np.full(-(-count // width) * width, np.nan)
-    every[run.steps - first] = values
-    points = every.reshape(-1, width)
-    known = np.isfinite(points)
-    if largest:
-        found = np.where(known, points, -np.inf).max(axis=1)
-    else:
-        found = np.where(known, points, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
-    found[~known.any(axis=1)] = np.nan
-    steps = np.minimum(first + width * np.arange(1, len(points) + 1) - 1, run.steps[-1])
-    return steps.tolist(), plain(found)
-
-
 def metric_figures(runs: Mapping[str, RunRecord]) -> list[Figure]:
     """Reward with evaluations, the CHARTS, and the time of a step; a figure whose values are all 0 or missing is left
     out."""
@@ -125,14 +104,13 @@ def _lines(series: Mapping[str, str], runs: Mapping[str, RunRecord]) -> list[dic
             if len(runs) > 1:
                 label = name if len(series) == 1 else f"{name}: {label}"
             line = {"color": COLOURS[(r if len(runs) > 1 else s) % len(COLOURS)], "dash": DASHES[s % len(DASHES)]}
-            window = 1 if key.endswith("_max") else window_of(len(values))
-            x, y = curve(run, values, largest=key.endswith("_max"))
+            window, x = 1 if key.endswith("_max") else window_of(len(values)), run.steps.tolist()
             if window > 1:
-                thin = {"x": x, "y": y, "opacity": 0.4, "line": {**line, "width": 1}}
+                thin = {"x": x, "y": plain(values), "opacity": 0.4, "line": {**line, "width": 1}}
                 traces.append({**thin, "mode": "lines", "name": f"{label}, each step", "showlegend": False})
-                x, y = curve(run, moving_average(values, window))
+                values = moving_average(values, window)
             mode = "lines" if len(x) > 1 else "markers"
-            traces.append({"x": x, "y": y, "mode": mode, "name": label, "line": {**line, "width": 2}})
+            traces.append({"x": x, "y": plain(values), "mode": mode, "name": label, "line": {**line, "width": 2}})
     return traces
 
 
@@ -158,9 +136,9 @@ def _passes(runs: Mapping[str, RunRecord]) -> list[dict[str, Any]]:
 def _times(name: str, run: RunRecord) -> Figure:
     traces = []
     for phase, colour in zip(TIMES, COLOURS, strict=False):
-        x, y = curve(run, run.series(f"time/{phase}"))
-        shown = {"name": PHASES.get(phase, phase), "stackgroup": "time", "fillcolor": colour}
-        traces.append({"x": x, "y": [v or 0.0 for v in y], "line": {"width": 0.5, "color": colour}, **shown})
+        x, y = run.steps.tolist(), plain(np.nan_to_num(run.series(f"time/{phase}")))
+        shown = {"name": phase.replace("_", " "), "stackgroup": "time", "fillcolor": colour}
+        traces.append({"x": x, "y": y, "line": {"width": 0.5, "color": colour}, **shown})
     made = figure(f"Time of a step by phase: {name}", "seconds", traces, "The phases add up to the step.")
     seconds = run.series("time/step")
     highest = float(min(np.nanmax(seconds), 2 * np.nanquantile(seconds, 0.95)))
@@ -169,9 +147,9 @@ def _times(name: str, run: RunRecord) -> Figure:
 
 
 def allocation_figures(revisits: Mapping[str, Revisits]) -> list[Figure]:
-    """Rollouts by the success rate that a prompt had before, of all runs; and for each run by class over the steps."""
+    """Rollouts by the success rate that a prompt had before, of all runs."""
     visited = {name: seen for name, seen in revisits.items() if len(seen.rollouts)}
-    return [_by_rate(visited), *(_over_time(name, each) for name, each in visited.items())] if visited else []
+    return [_by_rate(visited)] if visited else []
 
 
 def _by_rate(revisits: Mapping[str, Revisits]) -> Figure:
@@ -190,25 +168,6 @@ def _by_rate(revisits: Mapping[str, Revisits]) -> Figure:
     made = figure("Rollouts by earlier success rate", "rollouts of a visit, mean", traces, note, axis)
     made["layout"]["yaxis"]["rangemode"] = "tozero"
     return made
-
-
-def _over_time(name: str, seen: Revisits) -> Figure:
-    first, last = seen.steps[0], seen.steps[-1]
-    width = -(-(last - first + 1) // COLUMNS)
-    column = (seen.steps - first) // width
-    classes = rate_classes(seen.success_rates)
-    count = np.array([np.bincount(column[its], minlength=column[-1] + 1) for its in classes.values()])
-    given = np.array([np.bincount(column[its], seen.rollouts[its], column[-1] + 1) for its in classes.values()])
-    mean = np.divide(given, count, out=np.full(given.shape, np.nan), where=count > 0)
-    steps = np.minimum(first + width * np.arange(1, column[-1] + 2) - 1, last)
-    trace = {
-        **{"type": "heatmap", "x": steps.tolist(), "y": list(classes), "z": [plain(row) for row in mean]},
-        **{"colorscale": "Cividis", "xgap": 1, "ygap": 1, "colorbar": {"title": {"text": "rollouts"}, "thickness": 12}},
-        "text": [[f"{n} visits" for n in row] for row in count],
-        "hovertemplate": "up to step %{x}, %{y}: %{z:.3g} rollouts, %{text}<extra></extra>",
-    }
-    note = f"Rows: the prompt's success rate before. Colour: mean rollouts; an even split gives {seen.uniform:.3g}."
-    return figure(f"Rollouts by difficulty over time: {name}", "", [trace], note, "training step (end of the column)")
 
 
 def draw(figures: Sequence[Figure], title: str, path: Path) -> None:

@@ -28,10 +28,8 @@ from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash
 from dynamo_megatron.types import Rollout
 
 IN_PICTURE = ("Reward", "Policy entropy", "Response length", "Rollouts by earlier success rate")
-ROLLOUT_BYTES = 3_000_000  # of the JSON of all rollouts in a page
 STEPS, EACH = 12, 2  # steps that rollouts are shown of; best, worst, truncated and failed ones of each
-MOST_TOKENS, MOST_TEXT = 4000, 20_000  # of a response, and characters of a text, that are shown
-POLL, IDLE = 1.0, 60.0  # seconds between two looks of a watch, and without a new step until it asks for the runs' locks
+MOST_TOKENS, MOST_TEXT = 2000, 20_000  # of a response, and characters of a text, that are shown
 BROKEN, LONGEST = "\ufffd", 16  # what decoders give for a part of a character; tokens that are held back for one
 HTML_IN_JSON = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
@@ -65,40 +63,29 @@ def watch(
     say: Callable[[str], None] = print,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Writes OUT/report.html at most every `seconds`, when the runs have made a step or an evaluation, until all have
-    made their last step, or no process has trained in their folders for IDLE seconds. Raises ValueError as
-    `write_report`."""
-    seen, idle, written = None, 0.0, False
+    """Writes OUT/report.html every `seconds` until the runs have made their last step, or no process trains in their
+    folders. Raises ValueError as `write_report`."""
+    said = False
     while True:
-        sizes = [[_size(folder / name) for name in ("metrics.jsonl", "evaluations.jsonl")] for folder in folders]
-        if sizes != seen and all(metrics for metrics, _ in sizes):
-            begin = time.monotonic()
+        trains = any(map(is_held, folders))  # before the files are read: what it wrote last is in them
+        if not trains or all(_has_step(folder / "metrics.jsonl") for folder in folders):
             try:
                 runs, revisits = _read(folders)
-                ended = all(map(_ended, runs.values()))
-                write_page(runs, revisits, out / "report.html", asked, None if ended else seconds)
+                goes_on = trains and not all(map(_ended, runs.values()))
+                write_page(runs, revisits, out / "report.html", asked, seconds if goes_on else None)
+                if not goes_on:
+                    say(f"{out / 'report.html'} is written for the last time; no process trains, or all steps are made")
+                    return
+                if not said:
+                    say(f"{out / 'report.html'} is written, and again every {seconds:g} s; Ctrl-C ends this")
+                    said = True
             except FileNotFoundError:  # the run has removed rollouts of an old step meanwhile (rollout.keep_last)
-                wait(POLL)
-                continue
-            if not written:
-                say(f"{out / 'report.html'} is written, and again about every {seconds:g} s; Ctrl-C ends this")
-            if ended:
-                say(f"{out / 'report.html'}: the last step is in it")
-                return
-            seen, idle, written = sizes, 0.0, True
-            wait(max(seconds, 10 * (time.monotonic() - begin)))
-            continue
-        if idle >= IDLE:
-            if not any(map(is_held, folders)):
-                names = ", ".join(map(str, folders))
-                raise InputError(f"report --watch: no process trains in {names}; call it again when the run goes on")
-            idle = 0.0
-        wait(POLL)
-        idle += POLL
+                pass
+        wait(seconds)
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
+def _has_step(metrics: Path) -> bool:
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _ended(run: RunRecord) -> bool:
@@ -125,36 +112,25 @@ def write_page(
 ) -> None:
     """Writes one HTML file that loads nothing from elsewhere. `refresh`: seconds after which an open page is read
     again; a browser gets the old or the new file, never a part of one."""
-    shown, size = [], 0
+    shown = []
     for r, (name, run) in enumerate(runs.items()):
         decode = _decoder(run)
         for rollout, labels, values in _chosen(run, asked if r == 0 else ()):
             labels += [name] if len(runs) > 1 else []
-            view = {"run": name, "labels": labels, **rollout_view(rollout, values, decode)}
-            size += (more := len(json.dumps(view)))
-            if size > ROLLOUT_BYTES:
-                if "asked for" in labels:
-                    raise InputError(f"--rollout: those named take more than {ROLLOUT_BYTES:,} bytes; name fewer")
-                size -= more
-            else:
-                shown.append(view)
+            shown.append({"run": name, "labels": labels, **rollout_view(rollout, values, decode)})
     data = {
         "figures": {"metrics": metric_figures(runs), "allocation": allocation_figures(revisits)},
         "rollouts": shown,
         "refresh": refresh,
     }
     source = (resources.files("dynamo_megatron.reports") / "page.html").read_text(encoding="utf-8")
-    html = (
-        jinja2.Environment(autoescape=True)
-        .from_string(source)
-        .render(
-            title=", ".join(runs),
-            made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            sections=sections(runs, revisits),
-            data=json.dumps(data, allow_nan=False).translate(HTML_IN_JSON),
-            plotly=get_plotlyjs(),
-            refresh=refresh,
-        )
+    html = jinja2.Template(source, autoescape=True).render(
+        title=", ".join(runs),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        sections=sections(runs, revisits),
+        data=json.dumps(data, allow_nan=False).translate(HTML_IN_JSON),
+        plotly=get_plotlyjs(),
+        refresh=refresh,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -172,31 +148,22 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
     for step in dict.fromkeys([*of_asked, *(list(files)[place] for place in places)]):
         rollouts = sorted(read_rollouts(files[step]), key=lambda r: r.rollout_id)
         rows = read_token_rows(tokens_file(run.folder, step))
-        for rollout, labels in _labelled(rollouts, asked, rows):
+        scored = sorted((r for r in rollouts if r.status == "ok"), key=lambda r: r.reward)
+        kinds = {
+            "asked for": [r for r in rollouts if r.rollout_id in asked],
+            "token statistics": [r for r in rollouts if r.rollout_id in rows],
+            "best": scored[: -EACH - 1 : -1],
+            "worst": scored[:EACH],
+            "truncated": [r for r in rollouts if r.finish_reason == "length"][:EACH],
+            "not trained on": [r for r in rollouts if r.status != "ok"][:EACH],
+        }
+        for rollout in {r.rollout_id: r for its in kinds.values() for r in its}.values():
             row, ids = rows.get(rollout.rollout_id), rollout.response_tokens
             values = row.lists if row is not None and row.response == response_hash(ids) else {}
-            found.append((rollout, labels, values))
+            found.append((rollout, [kind for kind, its in kinds.items() if rollout in its], values))
     if missing := set(asked) - {rollout.rollout_id for rollout, _, _ in found}:
         raise InputError(f"--rollout: {source} has no rollout {min(missing)!r}; ids begin with the step")
     return sorted(found, key=lambda each: "asked for" not in each[1])
-
-
-def _labelled(
-    rollouts: Sequence[Rollout], asked: Collection[str], measured: Collection[str]
-) -> list[tuple[Rollout, list[str]]]:
-    scored = [r for r in rollouts if r.status == "ok"]
-    by_reward = list({r.group_id: r for r in sorted(scored, key=lambda r: r.reward)}.values())
-    kinds = {
-        "asked for": [r for r in rollouts if r.rollout_id in asked],
-        "best": sorted(by_reward, key=lambda r: -r.reward)[:EACH],
-        "worst": sorted(scored, key=lambda r: r.reward)[:EACH],
-        "truncated": [r for r in rollouts if r.finish_reason == "length"][:EACH],
-        "not trained on": [r for r in rollouts if r.status != "ok"][:EACH],
-        "token statistics": [r for r in rollouts if r.rollout_id in measured],
-    }
-    labels = [(r, [kind for kind, its in kinds.items() if r in its]) for r in rollouts]
-    shown = [(r, its) for r, its in labels if its]
-    return sorted(shown, key=lambda each: "token statistics" not in each[1])
 
 
 def rollout_view(rollout: Rollout, statistics: Mapping[str, list[float]], decode: Decode | None) -> dict[str, Any]:

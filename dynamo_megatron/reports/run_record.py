@@ -30,11 +30,7 @@ class RunRecord:
     @property
     def steps(self) -> np.ndarray:
         """The steps' numbers, int64 [steps]."""
-        return self.metric("step")
-
-    def metric(self, key: str) -> np.ndarray:
-        """The metric's value at every step, [steps]. Raises KeyError where a step lacks it."""
-        return np.array([m[key] for m in self.metrics])
+        return np.array([m["step"] for m in self.metrics])
 
     def series(self, key: str) -> np.ndarray:
         """The metric at every step, float64 [steps]; NaN where a step lacks it, or has no finite number."""
@@ -61,7 +57,6 @@ class Revisits:
     A problem's success rate is the mean over all its rollouts of earlier steps that were trained on.
     """
 
-    steps: np.ndarray  # int64 [V]
     success_rates: np.ndarray  # float64 [V]
     rollouts: np.ndarray  # int64 [V], the rollouts that the visit was given
     first_visits: int
@@ -92,15 +87,11 @@ def read_runs(folders: Sequence[Path]) -> dict[str, RunRecord]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A run's config.yaml. Raises ValueError where there is none, or it is not a run's config."""
+    """A run's config.yaml. Raises ValueError where there is none."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise InputError(f"{folder}: no config.yaml, so no run's folder; name the output_dir of a run")
-    config = read_yaml(path, str(path))
-    for section in ("model", "data", "rollout", "algorithm", "trainer"):
-        if not isinstance(config.get(section), dict):
-            raise InputError(f"{path}: not the config of a run: it has no section {section}; restore it from a copy")
-    return config
+    return read_yaml(path, str(path))
 
 
 @lru_cache(maxsize=4096)  # steps; one with 256 prompts takes 64 kB
@@ -127,7 +118,7 @@ def read_revisits(folder: Path) -> Revisits | None:
     rows = read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n")
     trials: Counter[str] = Counter()
     successes: Counter[str] = Counter()
-    found: list[tuple[int, float, int]] = []
+    found: list[tuple[float, int]] = []
     visited = asked = 0
     for step, group in groupby(rows, key=lambda row: row["step"]):
         if not (path := step_file(folder, step)).is_file():
@@ -137,18 +128,12 @@ def read_revisits(folder: Path) -> Revisits | None:
         for visit in visits:
             name = visit["prompt_id"]
             if trials[name]:
-                found.append((step, successes[name] / trials[name], visit["n"]))
+                found.append((successes[name] / trials[name], visit["n"]))
         for (name, position), (n, right) in trained_outcomes(path, path.stat().st_mtime_ns).items():
             if position < len(visits):  # other positions were left by a killed run with other allocations
                 trials[name] += n
                 successes[name] += right
     if not visited:
         return None
-    steps, rates, given = np.array(found, np.float64).reshape(-1, 3).T
-    return Revisits(
-        steps=steps.astype(np.int64),
-        success_rates=rates,
-        rollouts=given.astype(np.int64),
-        first_visits=visited - len(found),
-        uniform=asked / visited,
-    )
+    rates, given = np.array(found, np.float64).reshape(-1, 2).T
+    return Revisits(rates, given.astype(np.int64), visited - len(found), asked / visited)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,7 @@ RULE = "-" * 80
 @dataclass(frozen=True)
 class Choice:
     """Which rollouts: of `step` (None: the newest, with `prompt_id` all), of `prompt_id` (None: any). Of them the
-    `best` of the highest reward, then the `worst` of the lowest, of different prompts as long as there are any; with
-    neither the first `limit`, group by group."""
+    `best` of the highest reward, then the `worst` of the lowest; with neither the first `limit`, group by group."""
 
     step: int | None = None
     prompt_id: str | None = None
@@ -72,19 +70,9 @@ def _chosen(rollouts: Sequence[Rollout], choice: Choice) -> list[Rollout]:
     """Of equal rewards the first by id."""
     if choice.best is None and choice.worst is None:
         return list(rollouts[: choice.limit])
-    best = _first(sorted(rollouts, key=lambda r: -r.reward), choice.best or 0)
-    worst = _first(sorted(rollouts, key=lambda r: r.reward), choice.worst or 0)
+    best = sorted(rollouts, key=lambda r: -r.reward)[: choice.best or 0]
+    worst = sorted(rollouts, key=lambda r: r.reward)[: choice.worst or 0]
     return [*best, *(r for r in worst if r not in best)]
-
-
-def _first(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
-    """Each prompt's first one in their order, then each prompt's second one, and so on."""
-    seen: Counter[str] = Counter()
-    turns = []
-    for place, r in enumerate(rollouts):
-        turns.append((seen[r.prompt_id], place))
-        seen[r.prompt_id] += 1
-    return [rollouts[place] for _, place in sorted(turns)[:count]]
 
 
 def _as_json(rollout: Rollout) -> str:

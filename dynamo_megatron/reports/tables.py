@@ -34,8 +34,9 @@ class Section(NamedTuple):
 
 def sections(runs: Mapping[str, RunRecord], revisits: Mapping[str, Revisits]) -> list[Section]:
     """`revisits`: of the runs whose rollouts are there."""
-    found = [_runs(runs), _held_out(runs), _training(runs), *(_rollouts(name, r) for name, r in revisits.items())]
-    return [*found, *([_settings(runs)] if len(runs) > 1 else []), _findings(runs)]
+    found = [_runs(runs), _held_out(runs), _findings(runs), _training(runs)]
+    found += [_rollouts(name, seen) for name, seen in revisits.items()]
+    return [*found, *([_settings(runs)] if len(runs) > 1 else [])]
 
 
 def _runs(runs: Mapping[str, RunRecord]) -> Section:
@@ -97,21 +98,18 @@ def _difference(first: tuple[RunRecord, Any], other: tuple[RunRecord, Any], k: i
 
 
 def _training(runs: Mapping[str, RunRecord]) -> Section:
-    """Means at the beginning and the end of each run; runs of other lengths are also compared at the last common
-    step."""
-    last = {name: int(run.steps[-1]) for name, run in runs.items()}
-    common = min(last.values())
+    """Means at the beginning and the end of each run."""
     head, columns = ["mean of steps"], []
     for name, run in runs.items():
-        for end in dict.fromkeys((WINDOW, common, last[name])):
+        last = int(run.steps[-1])
+        for end in dict.fromkeys((min(WINDOW, last), last)):
             window = (run.steps > end - WINDOW) & (run.steps <= end)
-            head.append(f"{name}: {run.steps[window][0]} to {run.steps[window][-1]}" if window.any() else name)
+            head.append(f"{name}: {run.steps[window][0]} to {end}")
             columns.append((run, window))
     rows = [head]
     for name, key, form in METRICS:
         values = [run.series(key)[window] for run, window in columns]
-        means = [np.mean(each) if len(each) else np.nan for each in values]
-        rows.append([name, *("-" if np.isnan(mean) else f"{mean:{form}}" for mean in means)])
+        rows.append([name, *("-" if np.isnan(each).any() else f"{each.mean():{form}}" for each in values)])
     return Section("Training", "Each figure is a mean over steps; - where one of them has no value.", rows)
 
 
@@ -163,9 +161,8 @@ def _ends(run: RunRecord, key: str) -> tuple[float, float]:
 
 def _entropy(run: RunRecord) -> Found:
     first, last = _ends(run, "policy/entropy")
-    warns = None if np.isnan(first) else bool(last < 0.25 * first)
     said = f"policy/entropy {first:.3g} -> {last:.3g} nats per token; a warning below a quarter of the beginning"
-    return "entropy collapse", warns, said
+    return "entropy collapse", None if np.isnan(first) else bool(last < 0.25 * first), said
 
 
 def _length(run: RunRecord) -> Found:
@@ -186,14 +183,14 @@ def _length(run: RunRecord) -> Found:
 
 def _gap(run: RunRecord) -> Found:
     first, last = _ends(run, "rollout/logprob_gap_mean")
-    warns = None if np.isnan(first) else bool(last > max(1e-3, 3 * first))
     said = f"{first:.2g} -> {last:.2g} nats on average; a warning above 3 times the beginning and 0.001 nats"
-    return "gap between policy and engine", warns, said
+    return "gap between policy and engine", None if np.isnan(first) else bool(last > max(1e-3, 3 * first)), said
 
 
 def _damped(run: RunRecord) -> Found:
     shares = run.series("policy/damped_share")
     shares = shares[np.isfinite(shares)]
-    measured = run.config["algorithm"].get("modulation") is not None and len(shares) >= FEWEST
-    said = f"damped at {(shares > 0).sum()} of {len(shares)} steps; a warning at none" if measured else ""
-    return "modulation that damps nothing", not shares.any() if measured else None, said
+    if run.config["algorithm"].get("modulation") is None or len(shares) < FEWEST:
+        return "modulation that damps nothing", None, ""
+    said = f"damped at {(shares > 0).sum()} of {len(shares)} steps; a warning at none"
+    return "modulation that damps nothing", not shares.any(), said

@@ -57,7 +57,6 @@ class Journal:
         self._rule = StopRule(config.trainer.stop_when) if config.trainer.stop_when else None
         self._why: str | None = None
         self._last_line: str | None = None  # of a run that is complete
-        self._warned = False  # that statistics of tokens could not be written
 
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines and statistics of later steps are dropped."""
@@ -82,14 +81,8 @@ class Journal:
         self._judge(metrics)
 
     def tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Statistics of a step's tokens, as `token_rows`. Where they cannot be written the run goes on, and one line
-        says so."""
-        try:
-            write_token_rows(tokens_file(self._folder, step), rows)
-        except OSError as error:
-            if not self._warned:
-                where, self._warned = self._folder / "tokens", True
-                self.say(f"warning: {where}: {error.strerror}; step {step} has no statistics of tokens")
+        """Statistics of a step's tokens, as `token_rows`. Raises OSError."""
+        write_token_rows(tokens_file(self._folder, step), rows)
 
     def evaluated(self, step: int) -> bool:
         return any(e["step"] == step for e in self._evaluations)

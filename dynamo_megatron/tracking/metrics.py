@@ -63,21 +63,13 @@ def _lines(path: Path, keys: Sequence[str]) -> Iterator[tuple[bytes, dict[str, A
             if not line.endswith(b"\n"):
                 return
             try:
-                yield line, _object(line, keys)
-            except InputError as why:
-                what = "restore the file from a copy, or delete this line of it"
-                raise InputError(f"{path}:{number}: {why}; {what}") from None
-
-
-def _object(line: bytes, keys: Sequence[str]) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"not JSON ({on_one_line(str(error), 200)})") from None
-    if not isinstance(row, dict):
-        raise InputError(f"a {type(row).__name__}, not an object")
-    if missing := [key for key in keys if key not in row]:
-        raise InputError(f"no {missing[0]!r}")
-    if "step" in keys and type(row["step"]) is not int:
-        raise InputError("'step' is not a whole number")
-    return row
+                row = json.loads(line)
+                why = "not an object" if not isinstance(row, dict) else None
+            except (ValueError, RecursionError) as error:
+                why = f"not JSON ({on_one_line(str(error), 200)})"
+            why = why or next((f"no {key!r}" for key in keys if key not in row), None)
+            if why is None and "step" in keys and type(row["step"]) is not int:
+                why = "'step' is not a whole number"
+            if why is not None:
+                raise InputError(f"{path}:{number}: {why}; restore the file from a copy, or delete this line of it")
+            yield line, row

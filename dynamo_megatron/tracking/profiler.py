@@ -30,18 +30,12 @@ class StepProfiler:
             self._running = profile(activities=[ProfilerActivity.CPU, *gpu])
             self._running.start()
 
-    def end(self, step: int) -> str | None:
-        """Writes the step's trace. Returns a message for the user where it cannot be written, else None."""
-        if (recorded := self._running) is None:
-            return None
-        self.close()
-        trace = self._folder / f"step-{step:06d}-rank-{self._layout.rank}.json.gz"
-        try:
+    def end(self, step: int) -> None:
+        """Writes the step's trace. Raises OSError."""
+        if (recorded := self._running) is not None:
+            self.close()
             self._folder.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(trace))
-        except OSError as error:
-            return f"the profile {trace} was not written: {error}"
-        return None
+            recorded.export_chrome_trace(str(self._folder / f"step-{step:06d}-rank-{self._layout.rank}.json.gz"))
 
     def close(self) -> None:
         """Stops a recording without writing it, as after a step that failed."""

@@ -51,8 +51,8 @@ class Progress:
     and `step_done`; bar and remaining time are those of the run. Without `steps`, as in an evaluation, they are those
     of the count.
 
-    Where stderr is no terminal, each phase before `start` gets one line with its duration when it ends: with `steps` on
-    stdout, without `steps` on stderr, so that stdout has only the command's result.
+    Where stderr is no terminal, each phase before `start` gets one line with its duration when it ends: of a run on
+    stdout, else on stderr, so that stdout has only the command's result.
     """
 
     def __init__(self, steps: int | None = None):

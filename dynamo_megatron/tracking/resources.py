@@ -10,20 +10,13 @@ import psutil
 import torch
 
 
-class ResourceMeter:
-    """Measures the memory of this rank."""
-
-    def __init__(self) -> None:
-        psutil.cpu_percent()  # the next call measures from here
-        self._process = psutil.Process()
-
-    def sample(self) -> dict[str, int]:
-        """Bytes: `host_memory` of this process now, and `gpu_memory`, the peak of its tensors since the last call."""
-        peak = 0
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        return {"host_memory": resident_memory([self._process]), "gpu_memory": peak}
+def rank_memory() -> dict[str, int]:
+    """Bytes: `host_memory` of this process now, and `gpu_memory`, the peak of its tensors since the last call."""
+    peak = 0
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    return {"host_memory": resident_memory([psutil.Process()]), "gpu_memory": peak}
 
 
 def resident_memory(processes: Iterable[psutil.Process]) -> int:
@@ -38,10 +31,10 @@ def resident_memory(processes: Iterable[psutil.Process]) -> int:
 
 
 def resource_metrics(per_rank: Sequence[Mapping[str, int]], output_dir: Path) -> dict[str, float]:
-    """Metrics of a step, computed on rank 0 from every rank's `ResourceMeter.sample`.
+    """Metrics of a step, computed on rank 0 from every rank's `rank_memory`.
 
     All are in bytes except `resources/cpu`: the share of this machine's cores that was busy since the last call, at
-    first since the ResourceMeter of this process was made. `rollout_memory` is the memory of all descendants of this
+    first since this process has imported psutil. `rollout_memory` is the memory of all descendants of this
     process: rollout process, servers, reward workers.
     """
     return {

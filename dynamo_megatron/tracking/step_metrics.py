@@ -29,12 +29,18 @@ if TYPE_CHECKING:
     from dynamo_megatron.algorithm.allocation import Allocation
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.rollout.result import RolloutResult
-    from dynamo_megatron.tracking.clock import Clock
-    from dynamo_megatron.types import RolloutBatch, TokenStats
+    from dynamo_megatron.tracking.phases import Clock
+    from dynamo_megatron.types import TokenStats
     from dynamo_megatron.weight_sync.sync import SyncReport
 
 NOT_IN_KEYS = re.compile(r"[^\w.:-]+")  # of a reward function's name: a URL has slashes, which divide keys
-TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases that a Clock measures; a push has its report
+TIMED = (
+    "generate",
+    "logprobs",
+    "update",
+    "save",
+    "evaluate",
+)  # phases that a Clock measures; a weight sync has its report
 
 SHARES = {
     "clip": "clipped",
@@ -89,23 +95,22 @@ def step_metrics(
     clock: Clock,
     config: Config,
 ) -> dict[str, float]:
-    """All metrics of a step, plain numbers; `policy/kl` only where there is a reference to measure it against."""
-    rollouts, result, counts = batch.rollouts, record.result, record.counts
-    sampled, algorithm = result.batch, config.algorithm
+    """All metrics of a step, plain numbers; those of an option only where it is on."""
+    rollouts, counts, sampled = batch.rollouts, record.counts, record.result.batch
     differs = informative(sampled.rewards, sampled.group_ids)
     differing, groups = len({sampled.group_ids[s] for s in np.flatnonzero(differs)}), len(set(sampled.group_ids))
     difference = stats.logprobs.numpy() - rollouts.engine_logprobs
     gap = np.abs(difference[rollouts.weight_versions == record.step - 1])
-    apart = mismatch(difference, rollouts.response_lengths, algorithm.rollout_correction)
+    apart = mismatch(difference, rollouts.response_lengths, config.algorithm.rollout_correction)
     times = _times(synced, clock)
     return {
         "step": record.step,
-        **_sampled(result),
+        **_sampled(record.result),
         "rollout/zero_variance_groups": 1 - differing / groups,
         "rollout/weight_version_min": int(sampled.weight_versions.min()) if len(sampled.weight_versions) else -1,
         "rollout/weight_version_max": int(sampled.weight_versions.max(initial=-1)),
         **({"rollout/logprob_gap_max": float(gap.max()), "rollout/logprob_gap_mean": _mean(gap)} if len(gap) else {}),
-        **_of_servers(result),
+        **_of_servers(record.result),
         **{f"rollout_correction/{name}": value for name, value in apart.items()},
         "allocation/prompts": len(counts),
         "allocation/n_min": int(counts.min()),
@@ -118,8 +123,8 @@ def step_metrics(
         **times,
         "throughput/tokens_per_second": len(sampled.tokens)
         / (times["time/step"] - times["time/save"] - times["time/evaluate"]),
-        **_of_options(record, differing, len(rollouts.rollout_ids), times["time/generate"], config),
-        **_of_process_rewards(sampled, batch),
+        **_of_options(record, batch, differing, config),
+        **_of_staleness(record, times["time/generate"]),
     }
 
 
@@ -127,21 +132,23 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
     """What was sampled, with shares of the rollouts that were requested."""
     sampled, counts = result.batch, result.counts
     requested = max(1, counts["requested"])
-    return {
+    metrics = {
         "reward/mean": _mean(sampled.rewards),
         "reward/success": _mean(sampled.successes),
         "reward/timeouts": counts["reward_timeouts"] / requested,
         "reward/errors": counts["reward_errors"] / requested,
-        **_by_function(result, requested),
         "rollout/requested": counts["requested"],
         "rollout/response_tokens": int(np.sum(sampled.response_lengths)) + result.rejected_tokens,
         "rollout/response_length_mean": _mean(sampled.response_lengths),
-        **{
-            f"rollout/{name}": counts[name] / requested
-            for name in ("truncated", "aborted", "failed", "rejected", "reused")
-        },
-        **({f"agent/{name}": result.episodes[name] / requested for name in OF_EPISODES} if result.episodes else {}),
     }
+    for name in ("truncated", "aborted", "failed", "rejected", "reused"):
+        metrics[f"rollout/{name}"] = counts[name] / requested
+    for function, scores in sorted(result.rewards.items()):
+        name = f"reward/{NOT_IN_KEYS.sub('_', function)}"
+        if scores.states["scored"]:
+            metrics[f"{name}/mean"] = scores.total / scores.states["scored"]
+        metrics |= {f"{name}/{state}": scores.states[state] / requested for state in REWARD_STATES}
+    return metrics | {f"agent/{name}": result.episodes[name] / requested for name in OF_EPISODES if result.episodes}
 
 
 def _of_servers(result: RolloutResult) -> dict[str, float]:
@@ -169,11 +176,17 @@ def _of_servers(result: RolloutResult) -> dict[str, float]:
 def _of_policy(
     step: int, stats: TokenStats, updates: Sequence[Mapping[str, float]], config: Config
 ) -> dict[str, float]:
+    """Shares are means over the tokens of the updates' sums, of what the method has; what a function of the user's
+    clips is not counted."""
     with_gradient, tokens = [u for u in updates if not u["skipped"] or "spike" in u], len(stats.entropy)
+    loss = config.algorithm.loss
+    of = {f"{name}_share": counted for name, counted in SHARES.items()} if loss.function is None else {}
+    of |= {"selected_share": "selected"} if loss.selects else {}
+    of |= {"kl": "kl"} if config.algorithm.kl.coef else {}
     return {
         "policy/loss": _mean([u["loss"] for u in with_gradient]),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,
-        **_shares(updates, tokens, config),
+        **{f"policy/{name}": sum(u.get(key, 0.0) for u in updates) / max(1, tokens) for name, key in of.items()},
         "policy/grad_norm": _mean([u["grad_norm"] for u in with_gradient]),
         "policy/skipped_updates": sum(u["skipped"] > 0 for u in updates),
         **spike_count(updates, config),
@@ -185,29 +198,6 @@ def _of_policy(
 def spike_count(updates: Sequence[Mapping[str, float]], config: Config) -> dict[str, int]:
     """Updates that were skipped because of their gradient's norm; nothing without `optimizer.spike`."""
     return {} if config.optimizer.spike is None else {"policy/gradient_spikes": sum("spike" in u for u in updates)}
-
-
-def _by_function(result: RolloutResult, requested: int) -> dict[str, float]:
-    metrics = {}
-    for function, scores in sorted(result.rewards.items()):
-        name = f"reward/{NOT_IN_KEYS.sub('_', function)}"
-        if scores.states["scored"]:
-            metrics[f"{name}/mean"] = scores.total / scores.states["scored"]
-        metrics |= {f"{name}/{state}": scores.states[state] / requested for state in REWARD_STATES}
-    return metrics
-
-
-def _shares(updates: Sequence[Mapping[str, float]], tokens: int, config: Config) -> dict[str, float]:
-    """Means over the tokens of the updates' sums, of those that the method has."""
-    loss = config.algorithm.loss
-    of = {f"{name}_share": counted for name, counted in SHARES.items()}
-    if loss.function is not None:
-        of = {}  # what a function of the user's clips is not counted
-    if loss.selects:
-        of["selected_share"] = "selected"
-    if config.algorithm.kl.coef:
-        of["kl"] = "kl"
-    return {f"policy/{name}": sum(u.get(key, 0.0) for u in updates) / max(1, tokens) for name, key in of.items()}
 
 
 def _times(synced: SyncReport, clock: Clock) -> dict[str, float]:
@@ -222,34 +212,28 @@ def _times(synced: SyncReport, clock: Clock) -> dict[str, float]:
     }
 
 
-def _of_options(record: StepRecord, differing: int, trained: int, waited: float, config: Config) -> dict[str, float]:
-    """What an option that is on brings. `differing`: groups whose rewards differ; `trained`: rollouts trained on;
-    `waited`: seconds for rollouts."""
-    algorithm, options = config.algorithm, {}
+def _of_options(record: StepRecord, batch: TrainBatch, differing: int, config: Config) -> dict[str, float]:
+    """What an option that is on brings. `differing`: groups whose rewards differ."""
+    algorithm, sampled, options = config.algorithm, record.result.batch, {}
     if (buffer := algorithm.advantage.overlong_buffer) is not None:
         most = algorithm.advantage.overlong_penalty
-        lengths = record.result.batch.response_lengths
-        penalties = overlong_penalty(lengths, config.rollout.max_new_tokens, buffer, most)
+        penalties = overlong_penalty(sampled.response_lengths, config.rollout.max_new_tokens, buffer, most)
         options["reward/overlong_penalty"] = _mean(penalties)
     if algorithm.dynamic_sampling is not None:
         options["rollout/refill_rounds"] = len(record.allocations) - 1
         options["rollout/missing_groups"] = config.batch_prompts - differing
     if algorithm.sequential is not None:
         options["sequential/rounds"] = len(record.allocations)
+        trained = len(batch.rollouts.rollout_ids)
         options["sequential/trained_share"] = trained / max(1, record.result.counts["requested"])
     if record.score_ratio is not None:
         options["advantage/score_ratio"] = record.score_ratio
-    return options | _of_staleness(record, waited)
-
-
-def _of_process_rewards(sampled: RolloutBatch, batch: TrainBatch) -> dict[str, float]:
-    """Of a rollout the sum over its steps or, of the reward `prime`, which only trained ones have, over its tokens."""
-    named = {"steps": (sampled, sampled.step_rewards), "prime": (batch.rollouts, batch.implicit_rewards)}
-    return {
-        f"reward/{name}": float(np.nansum(rewards)) / max(1, len(rollouts.rollout_ids))
-        for name, (rollouts, rewards) in named.items()
-        if rewards is not None
-    }
+    # Of a rollout the sum over its steps or, of the reward `prime`, which only trained ones have, over its tokens.
+    process = {"steps": (sampled, sampled.step_rewards), "prime": (batch.rollouts, batch.implicit_rewards)}
+    for name, (rollouts, rewards) in process.items():
+        if rewards is not None:
+            options[f"reward/{name}"] = float(np.nansum(rewards)) / max(1, len(rollouts.rollout_ids))
+    return options
 
 
 def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:

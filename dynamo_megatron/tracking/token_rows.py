@@ -75,26 +75,17 @@ def _factor(
 ) -> torch.Tensor:
     """The factor of the modulation for the n tokens of one rollout, float32 [n]."""
     modulation, loss = algorithm.modulation, algorithm.loss
-    expected = stats.expected_pi_lambda if modulation.expectation == "exact" else None
-    change = entropy_change(
-        advantages[None],
-        stats.logprobs[None],
-        stats.entropy[None],
-        stats.logprobs[None],
-        torch.ones_like(advantages)[None],
-        loss.clip_ratio_low,
-        loss.clip_ratio_high,
-        expected_pi_lambda=None if expected is None else expected[None],
-    )
-    keys = ("alpha", "lambda_min", "gamma", "tau")
-    factors = {key: getattr(modulation, key) for key in keys}
+    expected = stats.expected_pi_lambda[None] if modulation.expectation == "exact" else None
+    fields = (advantages, stats.logprobs, stats.entropy, stats.logprobs, torch.ones_like(advantages))
+    rows = [field[None] for field in fields]
+    change = entropy_change(*rows, loss.clip_ratio_low, loss.clip_ratio_high, expected_pi_lambda=expected)
+    factors = {key: getattr(modulation, key) for key in ("alpha", "lambda_min", "gamma", "tau")}
     modulated = modulate(advantages, stats.entropy, change[0], ranges, **factors)
     return modulated.beta_comp * modulated.beta_stab
 
 
 def write_token_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes the rows. The file appears when it is complete, and replaces one of the same step that a killed run has
-    left. Raises OSError."""
+    """Writes the rows. The file appears when it is complete, and replaces an older one. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:
         file.writelines(compressed(json.dumps(row).encode() + b"\n") for row in rows)

@@ -10,7 +10,8 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +25,8 @@ Row = Mapping[str, Any]  # `step` and metrics by name
 
 
 class Tracker(Protocol):
-    """What `module:Class` names is called with the run's configuration and the step after which the run continues (0: a
-    new run), and gives this."""
+    """What `module:Class` gives when it is called with the run's configuration and the step after which the run
+    continues (0: a new run)."""
 
     def write(self, row: Row) -> None:
         """Takes one row. A step may have several rows with different names. The run waits for it."""
@@ -91,8 +92,8 @@ class MlflowTracker:
         self._metric, self._sent = Metric, []
         default = f"sqlite:///{Path(config.output_dir).resolve() / 'mlflow.db'}"
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", default))
-        if (kept := kept_id(config, "mlflow")) is not None:
-            self._id = kept
+        self._id = kept_id(config, "mlflow")
+        if self._id is not None:
             self._client.update_run(self._id, status="RUNNING")
             return
         project = config.tracking.project
@@ -143,20 +144,16 @@ def keep_id(config: Config, service: str, run: str) -> None:
         file.write(run.encode())
 
 
-def _backends(config: Config) -> list[str]:
-    return [name for name in config.tracking.backends if name != "jsonl"]
-
-
 def check_trackers(config: Config) -> None:
     """Raises ConfigError where a tracker's package is not installed, its class is not there, or wandb has no API
     key."""
-    for name in _backends(config):
-        if name not in KINDS:
+    for name in config.tracking.backends:
+        if ":" in name:
             try:
                 load_callable(name, "tracking.backends")
             except ValueError as error:
                 raise ConfigError(str(error)) from None
-        elif importlib.util.find_spec(name) is None:
+        elif name in KINDS and importlib.util.find_spec(name) is None:
             raise ConfigError(f"tracking.backends: {name} is not installed; pip install 'dynamo-megatron[{name}]'")
     if "wandb" in config.tracking.backends:
         import wandb
@@ -172,21 +169,26 @@ class Trackers:
 
     def __init__(self, config: Config, start: int, say: Callable[[str], None]):
         self._say, self._open = say, {}
-        for name in _backends(config):
-            make = KINDS.get(name) or load_callable(name, "tracking.backends")
-            self._attempt(name, lambda name=name, make=make: self._open.update({name: make(config, start)}))
+        for name in config.tracking.backends:
+            if name != "jsonl":
+                with self._warning(name):
+                    make = KINDS.get(name) or load_callable(name, "tracking.backends")
+                    self._open[name] = make(config, start)
 
     def write(self, row: Row) -> None:
         for name, tracker in list(self._open.items()):
-            self._attempt(name, lambda tracker=tracker: tracker.write(row))
+            with self._warning(name):
+                tracker.write(row)
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):
-            self._attempt(name, tracker.close)
+            with self._warning(name):
+                tracker.close()
 
-    def _attempt(self, name: str, call: Callable[[], None]) -> None:
+    @contextmanager
+    def _warning(self, name: str) -> Iterator[None]:
         try:
-            call()
+            yield
         except Exception as error:  # a library may raise anything
             self._open.pop(name, None)
             self._say(f"warning: {name} failed ({type(error).__name__}: {error}); metrics.jsonl has all metrics")

@@ -38,6 +38,12 @@ def spec(**changes):
     return read_spec("spec.yaml")
 
 
+def test_runs_come_by_server_options_then_by_seed():
+    arms = {"a": [], "b": ["rollout.tp=2"], "c": ["algorithm.allocation.kind=uniform"]}
+    runs = planned_runs(spec(arms=arms, control="a", learning_rates=[1e-6]))
+    assert [(run.arm, run.seed) for run in runs] == [("a", 3), ("c", 3), ("a", 5), ("c", 5), ("b", 3), ("b", 5)]
+
+
 def test_one_run_for_each_arm_seed_and_rate():
     runs = planned_runs(spec(learning_rates={"grpo": [1.5e-6, 1e-6], "wide": [2e-6]}))
     assert [run.name for run in runs] == [
@@ -54,36 +60,24 @@ def test_one_run_for_each_arm_seed_and_rate():
     assert len({run.folder for run in runs}) == 6
 
 
-def test_runs_of_other_server_options_come_after_each_other():
-    arms = {"a": [], "b": ["rollout.tp=2"], "c": ["algorithm.allocation.kind=uniform"]}
-    runs = planned_runs(spec(arms=arms, control="a", learning_rates=[1e-6]))
-    assert [(run.arm, run.seed) for run in runs] == [("a", 3), ("c", 3), ("a", 5), ("c", 5), ("b", 3), ("b", 5)]
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"armz": {}}, "spec.yaml: armz: Extra inputs are not permitted; did you mean arms?"),
-        ({"control": "gpro"}, "control: 'gpro' is none of the arms; did you mean grpo?"),
-        ({"arms": {"grpo": []}}, "spec.yaml: arms: 1 given; a comparison needs a control and another arm"),
-        ({"arms": {"a/b": [], "grpo": []}}, "spec.yaml: arms: 'a/b' names folders; use letters"),
+        ({"armz": {}}, "spec.yaml: armz: Extra inputs are not permitted"),
+        ({"control": "gpro"}, "control: 'gpro' is none of the arms: grpo, wide"),
+        ({"arms": {"grpo": []}}, "spec.yaml: arms: "),
+        ({"arms": {"a/b": [], "grpo": []}}, "spec.yaml: arms: 'a/b' names folders"),
         ({"arms": {"grpo": ["seed=1"], "b": []}}, "arms: grpo: seed=1: every run has its own seed, from seeds"),
-        (
-            {"arms": {"grpo": [], "b": ["methods/gropo"]}},
-            "arms.b: methods/gropo: no such config file, nor a shipped one",
-        ),
-        ({"arms": {"grpo": [], "b": ["traner.steps=1"]}}, "arms.b: the command line: unknown key traner; did you mean"),
+        ({"arms": {"grpo": [], "b": ["methods/gropo"]}}, "arms.b: methods/gropo: no such config file"),
         (
             {"arms": {"grpo": [], "b": ["model.path=x"]}},
             "arms.b: model.path is x, of grpo models/tiny; compare scores of",
         ),
         ({"arms": {"grpo": [], "b": ["eval.every=null"]}}, "arms.b: eval.every: scores come from evaluations during"),
         ({"seeds": [1, 1]}, "seeds: a seed stands there twice"),
-        ({"seeds": []}, "spec.yaml: seeds: List should have at least 1 item"),
         ({"learning_rates": []}, "learning_rates: []: give distinct rates above 0"),
         ({"learning_rates": {"grpo": [1e-6], "wild": [1]}}, "learning_rates: wide: give a list for all arms"),
         ({"metric": "eval/pass@2"}, "metric: eval.k of grpo gives eval/pass@1, eval/pass@4, not eval/pass@2"),
-        ({"metric": "reward/mean"}, "metric: reward/mean is no figure of an evaluation; name one such as eval/pass@1"),
     ],
 )
 def test_a_fault_is_one_line_and_nothing_is_started(folder, capsys, changes, says):
@@ -92,40 +86,6 @@ def test_a_fault_is_one_line_and_nothing_is_started(folder, capsys, changes, say
     assert main(["compare", "spec.yaml"]) == 2
     captured = capsys.readouterr()
     assert says in captured.err and captured.err.count("\n") == 1 and not captured.out
-    assert not (folder / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["spec.yml"], "spec.yml: no such spec"),
-        (["compare/dmo"], "compare/dmo: no such spec; did you mean compare/demo?"),
-        (["spec.yaml", "--jobs", "999"], "--jobs: 999 for"),
-        (["spec.yaml", "--table"], "out: 0 of 8 runs have ended, and all of no seed; start it without --table"),
-    ],
-)
-def test_words_that_do_not_fit_are_one_line(capsys, words, says):
-    spec()
-    assert main(["compare", *words]) == 2
-    err = capsys.readouterr().err
-    assert says in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["rollout.port=30000"], "rollout.port: 30000"),
-        (["rollout.placement=external", "rollout.urls=[http://h:1]"], "rollout.placement: external"),
-        (
-            ["reward.functions=[reward_model]", "reward.reward_model.path=rm", "reward.servers.port=31000"],
-            "reward.servers.port: 31000",
-        ),
-    ],
-)
-def test_runs_side_by_side_cannot_share_a_port_or_servers(capsys, folder, words, says):
-    spec(base=[*SPEC["base"], *words])
-    assert main(["compare", "spec.yaml", "--jobs", "2"]) == 2
-    assert capsys.readouterr().err.startswith(f"{says}: with --jobs 2 several runs would use it at once")
     assert not (folder / "out").exists()
 
 
@@ -147,19 +107,15 @@ def test_a_run_on_disk_that_is_another_one_is_refused():
     )
 
 
+def test_runs_side_by_side_cannot_share_servers(capsys):
+    spec(base=[*SPEC["base"], "rollout.placement=external", "rollout.urls=[http://h:1]"])
+    assert main(["compare", "spec.yaml", "--jobs", "2"]) == 2
+    assert capsys.readouterr().err.startswith("rollout.placement: external")
+
+
 @pytest.mark.parametrize("name", [name for name in shipped.names() if name.startswith("compare/")])
-def test_every_shipped_spec_has_valid_runs(name):
+def test_every_shipped_spec_has_valid_runs(name, capsys):
     spec = read_spec(name)
-    assert len(planned_runs(spec)) >= len(spec.arms) * len(spec.seeds) > 1
-
-
-def test_the_shipped_spec_names_its_arms_and_good_rates(capsys):
-    spec = read_spec("compare/demo")
-    assert list(spec.arms) == ["grpo", "grpo_wide", "dynamo", "allocation_only", "modulation_only"]
-    assert len(spec.seeds) >= 5
-    by_arm = {run.arm: run.config.algorithm for run in planned_runs(spec)}
-    assert by_arm["allocation_only"].modulation is None and by_arm["modulation_only"].allocation.kind == "uniform"
-    assert main(["compare", "compare/demo", "--dry-run"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 75
-    assert main(["compare", "compare/demo", "--dry-run", "--ranks", "3"]) == 0
-    assert all(line.endswith(" --ranks 3") for line in capsys.readouterr().out.splitlines())
+    assert main(["compare", name, "--dry-run", "--ranks", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= len(spec.arms) * len(spec.seeds) and all(line.endswith(" --ranks 3") for line in lines)

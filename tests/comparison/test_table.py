@@ -1,6 +1,7 @@
 """From runs on disk to curves.jsonl, tables and the picture."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -8,7 +9,6 @@ from PIL import Image
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.comparison.spec import RunOutcome, planned_runs, read_outcome, read_spec, write_outcome
-from dynamo_megatron.comparison.table import read_curve
 
 RATES, STEPS = (1e-6, 1.5e-6), 4
 NAN = "rank 1, step 3: NonFiniteError: the gradient norm is nan: prompt 7"
@@ -95,14 +95,7 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     assert f"- 1 run ended with: {NAN}" in lines
     assert "; try one beyond it" in text  # the best rate is the smallest
 
-    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert found["targets"] == {"half": pytest.approx(0.4), "90 %": pytest.approx(0.56)} and found["ratios"]
-    assert found["arms"]["wild"]["failed by rate"] == {"1.5e-06": 1}
-    never = found["arms"]["wild"]["cost"]["half"]["rollouts"]
-    assert never["median"] is None and never["never reached"] == 5 and never["ratio"]["value"] is None
-    assert (
-        (tmp_path / "out" / "comparison.md").read_text().startswith("# Comparison of grpo, half, wild: eval/pass@1, 5")
-    )
+    assert (tmp_path / "out" / "comparison.md").read_text().startswith("# Comparison of grpo, half, wild: ")
     with Image.open(tmp_path / "out" / "comparison.png") as picture:
         assert picture.width >= 1000 and len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
 
@@ -116,31 +109,25 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     ]
     assert [r["eval/pass@1"] for r in first] == pytest.approx([0.2, 0.4, 0.6])
 
+    shutil.rmtree(tmp_path / "out" / "runs")  # its curves alone give the same tables
+    assert main(["compare", "spec.yaml", "--table"]) == 1
+    again = capsys.readouterr().out
+    assert [line for line in lines if line.startswith("|")] == [x for x in again.splitlines() if x.startswith("|")]
 
-def test_four_seeds_give_scores_and_no_ratio(made, tmp_path, capsys):
+
+def test_four_seeds_give_scores_and_no_ratio(made, capsys):
     made([1, 2, 3, 4], usual)
     assert main(["compare", "spec.yaml", "--table"]) == 0
     text = capsys.readouterr().out
     assert "No differences and no ratios: 4 seeds of the 5 that an interval over seeds needs at least" in text
     assert "| half | 0 of 8 | 1e-06 | 60.0 | - |" in text and "| 10 at 1e-06 | - | 70 at 1e-06 | - |" in text
-    found = (tmp_path / "out" / "comparison.json").read_text()
-    assert '"ratio"' not in found and '"difference"' not in found and not json.loads(found)["ratios"]
 
 
-def test_a_seed_with_an_unfinished_run_is_left_out(made, tmp_path, capsys):
+def test_a_seed_with_an_unfinished_run_is_left_out(made, capsys):
     made([1, 2, 3, 4, 5, 6], lambda run: None if (run.arm, run.seed) == ("half", 4) else usual(run))
     assert main(["compare", "spec.yaml", "--table"]) == 0
     text = capsys.readouterr().out
     assert "- 34 of 36 runs have ended; left out: seeds 4" in text and "5 seeds" in text
-    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert found["seeds"] == [1, 2, 3, 5, 6] and found["seeds left out"] == [4]
-
-
-def test_a_control_that_gains_nothing(made, capsys):
-    made([1, 2, 3, 4, 5], lambda run: {"final": 0.1 if run.arm == "grpo" else 0.5})
-    assert main(["compare", "spec.yaml", "--table"]) == 0
-    text = capsys.readouterr().out
-    assert "grpo has gained nothing over its start: there is no target" in text and "## Cost" not in text
 
 
 def test_what_has_ended_is_not_run_again_unless_it_may_go_well(made, capsys):
@@ -157,20 +144,3 @@ def test_what_has_ended_is_not_run_again_unless_it_may_go_well(made, capsys):
     assert main(["compare", "spec.yaml", "--table"]) == 1
     captured = capsys.readouterr()
     assert "2 runs failed, the first half-lr1e-06-seed1; the same command tries them again" in captured.err
-
-
-def test_a_nan_is_known_by_the_name_of_its_error():
-    from dynamo_megatron.policy.non_finite import NonFiniteError
-
-    assert RunOutcome(1, f"rank 0, step 3: {NonFiniteError.__name__}: loss").final and RunOutcome(0, "done").final
-    assert not RunOutcome(1, "rank 0, step 3: OSError: no space").final
-
-
-def test_broken_files_are_one_line(made, capsys):
-    runs = made([1, 2], usual)
-    (runs[0].folder / "evaluations.jsonl").unlink()
-    assert main(["compare", "spec.yaml", "--table"]) == 2
-    assert "finished without evaluations of eval/pass@1 before and after; remove that folder" in capsys.readouterr().err
-    (runs[1].folder / "metrics.jsonl").write_text('{"step": 1, "time/step": 1}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:1: no 'rollout/requested'"):
-        read_curve(runs[1])

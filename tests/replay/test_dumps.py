@@ -43,11 +43,6 @@ def test_verl(tmp_path):
     assert read_verl(tmp_path, 0.5, None).steps[1].successes.tolist() == [True, False, False, True]
 
 
-def test_another_column_of_verl(tmp_path):
-    write_verl(tmp_path, 1, [("q", -1.0)], acc=True)
-    assert read_verl(tmp_path, 1.0, "acc").steps[0].rewards.tolist() == [1.0]
-
-
 def test_slime(tmp_path):
     chat = [{"role": "user", "content": "q1"}]
     write_slime(
@@ -84,10 +79,8 @@ def test_rewards_of_slime_that_are_several(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"input": "q"}', r"7.jsonl:1: 'score' is None, not a finite number; remove the line"),
         ('{"output": "q", "score": 1}', r"7.jsonl:1: no 'input'; expected a line of verl's trainer.rollout_data_dir"),
-        ('{"input": "q", "score": NaN}', r"7.jsonl:1: 'score' is nan, not a finite number; remove the line"),
-        ("nonsense", r"7.jsonl:1: not JSON"),
+        ('{"input": "q", "score": NaN}', r"7.jsonl:1: 'score' is nan, not a finite number"),
         ("", r"7.jsonl: no rollout with a reward"),
     ],
 )
@@ -98,16 +91,11 @@ def test_a_broken_line_of_verl_is_named(tmp_path, line, says):
     assert "\n" not in str(error.value)
 
 
-def test_a_broken_file_of_slime_is_named(tmp_path):
+@pytest.mark.parametrize("content", [b"text", None])
+def test_a_broken_file_of_slime_is_named(tmp_path, content):
     path = write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0, "routed": np.arange(3)}])
-    with pytest.raises(ValueError, match=r"data_0.pt: torch.load refuses it \(Weights only load failed") as error:
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"data_0.pt: torch.load refuses it") as error:
         read_slime(tmp_path, 1.0, None)
     assert "\n" not in str(error.value)
-    whole = write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0}]).read_bytes()
-    for content in (whole[: len(whole) // 2], b"", b"text"):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"data_0.pt: torch.load refuses it"):
-            read_slime(tmp_path, 1.0, None)
-    torch.save({"weights": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match=r"data_0.pt: no 'rollout_id' and 'samples'"):
-        read_slime(tmp_path, 1.0, None)

@@ -20,7 +20,6 @@ from dynamo_megatron.runtime.line_files import compressed, read_raw_lines
         {},
         {"variance": "surprise", "half_life": 3.0},
         {"kind": "waterfill", "power": "sigma2"},
-        {"kind": "uniform", "budget": 61},
         {"budget": 300, "on_shortfall": "scale"},
     ],
     ids=str,
@@ -74,14 +73,10 @@ def test_a_run_on_recorded_rollouts(tmp_path):
 def test_what_is_missing_is_one_line(tmp_path):
     write_run(tmp_path, steps=3)
     path = step_file(tmp_path, 2)
-    content = path.read_bytes()
     path.write_bytes(b"".join(map(compressed, list(read_raw_lines(path))[1:])))
     with pytest.raises(
         ValueError, match=r"step-000002.jsonl.zst: \d+ rollouts of prompt 'problem/\d+', allocation.jsonl says"
     ):
-        read_run(tmp_path)
-    path.write_bytes(compressed(b"nonsense\n") + content)
-    with pytest.raises(ValueError, match=r"step-000002.jsonl.zst:1: "):
         read_run(tmp_path)
     path.unlink()
     with pytest.raises(ValueError, match=r"step-000002.jsonl.zst: no such file; a replay needs"):

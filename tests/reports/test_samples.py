@@ -55,16 +55,13 @@ def test_a_rollout_is_readable_by_itself(make_run, two_steps, new_rollout):
     assert "reward 0 (no success, reward_timeout) from math 0, judge timed_out\n" in text
 
 
-def test_what_is_chosen(make_run, two_steps, new_rollout):
+def test_what_is_chosen(make_run, two_steps):
     run = make_run(*two_steps)
     newest = [f"000002-000{g}-00{k}" for g in (0, 1) for k in (0, 1)]
     assert ids(run) == newest and ids(run, limit=3) == newest[:3]
     assert ids(run, step=1, limit=1) == ["000001-0000-000"]
     assert ids(run, best=2) == [newest[3], newest[1]] and ids(run, worst=1) == newest[:1]
     assert ids(run, best=1, worst=4) == [newest[3], newest[0], newest[2], newest[1]]  # none of them twice
-    alike = make_run(*(new_rollout(1, g, k, reward=1.0 - g / 10) for g in (0, 1) for k in (0, 1)))
-    assert ids(alike, best=2) == ["000001-0000-000", "000001-0001-000"]  # of different prompts
-    assert ids(alike, best=3)[2] == "000001-0000-001" and ids(alike, worst=2) == ids(alike, best=2)[::-1]
     both = ["000001-0001-000", "000001-0001-001", "000002-0001-000", "000002-0001-001"]
     assert ids(run, prompt_id="p1") == both and ids(run, prompt_id="p1", step=2) == both[2:]
     assert len(ids(make_run(engine="recorded", recorded=str(run)))) == 4
@@ -103,19 +100,12 @@ def test_model_output_cannot_drive_the_terminal(make_run, new_rollout):
 
 def test_what_is_not_there_is_named(make_run, two_steps, tmp_path):
     run = make_run(*two_steps)
-    for choice, message in (
-        ({"step": 7}, "--step: .* has no rollouts of step 7, only of 1 to 2"),
-        ({"prompt_id": "x"}, "no complete rollout of prompt 'x'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            list(read_samples(run, Choice(**choice)))
+    with pytest.raises(ValueError, match=r"--step: .* has no rollouts of step 7, only of 1 to 2"):
+        list(read_samples(run, Choice(step=7)))
     with pytest.raises(ValueError, match="has generated nothing yet"):
         list(read_samples(make_run(), Choice()))
     with pytest.raises(ValueError, match="no run's folder"):
         list(read_samples(tmp_path, Choice()))
-    step_file(run, 2).write_bytes(compressed(b"{}\n"))
-    with pytest.raises(ValueError, match=r"step-000002\.jsonl\.zst:1: not a rollout"):
-        list(read_samples(run, Choice()))
 
 
 def test_the_command_in_a_pipe_that_closes_and_a_terminal_without_unicode(make_run, new_rollout):
@@ -142,13 +132,8 @@ def test_an_episode_is_shown_as_a_conversation(make_run, new_rollout):
     episode = EpisodeRecord([0], {"turns": 2, "segments": 1}, messages, reason="the agent failed")
     folder = make_run(new_rollout(1, 0, 0, 1.0, episode=episode))
     text = "\n".join(read_samples(folder, Choice()))
-    for part in (
-        "failed: the agent failed\n",
-        "episode: turns 2, segments 1; its last conversation:",
-        'assistant:\n  {"name": "add", "arguments": {"a": 1}}\ntool:\n  2',
-        "assistant:\n  It is\n  2.",
-    ):
-        assert part in text, part
+    assert "failed: the agent failed\nepisode: turns 2, segments 1; its last conversation:" in text
+    assert 'assistant:\n  {"name": "add", "arguments": {"a": 1}}\ntool:\n  2' in text
     shown = json.loads(next(iter(read_samples(folder, Choice(), as_json=True))))
     call["function"]["arguments"] = '{"a": 1}'
     assert shown["messages"] == messages and shown["counts"]["turns"] == 2 and shown["reason"] == "the agent failed"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dynamo_megatron.reports.figures import allocation_figures, curve, metric_figures, moving_average
+from dynamo_megatron.reports.figures import allocation_figures, moving_average
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run, read_runs
 from dynamo_megatron.reports.tables import sections
 
@@ -32,7 +32,7 @@ def test_before_and_after_are_of_the_same_problems(folders):
 
 
 def test_runs_side_by_side(folders):
-    """Of other lengths: compared also at the last step that all have; differences are to the first run."""
+    """Differences are to the first run."""
     runs = [folders.run(name, seed=seed) for seed, name in enumerate(("a", "b"))]
     for run, steps in zip(runs, (6, 12), strict=True):
         for step in range(1, steps + 1):
@@ -41,8 +41,8 @@ def test_runs_side_by_side(folders):
     both = read_runs(runs)
     assert list(both) == ["a", "b"]
     head, reward = table(both, "Training")[:2]
-    assert head == ["mean of steps", *("a: 1 to 5", "a: 2 to 6"), *("b: 1 to 5", "b: 2 to 6", "b: 8 to 12")]
-    assert reward == ["reward", "0.300", "0.400", "0.300", "0.400", "1.000"]
+    assert head == ["mean of steps", "a: 1 to 5", "a: 2 to 6", "b: 1 to 5", "b: 8 to 12"]
+    assert reward == ["reward", "0.300", "0.400", "0.300", "1.000"]
     assert table(both, "Held-out problems")[1][3].startswith("+100.0 (")
     assert table(both, "Settings that differ")[1:] == [["data.shuffle_seed", "0", "1"], ["seed", "0", "1"]]
     with pytest.raises(ValueError, match="named twice"):
@@ -63,13 +63,11 @@ def test_revisits_count_earlier_steps_only(folders, new_rollout):
     run = folders.run("run", first + others)
     revisits = read_revisits(run)
     assert revisits.success_rates.tolist() == [0.25, 0.4] and revisits.rollouts.tolist() == [2, 6]
-    assert (revisits.steps.tolist(), revisits.first_visits, revisits.uniform) == ([3, 4], 4, 14 / 6)
+    assert (revisits.first_visits, revisits.uniform) == (4, 14 / 6)
     rows = table(read_runs([run]), "Rollouts by difficulty: run", {"run": revisits})
     assert rows[3] == ["sometimes (.2 to .8)", "2", "4.00", "100.0%", "100.0%"]
-    by_rate, over_time = allocation_figures({"run": revisits})
+    (by_rate,) = allocation_figures({"run": revisits})
     assert (by_rate["data"][0]["x"], by_rate["data"][0]["y"]) == ([0.25, 0.4], [2.0, 6.0])
-    (heat,) = over_time["data"]
-    assert heat["x"] == [3, 4] and heat["z"][2] == [2.0, 6.0] and heat["z"][0] == [None, None]
     (run / "rollouts" / "step-000002.jsonl.zst").unlink()
     assert read_revisits(run) is None
 
@@ -78,37 +76,13 @@ def test_findings_warn(tmp_path):
     falling = [{"policy/entropy": 1.0 - 0.033 * i, "rollout/logprob_gap_mean": 1e-4 * 1.2**i} for i in range(31)]
     longer = [{"reward/mean": i / 30, "rollout/response_length_mean": 100.0 + 3 * i} for i in range(31)]
     rows = [a | b | {"policy/damped_share": 0.0} for a, b in zip(falling, longer, strict=True)]
-    fine = [
-        {
-            **row,
-            "policy/entropy": 1.0,
-            "rollout/logprob_gap_mean": 1e-4,
-            "reward/mean": 0.5,
-            "policy/damped_share": 0.01,
-        }
-        for row in rows
-    ]
+    healthy = {"policy/entropy": 1.0, "rollout/logprob_gap_mean": 1e-4, "reward/mean": 0.5, "policy/damped_share": 0.01}
+    fine = [row | healthy for row in rows]
     runs = {"bad": record(rows, tmp_path), "good": record(fine, tmp_path), "short": record(rows[:19], tmp_path)}
     found = [row[1:3] for row in table(runs, "Findings")[1:]]
     assert found == [
         [name, said] for name, said in zip(runs, ("WARNING", "fine", "not measured"), strict=True) for _ in range(4)
     ]
-
-
-def test_lost_steps_are_gaps_of_curves(folders):
-    run = folders.run("run", steps=8)
-    for step in (1, 2, 5, 6):
-        folders.step(run, step)
-    runs = read_runs([run])
-    assert table(runs, "Runs")[1][-1] == "6 of 8"
-    assert metric_figures(runs)[0]["data"][0]["y"] == [0.5, 0.5, None, None, 0.5, 0.5]
-
-
-def test_a_long_curve_has_few_points_of_means_or_maxima(tmp_path):
-    run = record([{"x": float(i % 4)} for i in range(1999)], tmp_path)
-    steps, means = curve(run, run.series("x"))
-    assert (len(steps), steps[0], steps[-1]) == (500, 4, 1999) and means[0] == 1.5 and means[-1] == 1.0
-    assert set(curve(run, run.series("x"), largest=True)[1][:-1]) == {3.0}
 
 
 def test_moving_average():

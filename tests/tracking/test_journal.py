@@ -9,7 +9,7 @@ from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.rollout.store import step_files, tokens_file
+from dynamo_megatron.rollout.store import step_files
 from dynamo_megatron.tracking.journal import Journal, last_line
 
 
@@ -23,20 +23,14 @@ def made(tmp_path, export: str, folder: str | None, **sections) -> Config:
     )
 
 
-@pytest.mark.parametrize(("export", "folder"), [("final", "hf"), ("best", "hf"), ("every", "hf-step-000064")])
-def test_the_exported_model_and_the_report_of_a_run_with_evaluations(tmp_path, export, folder):
+@pytest.mark.parametrize(("export", "folder"), [("final", "hf"), ("every", "hf-step-000064")])
+def test_the_exported_model_and_what_comes_next(tmp_path, export, folder):
     run = tmp_path / "run"
-    line = last_line(made(tmp_path, export, folder, eval={"data": "test.jsonl", "every": 8}), 64, evaluated=True)
+    config = made(tmp_path, export, folder)
+    line = last_line(config, 64, evaluated=True)
     assert line == f"model: {run}/{folder} (step 48); next: dynamo-megatron report {run}"
-
-
-def test_a_run_without_evaluations_is_to_be_evaluated(tmp_path):
-    run = tmp_path / "run"
-    line = last_line(made(tmp_path, "final", "hf"), 64, evaluated=False)
-    next_command = f"dynamo-megatron eval --model {run} --out {run}/scores"
-    assert line == f"model: {run}/hf (step 48); next: {next_command} eval.data=FILE"
-    known = last_line(made(tmp_path, "final", None, eval={"data": "test.jsonl"}), 64, evaluated=False)
-    assert known.endswith(next_command)
+    evaluation = f"; next: dynamo-megatron eval --model {run} --out {run}/scores eval.data=FILE"
+    assert last_line(config, 64, evaluated=False).endswith(evaluation)
 
 
 def test_a_run_of_sft_says_what_the_next_run_is_to_be_given(tmp_path):
@@ -91,16 +85,3 @@ def test_a_resume_drops_the_statistics_of_later_steps(tmp_path):
             journal.tokens(step, [ROW])
         journal.close()
     assert list(step_files(tmp_path / "run", "tokens")) == [1, 2, 3]
-
-
-def test_statistics_that_cannot_be_written_end_no_run_and_are_told_once(tmp_path, capsys):
-    journal = Journal(made(tmp_path, "never", ""))
-    journal.open(0)
-    (tmp_path / "run" / "tokens").touch()  # not a folder
-    for step in (1, 2):
-        journal.tokens(step, [ROW])
-    said = f"warning: {tmp_path / 'run' / 'tokens'}: File exists; step 1 has no statistics of tokens"
-    assert capsys.readouterr().out.splitlines() == [said]
-    (tmp_path / "run" / "tokens").unlink()
-    journal.tokens(3, [ROW])
-    assert tokens_file(tmp_path / "run", 3).is_file() and list(step_files(tmp_path / "run", "tokens")) == [3]

@@ -39,13 +39,6 @@ def test_a_file_that_is_empty_or_has_no_whole_line(tmp_path):
         assert path.read_text() == ""
 
 
-def test_a_link_in_the_place_of_a_log_is_not_followed(tmp_path):
-    (tmp_path / "elsewhere").write_text("untouched")
-    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "gone")
-    with pytest.raises(OSError, match="symbolic links"):
-        StepLog(tmp_path / "metrics.jsonl", keep_to=0)
-
-
 def test_rows_come_one_at_a_time_and_a_broken_one_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 2)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo_megatron.tracking import clock
+from dynamo_megatron.tracking import phases as module
 from dynamo_megatron.tracking.phases import MEMORY, Phases
 from dynamo_megatron.weight_sync.memory import PHASES
 
@@ -21,7 +21,7 @@ class Recorded:
 def test_each_phase_gets_its_memory_and_the_time_of_it_is_its_own(monkeypatch):
     """On a clock of the test's own, which stands still but for what the memory takes."""
     memory = Recorded()
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: memory.now))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: memory.now))
     phases = Phases(None, memory)
     for phase in ("weight sync", "read data", "generate", "logprobs", "update", "weight sync", "failed step", "save"):
         phases.begin(phase)

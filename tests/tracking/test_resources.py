@@ -2,31 +2,17 @@
 
 import gzip
 import json
-import mmap
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.tracking.profiler import StepProfiler
-from dynamo_megatron.tracking.resources import ResourceMeter, resident_memory, resource_metrics
+from dynamo_megatron.tracking.resources import resource_metrics
 
 MB = 1_000_000
-
-
-def test_a_rank_s_own_memory_grows_with_what_it_holds():
-    meter = ResourceMeter()
-    before = meter.sample()
-    with mmap.mmap(-1, 100 * MB) as block:  # pages of its own: what earlier tests have freed may be there still
-        block.write(b"x" * (100 * MB))
-        after = meter.sample()
-    assert 95 * MB < after["host_memory"] - before["host_memory"] < 150 * MB
-    assert before.keys() == {"host_memory", "gpu_memory"}
 
 
 def test_the_largest_rank_and_the_disk_of_the_output_count(tmp_path):
@@ -37,13 +23,6 @@ def test_the_largest_rank_and_the_disk_of_the_output_count(tmp_path):
     assert metrics["resources/disk_free"] == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.01)
 
 
-def test_a_process_that_ends_while_it_is_counted_counts_nothing():
-    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    listed = [psutil.Process(ended.pid), psutil.Process()]
-    ended.communicate(b"\n")
-    assert resident_memory(listed[:1]) == 0 and resident_memory(listed) > 1 * MB
-
-
 @pytest.mark.parametrize("replica", [0, 1])
 def test_the_chosen_steps_have_a_chrome_trace_each_from_one_replica(tmp_path, replica):
     tracking = {"profile_steps": [2, 3]}
@@ -52,7 +31,7 @@ def test_the_chosen_steps_have_a_chrome_trace_each_from_one_replica(tmp_path, re
     for step in range(1, 5):
         profiler.begin(step)
         torch.ones(8, 8) @ torch.ones(8, 8)
-        assert profiler.end(step) is None
+        profiler.end(step)
     names = [f"step-00000{step}-rank-5.json.gz" for step in (2, 3)] if replica == 0 else []
     assert sorted(path.name for path in tmp_path.glob("profile/*")) == names
     for name in names:

@@ -8,7 +8,7 @@ import torch
 from dynamo_megatron.config import Config, OptimizerConfig, SpikeConfig
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
-from dynamo_megatron.tracking.clock import Clock
+from dynamo_megatron.tracking.phases import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, spike_count, step_metrics
 from dynamo_megatron.types import REWARD_STATES, RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.sync import SyncReport

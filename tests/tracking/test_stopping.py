@@ -18,14 +18,14 @@ def test_above_needs_the_average_over_a_full_window_and_below_a_value():
     rule = StopRule(StopConfig(metric="reward/mean", window=3, above=0.5))
     assert observed(rule, rows("reward/mean", [1.0, 0.9, -0.5, 0.5, 1.5])) == [
         *[None] * 4,
-        "reward/mean averaged 0.5 over 3 values, at or above 0.5",
+        "reward/mean, averaged over 3 values, is 0.5, at or above 0.5",
     ]
 
 
 def test_patience_is_counted_in_steps_and_an_equal_value_is_no_better_one():
     rule = StopRule(StopConfig(metric="eval/pass@1", patience=30))
     reasons = observed(rule, rows("eval/pass@1", [0.3, 0.4, 0.431, 0.431, 0.2, 0.431], every=10))
-    assert reasons == [*[None] * 5, "no better eval/pass@1 than 0.431 (step 30) for 30 steps"]
+    assert reasons == [*[None] * 5, "eval/pass@1 is not better than 0.431 (step 30) for 30 steps"]
 
 
 def test_patience_over_a_window_is_about_the_average():
@@ -33,16 +33,7 @@ def test_patience_over_a_window_is_about_the_average():
     assert observed(low, rows("sft/loss", [3.0, 3.1, 2.9, 3.0]))[-1] is None
     rule = StopRule(StopConfig(metric="reward/mean", window=2, patience=2))
     reasons = observed(rule, rows("reward/mean", [0.0, 1.0, 0.0, 0.9]))
-    assert reasons[-1] == "no better average of reward/mean over 2 values than 0.5 (step 2) for 2 steps"
-
-
-def test_rows_without_the_metric_are_passed_over():
-    rule = StopRule(StopConfig(metric="eval/pass@1", window=2, patience=3))
-    evaluation = {"step": 0, "eval/pass@1": 0.5, "eval/reward": 0.4}
-    step = {"reward/mean": 0.1}
-    assert observed(rule, [evaluation, *({"step": i, **step} for i in range(1, 10))]) == [None] * 10
-    assert rule.observe({"step": 9, "eval/pass@1": 0.3}) is None  # the first average
-    assert rule.observe({"step": 12, "eval/pass@1": 0.3}) is not None
+    assert reasons[-1] == "reward/mean, averaged over 2 values, is not better than 0.5 (step 2) for 2 steps"
 
 
 @pytest.mark.parametrize(
@@ -72,5 +63,3 @@ def test_a_replayed_rule_gives_the_reason_of_the_last_step_alone():
     assert StopRule(config).replay(rows[:2]) == "reward/mean is 0.9, at or above 0.5"
     both = rows[:2], [{"step": 2, "eval/pass@1": 0.1}]  # the evaluation's row comes after the step's
     assert StopRule(config).replay(*both) == "reward/mean is 0.9, at or above 0.5"
-    waiting = StopRule(StopConfig(metric="reward/mean", patience=2))
-    assert waiting.replay([*rows, {"step": 4, "reward/mean": 0.3}]) is not None

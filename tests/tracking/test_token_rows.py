@@ -98,11 +98,6 @@ def test_the_lowest_and_the_highest_advantage_are_among_them(mini_batches):
     assert len(list(token_rows(batch, stats, config, 100))) == GROUPS * SIZE
 
 
-def test_without_a_range_of_the_mini_batch_there_is_no_factor():
-    batch, stats, config = made(modulation={**MODULATION, "scope": "micro_batch"})
-    assert all("modulation" not in row for row in token_rows(batch, stats, config, 2))
-
-
 def test_rewards_of_steps_are_in_the_advantage():
     batch, stats, config = made(modulation=None)
     process = np.linspace(-1, 1, len(stats.logprobs))
@@ -133,7 +128,7 @@ def test_what_is_written_is_read_and_replaced(tmp_path):
     assert read_token_rows(path) == {"a": ("f0", {"entropy": [0.5, 1e-9]}), "b": ("f1", {})}
 
 
-@pytest.mark.parametrize("line", ["[]", "{", '{"response": "f0"}', '{"rollout_id": "a"}'])
+@pytest.mark.parametrize("line", ["[]", "{", '{"response": "f0"}'])
 def test_a_line_of_something_else_is_named(tmp_path, line):
     path = tmp_path / "step-000001.jsonl.zst"
     path.write_bytes(compressed(b'{"rollout_id": "a", "response": "f0"}\n') + compressed(line.encode() + b"\n"))

@@ -116,13 +116,6 @@ def test_every_row_arrives_and_a_resumed_run_goes_on(tmp_path, monkeypatch, name
     assert sorted(passes) == [*kept, (2, 0.375), (4, 0.375)] or passes == [*kept, (2, 0.375), (4, 0.375)]
 
 
-def test_tensorboard_s_points_are_on_disk_before_the_run_ends(tmp_path):
-    every = Trackers(config(tmp_path, "tensorboard"), 0, pytest.fail)
-    every.write({"step": 1, "reward/mean": 0.5, "eval/pass@1": 0.25})
-    assert of_tensorboard(tmp_path) == ([(1, 0.5)], [(1, 0.25)])
-    every.close()
-
-
 def test_a_tracker_of_the_user_s_that_fails_is_told_once_and_gets_no_more(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     said, name = [], "test_trackers:Listed"
