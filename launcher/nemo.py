@@ -20,7 +20,7 @@ import nemo_run as run
 from nemo_run.config import RUNDIR_NAME, get_nemorun_home
 
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program
 from dynamo_megatron.launcher.options import JobOptions
 
 # nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed. Its
@@ -54,7 +54,7 @@ def recipe(
     sweep: Sequence[str] = (),
 ) -> list[Task]:
     """Returns the tasks of an experiment: one conversion, and a training and an evaluation for each combination of the
-    values in `sweep` (key=value,value). Raises ConfigError, also for secrets and for what `executor` cannot run."""
+    values in `sweep` (key=value,value). Raises ConfigError, also for what `executor` cannot run."""
     config, _ = compose(files, keys)
     base = Path(config.output_dir).absolute()
     found, after, words = [], None, [*files, *keys]
@@ -77,7 +77,6 @@ def recipe(
         if "eval" in tasks:
             scores = ["--model", str(output), "--out", str(output / "scores")]
             found.append(Task(f"eval{name}", _script(program(python, "eval", scores)), before, True))
-    refuse_secrets("".join(task.script for task in found), [*keys, *sweep], os.environ)
     return found
 
 
@@ -154,7 +153,6 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     on_slurm = options.executor == "slurm"
     if job.nodes > 1 and not on_slurm:
         raise ConfigError("--nodes: goes with --executor slurm; the local one is this machine")
-    refuse_secrets(str(job), (), os.environ)  # nemo-run writes down its options too
     output = Path(compose(files, keys)[0].output_dir).absolute()
     executor = _slurm_executor(job, options, str(output)) if on_slurm else run.LocalExecutor()
     tasks = recipe(files, keys, job.python, executor, options.tasks, options.sweep)

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard
@@ -118,7 +118,6 @@ class Placed:
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
     """Trains on a Ray cluster, or with Ray on this machine alone; returns the run's exit code. Raises ConfigError."""
     words = [*files, *keys]
-    refuse_secrets(" ".join(words), words, os.environ)
     config, _ = compose(files, keys)
     servers = config.rollout.servers if config.rollout.placement == "split" else 0
     _connect(options.address, (options.ranks or config.parallel.model_ranks) + servers)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program
 from dynamo_megatron.launcher.options import JobOptions
 
 BODY = Path(__file__).with_name("slurm.sh")
@@ -35,7 +35,6 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes)
     output = Path(config.output_dir).absolute()
     script = render(job, files, keys, output)
-    refuse_secrets(script, keys, os.environ)
     if job.dry_run:
         print(script, end="")
         return 0

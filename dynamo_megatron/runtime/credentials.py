@@ -1,5 +1,4 @@
-"""Finds secrets by the names of variables and options, and in URLs. Secrets must not be written to a file or a
-message."""
+"""Finds secrets in URLs, and keeps known ones out of messages."""
 
 from __future__ import annotations
 
@@ -9,11 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-SECRET_NAME = re.compile(  # of an environment variable
-    r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(^|_)PASS(_|$)", re.IGNORECASE
-)
-SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which scripts contain anyway
-SECRET_OPTION = re.compile(r"api[-_]?key\b|auth[-_]token\b|secret|passw(or)?d|passphrase|credential", re.IGNORECASE)
+SHORTEST_SECRET = 8  # characters; shorter values are words that messages contain anyway
 # A user alone is a token for HTTP; docker://USER@REGISTRY and the like take the password from elsewhere.
 USER_IN_URL = re.compile(
     r"\b(([a-z0-9+.-]+\+)?https?://[^/?#\s@]*|[a-z][a-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]*)@", re.IGNORECASE
