@@ -23,7 +23,7 @@ from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program
 from dynamo_megatron.launcher.options import JobOptions
 
-# nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed. Its
+# nemo-run's sbatch script has `set -vx`, which prints a line for each of its own, and requeues whatever has failed. Its
 # head_node_ip is the address of the node's name on the node itself, 127.0.1.1 on many. The rest is as in slurm.sh.
 SETUP = r"""set +vx
 MASTER_ADDR=$(scontrol show node "$head_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -156,7 +156,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     output = Path(compose(files, keys)[0].output_dir).absolute()
     executor = _slurm_executor(job, options, str(output)) if on_slurm else run.LocalExecutor()
     tasks = recipe(files, keys, job.python, executor, options.tasks, options.sweep)
-    with experiment(job.name or output.name, tasks, executor) as opened:
+    with experiment(output.name, tasks, executor) as opened:
         if job.dry_run:
             opened.dryrun()
             return 0
@@ -177,8 +177,6 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
     setup = SETUP
     if job.container_image:
         setup += f"mkdir -p {shlex.quote(output)}\n"  # only a folder that exists can be mounted
-    if job.env_file:
-        setup += f"set -a; . {shlex.quote(os.path.abspath(job.env_file))}; set +a\n"
     executor = run.SlurmExecutor(
         account=job.account,
         partition=job.partition,
@@ -186,11 +184,10 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
         ntasks_per_node=job.ranks_per_node,
         gpus_per_node=job.gpus_per_node or None,
         cpus_per_task=job.cpus_per_task,
-        mem=job.mem,
         time=job.time,
         signal=f"USR1@{job.stop_before}",
-        retries=options.retries if job.requeue else 0,
-        additional_parameters={"requeue" if job.requeue else "no_requeue": True},
+        retries=options.retries,
+        additional_parameters={"requeue": True},
         srun_args=["--mpi=none", "--cpu-bind=none"],
         setup_lines=setup,
         packager=run.Packager(),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shlex
 import subprocess
 import sys
@@ -110,12 +109,9 @@ def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: P
         commands["serve"] = ["bash", "-c", 'exec "$@" --node "$SLURM_PROCID"', "serve", *servers]
     variables = {
         "output": str(output),
-        "env_file": os.path.abspath(job.env_file) if job.env_file else "",
         "train_nodes": job.nodes,
         "rollout_nodes": job.rollout_nodes,
         "ranks_per_node": job.ranks_per_node,
-        "requeue": "yes" if job.requeue else "no",
-        "idle_restarts": job.idle_restarts,
         "last_call": min(60, job.stop_before // 2),  # seconds before the limit
     }
     head = ["#!/bin/bash", SHELLCHECK, *(f"#SBATCH {line}" for line in sbatch_lines(job, folder, output)), ""]
@@ -129,7 +125,7 @@ def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
     """Returns what follows #SBATCH on each line; the user's own options come last, and so take precedence."""
     pattern = str(output).replace("%", "%%")
     options = {
-        "job-name": job.name or output.name,
+        "job-name": output.name,
         "nodes": job.nodes + job.rollout_nodes,
         "ntasks-per-node": job.ranks_per_node,
         "gpus-per-node": job.gpus_per_node or None,
@@ -144,7 +140,7 @@ def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
         "output": f"{pattern}/logs/slurm-%j.out",
     }
     lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in options.items() if value is not None]
-    return [*lines, "--requeue" if job.requeue else "--no-requeue", *map(sbatch_option, job.sbatch)]
+    return [*lines, "--requeue", *map(sbatch_option, job.sbatch)]
 
 
 def sbatch_option(option: str) -> str:

@@ -102,10 +102,8 @@ def test_what_sbatch_is_asked():
     [
         (("--time", "soon"), "--time: 'soon' is none of"),
         (("--time", "5", "--stop-before", "240"), "--stop-before: 240 s before the end of --time 5, or a minute"),
-        (("--partition", "a\nb"), "--partition: 'a\\nb' has a line break"),
         (("--container-mounts", "/a:/b"), "--container-mounts: goes with --container-image"),
         (("--sbatch=qos",), "--sbatch: 'qos' is no --option"),
-        (("--env-file", "nowhere"), "--env-file: nowhere: no such file"),
         (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
         (
             ("rollout.servers=3", "--nodes", "2"),
