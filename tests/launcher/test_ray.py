@@ -198,7 +198,6 @@ def test_rewards_are_on_all_nodes_and_one_without_a_rank_that_is_killed_ends_no_
         assert process.wait(240) == 0, log.read_text()[-3000:]
     finally:
         cluster.shutdown()
-    assert log.read_text().count("the reward workers of node ") == 1
     assert [row["reward/where_scored:score/scored"] for row in rows(output)] == [1.0] * 6
 
 
