@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nemo_run as run
-from nemo_run.config import RUNDIR_NAME, get_nemorun_home
+from nemo_run.config import get_nemorun_home
 
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.launcher.command import check_servers, checked_config, program
@@ -108,19 +108,13 @@ def _plain(name: str) -> str:
 
 
 def _script(argv: Sequence[str]) -> str:
-    text = f"cd {shlex.quote(os.getcwd())}\nexec {shlex.join(argv)}\n"
-    if f"/{RUNDIR_NAME}" in text:  # nemo-run replaces it by its own folder on the cluster
-        raise ConfigError(f"/{RUNDIR_NAME}: no path may hold this under nemo-run; name another folder")
-    return text
+    return f"cd {shlex.quote(os.getcwd())}\nexec {shlex.join(argv)}\n"
 
 
 @contextlib.contextmanager
 def experiment(name: str, tasks: Sequence[Task], executor: run.Executor) -> Iterator[run.Experiment]:
     """Yields nemo-run's context with the tasks in it, not started. On SLURM they have their dependencies, and a task of
-    one rank runs on one node; on this machine they are to be run with `sequential`. Raises ConfigError where nemo-run
-    cannot work in its own folder."""
-    if set(get_nemorun_home()) & set(" '\"\\$*"):
-        raise ConfigError(f"NEMORUN_HOME: nemo-run cannot work in {get_nemorun_home()!r}; set it to a plain path")
+    one rank runs on one node; on this machine they are to be run with `sequential`."""
     done = Path(get_nemorun_home(), "done", f"{_plain(name)}-{time.time_ns()}")
     ids: dict[str, str] = {}
     with run.Experiment(_plain(name), executor=executor) as opened:
@@ -151,8 +145,6 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     if options.venv is None and not options.container_image:
         raise ConfigError("--venv: name the trainer's virtual environment; this command's own has nemo-run, not torch")
     on_slurm = options.executor == "slurm"
-    if job.nodes > 1 and not on_slurm:
-        raise ConfigError("--nodes: goes with --executor slurm; the local one is this machine")
     output = Path(compose(files, keys)[0].output_dir).absolute()
     executor = _slurm_executor(job, options, str(output)) if on_slurm else run.LocalExecutor()
     tasks = recipe(files, keys, job.python, executor, options.tasks, options.sweep)
@@ -202,8 +194,6 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
         executor.container_image = shlex.quote(job.container_image)  # nemo-run does not
         executor.container_mounts = [shlex.quote(mount) for mount in mounts]
     if options.ssh:
-        if not options.job_dir:
-            raise ConfigError("--job-dir: name nemo-run's folder on the cluster, with --ssh")
         user, _, host = options.ssh.rpartition("@")
         executor.tunnel = run.SSHTunnel(host=host, user=user, job_dir=options.job_dir)
     return executor

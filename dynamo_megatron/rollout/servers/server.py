@@ -172,11 +172,7 @@ class SGLangServer:
         self._nonce = f"{name}-{secrets.token_hex(8)}"
         self._host = listening_address(config.host)
         self._port = config.port + slot if config.port else free_port()  # it is bound seconds later
-        check_port(
-            self._host,
-            self._port,
-            f"{self._port_key}: {{}} at {self._host}; free it, name another one, or leave the key out for a free one",
-        )
+        check_port(self._host, self._port, self._port_key)
         url = http_url(self._host, self._port)
         # One that outlives its run (comparison/fleet.py) has the key that the next run knows.
         key = os.environ[config.api_key_env] if config.api_key_env else secrets.token_hex(32)
