@@ -96,7 +96,7 @@ def test_a_failure_is_summed_up_and_not_requeued(cluster, launched):
     summary = batch_log(output, job).partition("failed (exit code 1); the first to fail was rank 1")[2]
     rank_0, _, rank_1 = summary.partition("the last words of rank 1")
     assert "rank 1, step 3: KeyError: 'this rank has had enough'" in rank_0
-    assert "Traceback (most recent call last)" in rank_1 and rank_1.endswith("KeyError: 'this rank has had enough'\n")
+    assert rank_1.endswith("KeyError: 'this rank has had enough'\n")
 
 
 LIVE = (  # both nodes are this machine
