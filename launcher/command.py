@@ -1,16 +1,13 @@
-"""What all launchers use: the argument list to start, and checks, also for secrets."""
+"""What all launchers use: the argument list to start, and checks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.runtime.credentials import SECRET_NAME, SECRET_OPTION, SHORTEST_SECRET, secret_in_url
 from dynamo_megatron.runtime.run_folder import refuse_foreign
-
-UNQUOTED = str.maketrans("", "", "'\"\\")  # removes all quoting, to find a value however it is quoted
 
 
 def program(python: str | Path, command: str, words: Sequence[str]) -> list[str]:
@@ -51,29 +48,3 @@ def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
             f"rollout.host: its default, {rollout.host}, is out of the other nodes' reach, and there are {nodes}; name "
             "a network interface of all of them, as in rollout.host=ib0"
         )
-
-
-def refuse_secrets(text: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where `text`, which is to be written to a file, holds the value of an environment variable
-    whose name is that of a secret, where one of `words` looks like a secret, or where a URL in either has one. The
-    message never shows the value."""
-    bare = text.translate(UNQUOTED)
-    for name, value in sorted(environment.items()):
-        secret = value.translate(UNQUOTED)
-        if SECRET_NAME.search(name) and len(secret) >= SHORTEST_SECRET and secret in bare:
-            raise ConfigError(
-                f"{name}: its value would be written into the script; leave it out: jobs get the environment of the "
-                "submission, or a file of --env-file"
-            )
-    for word in words:
-        if SECRET_OPTION.search(word):
-            raise ConfigError(
-                f"{word.partition('=')[0]}: looks like a secret, which would be written into the script; leave it to "
-                "the environment of the submission or to --env-file"
-            )
-    for where, said in (("the script", text), ("the options and keys", "\n".join(words))):
-        if what := secret_in_url(said.translate(UNQUOTED)):
-            raise ConfigError(
-                f"{where}: a URL has {what} in it, which would be written into the script; leave it to the environment "
-                "of the submission or to --env-file"
-            )

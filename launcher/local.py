@@ -48,8 +48,9 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
         send(number, processes[:1] if number == signal.SIGUSR1 else processes)
 
     processes: list[subprocess.Popen] = []
-    before = {number: signal.signal(number, pass_on) for number in FOR_THE_RANKS}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # blocked by the process that this one has replaced
+    for number in FOR_THE_RANKS:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_RANKS)  # blocked by the process that this one has replaced
     if received:
         print(stopped_early(next(iter(received)), output_dir), file=sys.stderr, flush=True)
         return 130 if signal.SIGINT in received else 75
@@ -77,8 +78,6 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
                     p.kill()
         time.sleep(0.05)
     _end_orphans()
-    for number, handler in before.items():
-        signal.signal(number, handler)
     consequence = _all_of(heard)
     return _exit_code([p.returncode for p in processes], first_bad, list(received), output_dir, consequence)
 

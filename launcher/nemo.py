@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nemo_run as run
-from nemo_run.config import RUNDIR_NAME, get_nemorun_home
+from nemo_run.config import get_nemorun_home
 
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program
 from dynamo_megatron.launcher.options import JobOptions
 
-# nemo-run's sbatch script has `set -vx`, which would print an env file's values, and requeues whatever has failed. Its
+# nemo-run's sbatch script has `set -vx`, which prints a line for each of its own, and requeues whatever has failed. Its
 # head_node_ip is the address of the node's name on the node itself, 127.0.1.1 on many. The rest is as in slurm.sh.
 SETUP = r"""set +vx
 MASTER_ADDR=$(scontrol show node "$head_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -54,7 +54,7 @@ def recipe(
     sweep: Sequence[str] = (),
 ) -> list[Task]:
     """Returns the tasks of an experiment: one conversion, and a training and an evaluation for each combination of the
-    values in `sweep` (key=value,value). Raises ConfigError, also for secrets and for what `executor` cannot run."""
+    values in `sweep` (key=value,value). Raises ConfigError, also for what `executor` cannot run."""
     config, _ = compose(files, keys)
     base = Path(config.output_dir).absolute()
     found, after, words = [], None, [*files, *keys]
@@ -77,7 +77,6 @@ def recipe(
         if "eval" in tasks:
             scores = ["--model", str(output), "--out", str(output / "scores")]
             found.append(Task(f"eval{name}", _script(program(python, "eval", scores)), before, True))
-    refuse_secrets("".join(task.script for task in found), [*keys, *sweep], os.environ)
     return found
 
 
@@ -109,19 +108,13 @@ def _plain(name: str) -> str:
 
 
 def _script(argv: Sequence[str]) -> str:
-    text = f"cd {shlex.quote(os.getcwd())}\nexec {shlex.join(argv)}\n"
-    if f"/{RUNDIR_NAME}" in text:  # nemo-run replaces it by its own folder on the cluster
-        raise ConfigError(f"/{RUNDIR_NAME}: no path may hold this under nemo-run; name another folder")
-    return text
+    return f"cd {shlex.quote(os.getcwd())}\nexec {shlex.join(argv)}\n"
 
 
 @contextlib.contextmanager
 def experiment(name: str, tasks: Sequence[Task], executor: run.Executor) -> Iterator[run.Experiment]:
     """Yields nemo-run's context with the tasks in it, not started. On SLURM they have their dependencies, and a task of
-    one rank runs on one node; on this machine they are to be run with `sequential`. Raises ConfigError where nemo-run
-    cannot work in its own folder."""
-    if set(get_nemorun_home()) & set(" '\"\\$*"):
-        raise ConfigError(f"NEMORUN_HOME: nemo-run cannot work in {get_nemorun_home()!r}; set it to a plain path")
+    one rank runs on one node; on this machine they are to be run with `sequential`."""
     done = Path(get_nemorun_home(), "done", f"{_plain(name)}-{time.time_ns()}")
     ids: dict[str, str] = {}
     with run.Experiment(_plain(name), executor=executor) as opened:
@@ -152,13 +145,10 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     if options.venv is None and not options.container_image:
         raise ConfigError("--venv: name the trainer's virtual environment; this command's own has nemo-run, not torch")
     on_slurm = options.executor == "slurm"
-    if job.nodes > 1 and not on_slurm:
-        raise ConfigError("--nodes: goes with --executor slurm; the local one is this machine")
-    refuse_secrets(str(job), (), os.environ)  # nemo-run writes down its options too
     output = Path(compose(files, keys)[0].output_dir).absolute()
     executor = _slurm_executor(job, options, str(output)) if on_slurm else run.LocalExecutor()
     tasks = recipe(files, keys, job.python, executor, options.tasks, options.sweep)
-    with experiment(job.name or output.name, tasks, executor) as opened:
+    with experiment(output.name, tasks, executor) as opened:
         if job.dry_run:
             opened.dryrun()
             return 0
@@ -179,8 +169,6 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
     setup = SETUP
     if job.container_image:
         setup += f"mkdir -p {shlex.quote(output)}\n"  # only a folder that exists can be mounted
-    if job.env_file:
-        setup += f"set -a; . {shlex.quote(os.path.abspath(job.env_file))}; set +a\n"
     executor = run.SlurmExecutor(
         account=job.account,
         partition=job.partition,
@@ -188,11 +176,10 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
         ntasks_per_node=job.ranks_per_node,
         gpus_per_node=job.gpus_per_node or None,
         cpus_per_task=job.cpus_per_task,
-        mem=job.mem,
         time=job.time,
         signal=f"USR1@{job.stop_before}",
-        retries=options.retries if job.requeue else 0,
-        additional_parameters={"requeue" if job.requeue else "no_requeue": True},
+        retries=options.retries,
+        additional_parameters={"requeue": True},
         srun_args=["--mpi=none", "--cpu-bind=none"],
         setup_lines=setup,
         packager=run.Packager(),
@@ -207,8 +194,6 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
         executor.container_image = shlex.quote(job.container_image)  # nemo-run does not
         executor.container_mounts = [shlex.quote(mount) for mount in mounts]
     if options.ssh:
-        if not options.job_dir:
-            raise ConfigError("--job-dir: name nemo-run's folder on the cluster, with --ssh")
         user, _, host = options.ssh.rpartition("@")
         executor.tunnel = run.SSHTunnel(host=host, user=user, job_dir=options.job_dir)
     return executor

@@ -7,8 +7,6 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from dynamo_megatron.config.files import ConfigError
 
@@ -26,18 +24,14 @@ class JobOptions:
     gpus_per_node: int = 0
     ranks_per_node: int = 1
     cpus_per_task: int | None = None
-    mem: str | None = None  # of a node, in sbatch's format
+    mem: str | None = None  # of a node, in sbatch's format: what `plan` asks for
     partition: str | None = None
     account: str | None = None
     time: str | None = None  # in sbatch's format
-    name: str | None = None
     stop_before: int = 1800  # seconds
-    requeue: bool = True
-    idle_restarts: int = 3
     container_image: str | None = None
     container_mounts: str | None = None
     python: str = sys.executable
-    env_file: str | None = None
     sbatch: tuple[str, ...] = ()
     dry_run: bool = False
 
@@ -47,16 +41,11 @@ class JobOptions:
                 f"--stop-before: {self.stop_before} s before the end of --time {self.time}, or a minute earlier, there "
                 "is nothing left to train in; give more time or a smaller number"
             )
-        for name in ("name", "partition", "account", "mem"):
-            if "\n" in (getattr(self, name) or ""):
-                raise ConfigError(
-                    f"--{name}: {getattr(self, name)!r} has a line break, which would end its #SBATCH line"
-                )
         if self.container_mounts and not self.container_image:
             raise ConfigError("--container-mounts: goes with --container-image")
-        check_sbatch(self.sbatch)
-        if self.env_file is not None and not Path(self.env_file).is_file():
-            raise ConfigError(f"--env-file: {self.env_file}: no such file")
+        for option in self.sbatch:
+            if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option):
+                raise ConfigError(f"--sbatch: {option!r} is no --option or --option=value")
 
     @property
     def ranks(self) -> int:
@@ -67,30 +56,15 @@ class JobOptions:
         parser.add_argument("--nodes", type=positive, default=1, help="nodes that train (default 1)")
         parser.add_argument("--gpus-per-node", type=_count_or_0, default=0, metavar="N", help="default 0: a CPU run")
         parser.add_argument("--ranks-per-node", type=positive, metavar="N", help="default: a node's GPUs, at least 1")
-        parser.add_argument(
-            "--cpus-per-task", type=positive, metavar="N", help=f"cores of a rank; default: {CORES} with GPUs"
-        )
-        parser.add_argument(
-            "--mem",
-            metavar="SIZE",
-            help="of each node, such as 500G, 0: all (default: what `plan` asks for, if `launch slurm` has --gpu)",
-        )
         parser.add_argument("--partition", help="default: the cluster's")
         parser.add_argument("--account", help="default: the user's")
         parser.add_argument("--time", metavar="LIMIT", help="minutes, HH:MM:SS, D-HH ...; default: the partition's")
-        parser.add_argument("--name", help="the job's; default: the last part of output_dir")
         parser.add_argument(
             "--stop-before",
             type=positive,
             metavar="SECONDS",
             help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter "
             "of --time; what `plan` asks for, if `launch slurm` has --gpu)",
-        )
-        parser.add_argument(
-            "--requeue",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help="go on in the queue after the time limit, a preemption or a node's failure (default: yes)",
         )
         parser.add_argument("--container-image", metavar="IMAGE", help="for pyxis/enroot")
         parser.add_argument(
@@ -105,14 +79,11 @@ class JobOptions:
             "image's python3)",
         )
         parser.add_argument(
-            "--env-file", metavar="FILE", help="NAME=value lines for the job's environment, read when it starts"
-        )
-        parser.add_argument(
             "--sbatch",
             action="append",
             default=[],
             metavar="=--OPTION[=value]",
-            help="any further option of sbatch, as in --sbatch=--qos=high; may be given several times",
+            help=f"any option of sbatch, as in --sbatch=--mem=500G; repeatable; --cpus-per-task is {CORES} with GPUs",
         )
         parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
 
@@ -132,13 +103,6 @@ class JobOptions:
         elif options.container_image is not None:
             given["python"] = "python3"
         return cls(**{**given, "sbatch": tuple(options.sbatch)})
-
-
-def check_sbatch(options: Sequence[str]) -> None:
-    """Raises ConfigError for a string that does not have the form of an sbatch option."""
-    for option in options:
-        if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option):
-            raise ConfigError(f"--sbatch: {option!r} is no --option or --option=value")
 
 
 def _seconds(time: str) -> int:
@@ -165,13 +129,6 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="K",
         help="further nodes that only run SGLang servers, for rollout.placement=split (default 0: none)",
-    )
-    parser.add_argument(
-        "--idle-restarts",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="stop after this number of stops in a row without a new checkpoint (default 3)",
     )
 
 

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard
@@ -118,16 +118,13 @@ class Placed:
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
     """Trains on a Ray cluster, or with Ray on this machine alone; returns the run's exit code. Raises ConfigError."""
     words = [*files, *keys]
-    refuse_secrets(" ".join(words), words, os.environ)
     config, _ = compose(files, keys)
     servers = config.rollout.servers if config.rollout.placement == "split" else 0
-    _connect(options.address, (options.ranks or config.parallel.model_ranks) + servers)
+    checked_config(files, keys, options.ranks)
+    _connect(options.address, options.ranks + servers)
     try:
         gpu = ray.cluster_resources().get("GPU", 0) > 0
-        ranks = options.ranks or _default_ranks(config, servers)
-        checked_config(files, keys, ranks)
-        run = RayRun(config, words, ranks, servers, gpu)
-        return run.carry_out(options.wait)
+        return RayRun(config, words, options.ranks, servers, gpu).carry_out(options.wait)
     except RunFailed as failure:
         print(failure, file=sys.stderr, flush=True)
         return 1
@@ -147,12 +144,6 @@ def _connect(address: str | None, actors: int) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         text = on_one_line(str(error), 200)
         raise ConfigError(f"--address: no Ray cluster at {address}: {text}; start one with `ray start`") from None
-
-
-def _default_ranks(config: Config, servers: int) -> int:
-    p = config.parallel
-    gpus = int(ray.cluster_resources().get("GPU", 0)) - sum(_serving_gpus(config, servers))
-    return gpus // p.model_ranks * p.model_ranks or p.model_ranks
 
 
 def _serving_gpus(config: Config, servers: int) -> list[int]:

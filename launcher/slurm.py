@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launcher.command import check_servers, checked_config, program, refuse_secrets
+from dynamo_megatron.launcher.command import check_servers, checked_config, program
 from dynamo_megatron.launcher.options import JobOptions
 
 BODY = Path(__file__).with_name("slurm.sh")
@@ -35,7 +35,6 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes)
     output = Path(config.output_dir).absolute()
     script = render(job, files, keys, output)
-    refuse_secrets(script, keys, os.environ)
     if job.dry_run:
         print(script, end="")
         return 0
@@ -46,43 +45,25 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
 
 def _planned(config: Config, job: JobOptions, options: argparse.Namespace) -> JobOptions:
     """Returns the job with what `plan` asks for where the user has not: host memory, and at least the default of
-    --stop-before. Returns it as it is, with a line on stderr, where the kind of GPU is not passed or there is no plan.
-    Raises ConfigError for an unknown kind."""
-    unset = {}
-    if options.stop_before is None:
-        unset["--stop-before"] = f"{job.stop_before} s, the default"
-    if job.mem is None and not any(option.startswith("--mem") for option in job.sbatch):
-        unset["--mem"] = "the cluster's default, which may be too little"
-    if not unset:
-        return job
-    default = "; ".join(f"{name}: {value}" for name, value in unset.items())
+    --stop-before. Without --gpu returns it as it is, with a line on stderr. Raises ConfigError where there is no
+    plan."""
     if options.gpu is None:
-        print(f"{default}; with --gpu KIND it is what `plan` asks for", file=sys.stderr)
+        default = f"--stop-before: {job.stop_before} s; --mem: the cluster's default, unless --sbatch has it"
+        print(f"{default}; with --gpu KIND they are what `plan` asks for", file=sys.stderr)
         return job
-    try:
-        from dynamo_megatron.planning.command import cluster_of, plan_of
-    except ModuleNotFoundError as error:
-        print(f"{default}: a plan needs {error.name}, which this interpreter does not have", file=sys.stderr)
-        return job
-    cluster = cluster_of(options.gpu, job.nodes * job.gpus_per_node, job.gpus_per_node)
-    try:
-        plan = plan_of(config, cluster)
-    except ConfigError as error:
-        print(f"{default}: there is no plan: {error}", file=sys.stderr)
-        return job
-    stop_before = max(job.stop_before, plan.stop_before) if "--stop-before" in unset else job.stop_before
-    return dataclasses.replace(job, stop_before=stop_before, mem=plan.memory_asked if "--mem" in unset else job.mem)
+    from dynamo_megatron.planning.command import cluster_of, plan_of
+
+    plan = plan_of(config, cluster_of(options.gpu, job.nodes * job.gpus_per_node, job.gpus_per_node))
+    stop_before = job.stop_before if options.stop_before is not None else max(job.stop_before, plan.stop_before)
+    mem = None if any(option.startswith("--mem") for option in job.sbatch) else plan.memory_asked
+    return dataclasses.replace(job, stop_before=stop_before, mem=mem)
 
 
 def submit(script: Path) -> int:
-    """Runs sbatch, which prints one line to stdout; returns an exit code. Raises ConfigError where there is no
-    sbatch."""
-    try:
-        done = subprocess.run(["sbatch", str(script)], check=False)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"sbatch: not found on this machine; submit {script} from one of the cluster's, or use --dry-run"
-        ) from None
+    """Runs sbatch, which prints one line to stdout; returns an exit code. Raises ConfigError where there is none."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError(f"sbatch: not found here; submit {script} on a machine of the cluster, or use --dry-run")
+    done = subprocess.run(["sbatch", str(script)], check=False)
     if done.returncode == 0:
         print(f"script: {script}\nlogs: {script.parent / 'logs'}", flush=True)
     return 1 if done.returncode else 0
@@ -94,8 +75,6 @@ def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: P
     if set(str(output)) & set('\\\n"'):
         raise ConfigError(f"output_dir: {str(output)!r}: SLURM takes no backslash, quote or line break in a log's path")
     folder, words = Path.cwd(), [*files, *keys]
-    if "\n" in str(folder):
-        raise ConfigError(f"{str(folder)!r}: an sbatch script takes no folder with a line break in its name")
     container = []
     if job.container_image is not None:
         mounts = [f"{folder}:{folder}", f"{output}:{output}", *filter(None, [job.container_mounts])]
@@ -111,12 +90,9 @@ def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: P
         commands["serve"] = ["bash", "-c", 'exec "$@" --node "$SLURM_PROCID"', "serve", *servers]
     variables = {
         "output": str(output),
-        "env_file": os.path.abspath(job.env_file) if job.env_file else "",
         "train_nodes": job.nodes,
         "rollout_nodes": job.rollout_nodes,
         "ranks_per_node": job.ranks_per_node,
-        "requeue": "yes" if job.requeue else "no",
-        "idle_restarts": job.idle_restarts,
         "last_call": min(60, job.stop_before // 2),  # seconds before the limit
     }
     head = ["#!/bin/bash", SHELLCHECK, *(f"#SBATCH {line}" for line in sbatch_lines(job, folder, output)), ""]
@@ -130,7 +106,7 @@ def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
     """Returns what follows #SBATCH on each line; the user's own options come last, and so take precedence."""
     pattern = str(output).replace("%", "%%")
     options = {
-        "job-name": job.name or output.name,
+        "job-name": output.name,
         "nodes": job.nodes + job.rollout_nodes,
         "ntasks-per-node": job.ranks_per_node,
         "gpus-per-node": job.gpus_per_node or None,
@@ -145,7 +121,7 @@ def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
         "output": f"{pattern}/logs/slurm-%j.out",
     }
     lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in options.items() if value is not None]
-    return [*lines, "--requeue" if job.requeue else "--no-requeue", *map(sbatch_option, job.sbatch)]
+    return [*lines, "--requeue", *map(sbatch_option, job.sbatch)]
 
 
 def sbatch_option(option: str) -> str:

@@ -28,12 +28,6 @@ ends() { # the job, by its time limit: seconds since 1970; nothing where it has 
 before=$(newest)
 restart=${SLURM_RESTART_COUNT:-0}
 
-if [[ -n $env_file ]]; then
-  set -a
-  # shellcheck source=/dev/null
-  source "$env_file"
-  set +a
-fi
 export PYTHONUNBUFFERED=1
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun no longer inherits it
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
@@ -78,13 +72,11 @@ go_on_later() { # WHY
   [[ $state == RUNNING ]] || exit 75 # cancelled or preempted: SLURM's to end or to requeue
   [[ $(newest) != "$before" ]] || idle=$(($(cat "$logs/idle" 2>/dev/null || echo 0) + 1))
   echo "$idle" >"$logs/idle"
-  if ((idle >= idle_restarts)); then
+  if ((idle >= 3)); then
     say "stopped $idle times in a row without a new checkpoint: not requeued; give it more time, or save more often"
     exit 1
   fi
-  if [[ $requeue == no ]]; then
-    say "$1: submit again to go on"
-  elif try scontrol requeue "$SLURM_JOB_ID"; then
+  if try scontrol requeue "$SLURM_JOB_ID"; then
     say "$1: requeued"
   else
     say "$1; scontrol could not requeue it: submit again to go on"

@@ -201,7 +201,7 @@ def _add_launch(commands: Any) -> None:
             sub.add_argument("--ranks", type=positive, help="local processes (default: as train)")
             continue
         if name == "launch ray":
-            sub.add_argument("--ranks", type=positive, help="a GPU each (default: the cluster's GPUs, else as train)")
+            sub.add_argument("--ranks", type=positive, required=True, help="a GPU each, where the cluster has any")
             sub.add_argument("--address", help="a Ray cluster's: auto or HOST:PORT (default: Ray on this machine)")
             sub.add_argument(
                 "--wait", type=positive, default=300, metavar="SECONDS", help="for free resources (default 300)"

@@ -34,9 +34,9 @@ def check_ports(config: Config) -> None:
     host = listening_address(rollout.host) if here else ""
     for key, first, count in here:
         for port in range(first, first + count) if first is not None else ():
-            check_port(host, port, f"{key}: {{}}; free it, name another one, or leave it out")
+            check_port(host, port, key)
     if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
-        check_port("", int(os.environ["MASTER_PORT"]), "MASTER_PORT: {}; free it or set another one")
+        check_port("", int(os.environ["MASTER_PORT"]), "MASTER_PORT")
 
 
 def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> str:

@@ -28,7 +28,7 @@ from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.serve import NodeServers
-from dynamo_megatron.rollout.servers.server import check_reachable, check_server_args, shares_memory
+from dynamo_megatron.rollout.servers.server import check_reachable, shares_memory
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.tracking.journal import Journal
@@ -80,12 +80,6 @@ class TrainJob(Job):
             "rollouts a step": f"{config.rollout_budget} for {config.batch_prompts} prompts, "
             f"{config.algorithm.loss.mini_batches} updates",
         }
-
-    def check_start(self) -> None:
-        super().check_start()
-        rollout = self.config.rollout
-        if rollout.engine == "sglang" and rollout.placement == "colocated" and rollout.server_args:
-            check_server_args(rollout)
 
     def _servers(self) -> dict[str, str]:
         rollout = self.config.rollout

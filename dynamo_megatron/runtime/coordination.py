@@ -41,7 +41,7 @@ class RemoteFailure(RuntimeError):
 
 def connect_store(timeout: float) -> dist.TCPStore:
     """Returns the job's store at MASTER_ADDR:MASTER_PORT; rank 0 serves it there unless the launcher (torchrun) does.
-    Raises ValueError where rank 0's host cannot listen there."""
+    Raises InputError where rank 0's host cannot listen there."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 29500))
     if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))

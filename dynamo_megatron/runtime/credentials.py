@@ -1,5 +1,4 @@
-"""Finds secrets by the names of variables and options, and in URLs. Secrets must not be written to a file or a
-message."""
+"""Finds secrets in URLs, and keeps known ones out of messages."""
 
 from __future__ import annotations
 
@@ -9,11 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-SECRET_NAME = re.compile(  # of an environment variable
-    r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(^|_)PASS(_|$)", re.IGNORECASE
-)
-SHORTEST_SECRET = 8  # characters; shorter values are words like "true", which scripts contain anyway
-SECRET_OPTION = re.compile(r"api[-_]?key\b|auth[-_]token\b|secret|passw(or)?d|passphrase|credential", re.IGNORECASE)
+INSTEAD = "give it to the job's environment: HF_TOKEN for datasets, a variable that api_key_env names for services"
+SHORTEST_SECRET = 8  # characters; shorter values are words that messages contain anyway
 # A user alone is a token for HTTP; docker://USER@REGISTRY and the like take the password from elsewhere.
 USER_IN_URL = re.compile(
     r"\b(([a-z0-9+.-]+\+)?https?://[^/?#\s@]*|[a-z][a-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]*)@", re.IGNORECASE
@@ -24,15 +20,6 @@ SECRET_PARAMETER = re.compile(  # by their whole names: max_token, cache_key and
     r"|secret|password|passwd|passphrase|signature))=",
     re.IGNORECASE,
 )
-INSTEAD = {
-    "reward.functions": "name the environment variable that holds the service's key with reward.api_key_env",
-    "reward.judge.url": "name the environment variable that holds the endpoint's key with reward.judge.api_key_env",
-    "reward.reward_model.urls": "name the environment variable that holds the servers' key with "
-    "reward.reward_model.api_key_env",
-    "rollout.urls": "name the environment variable that holds the servers' key with rollout.api_key_env",
-    "data.source": "give it to the job's environment, as HF_TOKEN for datasets:",
-    "eval.data": "give it to the job's environment, as HF_TOKEN for datasets:",
-}
 
 
 def without(text: str, secrets: Iterable[str]) -> str:
@@ -63,8 +50,5 @@ def in_urls(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for value in tree:
             yield from in_urls(value, key)
     elif isinstance(tree, str) and (what := secret_in_url(tree)):
-        instead = INSTEAD.get(key, "give it to the job's environment")
-        yield (
-            key,
-            f"the URL has {what} in it, which would be written to config.yaml, logs and messages; {instead}",
-        )
+        where = "config.yaml, logs and messages"
+        yield key, f"the URL has {what} in it, which would be written to {where}; {INSTEAD}"

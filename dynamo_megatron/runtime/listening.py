@@ -43,14 +43,16 @@ def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
     )
 
 
-def check_port(host: str, port: int, message: str) -> None:
-    """Raises InputError where this process cannot listen at the port: `message`, with the reason in place of its {}."""
+def check_port(host: str, port: int, key: str) -> None:
+    """Raises InputError, which names `key`, where this process cannot listen at the port."""
     with socket.socket(family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise InputError(message.format(f"port {port} cannot be used ({error.strerror})")) from None
+            raise InputError(
+                f"{key}: port {port} cannot be used ({error.strerror}); free it, name another one, or leave it out"
+            ) from None
 
 
 def address_of(host: str) -> str:

@@ -58,7 +58,6 @@ def refused(capsys, *arguments, command: str = "train") -> str:
         ("model.path=/tmp", "config.json: no such file"),
         ("rollout.servers=1000", "rollout.servers: 1000 servers of 1 ranks (rollout.tp) have 1000 on this machine"),
         ("rollout.python=/no/such/python", "rollout.python: there is no program /no/such/python here"),
-        ("rollout.server_args=[--no-such]", "rollout.server_args: SGLang: error: unrecognized arguments: --no-such"),
         ("output_dir=/dev/null/run", "output_dir: /dev/null is no folder; name another folder"),
     ],
 )

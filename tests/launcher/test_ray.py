@@ -98,16 +98,19 @@ class NoRoom:
 
 
 @pytest.mark.parametrize(
-    ("keys", "wanted"),
+    ("keys", "ranks", "wanted"),
     [
-        (["reward.servers.count=1"], "3 x {'CPU': 1, 'GPU': 1}, 1 x {'CPU': 1, 'GPU': 3}, 1 x {'CPU': 1, 'GPU': 2}"),
+        (["reward.servers.count=1"], 3, "3 x {'CPU': 1, 'GPU': 1}, 1 x {'CPU': 1, 'GPU': 3}, 1 x {'CPU': 1, 'GPU': 2}"),
         (
             ["reward.servers.count=2", "reward.servers.first_gpu=0"],
+            4,
             "4 x {'CPU': 1, 'GPU': 1}, 2 x {'CPU': 1, 'GPU': 2}",
         ),
     ],
 )
-def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(tmp_path, monkeypatch, capsys, keys, wanted):
+def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(
+    tmp_path, monkeypatch, capsys, keys, ranks, wanted
+):
     pytest.importorskip("ray")
     from dynamo_megatron.launcher import ray as launcher
 
@@ -123,7 +126,7 @@ def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(tmp_path,
     base = ["model.path=m", "data.source=d", f"output_dir={tmp_path / 'run'}", "rollout.host=ib0"]
     base += ["rollout.placement=split", "rollout.servers=2", "rollout.tp=2"]
     base += ["reward.functions=[reward_model]", "reward.reward_model.path=rm"] if keys else []
-    options = argparse.Namespace(address=None, ranks=None, wait=3.0)
+    options = argparse.Namespace(address=None, ranks=ranks, wait=3.0)
     assert launcher.launch(options, [], [*base, *keys]) == 1
     assert capsys.readouterr().err.startswith(f"ray: no resources for {wanted} within 3 s")
 
@@ -198,7 +201,6 @@ def test_rewards_are_on_all_nodes_and_one_without_a_rank_that_is_killed_ends_no_
         assert process.wait(240) == 0, log.read_text()[-3000:]
     finally:
         cluster.shutdown()
-    assert log.read_text().count("the reward workers of node ") == 1
     assert [row["reward/where_scored:score/scored"] for row in rows(output)] == [1.0] * 6
 
 

@@ -162,8 +162,6 @@ def test_ranks_that_are_busy_at_the_limit(run):
     busy = f"exec {REAL_SLEEP} 1 >/dev/null 2>&1"
     code, said, requeues = run(ranks=busy, end=ends(50))
     assert (code, requeues) == (75, 1) and "busy until the time limit: requeued" in said
-    code, said, requeues = run(JobOptions(requeue=False), ranks=busy, end=ends(50))
-    assert (code, requeues) == (75, 1) and "busy until the time limit: submit again" in said
     assert run(ranks=busy, end=ends(3600))[0] == 0
 
 

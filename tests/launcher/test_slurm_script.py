@@ -11,7 +11,6 @@ import pytest
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launcher.command import refuse_secrets
 from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.launcher.slurm import adopt_rank, render
 
@@ -103,10 +102,8 @@ def test_what_sbatch_is_asked():
     [
         (("--time", "soon"), "--time: 'soon' is none of"),
         (("--time", "5", "--stop-before", "240"), "--stop-before: 240 s before the end of --time 5, or a minute"),
-        (("--partition", "a\nb"), "--partition: 'a\\nb' has a line break"),
         (("--container-mounts", "/a:/b"), "--container-mounts: goes with --container-image"),
         (("--sbatch=qos",), "--sbatch: 'qos' is no --option"),
-        (("--env-file", "nowhere"), "--env-file: nowhere: no such file"),
         (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
         (
             ("rollout.servers=3", "--nodes", "2"),
@@ -128,42 +125,6 @@ def test_what_is_refused_before_anything_is_submitted(words, message, tmp_path, 
     said = capsys.readouterr()
     assert message in said.err and len(said.err.splitlines()) == 1 and not said.out
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
-
-
-def test_secrets_stay_out(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    monkeypatch.setenv("HF_TOKEN", "short")
-    Path("c.yaml").write_text("model: {path: m}\ndata: {source: d}\noutput_dir: out\n")
-    assert main(["launch", "slurm", "c.yaml", "tracking.name=short", "--dry-run"]) == 0
-    assert "0123456789abcdef" not in capsys.readouterr().out
-    assert main(["launch", "slurm", "c.yaml", "tracking.name=0123456789abcdef"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("WANDB_API_KEY: its value would be written") and "0123" not in said
-    for value in ('it\'s "quoted"', "back\\slashed"):  # in bash's quotes and in sbatch's
-        monkeypatch.setenv("WANDB_API_KEY", value)
-        assert main(["launch", "slurm", "c.yaml", f"tracking.name=({value})"]) == 2
-        assert main(["launch", "slurm", "c.yaml", f"--sbatch=--comment={value} "]) == 2
-        assert capsys.readouterr().err.count("WANDB_API_KEY: its value would be written") == 2
-    with pytest.raises(ConfigError, match=r"looks like a secret"):
-        refuse_secrets("", ['rollout.server_args=["--api-key","x"]'], {})
-    refuse_secrets("", ["data.prompt_key=problem", "data.answer_key=answer", "model.max_length=8"], {})
-
-
-def test_a_url_with_a_password_stays_out(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("c.yaml").write_text("model: {path: m}\ndata: {source: d}\noutput_dir: out\n")
-    launch = ["launch", "slurm", "c.yaml", "--dry-run"]
-    for value in ("http://user:hunter22@proxy:3128", "https://hunter22@h", "'http://h/?a=b&access_token=hunter22'"):
-        assert main([*launch, f"--sbatch=--export=ALL,HTTPS_PROXY={value}"]) == 2
-        out, said = capsys.readouterr()
-        assert said.startswith("the script: a URL has ") and "hunter22" not in out + said and said.count("\n") == 1
-        with pytest.raises(ConfigError, match=r"^the options and keys: a URL has ") as error:
-            refuse_secrets("", ["a=b", f"tracking.project={value}"], {})
-        assert "hunter22" not in str(error.value)
-    for value in ("docker://$oauthtoken@nvcr.io#nvidia/pytorch", "http://proxy:3128/?size=9&max_token=3", "me@h.org"):
-        assert main([*launch, f"--sbatch=--comment={value}"]) == 0
-    capsys.readouterr()
 
 
 def test_a_rank_takes_its_place_from_srun():
@@ -194,18 +155,8 @@ def test_defaults_of_the_options():
     job = JobOptions.from_arguments(parser.parse_args(["--gpus-per-node", "8", "--nodes", "3"]))
     assert (job.ranks_per_node, job.ranks) == (8, 24)
     assert JobOptions.from_arguments(parser.parse_args([])).ranks == 1
-    for time, seconds in ((None, 1800), ("1-0", 1800), ("1:00:00", 900)):
+    for time, seconds in ((None, 1800), ("1-0", 1800), ("1:00:00", 900), ("8", 120), ("8:08", 122), ("0-0:10:04", 151)):
         words = ["--time", time] if time else []
         assert JobOptions.from_arguments(parser.parse_args(words)).stop_before == seconds
     inside = JobOptions.from_arguments(parser.parse_args(["--container-image", "i", "--venv", "env"]))
     assert inside.python == "env/bin/python"
-
-
-@pytest.mark.parametrize(
-    ("time", "seconds"),
-    [("2", 120), ("1:30", 90), ("1:00:30", 3630), ("1-0", 86400), ("2-3:30", 185400), ("0-0:10:01", 601)],
-)
-def test_times_are_read_as_sbatch_reads_them(time, seconds):
-    JobOptions(time=time, stop_before=seconds - 61)
-    with pytest.raises(ConfigError, match="--stop-before"):
-        JobOptions(time=time, stop_before=seconds - 60)

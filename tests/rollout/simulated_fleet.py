@@ -96,8 +96,6 @@ class World:
         server.ended.set()
         asyncio.get_running_loop().call_later(self.rng.uniform(5, 60), self._up, server)
 
-    def served(self, name: str) -> None: ...
-
     # -- what hurts ------------------------------------------------------------------------------------------------
     async def _hurt(self) -> None:
         while True:

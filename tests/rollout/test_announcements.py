@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import os
 import stat
 
 import pytest
 
 from dynamo_megatron.rollout.servers import announcements
-from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide, _Watched, servers_folder, unreachable
+from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide, _Watched, servers_folder
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 NAMES = ["server-0", "server-1"]
@@ -26,9 +25,6 @@ class Recorder:
     def down(self, name, why, final):
         self.heard.append(("down", name, why, final))
 
-    def served(self, name):
-        self.heard.append(("served", name))
-
     def restart(self, name, incarnation, why):
         if ("restart", name, incarnation, why) not in self.heard:
             self.heard.append(("restart", name, incarnation, why))
@@ -39,7 +35,7 @@ def endpoint(name: str, incarnation: int) -> Endpoint:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.02)
 
@@ -71,8 +67,6 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
         side.down("server-0", "hung", False)
         side.up(endpoint("server-0", 3))  # before the run may have looked
         await until(lambda: ("up", "server-0", 3) in fleet.heard)
-        run.served("server-1")
-        await until(lambda: ("served", "server-1") in supervisor.heard)
         serving.cancel()  # the node is gone
         await until(lambda: fleet.heard[-1][0] == "down" and fleet.heard[-2][0] == "down")
         assert {h[1] for h in fleet.heard[-2:]} == set(NAMES) and "no sign of life" in fleet.heard[-1][2]
@@ -81,7 +75,7 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
         running.cancel()
         await asyncio.wait([running])
         await asyncio.wait_for(again, 10)  # the run has ended: so does the node
-        assert supervisor.heard == [("restart", "server-0", 2, "hung"), ("served", "server-1")]
+        assert supervisor.heard == [("restart", "server-0", 2, "hung")]
         ups = [(name, incarnation) for kind, name, incarnation, *_ in fleet.heard if kind == "up"]
         assert sorted(ups) == [*[("server-0", 2)], *[("server-0", 3)] * 2, *[("server-1", 1)] * 2]
         assert not list(servers_folder(tmp_path).iterdir())
@@ -92,7 +86,7 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
 def test_an_older_runs_files_are_not_taken(tmp_path):
     folder = servers_folder(tmp_path)
     folder.mkdir()
-    old = {"token": "old", "incarnation": 7, "host": os.uname().nodename, "endpoint": vars(endpoint("server-0", 7))}
+    old = {"token": "old", "incarnation": 7, "endpoint": vars(endpoint("server-0", 7))}
     (folder / "server-0.json").write_text(json.dumps(old))
     (folder / "run.json").write_text(json.dumps({"token": "old", "restarts": {}}))
 
@@ -156,10 +150,3 @@ def test_a_file_that_is_not_what_was_written_says_what_it_said_last(tmp_path, co
     assert watched.read() == said
     path.write_bytes(content)
     assert watched.read() == said and watched.missed == 1
-
-
-def test_another_nodes_loopback_is_refused():
-    said = {"host": os.uname().nodename, "endpoint": {"url": "http://127.0.0.1:1"}}
-    assert not unreachable(said)
-    assert unreachable(said | {"host": "elsewhere"})
-    assert not unreachable({"host": "elsewhere", "endpoint": {"url": "http://10.0.0.7:1"}})

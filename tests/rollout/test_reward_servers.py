@@ -55,7 +55,7 @@ def with_model(config: Config, count: int = 1, **servers) -> Config:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.01)
+    monkeypatch.setattr(supervisor, "PAUSE", 0.01)
     monkeypatch.setattr(supervisor, "POLL_EVERY", 0.02)
     monkeypatch.setattr(reward_servers, "HEALTH_EVERY", 0.1)
     monkeypatch.setattr(reward_servers, "ClassifierServer", StandIn)

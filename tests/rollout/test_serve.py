@@ -77,7 +77,7 @@ def test_a_split_fleet_answers_restarts_and_ends_with_the_run(tiny_model, tmp_pa
 
 
 def test_the_run_hears_of_servers_that_are_down_for_good(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
     monkeypatch.setattr(announcements, "BEAT_EVERY", 0.05)
     (tmp_path / "logs").touch()  # in the way of the servers' logs
     config, heard = external(["http://unused"], output=tmp_path), []

@@ -1,7 +1,5 @@
 """Who of a server's processes hears of a signal that SLURM sends to every process of a job."""
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from living_processes import living
 
 from dynamo_megatron.config import Config, ModelConfig, RolloutConfig
 from dynamo_megatron.config.files import to_plain
@@ -67,15 +66,6 @@ def pids(said: Path, log: Path) -> list[int]:
     return [int((said / name).read_text()) for name in NAMES]
 
 
-def living(pids: list[int]) -> list[int]:
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
-    return found
-
-
 def blocked(pid: int) -> set[int]:
     """The signals that a process blocks."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -91,11 +81,12 @@ def test_the_processes_that_a_server_starts_block_what_asks_the_ranks_to_stop(sa
         server.start()
     try:
         family = pids(said, log)
+        processes = [psutil.Process(pid) for pid in family]
         assert [blocked(pid) for pid in family] == [set(ASK_TO_STOP)] * 3
         assert "sglang.launch_server" in psutil.Process(family[0]).cmdline()
     finally:
         server.stop()
-    assert living(family) == []
+    assert living(processes) == []
 
 
 def test_a_node_of_servers_goes_on_when_the_ranks_are_asked_to_stop(said, tmp_path):
@@ -115,12 +106,12 @@ def test_a_node_of_servers_goes_on_when_the_ranks_are_asked_to_stop(said, tmp_pa
         node = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file)
     try:
         pids(said, log)
-        family = [node.pid, *pids(said, log)]
-        for pid in family:
-            os.kill(pid, signal.SIGUSR1)
+        family = [psutil.Process(pid) for pid in (node.pid, *pids(said, log))]
+        for process in family:
+            process.send_signal(signal.SIGUSR1)
         assert living(family) == family
         node.terminate()
-        assert node.wait(20) == 0 and log.read_text() == "stopped\n"
+        assert node.wait(120) == 0 and log.read_text() == "stopped\n"
         assert living(family) == []
     finally:
         for process in (node, run):

@@ -7,7 +7,7 @@ from stand_ins import external
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import supervisor
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.supervisor import Supervisor, pause
+from dynamo_megatron.rollout.servers.supervisor import Supervisor
 
 
 class Recorder:
@@ -40,12 +40,8 @@ class Ending:
         pass
 
 
-def test_pauses_double_up_to_a_minute():
-    assert [pause(n) for n in (1, 2, 3, 7, 2000)] == [1.0, 2.0, 4.0, 60.0, 60.0]
-
-
 def test_a_disk_that_fails_is_a_start_that_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
     (tmp_path / "file").touch()
     heard = Recorder()
     config = external(["http://unused"], output=tmp_path / "file")
@@ -54,27 +50,20 @@ def test_a_disk_that_fails_is_a_start_that_failed(tmp_path, monkeypatch):
     assert [final for _, final in heard.downs] == [False, False, False, True]
 
 
-def test_a_server_that_starts_and_fails_waits_longer_each_time_until_a_push(tmp_path, monkeypatch):
-    heard, failures = Recorder(), []
-
-    def noted(count: int) -> float:
-        failures.append(count)
-        if len(failures) == 5:
-            servers.served("server-0")
-        return 0.001
-
-    monkeypatch.setattr(supervisor, "pause", noted)
+def test_a_server_that_comes_up_and_ends_is_never_given_up(tmp_path, monkeypatch):
+    heard = Recorder()
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
     monkeypatch.setattr(supervisor, "SGLangServer", Ending)
     servers = Supervisor(external(["http://unused"], output=tmp_path), ["server-0"], heard)
 
     async def work():
         running = asyncio.create_task(servers.run())
-        async with asyncio.timeout(20):
-            while len(failures) < 7:
+        async with asyncio.timeout(60):
+            while len(heard.ups) < 7:
                 await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.wait([running])
 
     asyncio.run(work())
-    assert failures[:7] == [1, 2, 3, 4, 5, 1, 2] and heard.ups[:7] == [1, 2, 3, 4, 5, 6, 7]
+    assert heard.ups[:7] == [1, 2, 3, 4, 5, 6, 7]
     assert not any(final for _, final in heard.downs)

@@ -32,19 +32,20 @@ def make_worker(tiny_model, tmp_path_factory):
     """make_worker(functions) -> a RolloutWorker whose server is a stand-in in a thread."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "rewards_of_test_worker.py").write_text(REWARDS)
-    loop, urls, done, before = asyncio.new_event_loop(), [], asyncio.Event(), os.getcwd()
-    listens = threading.Event()
+    urls, stops, listens, before = [], [], threading.Event(), os.getcwd()
 
     def behaviour(name, number):
         return asyncio.sleep(60.0 if name.startswith("000010") else 0.5)
 
     async def serve():
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        stops.append(lambda: loop.call_soon_threadsafe(done.set))
         async with listening(Server(behaviour, lists=True)) as url:
             urls.append(url)
             listens.set()
             await done.wait()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))  # also ends the requests that were cut off
     thread.start()
     listens.wait()
     os.chdir(folder)
@@ -59,7 +60,7 @@ def make_worker(tiny_model, tmp_path_factory):
 
     yield make
     os.chdir(before)
-    loop.call_soon_threadsafe(done.set)
+    stops[0]()
     thread.join()
 
 

@@ -5,9 +5,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
-from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.runtime.plain_text import PrintableStream, on_one_line, printable, show
 
 HOSTILE = (
@@ -33,18 +30,6 @@ def test_a_stream_shows_whatever_a_process_prints():
         print(HOSTILE, file=stream)
         show(HOSTILE, stream)
         assert tame(written.getvalue().decode()) and written.getvalue().count(b"\n") == 2
-
-
-@pytest.mark.parametrize("error", [RolloutError(HOSTILE), RuntimeError(HOSTILE), ValueError(HOSTILE)])
-def test_the_last_line_of_a_run_is_text(error, capsys):
-    from dynamo_megatron.jobs.run import _report
-
-    try:
-        raise error
-    except type(error) as raised:
-        _report(raised, 0, None, str)
-    said = capsys.readouterr().err
-    assert tame(said) and "clip" in said.splitlines()[-1]
 
 
 def test_a_traceback_of_a_command_is_text():

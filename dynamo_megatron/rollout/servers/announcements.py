@@ -1,27 +1,25 @@
 """Servers of other nodes, announced by files in `output_dir/servers/`, which all nodes see.
 
-The controller (the rollout process of rank 0) writes `run.json`: a token of this run, which incarnations of servers are
-to be restarted, and how many pushes each server took. Each node's `serve` writes `NAME.json` with that token: the
-server's Endpoint, or why it is gone. A process that is alive rewrites its files every second, so a failed write does no
-harm. A reader compares a file's modification time with the one that it saw before, never with its own clock: the nodes'
-clocks need not agree, and files of an older run are never used. It counts looks, not seconds: a disk that hangs, or a
-reader that was stopped, is no silence of the writer.
+The controller (the rollout process of rank 0) writes `run.json`: a token of this run, and which incarnations of servers
+are to be restarted. Each node's `serve` writes `NAME.json` with that token: the server's Endpoint, or why it is gone. A
+process that is alive rewrites its files every second, so a failed write does no harm. A reader compares a file's
+modification time with the one that it saw before, never with its own clock: the nodes' clocks need not agree, and files
+of an older run are never used. It counts looks, not seconds: a disk that hangs, or a reader that was stopped, is no
+silence of the writer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
 import secrets
-import socket
 import time
-from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.supervisor import Listener, Supervisor
@@ -47,15 +45,10 @@ class Announced:
         self._folder, self._names, self._listener = servers_folder(output_dir), names, listener
         self._token = secrets.token_hex(16)
         self._restarts: dict[str, tuple[int, str]] = {}
-        self._served: Counter[str] = Counter()
 
     def restart(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, restarted by its node."""
         self._restarts[name] = incarnation, why
-
-    def served(self, name: str) -> None:
-        """Records that the server took a push."""
-        self._served[name] += 1
 
     async def run(self) -> None:
         """Runs until it is cancelled; then the nodes stop their servers."""
@@ -64,7 +57,7 @@ class Announced:
         heard: dict[str, tuple[int, bool]] = {}  # what the listener knows: name -> incarnation, whether it is up
         try:
             while True:
-                _write(self._folder / RUN, {"token": self._token, "restarts": self._restarts, "served": self._served})
+                _write(self._folder / RUN, {"token": self._token, "restarts": self._restarts})
                 for name, file in files.items():
                     said = file.read()
                     if said is None and heard.get(name, (0, False))[1]:
@@ -76,10 +69,7 @@ class Announced:
                     if now == heard.get(name):
                         continue
                     heard[name] = now
-                    if now[1] and unreachable(said):
-                        why = f"{said['endpoint']['url']} is for {said['host']} alone; name its interface: rollout.host"
-                        self._listener.down(name, why, True)
-                    elif now[1]:
+                    if now[1]:
                         self._listener.up(Endpoint(**said["endpoint"]))
                     else:
                         silent = f"its node has given no sign of life for {SILENCE * BEAT_EVERY:g} s ({file.path})"
@@ -95,11 +85,6 @@ def end_run(output_dir: str | os.PathLike) -> None:
     _remove(servers_folder(output_dir) / RUN)
 
 
-def unreachable(said: dict[str, Any]) -> bool:
-    """Returns whether the server is on another node and listens only on that node's loopback address."""
-    return said["host"] != socket.gethostname() and urlsplit(said["endpoint"]["url"]).hostname.startswith("127.")
-
-
 class NodeSide:
     """A node's side: writes what the node's Supervisor reports to files. Call `join` first."""
 
@@ -108,7 +93,6 @@ class NodeSide:
         self._run = _Watched(self._folder / RUN)
         self._token = ""
         self._incarnations = dict.fromkeys(names, 0)
-        self._served = dict.fromkeys(names, 0)
         self._said: dict[str, dict[str, Any]] = {}
 
     def up(self, endpoint: Endpoint) -> None:
@@ -138,10 +122,6 @@ class NodeSide:
             for name, (incarnation, why) in said["restarts"].items():
                 if name in self._incarnations:
                     supervisor.restart(name, incarnation, why)
-            for name in self._names:
-                if self._served[name] < (count := said["served"].get(name, 0)):
-                    self._served[name] = count
-                    supervisor.served(name)
             for name, what in self._said.items():
                 _write(self._folder / f"{name}.json", what)
             await asyncio.sleep(BEAT_EVERY)
@@ -152,7 +132,7 @@ class NodeSide:
             _remove(self._folder / f"{name}.json")
 
     def _say(self, name: str, incarnation: int, what: dict[str, Any]) -> None:
-        self._said[name] = {"token": self._token, "host": socket.gethostname(), "incarnation": incarnation, **what}
+        self._said[name] = {"token": self._token, "incarnation": incarnation, **what}
 
 
 class _Watched:
@@ -190,7 +170,5 @@ def _write(path: Path, said: dict[str, Any]) -> None:
 
 
 def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        print(f"{path}: cannot be removed: {error.strerror}", flush=True)
+    with contextlib.suppress(OSError):
+        path.unlink()

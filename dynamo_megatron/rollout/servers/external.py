@@ -12,7 +12,9 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.supervisor import Listener, pause
+from dynamo_megatron.rollout.servers.supervisor import Listener
+
+RETRY_EVERY = 2.0  # seconds
 
 
 class External:
@@ -29,13 +31,9 @@ class External:
             raise InputError(f"rollout.api_key_env: the environment variable {variable} is not set")
         self._key = os.environ[variable] if variable is not None else ""
         self._restart = {name: asyncio.Event() for name in urls}
-        self._failures = dict.fromkeys(urls, 0)  # since the server last took a push
 
     def restart(self, name: str, incarnation: int, why: str) -> None:
         self._restart[name].set()
-
-    def served(self, name: str) -> None:
-        self._failures[name] = 0
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -59,5 +57,4 @@ class External:
                     self._restart[name].clear()
                     self._listener.up(endpoint)
                     await self._restart[name].wait()
-                self._failures[name] += 1
-                await asyncio.sleep(pause(self._failures[name]))
+                await asyncio.sleep(RETRY_EVERY)

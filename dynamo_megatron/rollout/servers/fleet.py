@@ -42,9 +42,6 @@ class Starter(Protocol):
     def restart(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, restarted."""
 
-    def served(self, name: str) -> None:
-        """The server took a push: its failures before that no longer slow a restart."""
-
     async def run(self) -> None: ...
 
 
@@ -249,7 +246,6 @@ class Fleet:
                 self.mark_failed(endpoint, f"weight version {version} did not arrive: {failure}")
             elif (server := self._at(endpoint)) is not None:
                 server.version = version
-                self._starters[endpoint.name].served(endpoint.name)
         self.pushing = False
         self._announce()
         if not self.serving():

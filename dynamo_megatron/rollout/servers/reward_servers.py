@@ -98,9 +98,8 @@ class RewardServers:
     async def _check(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
         """A server that does not answer is restarted."""
         limit = self._config.rollout.health_timeout
-        if await answers(SGLangClient(session, endpoint, self._config.rollout, []), limit):
-            self._starter.served(endpoint.name)  # a later failure of it is the first one
-        elif self._up.get(endpoint.name) == endpoint:
+        healthy = await answers(SGLangClient(session, endpoint, self._config.rollout, []), limit)
+        if not healthy and self._up.get(endpoint.name) == endpoint:
             why = f"no answer to /health for rollout.health_timeout ({limit:g} s)"
             self.down(endpoint.name, why, False)
             self._starter.restart(endpoint.name, endpoint.incarnation, why)

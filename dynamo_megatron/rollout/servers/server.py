@@ -23,7 +23,6 @@ import psutil
 import yaml
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
-from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
@@ -131,27 +130,6 @@ def library_path(python: str) -> str | None:
     return os.pathsep.join([*folders, *([inherited] if inherited else [])]) or None
 
 
-def check_server_args(config: RolloutConfig) -> None:
-    """Raises ConfigError where SGLang's parser, in the servers' interpreter, refuses `rollout.server_args`, or takes
-    longer than a server may take to start."""
-    program = (
-        "import argparse, sys\nfrom sglang.srt.server_args import ServerArgs\n"
-        "parser = argparse.ArgumentParser(prog='SGLang')\nServerArgs.add_cli_args(parser)\n"
-        "parser.parse_args(['--model-path', 'model', *sys.argv[1:]])"
-    )
-    python, limit = config.python or sys.executable, config.start_timeout
-    command = [python, "-P", "-c", program, *config.server_args]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=limit)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"rollout.python: {python} has not imported SGLang in rollout.start_timeout ({limit:g} s)"
-        ) from None
-    lines = done.stderr.strip().splitlines()
-    if done.returncode == 2 and lines and lines[-1].startswith("SGLang: error: "):
-        raise ConfigError(f"rollout.server_args: {on_one_line(lines[-1], LONGEST)}")
-
-
 def with_override(arguments: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
     """Arguments of SGLang by which it takes config.json's `fields` for these, besides the others that they override."""
     others, given = list(arguments), {}
@@ -194,11 +172,7 @@ class SGLangServer:
         self._nonce = f"{name}-{secrets.token_hex(8)}"
         self._host = listening_address(config.host)
         self._port = config.port + slot if config.port else free_port()  # it is bound seconds later
-        check_port(
-            self._host,
-            self._port,
-            f"{self._port_key}: {{}} at {self._host}; free it, name another one, or leave the key out for a free one",
-        )
+        check_port(self._host, self._port, self._port_key)
         url = http_url(self._host, self._port)
         # One that outlives its run (comparison/fleet.py) has the key that the next run knows.
         key = os.environ[config.api_key_env] if config.api_key_env else secrets.token_hex(32)

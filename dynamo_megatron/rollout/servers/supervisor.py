@@ -14,13 +14,8 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server import POLL_EVERY, SGLangServer, cuda_available, shares_memory
 from dynamo_megatron.runtime.seeds import derived_seed
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled with each failure since the last push
+PAUSE = 1.0  # seconds before a restart; doubled with each start in a row that failed
 FAILED_STARTS = 4  # in a row, after which a server is not started again
-
-
-def pause(failures: int) -> float:
-    """Seconds before a restart after `failures` failures, at least one, since the server last took a push."""
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
 
 
 def seed_arguments(config: Config, name: str) -> list[str]:
@@ -60,16 +55,11 @@ class Supervisor:
         self._config, self._names, self._listener = config, list(names), listener
         self._make = make or SGLangServer
         self._restarts: dict[str, tuple[int, str]] = {}  # name -> incarnation that is to end, why
-        self._failures = dict.fromkeys(names, 0)  # since the server last took a push
         self._first = [self._server(slot, 1) for slot in range(len(self._names))]
 
     def restart(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, killed and started again."""
         self._restarts[name] = incarnation, why
-
-    def served(self, name: str) -> None:
-        """The server took a push."""
-        self._failures[name] = 0
 
     async def run(self) -> None:
         """Runs until it is cancelled; by then the servers are gone."""
@@ -106,9 +96,8 @@ class Supervisor:
                     await _in_thread(server.stop)
             except (RolloutError, ValueError, OSError) as error:  # OSError: a disk that is full, a file handle lost
                 why = str(error)
-            self._failures[name] += 1
             self._listener.down(name, why, failed_starts == FAILED_STARTS)
-            await asyncio.sleep(pause(self._failures[name]))
+            await asyncio.sleep(PAUSE * 2**failed_starts)
             incarnation += 1
 
     async def _until_failed(self, server: SGLangServer) -> str:
