@@ -116,17 +116,6 @@ class SGLangClient:
             )
         return reply
 
-    async def longest(self) -> int | None:
-        """Tokens of the longest sequence that the server completes, wherever a push interrupts it; None: it does not
-        tell. Raises RolloutError where no answer comes.
-
-        SGLang (0.5.23) takes an input of fewer than max_req_input_len tokens, which is the smaller of its context and
-        of its KV cache less 6, and a sequence of up to 4 more; the input of an interrupted one has all but the last.
-        """
-        _, reply = await self._control("GET", "/server_info", CONTROL_TIMEOUT)
-        most = reply.get("max_req_input_len") if isinstance(reply, dict) else None
-        return most if type(most) is int else None
-
     async def healthy(self, timeout: float) -> bool:
         """Whether /health says 200 within `timeout` seconds; infinity: the caller ends the wait. An idle server
         generates a token for it."""

@@ -121,9 +121,6 @@ class Server:
     async def load(self, request: web.Request) -> web.Response:
         return web.json_response({"loads": []})
 
-    async def info(self, request: web.Request) -> web.Response:
-        return web.json_response({"max_req_input_len": None})
-
 
 async def open_stream(request: web.Request) -> web.StreamResponse:
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -140,7 +137,6 @@ async def listening(server: Server, port: int = 0):
     app.router.add_get("/health", server.health)
     app.router.add_get("/model_info", server.answer)
     app.router.add_get("/v1/loads", server.load)
-    app.router.add_get("/server_info", server.info)
     app.router.add_post("/flush_cache", server.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -18,8 +18,8 @@ from dynamo_megatron.rollout.agents.messages import BadRequest, Message
 from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool, Worker
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
-from dynamo_megatron.rollout.client import Response, SGLangClient
-from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
+from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.runtime.seeds import derived_seed
@@ -54,7 +54,6 @@ class Agents:
         self.free_for_evaluation = asyncio.Semaphore(rollout.agent_episodes)
         self.starts: Counter[str] = Counter()  # of each episode that has no outcome yet, by its request's name
         stops = rollout.max_staleness == 0 or rollout.at_sync == "drain"
-        self._length = length
         trained = rollout.agent_tokens or max(config.trainer.micro_batch_tokens, length)
         self._limits = Limits(rollout.agent_turns, rollout.max_new_tokens, length, vocab_size, trained, stops)
         self._told: set[str] = set()  # fields of requests that a note has named
@@ -65,17 +64,6 @@ class Agents:
         stack.push_async_callback(self.service.stop)
         await self.service.start()
         await self.pool.start()
-
-    async def fit_servers(self) -> None:
-        """So that no server refuses a segment for its length."""
-
-        async def longest(client: SGLangClient) -> int:
-            with contextlib.suppress(RolloutError):  # the fleet removes a server that does not answer
-                return await client.longest() or self._length
-            return self._length
-
-        lengths = await asyncio.gather(*map(longest, self.fleet.clients()))
-        self._limits = replace(self._limits, length=min([self._length, *lengths]))
 
     def limits(self, max_new_tokens: int | None) -> Limits:
         return self._limits if max_new_tokens is None else replace(self._limits, tokens=max_new_tokens)
@@ -119,15 +107,13 @@ class Episodes:
         self._waiting: dict[Request, asyncio.Future[tuple[Response, str]]] = {}  # turns
         self._sampling: Sampling
         self.begun: Mapping[str, Response] = {}  # an interrupted episode starts again
-        self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
+        self.retries: Counter[str] = Counter()
         self.finished: list[float] = []
 
     async def run(self) -> None:
         """As `Sampling.run`. Where no server is left, the episodes that are under way end, and start again in the next
         call."""
-        agents = self.agents
-        await agents.fit_servers()
-        self._sampling = Sampling(agents.fleet, [], self._answered, urgent=self._urgent, stays_open=True)
+        self._sampling = Sampling(self.agents.fleet, [], self._answered, urgent=self._urgent, stays_open=True)
         serving = asyncio.create_task(self._sampling.run())
         running = {asyncio.create_task(self._episode(request)): request for request in self._pending}
         takes: set[asyncio.Task] = set()
@@ -152,8 +138,7 @@ class Episodes:
             for task in left:
                 task.cancel()
             await asyncio.wait(left)
-            for server, use in self._sampling.uses.items():
-                self.uses[server].add(use)
+            self.retries.update(self._sampling.retries)
 
     async def _done(self, request: Request, finished: Finished, server: str) -> None:
         self._pending.remove(request)
