@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import chat_messages
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
-from dynamo_megatron.rollout.agents.episode import Episode, Trained, Turn
+from dynamo_megatron.rollout.agents.episode import Episode
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message
 from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool, Worker
 from dynamo_megatron.rollout.agents.service import SessionService
@@ -234,6 +234,10 @@ class _Attempt:
     def _finished(self, reward: float | None) -> Finished:
         session, trained = self._session, self._session.episode.trained
         sampled = trained.sampled
+        turns = [
+            TurnRecord(*trained.spans[turn], *(round(seconds, 3) for seconds in turn.times))
+            for turn in session.episode.turns
+        ]
         return Finished(
             sampled.tokens,
             sampled.logprobs,
@@ -241,7 +245,7 @@ class _Attempt:
             "length" if session.reached else "stop",
             sequence=trained.tokens,
             mask=trained.mask,
-            record=EpisodeRecord(trained.starts, self._counts, *self._said, self._turns(trained)),
+            record=EpisodeRecord(trained.starts, self._counts, *self._said, turns),
             text=session.texts[-1],
             reward=reward,
         )
@@ -253,30 +257,10 @@ class _Attempt:
         return self._session.counts | ({"restarts": again} if again else {})
 
     @property
-    def _last(self) -> Turn | None:
-        """The last one of a conversation."""
-        return next((turn for turn in reversed(self._session.episode.turns) if turn.messages), None)
-
-    @property
     def _said(self) -> tuple[list[Message] | None, list[Message] | None]:
         """`messages` and `tools` of the record: any text may be in them."""
-        last = self._last
+        last = next((turn for turn in reversed(self._session.episode.turns) if turn.messages), None)
         return (None, None) if last is None else (plain_data(last.messages), plain_data(last.place.tools))
-
-    def _turns(self, trained: Trained) -> list[TurnRecord]:
-        """Of answers that are the same message, the one that the conversation went on from is it."""
-        last, shown = self._last, {}
-        conversation = [] if last is None else last.messages
-        chain = set() if last is None else set(last.chain)
-        turns = self._session.episode.turns
-        for turn in sorted(turns, key=lambda turn: turn not in chain):
-            if (held := turn.messages) and held == conversation[: len(held)]:
-                shown.setdefault(len(held) - 1, turn)
-        places = {turn: place for place, turn in shown.items()}
-        return [
-            TurnRecord(*trained.spans[turn], *(round(seconds, 3) for seconds in turn.times), places.get(turn))
-            for turn in turns
-        ]
 
     def _given(self) -> dict:
         prompt = self._prompt
