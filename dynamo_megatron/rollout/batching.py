@@ -134,20 +134,11 @@ def _answer(left: dict[str, Request], event: dict[str, Any]) -> None:
     meta = event["meta_info"]
     if (finish := meta["finish_reason"]) is None:
         return
-    if finish["type"] != "abort" and not complete(meta):
-        raise MalformedReply("a response in parts")
     future = left.pop(meta["id"]).reply
     if not future.done():
         # SGLang would have answered with this status if the request had been sent alone.
         status = finish.get("status_code") if finish["type"] == "abort" else None
         future.set_result((200, event) if status is None else (int(status), finish))
-
-
-def complete(meta: dict[str, Any]) -> bool:
-    """Returns whether a finished response has all its tokens, if the server says how many there are. With
-    --incremental-streaming-output the last event of a stream has only the tokens since the event before."""
-    tokens = len(meta["output_token_logprobs"])
-    return meta.get("completion_tokens", tokens) == tokens
 
 
 async def body(reply: aiohttp.ClientResponse, largest: int) -> Any:

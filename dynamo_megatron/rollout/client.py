@@ -19,7 +19,6 @@ from dynamo_megatron.rollout.batching import (
     MalformedReply,
     Request,
     body,
-    complete,
 )
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
@@ -284,8 +283,6 @@ class SGLangClient:
     def _sampled(self, request: Request, meta: dict[str, Any], finish_reason: str) -> Response:
         """Raises as `_response`."""
         tokens = [token for _, token, _ in meta["output_token_logprobs"]]
-        if not complete(meta):
-            raise MalformedReply(f"{len(tokens)} tokens of a response of {self._own_words(meta['completion_tokens'])}")
         spans = meta["weight_versions"]
         response = Response(
             tokens=tokens,

@@ -97,7 +97,7 @@ class Generator:
         self._stack.push_async_callback(self._end_fleet)
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
-        self._scoring = Scoring(config.reward, self._pool, self._tokenizer, self._in_thread)
+        self._scoring = Scoring(config.reward, self._pool, self._tokenizer)
         if config.rollout.agent is not None:
             tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path, config.data.chat_template)
             length = config.model.max_length or load_model_config(config.model.path).max_positions
@@ -247,7 +247,7 @@ class Generator:
         groups = {group_id(step, position) for position in range(first, first + len(prompts))}
         reuse = await self._in_thread(self._reusable, step, wanted, groups)
         notes += [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
-        session = StepSession(step, wanted, reuse.outcomes, reuse.kept, reuse.begun, notes, len(reuse.discarded))
+        session = StepSession(step, wanted, reuse.outcomes, reuse.kept, reuse.begun, notes)
         await asyncio.to_thread(session.arena.grow, sum(batch.nbytes for batch in reuse.kept.values()))
         return session
 

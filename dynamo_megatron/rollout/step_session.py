@@ -57,7 +57,6 @@ class StepSession:
     batches: dict[str, RolloutBatch]
     begun: Mapping[str, Response] = field(default_factory=dict)  # partial responses of an interrupted run
     notes: list[str] = field(default_factory=list)  # for the user
-    discarded: int = 0  # rollouts of that run
     uses: dict[str, ServerUse] = field(default_factory=dict)  # by server
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
@@ -139,7 +138,6 @@ class StepSession:
             times,
             [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
             self.reused,
-            self.discarded,
             self.uses,
         )
 

@@ -79,14 +79,7 @@ def test_an_abort_with_a_status_is_a_refusal_of_that_request():
     assert answered.tokens == [7] * 3 and server.asked == [["a", "b"]]
 
 
-def last_part(rids):
-    """As of a server with --incremental-streaming-output: the last event has the last tokens only."""
-    part = reply(rids[1])
-    part["meta_info"]["output_token_logprobs"] = part["meta_info"]["output_token_logprobs"][-1:]
-    return part
-
-
-@pytest.mark.parametrize("nonsense", [b"data: {nonsense\n\n", {"meta_info": {}}, {"text": "?"}, FAULT, last_part])
+@pytest.mark.parametrize("nonsense", [b"data: {nonsense\n\n", {"meta_info": {}}, {"text": "?"}, FAULT])
 def test_what_a_malformed_event_leaves_is_asked_alone(nonsense):
     server = Server(lists=answers(lambda rids: reply(rids[0]), nonsense))
     assert all(r.error == "" for r in run(server, lambda client: ask(client, "a", "b", "c")))
@@ -103,8 +96,6 @@ def test_a_list_whose_requests_are_all_cancelled_closes_its_connection():
         tasks = [asyncio.create_task(client.generate(name, [1])) for name in ("a", "b", "c")]
         await tasks[0]
         tasks[1].cancel()
-        await asyncio.sleep(0.1)
-        assert not transports[0].is_closing()
         tasks[2].cancel()
         while not transports[0].is_closing():  # `run` ends the wait
             await asyncio.sleep(0.01)

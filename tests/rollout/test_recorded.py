@@ -60,13 +60,6 @@ def test_unequal_groups_and_a_prompt_twice(folder):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_another_order_gets_other_names_and_the_first_rollouts(folder):
-    result = generate(folder, [("b", 3), ("a", 1), ("a", 4)])
-    assert result.batch.rewards.tolist() == [100, 101, 102, 0, 200, 201, 202, 203]
-    assert result.batch.group_ids == ["000005-0000"] * 3 + ["000005-0001"] + ["000005-0002"] * 4
-    assert result.batch.rollout_ids[-1] == "000005-0002-003"
-
-
 @pytest.mark.parametrize(
     ("request_", "step", "message"),
     [
@@ -95,7 +88,6 @@ def put(folder, **changes):
     ("changes", "why"),
     [
         ({"tokens": [11, 11, 10_000_000]}, r"token id 10000000 is not in the vocabulary \(0 to 99\)"),
-        ({"engine_logprobs": [-1.0, -1.0]}, "2 logprobs of 1 tokens"),
         ({"reward": float("nan")}, "reward nan"),
         ({"finish_reason": "\x1b[2J tired", "status": "failed"}, "finish reason tired"),
         ({"tokens": "abc"}, "tokens: Input should be a valid array, not 'abc'"),

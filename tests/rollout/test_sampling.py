@@ -73,7 +73,6 @@ GARBAGE = {
     "an id beyond the vocabulary": one_token(10_000_000),
     "a logprob above 0": one_token(7, 0.5),
     "a gap": {"weight_versions": [{"version": "0", "start": 1, "end": 3}]},
-    "fewer tokens than counted": {"completion_tokens": 4},
     "another end token": {"finish_reason": {"type": "stop", "matched": 8}},
     "another's response": {"id": "another;"},
 }
