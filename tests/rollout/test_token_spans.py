@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import threading
 
 import numpy as np
 from hypothesis import given, settings
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from stand_ins import Server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dynamo_megatron.rollout import scoring
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
@@ -99,23 +97,13 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
 
 
-def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, tmp_path, monkeypatch):
-    """Its tokens are found beside the event loop, which watches the servers."""
-    threads = set()
-
-    def noting(*arguments):
-        threads.add(threading.current_thread())
-        return token_spans(*arguments)
-
-    monkeypatch.setattr(scoring, "token_spans", noting)
-
+def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, tmp_path):
     async def work(generator, push):
         await push(0)
         prompts = [Prompt("steps", text="?", tokens=[20, 30]), Prompt("p0", text="?", tokens=[21, 30])]
         return await generator.generate(1, prompts, [1, 1], 0)
 
     batch = with_generator(work, Server()).batch
-    assert threads and threading.main_thread() not in threads
     np.testing.assert_array_equal(batch.step_rewards, [0.5, np.nan, -0.25, *[np.nan] * 3])
     lines = {r.prompt_id: r.step_rewards for r in read_rollouts(step_file(tmp_path, 1))}  # in the order they came in
     assert lines == {"steps": [(0, 1, 0.5), (1, 3, -0.25)], "p0": []}
