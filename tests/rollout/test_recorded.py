@@ -2,11 +2,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from stand_ins import rollout
 
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.types import Prompt, Rollout
+from dynamo_megatron.types import Prompt
 
 PROMPTS = {name: Prompt(name, text=name, tokens=[10 + i, 11]) for i, name in enumerate("abc")}
 SIZES = [("a", 2), ("b", 7), ("a", 15), ("c", 1)]  # one batch of step 5
@@ -19,23 +20,9 @@ def folder(tmp_path):
     rollouts = []
     for position, (name, n) in enumerate(SIZES):
         for k in range(n):
-            group = group_id(5, position)
-            rollouts.append(
-                Rollout(
-                    rollout_id=rollout_id(group, k),
-                    group_id=group,
-                    prompt_id=name,
-                    step=5,
-                    tokens=[*PROMPTS[name].tokens, 20 + k],
-                    response_mask=[0, 0, 1],
-                    engine_logprobs=[-1.0],
-                    weight_versions=[(4, 0, 1)],
-                    finish_reason="length" if k % 2 else "stop",
-                    reward=100.0 * position + k,
-                    success=False,
-                    reward_parts={},
-                )
-            )
+            made = {"prompt_id": name, "tokens": [*PROMPTS[name].tokens, 20 + k], "reward": 100.0 * position + k}
+            made["finish_reason"] = "length" if k % 2 else "stop"
+            rollouts.append(rollout(rollout_id(group_id(5, position), k), [20 + k], **made))
     for index in np.random.default_rng(0).permutation(len(rollouts)):  # they finish in any order
         store.append(rollouts[index])
     return tmp_path

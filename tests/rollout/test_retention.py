@@ -3,28 +3,18 @@
 import re
 
 import pytest
+from stand_ins import rollout
 
 from dynamo_megatron.checkpoint.folder import write_manifest
-from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.store import RolloutStore, step_file, step_files
-from dynamo_megatron.types import Rollout
-
-
-def rollout(step: int, index: int = 0) -> Rollout:
-    group = f"{step:06d}-0000"
-    return Rollout(f"{group}-{index:03d}", group, "a", step, [1, 2], [0, 1], [-1.0], [(0, 0, 1)], "stop", 1.0, True, {})
-
-
-def config(folder, **sections) -> Config:
-    return Config(**{"model": {"path": "m"}, "data": {"source": "s"}, "output_dir": str(folder), **sections})
 
 
 def make_run(folder, steps: int, saved: int | None) -> None:
     """Rollouts of `steps` steps and the checkpoint of step `saved`."""
     store = RolloutStore(folder)
     for step in range(1, steps + 1):
-        store.append(rollout(step))
+        store.append(rollout(f"{step:06d}-0000-000"))
     store.close()
     if saved is not None:
         checkpoint = folder / "checkpoints" / f"step-{saved:06d}"
@@ -48,7 +38,7 @@ def test_the_newest_steps_stay_and_those_that_a_resume_needs(tmp_path, saved, ke
     note = f"removing the oldest rollouts from now on, beginning with step 1: rollout.keep_last is {keep_last}"
     assert retention.trim(10) == [note] * gone
     assert list(step_files(tmp_path)) == list(kept)
-    RolloutStore(tmp_path).append(rollout(10))
+    RolloutStore(tmp_path).append(rollout("000010-0000-000"))
     assert retention.trim(11) == []  # it is said once
     assert 10 in step_files(tmp_path)
 
