@@ -6,8 +6,7 @@ import pytest
 from stand_ins import Server, event, listening, open_stream, reply
 
 from dynamo_megatron.config import RolloutConfig
-from dynamo_megatron.rollout.batching import LARGEST
-from dynamo_megatron.rollout.client import SGLangClient, open_session
+from dynamo_megatron.rollout.client import LARGEST, SGLangClient, open_session
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 
