@@ -33,8 +33,7 @@ def response_of(batch) -> np.ndarray:
     return np.concatenate([np.arange(p + r) >= p for p, r in pairs])
 
 
-@pytest.mark.parametrize("at_sync", ["partial", "drain"])
-@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize(("staleness", "at_sync"), [(1, "drain"), (3, "partial")])
 def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(with_generator, tmp_path, staleness, at_sync):
     engines, steps = [Engine(length, 0.004), Engine(length, 0.009)], 6
 
