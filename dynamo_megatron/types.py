@@ -63,14 +63,12 @@ def plain_data(value: Any) -> Any:
 
 
 class TurnRecord(NamedTuple):
-    """One answer of an episode: where it stands in the rollout's `tokens`, seconds from the episode's start, and which
-    of the record's `messages` it is; None: it is in another conversation."""
+    """One answer of an episode: where it stands in the rollout's `tokens`, and seconds from the episode's start."""
 
     start: int
     end: int
     asked: float
     answered: float
-    message: int | None
 
 
 @dataclass

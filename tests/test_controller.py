@@ -42,14 +42,6 @@ def controller(tmp_path):
     return make
 
 
-def test_an_even_allocation_is_explained_once(tmp_path, capsys):
-    allocation = {"budget": 2 * BATCH, "rollout_n_min": 2}
-    live = make_controller(tmp_path, 30, Answering(RolloutStore(tmp_path)), {"allocation": allocation})
-    for step in (1, 2):
-        sample(live, step, Policy(lambda rollouts: rollouts.engine_logprobs))
-    assert capsys.readouterr().out.count("allocation of step 1: rollout_n_min is 2, and 4 prompts share 8 roll") == 1
-
-
 @pytest.mark.parametrize("prompts", [30, 5])  # of five one teaches, and is drawn four times in a step
 def test_a_batch_is_filled_with_groups_that_teach(controller, tmp_path, prompts):
     live = controller(prompts, 30, Answering(RolloutStore(tmp_path)))

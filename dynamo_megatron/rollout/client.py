@@ -1,26 +1,24 @@
-"""The asynchronous client of one SGLang server: token ids in, token ids and logprobs out."""
+"""The asynchronous client of one SGLang server: token ids in, token ids and logprobs out.
+
+Requests that are made at the same moment share an HTTP request, which costs server and client as much CPU time as a
+short response does: SGLang's /generate takes lists and streams the responses over one connection, each as soon as it is
+finished. A request that a list leaves unanswered is sent again alone, so that a failure concerns only the request that
+caused it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
+from pydantic_core import from_json
 
 from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.rollout.batching import (
-    ITS_OWN_FAULT,
-    MALFORMED,
-    SMALLEST_LIMIT,
-    Batches,
-    MalformedReply,
-    Request,
-    body,
-    complete,
-)
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.validation import response_fault
@@ -28,6 +26,17 @@ from dynamo_megatron.rollout.validation import response_fault
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
 ANY_TOKEN = 1 << 31  # more than any vocabulary has
 KEEP_ALIVE = 2.0  # seconds: less than SGLang's 5, since a request on a connection that it is closing is lost
+LARGEST = 256  # requests in one list: a server starts them together
+SMALLEST_LIMIT = 1 << 20  # bytes of a reply that has no tokens
+BYTES_A_TOKEN = 1024  # more for each token of a reply: a logprob and id take 50, the text in JSON at most some hundreds
+ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
+ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
+MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # raised by a reply of an unexpected shape
+Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
+
+
+class MalformedReply(ValueError):
+    """A server's reply is not what was requested."""
 
 
 class ServerLost(Exception):
@@ -116,17 +125,6 @@ class SGLangClient:
             )
         return reply
 
-    async def longest(self) -> int | None:
-        """Tokens of the longest sequence that the server completes, wherever a push interrupts it; None: it does not
-        tell. Raises RolloutError where no answer comes.
-
-        SGLang (0.5.23) takes an input of fewer than max_req_input_len tokens, which is the smaller of its context and
-        of its KV cache less 6, and a sequence of up to 4 more; the input of an interrupted one has all but the last.
-        """
-        _, reply = await self._control("GET", "/server_info", CONTROL_TIMEOUT)
-        most = reply.get("max_req_input_len") if isinstance(reply, dict) else None
-        return most if type(most) is int else None
-
     async def healthy(self, timeout: float) -> bool:
         """Whether /health says 200 within `timeout` seconds; infinity: the caller ends the wait. An idle server
         generates a token for it."""
@@ -174,7 +172,7 @@ class SGLangClient:
             sampling["sampling_seed"] = seed
         if stop:
             sampling["stop"] = [*sampling["stop"], *stop]
-        request = Request(request_id, prompt_tokens, sampling)
+        request = GenerateRequest(request_id, prompt_tokens, sampling)
         limit = self._config.timeout_of(max_new_tokens)
         try:
             async with asyncio.timeout(limit if timeout is None else timeout):
@@ -239,7 +237,7 @@ class SGLangClient:
 
     async def _abort(self, rid: str) -> None:
         """Ends a request that nobody waits for any more."""
-        with suppress(RolloutError):
+        with contextlib.suppress(RolloutError):
             await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"rid": rid})
 
     async def _control(self, method: str, path: str, timeout: float, payload: dict | None = None) -> tuple[int, Any]:
@@ -261,7 +259,7 @@ class SGLangClient:
     def _post(self, path: str, payload: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.post(self.url + path, json=payload, headers=self._headers, allow_redirects=False)
 
-    def _response(self, request: Request, meta: dict[str, Any]) -> Response:
+    def _response(self, request: GenerateRequest, meta: dict[str, Any]) -> Response:
         """Raises one of MALFORMED for what is no response to `request`."""
         finish = meta["finish_reason"]
         matched = finish.get("matched")
@@ -284,7 +282,7 @@ class SGLangClient:
             raise MalformedReply(f"stopped by {self._own_words(matched)}, which the last token is not")
         return response
 
-    def _until_aborted(self, request: Request, response: Response, why: str) -> Response:
+    def _until_aborted(self, request: GenerateRequest, response: Response, why: str) -> Response:
         """The engine samples one more token before it aborts, without a check whether this token ends the response."""
         if response.tokens[-1] in self._sampling["stop_token_ids"]:
             return replace(response, finish_reason="stop")
@@ -292,11 +290,9 @@ class SGLangClient:
             return response
         return replace(response, finish_reason="abort", error=why)
 
-    def _sampled(self, request: Request, meta: dict[str, Any], finish_reason: str) -> Response:
+    def _sampled(self, request: GenerateRequest, meta: dict[str, Any], finish_reason: str) -> Response:
         """Raises as `_response`."""
         tokens = [token for _, token, _ in meta["output_token_logprobs"]]
-        if not complete(meta):
-            raise MalformedReply(f"{len(tokens)} tokens of a response of {self._own_words(meta['completion_tokens'])}")
         spans = meta["weight_versions"]
         response = Response(
             tokens=tokens,
@@ -320,3 +316,142 @@ class SGLangClient:
 def _version(text: str) -> int:
     """-1 for what somebody else's server calls its weights."""
     return int(text) if text.isdecimal() else -1
+
+
+@dataclass(eq=False)
+class GenerateRequest:
+    """`id` is the server's name for the request and changes when the request is sent again. SGLang aborts all requests
+    whose id begins with the id in an abort; since every id ends with ";", which `name` does not contain, no id begins
+    with another. Create a GenerateRequest in a running event loop."""
+
+    name: str
+    tokens: Sequence[int]
+    sampling: dict[str, Any]
+    reply: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # status, body
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.name};"
+
+    @property
+    def largest_reply(self) -> int:
+        """The size of the largest valid reply, in bytes."""
+        return SMALLEST_LIMIT + BYTES_A_TOKEN * self.sampling["max_new_tokens"]
+
+
+class Batches:
+    """The /generate of one server. `post(path, payload)` opens an HTTP request to it."""
+
+    def __init__(self, post: Post):
+        self._post = post
+        self._waiting: list[GenerateRequest] = []
+        self._tasks: set[asyncio.Task] = set()
+
+    async def generate(self, request: GenerateRequest) -> tuple[int, Any]:
+        """Returns the HTTP status and body of one request. Raises aiohttp.ClientError where the server does not answer,
+        ValueError where the answer is too long or is malformed JSON. Once all requests of a list are cancelled, their
+        connection is closed."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._send)  # after all tasks that are ready to run
+        self._waiting.append(request)
+        return await request.reply
+
+    def _send(self) -> None:
+        waiting = [request for request in self._waiting if not request.reply.done()]
+        self._waiting = []
+        for start in range(0, len(waiting), LARGEST):
+            self._start(waiting[start : start + LARGEST])
+
+    def _start(self, requests: list[GenerateRequest]) -> None:
+        task = asyncio.create_task(self._one(requests[0]) if len(requests) == 1 else self._list(requests))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+        def abandoned(reply: asyncio.Future) -> None:
+            if reply.cancelled() and all(request.reply.done() for request in requests):
+                task.cancel()
+
+        for request in requests:
+            request.reply.add_done_callback(abandoned)
+
+    async def _one(self, request: GenerateRequest) -> None:
+        payload = {
+            "rid": request.id,
+            "input_ids": list(request.tokens),
+            "return_logprob": True,
+            "sampling_params": request.sampling,
+        }
+        try:
+            async with self._post("/generate", payload) as reply:
+                answer = reply.status, await body(reply, request.largest_reply)
+        except Exception as error:  # `generate` raises it
+            if not request.reply.done():
+                request.reply.set_exception(error)
+            return
+        if not request.reply.done():
+            request.reply.set_result(answer)
+
+    async def _list(self, requests: list[GenerateRequest]) -> None:
+        """Sends the requests as one list and answers each as its response comes. Those that get no answer, whatever
+        went wrong, are sent again alone."""
+        left = {request.id: request for request in requests}
+        payload = {
+            "rid": list(left),
+            "input_ids": [list(request.tokens) for request in requests],
+            "return_logprob": True,
+            "sampling_params": [r.sampling | {"stream_interval": ONLY_WHEN_FINISHED} for r in requests],
+            "stream": True,
+        }
+        largest = max(request.largest_reply for request in requests)
+        begun = True  # SGLang may have started them, and abort them by their ids later
+        with contextlib.suppress(aiohttp.ClientError, *MALFORMED):
+            async with self._post("/generate", payload) as reply:
+                begun = reply.status == 200
+                if begun:
+                    async for event in _events(reply, largest):
+                        _answer(left, event)
+        for request in left.values():
+            if not request.reply.done():
+                request.id = f"alone-{request.id}" if begun else request.id
+                self._start([request])
+
+
+def _answer(left: dict[str, GenerateRequest], event: dict[str, Any]) -> None:
+    """Removes the request that a finished response answers from `left`. Raises one of MALFORMED."""
+    meta = event["meta_info"]
+    if (finish := meta["finish_reason"]) is None:
+        return
+    future = left.pop(meta["id"]).reply
+    if not future.done():
+        # SGLang would have answered with this status if the request had been sent alone.
+        status = finish.get("status_code") if finish["type"] == "abort" else None
+        future.set_result((200, event) if status is None else (int(status), finish))
+
+
+async def body(reply: aiohttp.ClientResponse, largest: int) -> Any:
+    """Returns the body of the reply: parsed if its content type is JSON, else as text. Raises MalformedReply where it
+    has more than `largest` bytes, ValueError where it should be JSON and is not."""
+    raw = bytearray()
+    async for chunk in reply.content.iter_any():
+        raw += chunk
+        if len(raw) > largest:
+            raise MalformedReply(f"a reply of more than {largest} bytes")
+    if reply.content_type != "application/json":
+        return raw.decode(errors="replace")
+    return from_json(raw)  # a quarter of json's time
+
+
+async def _events(reply: aiohttp.ClientResponse, largest: int) -> AsyncIterator[Any]:
+    """Yields the JSON of server-sent events, which can be longer than the lines that aiohttp reads. Raises ValueError
+    as `body` does; `largest`: bytes of one event."""
+    read, searched = bytearray(), 0
+    async for chunk in reply.content.iter_any():
+        read += chunk
+        while (end := read.find(b"\n\n", searched)) >= 0:
+            event = bytes(read[:end])
+            del read[: end + 2]
+            searched = 0
+            if event.startswith(b"data: {"):
+                yield from_json(event[6:])
+        searched = max(0, len(read) - 1)
+        if len(read) > largest:
+            raise MalformedReply(f"an event of more than {largest} bytes")

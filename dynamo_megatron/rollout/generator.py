@@ -26,7 +26,7 @@ from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
-from dynamo_megatron.rollout.result import Ahead, RolloutError, RolloutResult, SyncNeeded, group_id
+from dynamo_megatron.rollout.result import Ahead, RolloutError, RolloutResult, group_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
 from dynamo_megatron.rollout.sampling import Request, Sampling
@@ -74,8 +74,7 @@ class Generator:
         self._trimmed = -1  # the step before which old rollouts were last removed
         self._unscored_steps = 0  # in a row, up to the last one
         self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
-        self._interrupted: StepSession | None = None  # the last session, if it ended for want of a server
-        self._dispatched: dict[int, Dispatched] = {}  # by step
+        self._dispatched: dict[tuple[int, int], Dispatched] = {}  # by step and position of the first prompt
         self._evaluation: asyncio.Task[list[ProblemResult]] | None = None
         self._waited = 0.0  # seconds that pushes have waited for an evaluation, since the last `collect`
         self._first_push: int | None = None  # the version of this process's first push
@@ -98,22 +97,17 @@ class Generator:
         self._stack.push_async_callback(self._end_fleet)
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
-        self._scoring = Scoring(config.reward, self._pool, self._tokenizer, self._in_thread)
+        self._scoring = Scoring(config.reward, self._pool, self._tokenizer)
         if config.rollout.agent is not None:
-            self._agents = await self._open_agents()
+            tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path, config.data.chat_template)
+            length = config.model.max_length or load_model_config(config.model.path).max_positions
+            chat = ChatTokens(tokenizer, self._eos_token_ids, config.data.template_args)
+            self._agents = Agents(config, self._fleet, chat, length, self._vocab_size)
+            await self._agents.open(self._stack)
         self._stack.push_async_callback(self._end_dispatched)
         await self.watched(self._fleet.wait_started())
         if self._reward_servers is not None:
             await self.watched(self._reward_servers.wait_started())
-
-    async def _open_agents(self) -> Agents:
-        config = self._config
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path, config.data.chat_template)
-        length = config.model.max_length or load_model_config(config.model.path).max_positions
-        chat = ChatTokens(tokenizer, self._eos_token_ids, config.data.template_args)
-        agents = Agents(config, self._fleet, chat, length, self._vocab_size)
-        await agents.open(self._stack)
-        return agents
 
     async def _run_servers(self, session: aiohttp.ClientSession) -> None:
         async with asyncio.TaskGroup() as group:
@@ -159,14 +153,11 @@ class Generator:
             await asyncio.wait([self._evaluation])
             self._waited += time.monotonic() - begun
         endpoints = await self._fleet.begin_sync(version)
-        for dispatched in self._dispatched.values():
-            await self._keep_begun(dispatched.session, dispatched.sampling.begun)
+        for dispatched in self._dispatched.values():  # a resumed run continues partial responses
+            session = dispatched.session
+            if lines := self._partial(session.step, session.wanted, dispatched.sampling.begun):
+                await self._in_thread(self._store.append, *lines)
         return endpoints
-
-    async def _keep_begun(self, session: StepSession, begun: Mapping[str, Response]) -> None:
-        """Stores partial responses, so that a resumed run continues them."""
-        if lines := self._partial(session.step, session.wanted, begun):
-            await self._in_thread(self._store.append, *lines)
 
     def _partial(self, step: int, wanted: Mapping[str, Wanted], begun: Mapping[str, Response]) -> list[Rollout]:
         """Returns the lines of the step's file for these partial responses."""
@@ -186,36 +177,26 @@ class Generator:
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         """See RolloutWorker.generate."""
-        session = await self._open_session(step, prompts, counts, first)
-        self._answered = session.answered
-        self._count(session)
-        anew = len(session.wanted) - len(session.outcomes)
-        # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
-        if anew and (removed := await self._in_thread(self._store.remove_after, step)):
-            session.notes.append(f"step {step}: {anew} rollouts sampled anew; removed those of {removed} later steps")
-        sampling = self._sampling_of(session)
-        try:
-            await sampling.run()
-        except SyncNeeded:
-            self._interrupted = session
-            raise
-        finally:
-            session.add(sampling)
-        if first == 0:  # a later round only adds to these
-            self._check_rewards(session)
-        return session.result(self._report(session))
+        if (step, first) not in self._dispatched:  # else it goes on after a push
+            await self.dispatch(step, prompts, counts, first)
+            self._fleet.take_use()  # what an evaluation has used is not the step's
+            session = self._dispatched[step, first].session
+            anew = len(session.wanted) - len(session.outcomes)
+            # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
+            if anew and (removed := await self._in_thread(self._store.remove_after, step)):
+                session.notes.append(
+                    f"step {step}: {anew} rollouts sampled anew; removed those of {removed} later steps"
+                )
+        return await self.collect(step, first)
 
-    async def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
+    async def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int = 0) -> None:
         """See RolloutWorker.dispatch."""
         self._fleet.work_begins()
-        session = await self._open_session(step, prompts, counts, 0)
+        session = await self._open_session(step, prompts, counts, first)
         older = [dispatched.sampling for dispatched in self._dispatched.values()]
-        sampling = self._sampling_of(session, after=older)
-        self._dispatched[step] = Dispatched(session, sampling)
-
-    def _sampling_of(self, session: StepSession, **options: Any) -> Sampling | Episodes:
         requests = session.requests(self._lengths, self._config.seed)
-        return self._sampling(requests, functools.partial(self._take, session), **options)
+        sampling = self._sampling(requests, functools.partial(self._take, session), after=older)
+        self._dispatched[step, first] = Dispatched(session, sampling)
 
     def _sampling(self, requests: Sequence[Request], take: Callable, **options: Any) -> Sampling | Episodes:
         """`options`: keyword arguments of Sampling."""
@@ -231,46 +212,42 @@ class Generator:
             self._evaluation.cancel()
             await asyncio.wait([self._evaluation])
 
-    async def collect(self, step: int) -> RolloutResult:
+    async def collect(self, step: int, first: int = 0) -> RolloutResult:
         """See RolloutWorker.collect."""
-        dispatched = self._dispatched[step]
+        dispatched = self._dispatched[step, first]
         session = dispatched.session
         self._answered = session.answered
-        self._count(session)
-        await dispatched.over()
-        del self._dispatched[step]
+        self._counted, self.done = session, len(session.outcomes)
+        await dispatched.wait()
+        del self._dispatched[step, first]
+        dispatched.task.result()
         session.add(dispatched.sampling)
-        self._check_rewards(session)
+        if first == 0:  # a later round only adds to these
+            self._check_rewards(session)
         said = self._report(session)
-        ready, groups = np.sum([(0, 0), *(d.session.groups for d in self._dispatched.values())], axis=0).tolist()
         seconds, used = self._fleet.take_use()
         for name, use in session.uses.items():
             use.tokens, use.busy = used.get(name, (0, 0.0))
+        if not self._config.rollout.max_staleness:
+            return session.result(said)
+        ready, groups = np.sum([(0, 0), *(d.session.groups for d in self._dispatched.values())], axis=0).tolist()
         ahead, self._waited = Ahead(ready, groups - ready, seconds, self._waited), 0.0
         return dataclasses.replace(session.result(said), ahead=ahead)
 
     async def _open_session(
         self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int
     ) -> StepSession:
-        """Returns the interrupted session if it is for the same rollouts and weights, else a new one with the rollouts
-        that are on disk already."""
+        """Returns a session with the rollouts that are on disk already."""
         notes = []
         complete = max(1, step - self._config.rollout.max_staleness)  # the files of earlier steps are complete
         if self._trimmed != step:
             self._trimmed = step
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
         wanted = wanted_rollouts(step, prompts, counts, first)
-        version, uses = self._fleet.version, {}
-        if self._interrupted is not None:
-            session, self._interrupted = self._interrupted, None
-            if (session.wanted, session.version) == (wanted, version):
-                return session
-            uses = session.uses
         groups = {group_id(step, position) for position in range(first, first + len(prompts))}
         reuse = await self._in_thread(self._reusable, step, wanted, groups)
         notes += [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
-        found = reuse.outcomes, reuse.kept, reuse.begun
-        session = StepSession(step, wanted, version, *found, notes, len(reuse.discarded), uses)
+        session = StepSession(step, wanted, reuse.outcomes, reuse.kept, reuse.begun, notes)
         await asyncio.to_thread(session.arena.grow, sum(batch.nbytes for batch in reuse.kept.values()))
         return session
 
@@ -348,9 +325,6 @@ class Generator:
             return rescored(prompt, result, scores)
 
         return await asyncio.gather(*(scored(p, r) for p, r in zip(prompts, results, strict=True)))
-
-    def _count(self, session: StepSession) -> None:
-        self._counted, self.done = session, len(session.outcomes)
 
     def _finished(self, response: Response) -> None:
         self.done += 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.result import OUTCOMES, RolloutResult, check_request, group_id, rollout_id
+from dynamo_megatron.rollout.result import OUTCOMES, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.rollout.validation import rollout_fault
 from dynamo_megatron.rollout.worker import OnCount, OnPoll
@@ -56,7 +56,6 @@ class RecordedRollouts:
         """Raises ValueError that names the step, prompt or group that was not recorded, the group that is too small, or
         the damaged rollout (path: id: why)."""
         started = time.monotonic()
-        check_request(prompts, counts)
         path = step_file(self._folder, step)
         if not path.exists():
             raise InputError(f"rollout.recorded: step {step} was not recorded ({path} is missing)")

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamo_megatron.errors import InputError
-from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
+from dynamo_megatron.types import NOT_TRAINED, Rollout, RolloutBatch
 
 OUTCOMES = {"stop": "completed", "length": "truncated", "abort": "aborted", "error": "failed"}
 KINDS = (*OUTCOMES.values(), "rejected")
@@ -98,8 +97,8 @@ class RolloutResult:
     """The rollouts of one step.
 
     `batch`: the rollouts that can be trained on, by (prompt position, rollout index). `outcomes`: of every requested
-    rollout, by rollout_id. `reused`: how many of these are an interrupted run's; `discarded`: number of rollouts of
-    that run that were not reused. `times`: seconds. `uses`: by server. `notes`: for the user, one line each.
+    rollout, by rollout_id. `reused`: how many of these are an interrupted run's. `times`: seconds. `uses`: by server.
+    `notes`: for the user, one line each.
     """
 
     batch: RolloutBatch
@@ -107,7 +106,6 @@ class RolloutResult:
     times: dict[str, float]
     notes: list[str]
     reused: int = 0
-    discarded: int = 0
     uses: dict[str, ServerUse] = field(default_factory=dict)
     ahead: Ahead | None = None  # None: nothing is generated ahead
 
@@ -136,7 +134,6 @@ class RolloutResult:
             dict(times),
             [note for result in results for note in result.notes],
             sum(r.reused for r in results),
-            sum(r.discarded for r in results),
             uses,
         )
 
@@ -209,12 +206,3 @@ def group_id(step: int, position: int) -> str:
 
 def rollout_id(group: str, index: int) -> str:
     return f"{group}-{index:03d}"
-
-
-def check_request(prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
-    """Raises ValueError where the numbers of counts and prompts differ, or a prompt was not tokenized."""
-    if len(prompts) != len(counts):
-        raise InputError(f"counts: {len(counts)} for {len(prompts)} prompts")
-    for prompt in prompts:
-        if not prompt.tokens:
-            raise InputError(f"prompt {prompt.prompt_id!r} has no tokens")

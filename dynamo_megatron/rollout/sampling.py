@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import choose_server, dispatch_order
-from dynamo_megatron.rollout.result import ServerUse
 from dynamo_megatron.rollout.servers.fleet import Fleet, Server
 from dynamo_megatron.types import Prompt
 
@@ -43,7 +42,7 @@ class Request:
 class Sampling:
     """Gets a response from `fleet` for each of `requests`.
 
-    After `run`, `uses` (by server) and `finished` (monotonic seconds of each response) describe what happened.
+    After `run`, `retries` and `finished` (monotonic seconds of each response) describe what happened.
     """
 
     def __init__(
@@ -69,9 +68,7 @@ class Sampling:
         self._home: dict[str, str] = {}  # group -> the server that it is on
         self._under_way = 0
         self._wake = asyncio.Event()
-        self._asked: Counter[Server] = Counter()  # requests under way
-        self._busy_since: dict[Server, float] = {}
-        self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
+        self.retries: Counter[str] = Counter()  # requests that were lost, by server
         self.finished: list[float] = []
 
     async def run(self) -> None:
@@ -147,17 +144,11 @@ class Sampling:
     def _enter(self, request: Request, member: Server) -> None:
         self._under_way += 1
         self._home[request.group] = member.name
-        if not self._asked[member]:
-            self._busy_since[member] = time.monotonic()
-        self._asked[member] += 1
         member.enter(request.expected)
 
     def _leave(self, request: Request, member: Server) -> None:
         self._under_way -= 1
-        self._asked[member] -= 1
         member.leave(request.expected)
-        if not self._asked[member]:
-            self.uses[member.name].busy += time.monotonic() - self._busy_since.pop(member)
         self._fleet.wake()
 
     async def _one(self, request: Request, member: Server) -> None:
@@ -166,7 +157,7 @@ class Sampling:
             response = await self._ask(request, member)
         except ServerLost as error:
             request.lost.append(member.name)
-            self.uses[member.name].retries += 1
+            self.retries[member.name] += 1
             if not member.gone.done():
                 await self._fleet.request_lost(member, error)
             if len(request.lost) < ATTEMPTS:
@@ -176,7 +167,10 @@ class Sampling:
         finally:
             self._leave(request, member)
         if response.finish_reason == "abort" and member.version is None and time.monotonic() < request.limit:
-            self._interrupted(request, response, member.name)
+            request.pushes += 1  # a push interrupted it: it is sent again, and continues under the new weights
+            if response.tokens:
+                request.begun = response if request.begun is None else request.begun.continued(response)
+            self._pending.appendleft(request)
             return
         if response.finish_reason == "error":
             if not request.refused and len(self._fleet.serving()) > 1:
@@ -188,15 +182,6 @@ class Sampling:
             for name in request.refused:
                 self._fleet.refused(name, f"it refused {request.name}, which {member.name} answered")
         await self._done(request, response, member.name)
-
-    def _interrupted(self, request: Request, response: Response, server: str) -> None:
-        """Handles a response that a push interrupted: the request is sent again, and continues under the new
-        weights."""
-        request.pushes += 1
-        if response.tokens:
-            request.begun = response if request.begun is None else request.begun.continued(response)
-            self.uses[server].tokens += len(response.tokens)
-        self._pending.appendleft(request)
 
     async def _ask(self, request: Request, member: Server) -> Response:
         """Returns one server's response. Raises ServerLost also where the server leaves the rotation meanwhile."""
@@ -232,7 +217,6 @@ class Sampling:
 
     async def _done(self, request: Request, response: Response, server: str) -> None:
         self.finished.append(time.monotonic())
-        self.uses[server].tokens += len(response.tokens)
         if response.error:
             response = replace(response, tokens=[], logprobs=[], weight_versions=[])
         elif request.begun is not None:

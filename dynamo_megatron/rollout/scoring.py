@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
@@ -25,16 +26,10 @@ AGENT = "agent"  # names the reward that an agent returns, among those of reward
 
 
 class Scoring:
-    """`in_thread(function, *arguments)` returns what the function returns, computed in a thread."""
+    """Scores responses by the functions of `pool`, or as their agents did."""
 
-    def __init__(
-        self,
-        config: RewardConfig,
-        pool: RewardPool,
-        tokenizer: Tokenizer,
-        in_thread: Callable[..., Awaitable[Any]],
-    ):
-        self._config, self._pool, self._tokenizer, self._in_thread = config, pool, tokenizer, in_thread
+    def __init__(self, config: RewardConfig, pool: RewardPool, tokenizer: Tokenizer):
+        self._config, self._pool, self._tokenizer = config, pool, tokenizer
 
     async def score(self, prompt: Prompt, response: Response) -> tuple[str, Score]:
         """Returns the text of the response, and its score. Raises RewardError."""
@@ -58,7 +53,7 @@ class Scoring:
             rollout.status, failure = score.status, score.failure
             if score.steps and rollout.episode is None:
                 located = (score.steps, response.tokens, rollout.response, self._tokenizer)
-                rollout.step_rewards = await self._in_thread(token_spans, *located)  # microseconds a token
+                rollout.step_rewards = await asyncio.to_thread(token_spans, *located)  # microseconds a token
         return rollout, failure
 
     def unscored(self, step: int, name: str, wanted: Wanted, response: Response, server: str) -> Rollout:

@@ -46,20 +46,17 @@ def wanted_rollouts(step: int, prompts: Sequence[Prompt], counts: Sequence[int],
 
 @dataclass
 class StepSession:
-    """The state of one call of `Generator.generate` or `Generator.dispatch`. If all servers are lost in `generate`, the
-    next call continues with it: an outcome is final.
+    """The rollouts of a step, or of one of its rounds, while they are generated. An outcome is final.
 
     The rollouts that can be trained on are kept as batches of one: arrays take a fifth of the memory that lists take,
     and a fifth of the time at a step's end."""
 
     step: int
     wanted: dict[str, Wanted]  # by rollout_id, in batch order, as the fields below
-    version: int | None  # of the weights
     outcomes: dict[str, Outcome]
     batches: dict[str, RolloutBatch]
     begun: Mapping[str, Response] = field(default_factory=dict)  # partial responses of an interrupted run
     notes: list[str] = field(default_factory=list)  # for the user
-    discarded: int = 0  # rollouts of that run
     uses: dict[str, ServerUse] = field(default_factory=dict)  # by server
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
@@ -105,9 +102,9 @@ class StepSession:
             self.arena.grow(self.batches[name].nbytes)
 
     def add(self, sampling: Sampling) -> None:
-        """Adds the servers' use and the times of `sampling`, which has ended."""
-        self.use(sampling.uses)
+        """Adds the times of `sampling`, which has ended, and the requests that it lost with servers."""
         self.finished += sampling.finished
+        self.use({server: ServerUse(retries=count) for server, count in sampling.retries.items()})
 
     def use(self, uses: Mapping[str, ServerUse]) -> None:
         for server, use in uses.items():
@@ -141,7 +138,6 @@ class StepSession:
             times,
             [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
             self.reused,
-            self.discarded,
             self.uses,
         )
 
@@ -173,7 +169,7 @@ class Dispatched:
         self.session, self.sampling = session, sampling
         self._needed: asyncio.Future[SyncNeeded] = asyncio.get_running_loop().create_future()
         self._pushed = asyncio.Event()
-        self._task = asyncio.create_task(self._run())
+        self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         while True:
@@ -190,14 +186,13 @@ class Dispatched:
             self._needed = asyncio.get_running_loop().create_future()
             self._pushed.set()
 
-    async def over(self) -> None:
-        """Waits until each request has its outcome. Raises SyncNeeded where a push is needed for that, and whatever
-        `Sampling.run` raises."""
-        await asyncio.wait({self._task, self._needed}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._task.done():
+    async def wait(self) -> None:
+        """Waits until `task` has ended: each request has its outcome, or the sampling failed. Raises SyncNeeded where a
+        push is needed for that."""
+        await asyncio.wait({self.task, self._needed}, return_when=asyncio.FIRST_COMPLETED)
+        if not self.task.done():
             raise self._needed.result()
-        self._task.result()
 
     async def end(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        self.task.cancel()
+        await asyncio.wait([self.task])

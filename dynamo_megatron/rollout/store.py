@@ -46,21 +46,12 @@ def read_rollouts(path: Path) -> list[Rollout]:
     other line that is not a rollout of a step, and where bytes are damaged.
     """
     found = {}
-    for number, rollout in enumerate(read_typed_lines(path), 1):
-        if fault := identity_fault(rollout):
+    for number, rollout in enumerate(read_lines(path), 1):
+        if fault := type_fault(rollout) or identity_fault(rollout):
             raise InputError(f"{path}:{number}: {fault}")
         if rollout.status != "partial":
             found[rollout.rollout_id] = rollout
     return list(found.values())
-
-
-def read_typed_lines(path: Path) -> Iterator[Rollout]:
-    """As `read_lines`, for callers that use the fields without checks: raises ValueError also where a field has a wrong
-    type."""
-    for number, rollout in enumerate(read_lines(path), 1):
-        if fault := type_fault(rollout):
-            raise InputError(f"{path}:{number}: {fault}")
-        yield rollout
 
 
 def read_lines(path: Path) -> Iterator[Rollout]:

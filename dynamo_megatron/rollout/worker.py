@@ -27,7 +27,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.generator import Generator
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult, SyncNeeded, check_request
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import end_run
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.reward_servers import announced_in
@@ -103,9 +103,8 @@ class RolloutWorker:
 
         Finished rollouts of this step that are on disk already are reused where prompt and weight version are the same.
         The result may have no rollout; its notes say why. Raises SyncNeeded where no server with the current weights is
-        left, ValueError for a malformed request, RewardError.
+        left, RewardError.
         """
-        check_request(prompts, counts)
         arguments = step, list(prompts), [int(n) for n in counts], first
         return self._call(Generator.generate, *arguments, on_poll=on_poll, on_count=on_count)
 
@@ -113,9 +112,7 @@ class RolloutWorker:
         """Starts what `generate` does, and returns; `collect` waits for it. Steps are dispatched in order, and the
         requests of a step are sent after those of all earlier steps. `rollout.at_sync` decides what a push does to
         responses under way. Rollouts of an interrupted run are reused if the weights that sampled them are recent
-        enough for the step (`rollout.max_staleness`) and no newer than those that this run began with. Raises
-        ValueError for a malformed request."""
-        check_request(prompts, counts)
+        enough for the step (`rollout.max_staleness`) and no newer than those that this run began with."""
         self._call(Generator.dispatch, step, list(prompts), [int(n) for n in counts], on_poll=on_poll)
 
     def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None) -> RolloutResult:
@@ -127,14 +124,12 @@ class RolloutWorker:
     ) -> list[ProblemResult]:
         """Returns `eval.samples` scored responses to each of `prompts` (tokenized), in their order; nothing is stored.
 
-        Raises ValueError for a malformed request, RewardError, and RolloutError where not one response came.
+        Raises RewardError, and RolloutError where not one response came.
         """
-        check_request(prompts, [self._config.eval.samples] * len(prompts))
         return self._call(Generator.evaluate, list(prompts), on_poll=on_poll, on_count=on_count)
 
     def begin_evaluation(self, prompts: Sequence[Prompt], on_poll: OnPoll = None) -> None:
         """Starts what `evaluate` does, and returns; `end_evaluation` waits for it, and so does the next push."""
-        check_request(prompts, [self._config.eval.samples] * len(prompts))
         self._call(Generator.begin_evaluation, list(prompts), on_poll=on_poll)
 
     def end_evaluation(self, on_poll: OnPoll = None) -> list[ProblemResult]:

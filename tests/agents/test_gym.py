@@ -81,13 +81,6 @@ def test_a_limit_ends_it_with_the_rewards_so_far():
     assert Count.closed == before + 2
 
 
-def test_what_the_environment_raises_is_raised_once_it_is_closed():
-    before = Count.closed
-    with pytest.raises(TypeError):
-        play(Session("1"), gym_agent(Count))  # an action that is a text
-    assert Count.closed == before + 1
-
-
 def test_observations_are_shown_and_actions_read_as_the_user_says():
     session = Session("step 1", "step 9")
     agent = gym_agent(Count, lambda text: int(text.split()[1]), lambda observation: f"<{observation}>", max_tokens=4)

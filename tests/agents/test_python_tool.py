@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bub
 @pytest.fixture(scope="module")
 def run():
     """run(programs) -> what the model is told of each."""
-    tool = python_tool(seconds=60.0, cpu_seconds=2)
+    tool = python_tool(seconds=60.0, cpu_seconds=1)
 
     async def together(calls):
         return await asyncio.gather(*map(tool, calls))

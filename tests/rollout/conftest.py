@@ -11,13 +11,11 @@ from dynamo_megatron.data.templates import decoder_of, load_tokenizer
 from dynamo_megatron.rollout.generator import Generator
 
 REWARDS = """
-import time
 def slow(prompt, response):
     if prompt.prompt_id == "broken":
         raise KeyError("no answer")
     if prompt.prompt_id == "steps":
         return {"reward": 1.0, "steps": [(0, 1, 0.5), (1, len(response), -0.25)]}
-    time.sleep(1.0 if prompt.prompt_id == "p2" else 0.0)
     return 1.0
 """
 

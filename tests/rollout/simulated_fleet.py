@@ -121,7 +121,8 @@ class World:
                 ahead[done] = self._dispatch(done, [d.sampling for d in ahead.values()])
             while True:
                 try:
-                    await ahead[step].over()
+                    await ahead[step].wait()
+                    ahead[step].task.result()
                     break
                 except SyncNeeded:
                     await self._push(step - 1, ahead)

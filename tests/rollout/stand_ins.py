@@ -3,15 +3,26 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.types import Rollout
 
 VOCABULARY = 128  # rows of the embedding of tools/tiny_model.py
 ABORTED = {"type": "abort", "message": "aborted by its id"}
+
+
+def rollout(name: str, response: Sequence[int] = (3, 4), **fields) -> Rollout:
+    """A rollout of the prompt "é" with the tokens 1, 2, which the weights of the step before have sampled."""
+    step, n = int(name[:6]), len(response)
+    made = {"rollout_id": name, "group_id": name.rpartition("-")[0], "prompt_id": "é", "step": step}
+    made |= {"tokens": [1, 2, *response], "response_mask": [0, 0, *[1] * n], "engine_logprobs": [-0.5] * n}
+    made |= {"weight_versions": [(step - 1, 0, n)], "finish_reason": "stop", "reward": 1.0, "success": True}
+    return Rollout(**({"reward_parts": {"math": 1.0}} | made | fields))
 
 
 def name_of(rid: str) -> str:
@@ -121,9 +132,6 @@ class Server:
     async def load(self, request: web.Request) -> web.Response:
         return web.json_response({"loads": []})
 
-    async def info(self, request: web.Request) -> web.Response:
-        return web.json_response({"max_req_input_len": None})
-
 
 async def open_stream(request: web.Request) -> web.StreamResponse:
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -140,7 +148,6 @@ async def listening(server: Server, port: int = 0):
     app.router.add_get("/health", server.health)
     app.router.add_get("/model_info", server.answer)
     app.router.add_get("/v1/loads", server.load)
-    app.router.add_get("/server_info", server.info)
     app.router.add_post("/flush_cache", server.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

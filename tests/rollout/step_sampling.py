@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from stand_ins import rollout
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
@@ -15,7 +16,7 @@ from dynamo_megatron.rollout.result import RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.train import Sampled, Trainer
-from dynamo_megatron.types import Prompt, Rollout
+from dynamo_megatron.types import Prompt
 
 BATCH = 4
 
@@ -92,22 +93,9 @@ class Answering:
             group, kind = group_id(step, position), int(prompt.prompt_id[1:]) % 3
             for k in range(n):
                 right = kind == 0 or (kind == 2 and k % 2 == 0)
-                rollouts.append(
-                    Rollout(
-                        rollout_id=rollout_id(group, k),
-                        group_id=group,
-                        prompt_id=prompt.prompt_id,
-                        step=step,
-                        tokens=[*prompt.tokens, k],
-                        response_mask=[0] * len(prompt.tokens) + [1],
-                        engine_logprobs=[-1.0],
-                        weight_versions=[(step - 1, 0, 1)],
-                        finish_reason="stop",
-                        reward=float(right),
-                        success=right,
-                        reward_parts={},
-                    )
-                )
+                made = {"prompt_id": prompt.prompt_id, "tokens": [*prompt.tokens, k], "engine_logprobs": [-1.0]}
+                made |= {"reward": float(right), "success": right}
+                rollouts.append(rollout(rollout_id(group, k), [k], **made))
                 self.store.append(rollouts[-1])
         return RolloutResult.from_rollouts(rollouts, times={"generate": 1.0}, notes=[])
 

@@ -8,7 +8,7 @@ import pytest
 from agents_scripted import CALL, Scripted, endpoint
 
 from dynamo_megatron.rollout.agents.anthropic_messages import chat_request
-from dynamo_megatron.rollout.agents.messages import BadRequest, normalised
+from dynamo_megatron.rollout.agents.messages import normalised
 
 QUESTION = [{"role": "user", "content": "how much is 3 + 4?"}]
 OFFERED = [{"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}]
@@ -78,47 +78,18 @@ def test_events_of_a_stream_add_up_to_the_answer():
     assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-2]["usage"]["output_tokens"] > 0
 
 
-def test_counted_tokens_are_what_the_next_request_is_given():
-    """Coding agents ask for them before each request. They are no turn, and no answer is sampled for them."""
-
-    async def work(post, scripted):
-        counted, used, messages = [], [], list(QUESTION)
-        for text in ("and 5 + 6?", "thanks"):
-            asked = {**ASKED, "messages": messages, "tools": OFFERED, "system": "be short"}
-            status, counts = await post({**asked, "stream": True}, "/messages/count_tokens")
-            assert status == 200
-            counted.append(json.loads(counts))
-            answer = json.loads((await post(asked))[1])
-            used.append({"input_tokens": answer["usage"]["input_tokens"]})
-            messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": text}]
-        refused = await post({**ASKED, "messages": []}, "/messages/count_tokens")
-        return counted, used, refused, scripted
-
-    counted, used, refused, scripted = run(work, "größer", "it is 11")
-    assert counted == used and counted[0]["input_tokens"] < counted[1]["input_tokens"]
-    assert refused[0] == 400 and "at least one" in refused[1]
-    assert scripted.session.counts == {"turns": 2, "segments": 1} and len(scripted.asked) == 2
-
-
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"messages": []}, "at least one"),
         ({"messages": "hello"}, "at least one"),
-        ({"messages": [3]}, "not an object"),
         ({"messages": [{"role": "tool", "content": "7"}]}, "'tool' is none of"),
-        ({"messages": [{"role": "user", "content": 3}]}, "neither a text nor"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "of type 'image'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [IMAGE]}]}]}, "of type 'image'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "type 'thinking'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "add"}]}]}, "of type 'tool_use'"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "from its beginning"),
         ({"system": [IMAGE]}, "system: a block of type 'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "which the agent carries out"),
-        ({"tools": [{"input_schema": {}}]}, "without a name"),
         ({"tool_choice": {"type": "any"}}, "auto or none"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "not supported"),
     ],
@@ -147,5 +118,3 @@ def test_results_of_tools_and_texts_keep_their_order():
     assert [(m["role"], m["content"]) for m in found] == [("user", "one"), ("tool", "7"), ("user", "two")]
     answer = {"role": "assistant", "content": []}
     assert chat_request({"messages": [answer]})["messages"] == [{"role": "assistant", "content": ""}]
-    with pytest.raises(BadRequest, match="tool_choice: not an object"):
-        chat_request({"messages": [answer], "tool_choice": "auto"})

@@ -126,13 +126,13 @@ class Harness:
 
 def test_every_trained_token_was_sampled_there_and_every_sampled_one_is_trained_once(tokenizer):
     reasons, turns = Counter(), 0
-    for seed in range(80):  # with each of two templates
+    for seed in range(40):  # with each of two templates
         harness = Harness(tokenizer, seed)
         harness.random_episode()
         harness.check()
         reasons += harness.episode.reasons
         turns += len(harness.episode.turns)
-    assert set(reasons) >= {"branched", "history", "tools"} and turns > 300
+    assert set(reasons) >= {"branched", "history", "tools"} and turns > 150
     assert bool(reasons["template"]) == ("if true" in tokenizer.chat_template)
 
 

@@ -148,7 +148,7 @@ def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_g
     assert episode.finish_reasons == plain.finish_reasons
 
 
-def test_the_record_says_when_each_answer_came_and_which_message_it_is(episodes, tmp_path):
+def test_the_record_says_where_and_when_each_answer_came(episodes, tmp_path):
     async def work(generator, push):
         return await generator.generate(1, [prompt("rewarded"), prompt("edits")], [1, 1], 0)
 
@@ -159,9 +159,6 @@ def test_the_record_says_when_each_answer_came_and_which_message_it_is(episodes,
         assert sorted(sampled) == [i for i, trained in enumerate(r.response_mask) if trained]
         times = [(turn.asked, turn.answered) for turn in r.episode.turns]
         assert all(0 <= asked < answered for asked, answered in times) and times == sorted(times)
-    assert [turn.message for turn in stored["rewarded"].episode.turns] == [1, 3]
-    # The second is in another conversation, the third gave the same answer as the first, which the last one continues.
-    assert [turn.message for turn in stored["edits"].episode.turns] == [1, None, None, 3]
     assert stored["edits"].episode.counts["branched"] == 1
 
 

@@ -6,8 +6,7 @@ import pytest
 from stand_ins import Server, event, listening, open_stream, reply
 
 from dynamo_megatron.config import RolloutConfig
-from dynamo_megatron.rollout.batching import LARGEST
-from dynamo_megatron.rollout.client import SGLangClient, open_session
+from dynamo_megatron.rollout.client import LARGEST, SGLangClient, open_session
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 
@@ -79,14 +78,7 @@ def test_an_abort_with_a_status_is_a_refusal_of_that_request():
     assert answered.tokens == [7] * 3 and server.asked == [["a", "b"]]
 
 
-def last_part(rids):
-    """As of a server with --incremental-streaming-output: the last event has the last tokens only."""
-    part = reply(rids[1])
-    part["meta_info"]["output_token_logprobs"] = part["meta_info"]["output_token_logprobs"][-1:]
-    return part
-
-
-@pytest.mark.parametrize("nonsense", [b"data: {nonsense\n\n", {"meta_info": {}}, {"text": "?"}, FAULT, last_part])
+@pytest.mark.parametrize("nonsense", [b"data: {nonsense\n\n", {"meta_info": {}}, {"text": "?"}, FAULT])
 def test_what_a_malformed_event_leaves_is_asked_alone(nonsense):
     server = Server(lists=answers(lambda rids: reply(rids[0]), nonsense))
     assert all(r.error == "" for r in run(server, lambda client: ask(client, "a", "b", "c")))
@@ -103,8 +95,6 @@ def test_a_list_whose_requests_are_all_cancelled_closes_its_connection():
         tasks = [asyncio.create_task(client.generate(name, [1])) for name in ("a", "b", "c")]
         await tasks[0]
         tasks[1].cancel()
-        await asyncio.sleep(0.1)
-        assert not transports[0].is_closing()
         tasks[2].cancel()
         while not transports[0].is_closing():  # `run` ends the wait
             await asyncio.sleep(0.01)

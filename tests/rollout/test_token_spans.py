@@ -2,20 +2,18 @@
 
 import dataclasses
 import itertools
-import threading
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import Server
+from stand_ins import Server, rollout
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dynamo_megatron.rollout import scoring
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.token_spans import character_ends, token_spans
-from dynamo_megatron.types import EpisodeRecord, Prompt, Rollout, RolloutBatch
+from dynamo_megatron.types import EpisodeRecord, Prompt, RolloutBatch
 
 
 def byte_level(*merges: tuple[str, str]) -> Tokenizer:
@@ -64,33 +62,15 @@ def test_bytes_that_are_no_text_keep_every_step_within_the_response(tokens):
     assert ends == sorted(ends) and (not spans or ends[-1] == len(tokens))
 
 
-def rollout(name: str, steps, response: int = 3) -> Rollout:
-    return Rollout(
-        rollout_id=name,
-        group_id=name.rpartition("-")[0],
-        prompt_id="p",
-        step=5,
-        tokens=[1, 2, *range(3, 3 + response)],
-        response_mask=[0, 0] + [1] * response,
-        engine_logprobs=[-0.5] * response,
-        weight_versions=[(4, 0, response)],
-        finish_reason="stop",
-        reward=1.0,
-        success=True,
-        reward_parts={"mine:steps": 1.0},
-        step_rewards=steps,
-    )
-
-
-WITH = rollout("000005-0000-000", [(0, 1, 0.1), (1, 3, -2.0)])
-WITHOUT = rollout("000005-0000-001", [], response=2)
+WITH = rollout("000005-0000-000", (3, 4, 5), step_rewards=[(0, 1, 0.1), (1, 3, -2.0)])
+WITHOUT = rollout("000005-0000-001")
 ENDS = [0.1, np.nan, -2.0]
 
 
 def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
     RolloutStore(tmp_path).append(WITH, WITHOUT)
     assert read_rollouts(step_file(tmp_path, 5)) == [WITH, WITHOUT]
-    prompt = Prompt("p", text="?", tokens=[1, 2])
+    prompt = Prompt("é", text="?", tokens=[1, 2])
     wanted = dict.fromkeys(("000005-0000-000", "000005-0000-001"), prompt)
     reuse = reusable(RolloutStore(tmp_path).lines(5), wanted, {"000005-0000"}, range(4, 5), 100, 4)
     kept = RolloutBatch.join([reuse.kept[name] for name in wanted])
@@ -99,23 +79,13 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
 
 
-def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, tmp_path, monkeypatch):
-    """Its tokens are found beside the event loop, which watches the servers."""
-    threads = set()
-
-    def noting(*arguments):
-        threads.add(threading.current_thread())
-        return token_spans(*arguments)
-
-    monkeypatch.setattr(scoring, "token_spans", noting)
-
+def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, tmp_path):
     async def work(generator, push):
         await push(0)
         prompts = [Prompt("steps", text="?", tokens=[20, 30]), Prompt("p0", text="?", tokens=[21, 30])]
         return await generator.generate(1, prompts, [1, 1], 0)
 
     batch = with_generator(work, Server()).batch
-    assert threads and threading.main_thread() not in threads
     np.testing.assert_array_equal(batch.step_rewards, [0.5, np.nan, -0.25, *[np.nan] * 3])
     lines = {r.prompt_id: r.step_rewards for r in read_rollouts(step_file(tmp_path, 1))}  # in the order they came in
     assert lines == {"steps": [(0, 1, 0.5), (1, 3, -0.25)], "p0": []}

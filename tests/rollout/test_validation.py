@@ -72,9 +72,7 @@ EPISODE = dataclasses.replace(
     response_mask=[0, 1, 0, 1, 0, 0, 1],
     engine_logprobs=[-1.0] * 3,
     weight_versions=[(1, 0, 2), (0, 2, 3)],
-    episode=EpisodeRecord(
-        [0, 4], {"turns": 3}, [], [{}], [TurnRecord(1, 2, 0.0, 0.5, None), TurnRecord(3, 4, 1.0, 2, 1)]
-    ),
+    episode=EpisodeRecord([0, 4], {"turns": 3}, [], [{}], [TurnRecord(1, 2, 0.0, 0.5), TurnRecord(3, 4, 1.0, 2)]),
 )
 
 
@@ -96,7 +94,7 @@ EPISODE = dataclasses.replace(
         (EPISODE, {"episode": EpisodeRecord([], {})}),
         (EPISODE, {"episode": EpisodeRecord([0, 7], {})}),
         (EPISODE, {"episode": EpisodeRecord([0, 3], {})}),
-        (EPISODE, {"episode": EpisodeRecord([0], {}, turns=[TurnRecord("0", 1, 0.0, 1.0, None)])}),
+        (EPISODE, {"episode": EpisodeRecord([0], {}, turns=[TurnRecord("0", 1, 0.0, 1.0)])}),
     ],
     ids=str,
 )

@@ -103,13 +103,6 @@ def test_a_failing_reward_function_keeps_its_message_and_the_worker_lives(worker
     assert worker.generate(6, PROMPTS[:1], [1]).counts["requested"] == 1
 
 
-def test_malformed_requests_are_refused_at_once(worker):
-    with pytest.raises(ValueError, match="counts: 1 for 2 prompts"):
-        worker.generate(9, PROMPTS[:2], [1])
-    with pytest.raises(ValueError, match="prompt 'bare' has no tokens"):
-        worker.generate(9, [Prompt("bare", text="?")], [1])
-
-
 def test_a_child_killed_while_it_generates_is_named_and_leaves_nothing(worker):
     """Runs last on the shared worker."""
     pid = worker._process.pid
@@ -122,23 +115,3 @@ def test_a_child_killed_while_it_generates_is_named_and_leaves_nothing(worker):
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.wait(60)
-
-
-def test_an_unloadable_reward_function_is_refused_at_the_start(make_worker):
-    worker = make_worker(["nowhere:f"])
-
-    class Stop(Exception):
-        pass
-
-    def stop():
-        raise Stop
-
-    worker.start()
-    try:
-        with pytest.raises(Stop):
-            worker.wait_ready(on_poll=stop)
-        with pytest.raises(ValueError, match="nowhere") as error:
-            worker.wait_ready()
-        assert "\n" not in str(error.value)
-    finally:
-        worker.close()

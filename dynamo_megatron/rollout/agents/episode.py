@@ -115,9 +115,9 @@ class Episode:
         return any(segment[-1] is turn for segment in self.segments)
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedTokens:
         """What the episode is in training."""
-        trained = Trained()
+        trained = TrainedTokens()
         for segment in self.segments:
             trained.starts.append(len(trained.tokens))
             parent = segment[0].place.parent
@@ -130,7 +130,7 @@ class Episode:
 
 
 @dataclass
-class Trained:
+class TrainedTokens:
     """Segments one after another. `mask`: 1 on what was sampled; `sampled` has its tokens, logprobs and versions.
     `starts`: of the segments, in `tokens`. `spans`: (start, end) of what was sampled for a turn, in `tokens`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import chat_messages
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
-from dynamo_megatron.rollout.agents.episode import Episode, Trained, Turn
+from dynamo_megatron.rollout.agents.episode import Episode
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message
 from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool, Worker
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
-from dynamo_megatron.rollout.client import Response, SGLangClient
-from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
+from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.sampling import Request, Sampling
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.runtime.seeds import derived_seed
@@ -54,7 +54,6 @@ class Agents:
         self.free_for_evaluation = asyncio.Semaphore(rollout.agent_episodes)
         self.starts: Counter[str] = Counter()  # of each episode that has no outcome yet, by its request's name
         stops = rollout.max_staleness == 0 or rollout.at_sync == "drain"
-        self._length = length
         trained = rollout.agent_tokens or max(config.trainer.micro_batch_tokens, length)
         self._limits = Limits(rollout.agent_turns, rollout.max_new_tokens, length, vocab_size, trained, stops)
         self._told: set[str] = set()  # fields of requests that a note has named
@@ -65,17 +64,6 @@ class Agents:
         stack.push_async_callback(self.service.stop)
         await self.service.start()
         await self.pool.start()
-
-    async def fit_servers(self) -> None:
-        """So that no server refuses a segment for its length."""
-
-        async def longest(client: SGLangClient) -> int:
-            with contextlib.suppress(RolloutError):  # the fleet removes a server that does not answer
-                return await client.longest() or self._length
-            return self._length
-
-        lengths = await asyncio.gather(*map(longest, self.fleet.clients()))
-        self._limits = replace(self._limits, length=min([self._length, *lengths]))
 
     def limits(self, max_new_tokens: int | None) -> Limits:
         return self._limits if max_new_tokens is None else replace(self._limits, tokens=max_new_tokens)
@@ -119,15 +107,13 @@ class Episodes:
         self._waiting: dict[Request, asyncio.Future[tuple[Response, str]]] = {}  # turns
         self._sampling: Sampling
         self.begun: Mapping[str, Response] = {}  # an interrupted episode starts again
-        self.uses: dict[str, ServerUse] = defaultdict(ServerUse)
+        self.retries: Counter[str] = Counter()
         self.finished: list[float] = []
 
     async def run(self) -> None:
         """As `Sampling.run`. Where no server is left, the episodes that are under way end, and start again in the next
         call."""
-        agents = self.agents
-        await agents.fit_servers()
-        self._sampling = Sampling(agents.fleet, [], self._answered, urgent=self._urgent, stays_open=True)
+        self._sampling = Sampling(self.agents.fleet, [], self._answered, urgent=self._urgent, stays_open=True)
         serving = asyncio.create_task(self._sampling.run())
         running = {asyncio.create_task(self._episode(request)): request for request in self._pending}
         takes: set[asyncio.Task] = set()
@@ -152,8 +138,7 @@ class Episodes:
             for task in left:
                 task.cancel()
             await asyncio.wait(left)
-            for server, use in self._sampling.uses.items():
-                self.uses[server].add(use)
+            self.retries.update(self._sampling.retries)
 
     async def _done(self, request: Request, finished: Finished, server: str) -> None:
         self._pending.remove(request)
@@ -249,6 +234,10 @@ class _Attempt:
     def _finished(self, reward: float | None) -> Finished:
         session, trained = self._session, self._session.episode.trained
         sampled = trained.sampled
+        turns = [
+            TurnRecord(*trained.spans[turn], *(round(seconds, 3) for seconds in turn.times))
+            for turn in session.episode.turns
+        ]
         return Finished(
             sampled.tokens,
             sampled.logprobs,
@@ -256,7 +245,7 @@ class _Attempt:
             "length" if session.reached else "stop",
             sequence=trained.tokens,
             mask=trained.mask,
-            record=EpisodeRecord(trained.starts, self._counts, *self._said, self._turns(trained)),
+            record=EpisodeRecord(trained.starts, self._counts, *self._said, turns),
             text=session.texts[-1],
             reward=reward,
         )
@@ -268,30 +257,10 @@ class _Attempt:
         return self._session.counts | ({"restarts": again} if again else {})
 
     @property
-    def _last(self) -> Turn | None:
-        """The last one of a conversation."""
-        return next((turn for turn in reversed(self._session.episode.turns) if turn.messages), None)
-
-    @property
     def _said(self) -> tuple[list[Message] | None, list[Message] | None]:
         """`messages` and `tools` of the record: any text may be in them."""
-        last = self._last
+        last = next((turn for turn in reversed(self._session.episode.turns) if turn.messages), None)
         return (None, None) if last is None else (plain_data(last.messages), plain_data(last.place.tools))
-
-    def _turns(self, trained: Trained) -> list[TurnRecord]:
-        """Of answers that are the same message, the one that the conversation went on from is it."""
-        last, shown = self._last, {}
-        conversation = [] if last is None else last.messages
-        chain = set() if last is None else set(last.chain)
-        turns = self._session.episode.turns
-        for turn in sorted(turns, key=lambda turn: turn not in chain):
-            if (held := turn.messages) and held == conversation[: len(held)]:
-                shown.setdefault(len(held) - 1, turn)
-        places = {turn: place for place, turn in shown.items()}
-        return [
-            TurnRecord(*trained.spans[turn], *(round(seconds, 3) for seconds in turn.times), places.get(turn))
-            for turn in turns
-        ]
 
     def _given(self) -> dict:
         prompt = self._prompt

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -15,13 +13,10 @@ from dynamo_megatron.rollout.agents.anthropic_messages import chat_request, even
 from dynamo_megatron.rollout.agents.messages import BadRequest, LimitReached
 from dynamo_megatron.rollout.agents.session import Session, as_event, chunks
 from dynamo_megatron.runtime.plain_text import error_line
-from dynamo_megatron.types import plain_data
 
 LARGEST = 1 << 28  # bytes of a request
 STATUS = 400  # of what is refused: clients do not send it again
 LIMIT_CODE = "episode_limit"  # of the error, where a limit of the episode refuses the request
-HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # JSON of a surrogate, which may have no other half
-
 
 Ask = Callable[[Session, dict[str, Any]], Awaitable[dict[str, Any]]]
 Events = Callable[[dict[str, Any], dict[str, Any]], Iterator[bytes]]
@@ -35,14 +30,13 @@ class SessionService:
         self._base = ""
         app = web.Application(client_max_size=LARGEST)
 
-        def route(path: str, ask: Ask, events: Events | None) -> None:
+        def route(path: str, ask: Ask, events: Events) -> None:
             app.router.add_post(f"/{{key}}/v1/{path}", functools.partial(self._answer, ask=ask, events=events))
 
         route("chat/completions", Session.chat, _chunks)
         route("completions", Session.complete, _chunks)
         for path in ("messages", "v1/messages"):  # Anthropic's clients add the /v1 themselves
             route(path, _message, _named_events)
-            route(f"{path}/count_tokens", _count_tokens, None)
         app.router.add_get("/{key}/v1/models", self._models)
         # An agent that goes away, or closes its connection, does not want the answer any more.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
@@ -64,16 +58,13 @@ class SessionService:
     def close(self, key: str) -> None:
         del self._sessions[key]
 
-    async def _answer(self, request: web.Request, ask: Ask, events: Events | None) -> web.StreamResponse:
-        """`events(answer, request)`: of a stream; None: it cannot be streamed."""
+    async def _answer(self, request: web.Request, ask: Ask, events: Events) -> web.StreamResponse:
+        """`events(answer, request)`: of a stream."""
         session = self._sessions.get(request.match_info["key"])
         if session is None:
             return _error("the episode has ended", 404)
         try:
-            text = await request.text()
-            asked = json.loads(text)
-            if HALF_PAIR.search(text):
-                asked = plain_data(asked)  # tokenizers take no half of a pair
+            asked = await request.json()
             if not isinstance(asked, dict):
                 raise BadRequest("the request is no object")
             answer = await ask(session, asked)
@@ -82,7 +73,7 @@ class SessionService:
         except (TypeError, LookupError, AttributeError, RuntimeError) as error:  # of a template or a tokenizer
             session.failure = session.failure or f"a request of the agent failed: {error_line(error)}"
             return _error(session.failure, 500)
-        if events is None or not asked.get("stream"):
+        if not asked.get("stream"):
             return web.json_response(answer)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
@@ -96,10 +87,6 @@ class SessionService:
 
 async def _message(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
     return message_of(await session.chat(chat_request(asked)))
-
-
-async def _count_tokens(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
-    return {"input_tokens": session.prompt_tokens(chat_request(asked))}
 
 
 def _chunks(completion: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:

@@ -91,11 +91,6 @@ class Session:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish, "matched_stop": stopped_by}
         return _completion("chat.completion", request, choice, place, response)
 
-    def prompt_tokens(self, request: Mapping[str, Any]) -> int:
-        """Tokens that the policy would be given for a chat completion; it is no turn. Raises BadRequest."""
-        messages, tools = normalised(request.get("messages")), checked_tools(request.get("tools"))
-        return len(self.episode.place_chat(messages, tools).ids)
-
     async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """A completion of a text or of token ids, with the ids of the answer as `token_ids`. Raises BadRequest."""
         self._check(request)

@@ -99,10 +99,7 @@ def shown(error: BaseException) -> str:
     """The error in a line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    try:
-        text = " ".join(str(error).split())[:SHOWN]
-    except Exception:  # a class of the user's may raise anything
-        text = ""
+    text = " ".join(str(error).split())[:SHOWN]
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
 
 
@@ -119,25 +116,13 @@ async def run(agent: Any, prompt: Prompt, session: Session) -> dict[str, Any]:
     return {"reward": float(reward)}
 
 
-class Episodes:
-    """The episodes under way, and the answers to the pool."""
-
-    def __init__(self) -> None:
-        self.running: dict[str, asyncio.Task] = {}
-        self.writer: asyncio.StreamWriter | None = None
-
-    def answer(self, **fields: Any) -> None:
-        self.writer.write(json.dumps(fields).encode() + b"\n")
-
-    def ended(self, name: str, found: dict[str, Any]) -> None:
-        """Answers an episode, once."""
-        if self.running.pop(name, None) is not None:
-            self.answer(ended=name, **found)
-
-
-async def serve(connection: socket.socket, episodes: Episodes) -> None:
+async def serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
-    episodes.writer, running, answer = writer, episodes.running, episodes.answer
+    running: dict[str, asyncio.Task] = {}
+
+    def answer(**fields: Any) -> None:
+        writer.write(json.dumps(fields).encode() + b"\n")
+
     try:
         agent = load(json.loads(await reader.readline())["function"])
     except Exception as error:  # the user's module may raise anything while it is imported
@@ -158,7 +143,8 @@ async def serve(connection: socket.socket, episodes: Episodes) -> None:
         try:
             found = await run(agent, prompt, session)
         finally:
-            episodes.ended(name, found)
+            del running[name]
+            answer(ended=name, **found)
 
     while line := await reader.readline():
         asked = json.loads(line)
@@ -176,13 +162,7 @@ def main(descriptor: int) -> None:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     os.set_inheritable(descriptor, False)  # what an agent starts must not keep the socket open
-    episodes = Episodes()
-    with asyncio.Runner() as runner:  # its end cancels what is left
-        try:
-            runner.run(serve(socket.socket(fileno=descriptor), episodes))
-        except SystemExit as error:  # of a task that an agent has started: asyncio ends its loop
-            for name in [*episodes.running]:
-                episodes.ended(name, {"error": shown(error)})
+    asyncio.run(serve(socket.socket(fileno=descriptor)))  # its end cancels what is left
 
 
 if __name__ == "__main__":
