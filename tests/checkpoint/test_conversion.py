@@ -84,12 +84,9 @@ def test_dtype(converted, tmp_path, dtype):
         assert same(weights(tmp_path / out), source)
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [(1e5, "too large for float16"), (float("-inf"), "the source"), (float("nan"), "the source")]
-)
-def test_a_value_that_float16_does_not_have_is_refused(changed, refused, value, said):
-    line = refused("hf2mcore", changed(lambda t: t[NORM][3].fill_(value)), "--dtype", "float16")
-    assert NORM in line and said in line
+def test_a_value_that_float16_does_not_have_is_refused(changed, refused):
+    line = refused("hf2mcore", changed(lambda t: t[NORM][3].fill_(1e5)), "--dtype", "float16")
+    assert NORM in line and "too large for float16" in line
 
 
 def test_a_value_that_is_not_finite_is_passed_on_in_neither_direction(converted, changed, mcore, refused):

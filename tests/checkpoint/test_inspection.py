@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.checkpoint import inspection
 from dynamo_megatron.checkpoint.inspection import differences, inspect
-from dynamo_megatron.checkpoint.torch_dist import TorchDistWriter
 from dynamo_megatron.cli import main
 
 
@@ -71,24 +70,6 @@ def test_differences_are_of_bits(tmp_path):
     assert double.startswith("double: largest difference 1.000e-12")
     assert x.startswith("x: largest difference inf")
     assert zero.startswith("zero: largest difference 0.000e+00")
-
-
-def test_each_stored_part_is_read_once(tmp_path, monkeypatch):
-    weight = torch.rand(64, 8)
-    for name, rows in (("whole", 64), ("quarters", 16)):
-        (tmp_path / name).mkdir()
-        writer = TorchDistWriter(tmp_path / name)
-        for row in range(0, 64, rows):
-            writer.add("w", weight[row : row + rows], weight.shape, (row, 0))
-        writer.close()
-    read, load = [], torch.load
-    monkeypatch.setattr(inspection, "BLOCK_VALUES", 10)
-    monkeypatch.setattr(torch, "load", lambda *a, **k: read.append(load(*a, **k)) or read[-1])
-    whole, quarters = inspect(tmp_path / "whole"), inspect(tmp_path / "quarters")
-    for pair in ((whole, quarters), (quarters, whole)):
-        read.clear()
-        assert list(differences(*pair)) == []
-        assert sorted(len(tensor) for tensor in read) == [16, 16, 16, 16, 64]
 
 
 @pytest.mark.parametrize(
