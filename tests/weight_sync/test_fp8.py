@@ -16,7 +16,6 @@ from dynamo_megatron.weight_sync.schedule import floor_bytes, make_schedule
 from dynamo_megatron.weight_sync.transports import check_transport
 
 SIZES = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 256, "experts": 2, "expert_ffn": 256}
-KEYS = "model.layers.1.self_attn.k_proj.weight"
 
 
 @pytest.fixture(scope="module")

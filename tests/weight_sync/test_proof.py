@@ -103,11 +103,10 @@ def test_a_running_server(sglang_server, tiny_model):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("family", "tp", "dtype"),
-    [("qwen2", 2, "float32"), ("llama", 1, "bfloat16"), ("qwen3", 2, "bfloat16"), ("qwen3_moe", 2, "float32")],
-)
-def test_running_servers_of_every_family(model, start_servers, tmp_path, family, tp, dtype):
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "float32"), ("qwen3", "bfloat16")])
+def test_running_servers_of_two_ranks(model, start_servers, tmp_path, family, dtype):
+    """Of families whose plain weights test_sync.py does not compare on two server ranks."""
+    tp = 2
     folder, spec, tensors = model(family, dtype)
     (running,) = start_servers(folder, dtype, (tp,), tmp_path)
     assert mismatch(running.endpoint, expected(spec, [tensors], tp), 60) is None
