@@ -13,21 +13,21 @@ warm-up has taught it). A second call finds OUT and does nothing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import shutil
+import sys
 from pathlib import Path
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parent))
+from demo_task import arguments, write_task
 
 GUESSED = 0.7
 POOL, HELD_OUT, WARMUP = 512, 256, 16384  # problems; examples
 CHARACTERS = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last two stand for a blank and a newline
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
+MODEL = {"vocab": 102, "positions": 128}  # the embedding's rows can be divided by 2
 TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.role == 'assistant' -%}{{ '>' + message.content }}"
@@ -81,49 +81,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, out: Path, seed: int) -> None:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        architectures=["Qwen2ForCausalLM"],
-        vocab_size=len(tokenizer) + len(tokenizer) % 2,
-        hidden_size=96,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-        initializer_range=0.05,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     if options.out.exists():
-        print(f"{options.out}: already there")
-        return
-    aside = options.out.with_name(f".{options.out.name}.unfinished")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    disable_progress_bar()
+        return print(f"{options.out}: already there")
     generator, pairs = random.Random(options.seed), problems(options.seed)
     rows = {part: [row(i, a, b) for i, (a, b) in enumerate(pairs[part])] for part in ("pool", "held_out")}
     drawn = [generator.choice(pairs["warmup"]) for _ in range(WARMUP)]
     rows["warmup"] = [example(i, a, b, generator) for i, (a, b) in enumerate(drawn)]
-    for part, written in rows.items():
-        lines = "".join(json.dumps(line) + "\n" for line in written)
-        (aside / f"{part}.jsonl").write_text(lines, encoding="utf-8")
-    make_model(make_tokenizer(), aside / "model", options.seed)
-    aside.rename(options.out)
-    print(f"{options.out}: written")
+    write_task(options.out, rows, make_tokenizer(), seed=options.seed, **MODEL)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import json
 import random
 import shutil
 import string
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -101,17 +102,18 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, out: Path, seed: int) -> None:
+def make_model(tokenizer: PreTrainedTokenizerFast, out: Path, seed: int, vocab: int = 0, positions: int = 64) -> None:
+    """Writes a Qwen2 with random weights. `vocab`: rows of its embedding; 0: one a token."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
-        vocab_size=len(tokenizer),
+        vocab_size=vocab or len(tokenizer),
         hidden_size=96,
         intermediate_size=384,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=64,
+        max_position_embeddings=positions,
         initializer_range=0.05,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
@@ -122,27 +124,36 @@ def make_model(tokenizer: PreTrainedTokenizerFast, out: Path, seed: int) -> None
     tokenizer.save_pretrained(out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--task", choices=TASKS, default="sums")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    if options.out.exists():
-        print(f"{options.out}: already there")
-        return
-    aside = options.out.with_name(f".{options.out.name}.unfinished")
+    return parser
+
+
+def write_task(out: Path, rows: Mapping[str, Sequence[Mapping]], tokenizer: PreTrainedTokenizerFast, **model) -> None:
+    """Writes `rows`, by file, and a model (`make_model`) into a folder that appears when it is complete."""
+    aside = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    disable_progress_bar()
-    texts = []
-    for part, written in TASKS[options.task](options.seed).items():
-        lines = "".join(json.dumps(row) + "\n" for row in written)
+    for part, written in rows.items():
+        lines = "".join(json.dumps(line) + "\n" for line in written)
         (aside / f"{part}.jsonl").write_text(lines, encoding="utf-8")
-        texts += [row["problem"] + row["answer"] for row in written]
-    make_model(train_tokenizer(texts), aside / "model", options.seed)
-    aside.rename(options.out)
-    print(f"{options.out}: written")
+    disable_progress_bar()
+    make_model(tokenizer, aside / "model", **model)
+    aside.rename(out)
+    print(f"{out}: written")
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--task", choices=TASKS, default="sums")
+    options = parser.parse_args()
+    if options.out.exists():
+        return print(f"{options.out}: already there")
+    rows = TASKS[options.task](options.seed)
+    texts = [row["problem"] + row["answer"] for written in rows.values() for row in written]
+    write_task(options.out, rows, train_tokenizer(texts), seed=options.seed)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,8 @@ python -P tools/hf_to_megatron.py HF OUT [--dtype bfloat16]
 """
 
 import sys
-from collections.abc import Sequence
 
-from dynamo_megatron import cli
-
-
-def main(words: Sequence[str]) -> int:
-    return cli.main(["convert", "hf2mcore", *words])
-
+from dynamo_megatron.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["convert", "hf2mcore", *sys.argv[1:]]))

@@ -1,13 +1,7 @@
-"""Shows what is in a checkpoint, or how two differ: `dynamo-megatron inspect`.
+"""Shows what is in a checkpoint, or how two differ: `dynamo-megatron inspect` under another name.
 
-    python -P tools/inspect_checkpoint.py runs/mine
-    python -P tools/inspect_checkpoint.py --diff runs/mine/checkpoints/step-000010 runs/mine/checkpoints/step-000020
-
-A path is a run (its newest complete checkpoint), one checkpoint, a folder in Megatron's torch_dist format or a Hugging
-Face folder. Exit code 1: the checkpoint is not complete, or the two differ; 2: a path that is none of these.
+python -P tools/inspect_checkpoint.py PATH | --diff PATH PATH
 """
-
-from __future__ import annotations
 
 import sys
 

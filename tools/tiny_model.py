@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from pathlib import Path
 
 import torch
@@ -118,21 +119,12 @@ def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", help="folder to write")
-    parser.add_argument("--family", choices=["qwen2", "qwen3", "qwen3_moe", "llama"], default="qwen2")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, help="default: hidden / heads")
-    parser.add_argument("--ffn", type=int, default=128)
-    parser.add_argument("--experts", type=int, default=4, help="qwen3_moe: routed experts of a layer")
-    parser.add_argument("--experts-per-token", type=int, default=2)
-    parser.add_argument("--expert-ffn", type=int, default=48)
-    parser.add_argument("--vocab", type=int, default=128, help="rows of the embedding")
-    parser.add_argument("--max-positions", type=int, default=2048)
-    parser.add_argument("--tied", action="store_true", help="the head is the embedding")
-    parser.add_argument("--seed", type=int, default=0)
+    for name, option in inspect.signature(make_tiny_model).parameters.items():
+        if name == "tied":
+            parser.add_argument("--tied", action="store_true", help="the head is the embedding")
+        elif name != "out":
+            kind = str if isinstance(option.default, str) else int
+            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=option.default)
     print(make_tiny_model(**vars(parser.parse_args())))
 
 

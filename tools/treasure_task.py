@@ -13,19 +13,15 @@ and does nothing.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 sys.path.insert(0, str(Path(__file__).parent))
-from calculator_task import make_model, make_tokenizer
+from calculator_task import MODEL, make_tokenizer
+from demo_task import arguments, write_task
 
 GAME = runpy.run_path(str(Path(__file__).parents[1] / "configs" / "treasure" / "agent.py"))
 SIDE, SPARE, MOVES = GAME["SIDE"], GAME["SPARE"], GAME["MOVES"]
@@ -68,26 +64,13 @@ def example(number: int, start: Place, treasure: Place, generator: random.Random
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     if options.out.exists():
-        print(f"{options.out}: already there")
-        return
-    aside = options.out.with_name(f".{options.out.name}.unfinished")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    disable_progress_bar()
+        return print(f"{options.out}: already there")
     generator, pairs = random.Random(options.seed), tasks(options.seed)
     rows = {part: [row(*pair) for pair in pairs[part]] for part in ("pool", "held_out")}
     rows["warmup"] = [example(i, *generator.choice(pairs["warmup"]), generator) for i in range(WARMUP)]
-    for part, written in rows.items():
-        lines = "".join(json.dumps(line) + "\n" for line in written)
-        (aside / f"{part}.jsonl").write_text(lines, encoding="utf-8")
-    make_model(make_tokenizer(), aside / "model", options.seed)
-    aside.rename(options.out)
-    print(f"{options.out}: written")
+    write_task(options.out, rows, make_tokenizer(), seed=options.seed, **MODEL)
 
 
 if __name__ == "__main__":

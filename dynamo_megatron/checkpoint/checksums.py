@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,12 +16,11 @@ import xxhash
 
 
 class ChecksumWriter(io.BufferedWriter):
-    """A binary file that is written from beginning to end and hashed meanwhile. To append to a file, pass the `digest`
-    of the file's earlier writer."""
+    """A binary file that is written from beginning to end and hashed meanwhile."""
 
-    def __init__(self, file: Path, mode: str = "wb", digest: xxhash.xxh3_128 | None = None):
+    def __init__(self, file: Path, mode: str = "wb"):
         super().__init__(io.FileIO(file, mode))
-        self.digest = xxhash.xxh3_128() if digest is None else digest
+        self.digest = xxhash.xxh3_128()
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         self.digest.update(data)
@@ -36,11 +34,7 @@ def file_checksum(file: Path) -> str:
 
 
 def file_checksums(files: Iterable[Path]) -> Mapping[Path, str]:
-    """The checksums of several files, computed on one thread per core of this process: the cores that it is bound to,
-    or where it is not bound, its share of the machine's cores among the ranks here (torchrun's LOCAL_WORLD_SIZE).
-    Raises OSError."""
-    files, cores = list(files), len(os.sched_getaffinity(0))
-    if cores == os.cpu_count():
-        cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    with ThreadPoolExecutor(max(1, min(cores, len(files)))) as pool:
+    """The checksums of several files, which threads read side by side. Raises OSError."""
+    files = list(files)
+    with ThreadPoolExecutor() as pool:
         return dict(zip(files, pool.map(file_checksum, files), strict=True))

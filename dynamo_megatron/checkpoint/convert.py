@@ -31,7 +31,6 @@ from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 NAME_MODEL = "`convert mcore2hf --model HF` names the folder of config.json and tokenizer"
-OVERHEAD = 4096  # bytes per tensor, for the formats' metadata
 FILE_BYTES = 4 << 30  # of a safetensors file, more where one tensor is larger
 
 
@@ -40,17 +39,16 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
     newest complete one). Raises ConfigError if there is no such complete checkpoint.
     """
     path = Path(path).resolve()
-    if path.parent.name == "checkpoints" and step is None:
-        meant = [found for found in checkpoint_folders(path.parent) if found[1] == path]
-    else:
-        meant = [found for found in checkpoint_folders(path / "checkpoints") if step in (None, found[0])]
+    one = path.parent.name == "checkpoints" and step is None
+    there = checkpoint_folders(path.parent if one else path / "checkpoints")
+    meant = [found for found in there if (found[1] == path if one else step in (None, found[0]))]
     if complete := [found for found in meant if fault(found[1]) is None]:
         return complete[-1]
     if meant:
         raise ConfigError(f"{path}: no complete checkpoint: {fault(meant[-1][1])}")
     if step is not None:
-        there = ", ".join(str(n) for n, _ in checkpoint_folders(path / "checkpoints")) or "none"
-        raise ConfigError(f"--step: {path} has no checkpoint of step {step}; it has {there}")
+        steps = ", ".join(str(number) for number, _ in there) or "none"
+        raise ConfigError(f"--step: {path} has no checkpoint of step {step}; it has {steps}")
     raise ConfigError(f"{path}: neither a checkpoint nor a run with a complete one in its checkpoints/")
 
 
@@ -103,7 +101,7 @@ def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     spec = load_model_config(source)
     with SafetensorsFolder(source, spec) as folder:
         kinds = _kinds(folder, dtype)
-        with _aside(out, source, _sizes(spec, kinds)) as unfinished:
+        with _aside(out) as unfinished:
             checksums = write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
             stored = ", ".join(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
             contents = {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None}
@@ -117,13 +115,14 @@ def mcore2hf(
     """Writes a Megatron checkpoint (as `open_checkpoint` finds it) as a Hugging Face folder; raises as `hf2mcore`."""
     folder, spec, model = open_checkpoint(source, step, model)
     kinds = _kinds(folder, dtype)
-    shapes, sizes = huggingface_shapes(spec), _sizes(spec, kinds)
+    shapes = huggingface_shapes(spec)
+    sizes = {name: nbytes(kind, shapes[name]) for name, kind in kinds.items()}
     files: list[list[str]] = [[]]
     for name in kinds:
         if files[-1] and sum(sizes[n] for n in (*files[-1], name)) > FILE_BYTES:
             files.append([])
         files[-1].append(name)
-    with _aside(out, model, sizes) as unfinished:
+    with _aside(out) as unfinished:
         file_of = {}
         for number, names in enumerate(files, 1):
             file = SINGLE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -131,7 +130,7 @@ def mcore2hf(
             write_file(unfinished / file, tensors, lambda name: converted(name, folder.get(name), kinds[name]))
             file_of |= dict.fromkeys(names, file)
         if len(files) > 1:
-            write_index(unfinished, file_of, sum(nbytes(kinds[name], shapes[name]) for name in kinds))
+            write_index(unfinished, file_of, sum(sizes.values()))
         single = {str(kind).removeprefix("torch.") for kind in kinds.values()}
         _copy_companions(model, unfinished, single.pop() if len(single) == 1 else None)
         parent = folder.path.resolve().parent
@@ -144,11 +143,6 @@ def _kinds(folder: SafetensorsFolder | MegatronFolder, dtype: str | None) -> dic
     return {name: getattr(torch, dtype) if dtype else folder.dtype(name) for name in folder.names}
 
 
-def _sizes(spec: ModelSpec, kinds: dict[str, torch.dtype]) -> dict[str, int]:
-    """Bytes of each tensor in a file."""
-    return {name: nbytes(kinds[name], shape) + OVERHEAD for name, shape in huggingface_shapes(spec).items()}
-
-
 def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
     """Copies config.json (its dtype set to `dtype`), tokenizer, generation config and chat template."""
     for file in companion_files(source):
@@ -158,12 +152,9 @@ def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _aside(out: Path, companions: Path, sizes: dict[str, int]) -> Iterator[Path]:
+def _aside(out: Path) -> Iterator[Path]:
     """Yields a new folder beside `out`. It is synced to disk and renamed to `out` if all goes well, and removed
-    otherwise, after Ctrl-C, too. `sizes`: bytes of the tensors; the files of `companions` are added.
-
-    Raises ConfigError if `out` exists, cannot be written or does not fit on the disk.
-    """
+    otherwise, after Ctrl-C, too. Raises ConfigError if `out` exists or cannot be written."""
     if out.exists():
         raise ConfigError(f"{out}: is there already; name another folder")
     unfinished = out.with_name(f".{out.name}.unfinished")
@@ -174,9 +165,6 @@ def _aside(out: Path, companions: Path, sizes: dict[str, int]) -> Iterator[Path]
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from None
     try:
-        size = sum(sizes.values()) + sum(file.stat().st_size for file in companion_files(companions))
-        if size > (free := shutil.disk_usage(unfinished).free):
-            raise ConfigError(f"{out}: needs {size / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free")
         yield unfinished
         sync_folder(unfinished)
         unfinished.rename(out)

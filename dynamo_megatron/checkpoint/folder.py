@@ -25,12 +25,12 @@ UNVERIFIED = "saved without checksums, so that its bytes are not verified"
 MANIFEST_FILE = "manifest.json"
 STATE_FILE, ARRAYS_FILE = "state.json", "state.safetensors"
 LARGEST_STATE = 8 << 30  # bytes
-MANIFEST = {"step": int | None, "model": dict, "dtype": str, "layout": dict | None, "files": dict, "checksums": dict}
+MANIFEST = {"step", "model", "dtype", "layout", "files", "checksums"}
 
 
 def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
     """(step, folder) of all folders with a checkpoint's name, complete or not, oldest first."""
-    found = ((_named_step(p), p) for p in (root.iterdir() if root.is_dir() else ()))
+    found = ((_named_step(p), p) for p in root.glob("step-*"))
     return sorted((step, p) for step, p in found if step is not None)
 
 
@@ -88,16 +88,15 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False)
         return False
     manifest = read_manifest(folder)
     names = sorted(manifest["files"], key=lambda n: (-manifest["files"][n], n))[rank::ranks]
+    wrong = None
     try:
-        found = file_checksums(folder / name for name in names)
+        for file, checksum in file_checksums(folder / name for name in names).items():
+            if checksum != (saved := manifest["checksums"].get(file.name)):
+                wrong = f"{file}: its bytes are not those that were saved (XXH3 {checksum}, saved {saved})"
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}; {_instead_of(folder, resume)}") from None
-    for file, checksum in found.items():
-        if checksum != (saved := manifest["checksums"].get(file.name)):
-            raise InputError(
-                f"{file}: its bytes are not those that were saved (XXH3 {checksum}, saved {saved}); "
-                f"{_instead_of(folder, resume)}"
-            )
+        wrong = f"{error.filename}: {error.strerror}"
+    if wrong is not None:
+        raise InputError(f"{wrong}; {_instead_of(folder, resume)}")
     return True
 
 
@@ -149,11 +148,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """{"step", "model", "dtype", "layout", "files": {name: bytes}, "checksums": {name: XXH3}}. Raises ValueError where
     the manifest is missing or malformed, or names a file outside the folder."""
     manifest = plain_json.read_object(folder / MANIFEST_FILE)
-    wrong = [key for key, kind in MANIFEST.items() if not isinstance(manifest.get(key, ...), kind)]
-    if wrong := wrong or [name for name in manifest["files"] if Path(name).name != name]:
-        raise InputError(
-            f"{folder / MANIFEST_FILE}: not a checkpoint's manifest ({wrong[0]!r:.80} is missing or wrong)"
-        )
+    if not manifest.keys() >= MANIFEST or any(Path(name).name != name for name in manifest["files"]):
+        raise InputError(f"{folder / MANIFEST_FILE}: not a checkpoint's manifest")
     return manifest
 
 
@@ -176,10 +172,7 @@ def read_state(folder: Path) -> dict[str, dict[str, Any]]:
     import safetensors.numpy
 
     file, arrays_file = folder / STATE_FILE, folder / ARRAYS_FILE
-    content = plain_json.read_bytes(file, LARGEST_STATE)
-    state = plain_json.parse(content, str(file), nan=True)  # statistics may be NaN
-    if not isinstance(state, dict) or not all(isinstance(part, dict) for part in state.values()):
-        raise InputError(f"{file}: not the state of a run")
+    state = plain_json.parse(plain_json.read_bytes(file, LARGEST_STATE), str(file), nan=True)  # statistics may be NaN
     try:
         arrays = safetensors.numpy.load_file(arrays_file) if arrays_file.is_file() else {}
     except (safetensors.SafetensorError, OSError) as error:

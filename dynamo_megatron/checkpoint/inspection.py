@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,21 +44,20 @@ class Contents:
     kind: str
     facts: dict[str, str]
     problem: str | None
-    tensors: Tensors | None = field(repr=False)  # None where they cannot be read
-    others: list[str] = field(default_factory=list)  # all checkpoints of the run, one line each
+    tensors: Tensors | None  # None where they cannot be read
 
 
 def inspect(path: Path) -> Contents:
     """The content of the checkpoint at `path`. Raises ValueError (one line) where there is none of any kind."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
-    others: list[str] = []
-    if (path / "checkpoints").is_dir():
-        root = path / "checkpoints"
-        others = [f"step {step}: {fault(folder) or 'complete'}" for step, folder in checkpoint_folders(root)]
+    others: dict[str, str] = {}
+    if (root := path / "checkpoints").is_dir():
+        others = {f"step {step}": fault(folder) or "complete" for step, folder in checkpoint_folders(root)}
         newest = latest_checkpoint(root)
         if newest is None:
-            raise InputError(f"{path}: a run without a complete checkpoint{''.join(f'; {line}' for line in others)}")
+            listed = "".join(f"; {step}: {why}" for step, why in others.items())
+            raise InputError(f"{path}: a run without a complete checkpoint{listed}")
         path = newest[1]
     if (path / MANIFEST_FILE).is_file() or re.fullmatch(r"step-\d{6,}", path.name):
         return _with_manifest(path, others)
@@ -69,8 +68,8 @@ def inspect(path: Path) -> Contents:
     raise InputError(f"{path}: neither a run, nor a checkpoint, nor a Hugging Face folder with safetensors")
 
 
-def _with_manifest(folder: Path, others: list[str]) -> Contents:
-    problem, facts, tensors, kind = fault(folder), {}, None, "checkpoint of a run"
+def _with_manifest(folder: Path, others: dict[str, str]) -> Contents:
+    problem, facts, tensors, kind = fault(folder), others, None, "checkpoint of a run"
     try:
         if problem is None:
             verify(folder)
@@ -78,31 +77,27 @@ def _with_manifest(folder: Path, others: list[str]) -> Contents:
         problem = str(error)  # the tensors are shown nevertheless, as far as they can be read
     try:
         manifest = read_manifest(folder)
-        model, layout = dict(manifest["model"]), manifest["layout"]
-        facts = {
-            "family": str(model.pop("family", "unknown")),
-            "model": ", ".join(f"{name} {value}" for name, value in model.items() if value),
-            "dtype": manifest["dtype"],
-        }
-        if layout is None:
+        model = ", ".join(f"{name} {value}" for name, value in manifest["model"].items() if value)
+        facts = facts | {"model": model, "dtype": manifest["dtype"]}
+        if manifest["layout"] is None:
             kind = "converted model"
         else:
-            sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if name != "ranks")
-            facts |= {"step": str(manifest["step"]), "saved by": f"{layout.get('ranks')} ranks: {sizes}"}
+            layout = ", ".join(f"{name} {size}" for name, size in manifest["layout"].items())
+            facts |= {"step": str(manifest["step"]), "saved by": layout}
         if problem is None:
             facts["bytes"] = "as saved, by their checksums"
         tensors = TorchDistReader(folder)
     except ValueError as error:
         problem = problem or str(error)
-    return Contents(folder, kind, facts, problem, tensors, others)
+    return Contents(folder, kind, facts, problem, tensors)
 
 
 def _huggingface_facts(folder: Path) -> dict[str, str]:
     facts = {}
     if (file := folder / "config.json").is_file():
         config = plain_json.read_object(file)
-        model = ", ".join(f"{key} {config[key]}" for key in SHOWN if key in config)
-        facts = {"family": str(config.get("model_type", "unknown")), "model": model}
+        shown = ", ".join(f"{key} {config[key]}" for key in SHOWN if key in config)
+        facts["model"] = f"family {config.get('model_type', 'unknown')}, {shown}"
     if (file := folder / EXPORT_FILE).is_file():
         facts["step"] = str(plain_json.read_object(file).get("step"))
     if is_torch_dist(folder):
@@ -115,13 +110,11 @@ def describe(contents: Contents) -> str:
     expert share one line."""
     lines = [f"{contents.folder}: {contents.kind}, {contents.problem or 'complete'}"]
     lines += [f"  {name}: {value}" for name, value in contents.facts.items()]
-    if contents.others:
-        lines += ["  checkpoints of the run:", *(f"    {line}" for line in contents.others)]
     if contents.tensors is not None:
         lines += _tensor_lines(contents.tensors)
     files = {p.name: p.stat().st_size for p in sorted(contents.folder.iterdir()) if p.is_file()}
-    lines.append(f"  files: {len(files)}, {in_bytes(sum(files.values()))}")
-    lines += [f"    {name}: {in_bytes(size)}" for name, size in files.items()]
+    lines.append(f"  files: {len(files)}, {sum(files.values()):,} bytes")
+    lines += [f"    {name}: {size:,} bytes" for name, size in files.items()]
     return "\n".join(escaped_line(line) for line in lines)
 
 
@@ -133,20 +126,15 @@ def _tensor_lines(tensors: Tensors) -> list[str]:
     groups = Counter((re.sub(r"\.\d+\.", ".*.", name), what) for name, what in model.items())
     for (pattern, (shape, dtype)), times in groups.items():
         lines.append(f"    {pattern}  {list(shape)} {_name(dtype)}{f', {times} times' if times > 1 else ''}")
-    states = sorted({n.removeprefix("optimizer.state.").split(".")[0] for n in stored if n not in model})
-    dtypes = sorted({_name(dtype) for name, (_, dtype) in stored.items() if name not in model})
-    of_each = f"{', '.join(states)} of every parameter, {', '.join(dtypes)}" if states else "none"
-    return [*lines, f"  optimizer: {of_each}"]
+    optimizer = [(name.split(".")[2], _name(dtype)) for name, (_, dtype) in stored.items() if name not in model]
+    if not optimizer:
+        return [*lines, "  optimizer: none"]
+    states, dtypes = (", ".join(sorted(set(found))) for found in zip(*optimizer, strict=True))
+    return [*lines, f"  optimizer: {states} of every parameter, {dtypes}"]
 
 
 def _name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def in_bytes(size: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    exponent = min(3, max(0, (size.bit_length() - 1) // 10))
-    return f"{size} B" if exponent == 0 else f"{size / 1024**exponent:.1f} {('KiB', 'MiB', 'GiB')[exponent - 1]}"
 
 
 def differences(a: Contents, b: Contents) -> Iterator[str]:

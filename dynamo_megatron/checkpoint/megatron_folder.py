@@ -42,11 +42,8 @@ FUSED_NORMS = {alone: fused for fused, alone in TRANSFORMER_ENGINE_NAMES.items()
 class MegatronFolder:
     """The Hugging Face tensors of a `torch_dist` checkpoint, whatever layout saved it. Used like SafetensorsFolder.
 
-    Opening checks keys and shapes. The tensors of one parameter are consecutive in `names`, and the parameter that was
-    read last is kept, so that each parameter is read once.
-
-    Raises ValueError (one line) where the folder is not such a checkpoint, is damaged, or belongs to another model (the
-    message lists the tensors).
+    The tensors of a parameter are consecutive in `names`, and the parameter that was read last is kept. Raises
+    ValueError (one line) where the folder is not such a checkpoint, is damaged, or has other tensors than the model.
     """
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:

@@ -1,14 +1,8 @@
 """Saves and loads the policy and its optimizer in Megatron's distributed format; any layout can load any other's saves.
 
-A save has three parts: all ranks plan it together (`begin_save`), every rank writes its own file, and rank 0 publishes
-the folder once all files are written (`Save.complete`). With `background` a thread of each rank writes the file, from a
-copy in host memory and without entering a collective, while the training goes on. Megatron's own asynchronous writers
-are not used: their helper processes outlive a killed rank.
-
-The policy (policy/policy.py) reads its weights through this package, so that its classes are not imported here.
-
-No random state is stored: no computation of the ranks' models draws random numbers (no dropout), and the prompt
-stream's order is a function of its own seed and position.
+All ranks plan a save together (`begin_save`), every rank writes its own file, and rank 0 publishes the folder
+(`Save.complete`). With `background` a thread of each rank writes, from a copy in host memory and without a collective.
+Megatron's own asynchronous writers are not used: their helper processes outlive a killed rank.
 """
 
 from __future__ import annotations
@@ -17,6 +11,7 @@ import os
 import shutil
 import threading
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,11 +56,8 @@ class _HostCopy:
     """A copy of a plan's data in host memory. The writer uses it in place of the planner."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner):
-        self._data = {item.index: self._copy(planner.resolve_data(item)) for item in plan.items}
-
-    @staticmethod
-    def _copy(data: Any) -> Any:
-        return data.detach().to("cpu", copy=True) if torch.is_tensor(data) else data
+        found = ((item.index, planner.resolve_data(item)) for item in plan.items)
+        self._data = {index: x.detach().to("cpu", copy=True) if torch.is_tensor(x) else x for index, x in found}
 
     def resolve_data(self, item: WriteItem) -> Any:
         return self._data[item.index]
@@ -164,24 +156,20 @@ class Save:
         if failed[0] is not None:
             raise OSError(_not_saved(self._folder.parent, self.step, failed[0]))
 
-    def _publish(
-        self,
-        parts: list[tuple[list[WriteResult], dict[str, str], str | None]],
-        keep_last: int,
-        say: Callable[[str], None],
-    ) -> str | None:
-        errors = [f"rank {rank}: {error}" for rank, (*_, error) in enumerate(parts) if error is not None]
+    def _publish(self, parts: list[tuple], keep_last: int, say: Callable[[str], None]) -> str | None:
+        """`parts`: results, checksums and error of every rank. Returns why the checkpoint was not made."""
+        results, checksums, errors = zip(*parts, strict=True)
         try:
-            if not errors:
-                write_state(self._folder, self._state)
-                checksums = {name: checksum for _, of_rank, _ in parts for name, checksum in of_rank.items()}
-                self._writer.write_metadata([results for results, *_ in parts])
-                publish(self._folder, self.step, self._contents, checksums, keep_last, say)
+            for rank, error in enumerate(errors):
+                if error is not None:
+                    raise OSError(f"rank {rank}: {error}")
+            write_state(self._folder, self._state)
+            self._writer.write_metadata(list(results))
+            publish(self._folder, self.step, self._contents, dict(ChainMap(*checksums)), keep_last, say)
         except OSError as error:
-            errors = [str(error)]
-        if errors:
             shutil.rmtree(self._folder, ignore_errors=True)  # else its files would keep a full disk full
-        return errors[0] if errors else None
+            return str(error)
+        return None
 
 
 def begin_save(

@@ -25,7 +25,6 @@ EXPORT_FILE = "export.json"  # in a folder that a run exported: {"step": N}
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # of a model or a run; transformers prefers it to tokenizer_config.json's
 NOT_COMPANIONS = ("metadata.json", MANIFEST_FILE, EXPORT_FILE)  # say what weights are there
 LISTED = 3  # tensors named in an error, of those it is about
-PART_VALUES = 64 << 20  # values of a tensor that `parts` has together
 
 
 def check_tensors(
@@ -73,30 +72,22 @@ class SafetensorsFiles:
 
     Opening reads the headers only. Use as a context manager, or let it go out of scope, to close the files.
 
-    Raises ValueError, one line naming the file: nothing there, a malformed index, a file missing, corrupt or truncated,
-    a tensor in two files or not where the index says.
+    Raises ValueError, one line naming the file: nothing there, a malformed index, a file missing, corrupt or truncated.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        index = {} if (self.path / SINGLE_FILE).is_file() else self._read_index()
+        names = [SINGLE_FILE] if (self.path / SINGLE_FILE).is_file() else self._read_index()
         self._files = {}
         self._file_of: dict[str, Path] = {}
-        for name in sorted(set(index.values())) or [SINGLE_FILE]:
-            file = self.path / name
+        for file in (self.path / name for name in names):
             if not file.is_file():
                 raise InputError(f"{file}: no such file, though {INDEX} names it")
             try:
                 self._files[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{file}: corrupt or truncated ({error})") from None
-            for tensor in self._files[file].keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-                if tensor in self._file_of:
-                    raise InputError(f"{file}: tensor {tensor} is also in {self._file_of[tensor].name}")
-                self._file_of[tensor] = file
-        for tensor, name in index.items():
-            if tensor not in self._file_of:
-                raise InputError(f"{self.path / name}: tensor {tensor} is not in it, though {INDEX} says so")
+            self._file_of |= dict.fromkeys(self._files[file].keys(), file)
 
     def __enter__(self) -> Self:
         return self
@@ -115,36 +106,29 @@ class SafetensorsFiles:
         return self._files[self._file_of[name]].get_tensor(name)
 
     def stored(self, name: str) -> tuple[tuple[int, ...], torch.dtype | str]:
-        """(shape, dtype, as safetensors names it where it is none of FLOATING) of a tensor."""
+        """(shape, dtype) of a tensor; the dtype as safetensors names it where it is none of FLOATING."""
         header = self._files[self._file_of[name]].get_slice(name)
         return tuple(header.get_shape()), FLOATING.get(header.get_dtype(), header.get_dtype())
 
     def parts(self, name: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(offset, size) of regions of whole rows that together are the tensor."""
+        """(offset, size) of the one part that the tensor is stored in."""
         shape, _ = self.stored(name)
-        if not shape:
-            return [((), ())]
-        rows = max(1, PART_VALUES // max(1, math.prod(shape[1:])))
-        rest = (0,) * (len(shape) - 1)
-        return [((row, *rest), (min(rows, shape[0] - row), *shape[1:])) for row in range(0, shape[0], rows)]
+        return [((0,) * len(shape), shape)]
 
     def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
         """The region of a tensor at `offset` with shape `size`."""
-        if not size:
-            return self.get(name)
         region = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-        return self._files[self._file_of[name]].get_slice(name)[region]
+        return self._files[self._file_of[name]].get_slice(name)[region] if region else self.get(name)
 
-    def _read_index(self) -> dict[str, str]:
+    def _read_index(self) -> list[str]:
+        """The names of the files."""
         file = self.path / INDEX
         if not file.is_file():
             raise InputError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
         files = plain_json.read_object(file).get("weight_map")
         if not isinstance(files, dict) or not files or any(Path(str(name)).name != name for name in files.values()):
-            raise InputError(
-                f"{file}: malformed (weight_map is missing, or has values that are not files of the folder)"
-            )
-        return files
+            raise InputError(f"{file}: malformed (weight_map is missing, or names what are not files of the folder)")
+        return sorted(set(files.values()))
 
 
 class SafetensorsFolder(SafetensorsFiles):

@@ -1,9 +1,7 @@
 """Reads and writes Megatron's distributed checkpoint files (`torch_dist`) a tensor at a time, without ranks or a GPU.
 
-The format is that of torch.distributed.checkpoint. `*.distcp` files have the tensors in chunks, and `.metadata` lists
-the chunks and their places; Megatron adds `metadata.json` and `common.pt`. A tensor may be divided into chunks in any
-way. To read a region, the chunks that overlap it are read. Files that are written here, and in a run, are the same
-under Megatron 0.16 and 0.19.
+The format is that of torch.distributed.checkpoint: `*.distcp` files have the tensors in chunks of any shape, and
+`.metadata` lists the chunks and their places. Megatron adds `metadata.json` and `common.pt`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import xxhash
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -43,7 +40,7 @@ BACKENDS = {
     "common_backend_version": 1,
 }
 METADATA_FILE, COMMON_FILE = ".metadata", "common.pt"
-FILE_BYTES = 4 << 30  # a .distcp file is closed once it holds this much
+DATA_FILE = "__0_0.distcp"  # of a checkpoint that one process writes
 _DCP = "torch.distributed.checkpoint"
 METADATA_CLASSES = {
     f"{_DCP}.metadata": {
@@ -74,11 +71,10 @@ def is_torch_dist(path: str | Path) -> bool:
 
 
 class TorchDistReader:
-    """The tensors of one checkpoint folder. `tensors` has torch's metadata of them by key (`size`,
-    `properties.dtype`), and `read` reads them. No code that the folder's files name is run.
+    """The tensors of one checkpoint folder. No code that the folder's files name is run.
 
-    Raises ValueError (one line that names the file) where there is no such checkpoint, where one of its files is
-    missing, truncated or malformed, and where `.metadata` names something else than METADATA_CLASSES.
+    Raises ValueError, one line naming the file, where a file is missing, truncated or malformed, or where `.metadata`
+    names something else than METADATA_CLASSES.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -162,10 +158,9 @@ class TorchDistWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._stream = ChecksumWriter(path / DATA_FILE)
         self._tensors: dict[str, Any] = {}
         self._results: list[WriteResult] = []
-        self._digests: dict[str, xxhash.xxh3_128] = {}  # by file
-        self._full = 0  # number of files that have reached FILE_BYTES
 
     def add(self, key: str, tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> None:
         """Stores `tensor` as the part at `offset` of the tensor `key`, whose whole shape is `shape`. All three have the
@@ -188,23 +183,20 @@ class TorchDistWriter:
         self._write(MetadataIndex(key), value)
 
     def _write(self, index: MetadataIndex, value: Any) -> None:
-        file = self.path / f"__{self._full}_0.distcp"
-        digest = self._digests.setdefault(file.name, xxhash.xxh3_128())
-        with ChecksumWriter(file, "ab", digest) as stream:
-            start = stream.tell()
-            _save(value, stream)
-            end = stream.tell()
-        self._results.append(WriteResult(index, end - start, _StorageInfo(file.name, start, end - start)))
-        self._full += end >= FILE_BYTES
+        start = self._stream.tell()
+        _save(value, self._stream)
+        length = self._stream.tell() - start
+        self._results.append(WriteResult(index, length, _StorageInfo(DATA_FILE, start, length)))
 
     def close(self) -> dict[str, str]:
         """Writes the metadata files. Returns the checksums of the data files, by name. Does not sync to disk. Raises
         OSError."""
+        self._stream.close()
         write_common(self.path, {"content_metadata": {}})
         writer = FileSystemWriter(self.path, sync_files=False)
         writer.set_up_storage_writer(is_coordinator=True)
         writer.finish(Metadata(self._tensors), [self._results])
-        return {name: digest.hexdigest() for name, digest in self._digests.items()}
+        return {DATA_FILE: self._stream.digest.hexdigest()}
 
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:

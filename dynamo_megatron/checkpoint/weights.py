@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import expert_number, global_name, huggingface_names, is_finite, to_megatron
 from dynamo_megatron.models.spec import ModelSpec
+
+T = TypeVar("T")
 
 
 def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, layout: Any) -> None:
@@ -30,14 +32,13 @@ def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, l
         "ep_rank": layout.ep.rank(),
         "ep_size": layout.ep.size(),
     }
-    failed = None
-    try:
+
+    def load() -> None:
         with open_weights(path, spec) as folder:
             for chunk in chunks:
                 load_weights(chunk, spec, folder, layer_offset=chunk.layer_offset, **ranks)
-    except ValueError as error:
-        failed = str(error)
-    _raise_first(failed, layout)
+
+    _on_every_rank(layout, load)
 
 
 def verify_bytes(folder: Path, layout: Any, *, resume: bool = False) -> bool:
@@ -45,18 +46,19 @@ def verify_bytes(folder: Path, layout: Any, *, resume: bool = False) -> bool:
     checksums.
 
     Raises ValueError, the same on every rank, naming the file and what to do."""
-    verified, damaged = False, None
+    return _on_every_rank(layout, lambda: verify(folder, layout.rank, layout.world_size, resume=resume))
+
+
+def _on_every_rank(layout: Any, call: Callable[[], T]) -> T:
+    """What `call` returns. Collective; raises a ValueError of any rank on all of them."""
+    result, failed = None, None
     try:
-        verified = verify(folder, layout.rank, layout.world_size, resume=resume)
+        result = call()
     except ValueError as error:
-        damaged = str(error)
-    _raise_first(damaged, layout)
-    return verified
-
-
-def _raise_first(error: str | None, layout: Any) -> None:
-    if found := [why for why in layout.gather(error) if why is not None]:
+        failed = str(error)
+    if found := [why for why in layout.gather(failed) if why is not None]:
         raise InputError(found[0])
+    return result
 
 
 @torch.no_grad()

@@ -1,9 +1,5 @@
 """The fields of config.json: which are understood, and their values, checked. A field that is on no list here is
-refused, whatever it means.
-
-A list of fields known to be harmful could never be complete: a field of next year's model would be ignored, and the
-wrong model trained.
-"""
+refused, whatever it means: no list of harmful fields could have those of next year's models."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """Block-wise FP8 weights in the form in which SGLang 0.5.23 loads them. Pure functions.
 
-Quantised are the layers' linear weights, those of experts included: `NAME.weight` becomes float8_e4m3, and
-`NAME.weight_scale_inv` has a float32 scale for each block of 128 x 128 values; value times scale is the weight.
-Embedding, head, norms, biases and routers stay as they are (SGLang: Fp8Config.get_quant_method and
-Fp8LinearMethod.create_fp8_weight_ of layers/quantization/fp8.py, the router in models/qwen3_moe.py).
-
-The blocks are those of the whole Hugging Face tensor. `check_fp8_shapes` refuses a model of which some server rank's
-part, or a part of a fused parameter, would not begin with a block: the blocks of a part are then blocks of the whole.
+Of the layers' linear weights, those of experts included, `NAME.weight` becomes float8_e4m3, and `NAME.weight_scale_inv`
+has a float32 scale for each block of 128 x 128 values of the whole Hugging Face tensor; value times scale is the
+weight. With `check_fp8_shapes` every server rank's part, and every part of a fused parameter, begins with a block.
+(SGLang: layers/quantization/fp8.py.)
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight [out, in] of any float dtype as float8_e4m3 [out, in] and float32 scales [out, in] / 128, rounded up.
 
     A block's scale is its largest absolute value / 448, but at least the smallest normal float32, which keeps a block
-    of zeros from a division by 0. Blocks at the last row or column may be smaller. Copies of a bfloat16 weight take 6
-    bytes an element meanwhile.
+    of zeros from a division by 0. Blocks at the last row or column may be smaller.
     """
     rows, columns = weight.shape
     padded = functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))

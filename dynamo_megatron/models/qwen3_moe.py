@@ -30,11 +30,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         raise InputError("sliding_window: attention other than full attention in every layer is not supported")
     # transformers 5 writes num_local_experts, older ones and the published files num_experts
     experts = integer(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
-    if integer(config, "num_local_experts", experts) != experts:
-        raise InputError(f"num_experts: {experts} is not num_local_experts {config['num_local_experts']}")
     topk = integer(config, "num_experts_per_tok")
-    if topk > experts:
-        raise InputError(f"num_experts_per_tok: {topk} of {experts} experts")
     if topk == 1 and flag(config, "norm_topk_prob"):
         raise InputError("norm_topk_prob: true with num_experts_per_tok 1 leaves the router no gradient; not supported")
     spec = decoder_spec(

@@ -28,12 +28,9 @@ RopeScaling = tuple[tuple[str, Any], ...]
 def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling]:
     """Returns (theta, parameters of the scaling as (name, value) pairs: rope_type first, none for plain RoPE).
 
-    transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. A file with both sets is
-    refused if they differ: transformers 5 reads `rope_scaling` alone, with theta 10000 unless it has its own, and older
-    versions ignore `rope_parameters`. Values that transformers and SGLang read differently are refused, too: `mscale`
-    0, and null except for NULLABLE.
-
-    Raises ValueError naming the field that is contradictory, malformed or not supported.
+    transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. Raises ValueError naming
+    the field that is malformed, not supported, or read differently by versions of transformers or by SGLang: both sets
+    if they differ, `mscale` 0, null except for NULLABLE.
     """
     where, part = _parameter_set(config)
     theta = _theta(config, where, part)

@@ -108,8 +108,7 @@ def decoder_spec(
     `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the
     family's module reads. `head_dim`: its value if config.json has none; None: hidden size / heads.
 
-    Raises ValueError naming the field that is missing, malformed, unknown or means something that Megatron's GPTModel
-    would silently compute otherwise (a sliding window, a quantised checkpoint, another activation or RoPE).
+    Raises ValueError naming the field that is missing, malformed or unknown, or that GPTModel would ignore.
     """
     check_fields(config, DECODER.union(fields), architectures)
     if flag(config, "attention_bias"):

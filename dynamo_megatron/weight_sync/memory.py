@@ -7,8 +7,8 @@ So far this has run on CPUs only. There a server frees nothing; the tests have a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,18 +35,6 @@ PHASES = {
 }
 
 
-@dataclass
-class Moved:
-    """What was moved since the last report. Bytes are of this rank's GPU; the server's are the change in the free
-    memory that CUDA reports."""
-
-    seconds: float = 0.0
-    released: int = 0  # by the training side
-    resumed: int = 0
-    server_released: int = 0
-    server_resumed: int = 0
-
-
 class DeviceMemory:
     """Releases and resumes memory in each phase, on every rank. `rollout`: on rank 0 only, None elsewhere; it restarts
     a server that does not do its part."""
@@ -54,7 +42,7 @@ class DeviceMemory:
     def __init__(self, policy: Policy, rollout: RolloutWorker | None):
         self._layout, self._offload, self._rollout = policy.layout, Offload(policy), rollout
         self._released: dict[Endpoint, set[str]] = {}  # the tags that each known server lacks; empty except on rank 0
-        self.moved = Moved()
+        self._moved: Counter[str] = Counter()
 
     def set_servers(self, endpoints: Sequence[Endpoint]) -> None:
         """Sets the servers there are now. A new one comes without its caches (rollout/supervisor.py)."""
@@ -68,19 +56,20 @@ class DeviceMemory:
         free = _free_bytes()
         self._ask("release", [t for t in TAGS if t not in tags])
         self._all_done()
-        self.moved.server_released += max(0, _free_bytes() - free)
-        self.moved.released += self._offload.release([p for p in PARTS if p not in parts])
+        self._moved["server_released"] += max(0, _free_bytes() - free)
+        self._moved["released"] += self._offload.release([p for p in PARTS if p not in parts])
         self._all_done()
-        self.moved.resumed += self._offload.resume(parts)
+        self._moved["resumed"] += self._offload.resume(parts)
         free = _free_bytes()
         self._ask("resume", tags)
         self._all_done()
-        self.moved.server_resumed += max(0, free - _free_bytes())
-        self.moved.seconds += time.monotonic() - start
+        self._moved["server_resumed"] += max(0, free - _free_bytes())
+        self._moved["seconds"] += time.monotonic() - start
 
-    def report(self) -> Moved:
-        """What was moved since the last report."""
-        moved, self.moved = self.moved, Moved()
+    def report(self) -> Counter[str]:
+        """What was moved since the last report: `seconds`, and bytes `released` and `resumed` by the training side and,
+        as `server_released` and `server_resumed`, by servers: the change in this GPU's free memory."""
+        moved, self._moved = self._moved, Counter()
         return moved
 
     def _ask(self, what: str, tags: Sequence[str]) -> None:
@@ -104,12 +93,12 @@ class DeviceMemory:
         dist.barrier(group=self._layout.host)
 
 
-def memory_metrics(ranks: Sequence[Moved]) -> dict[str, float]:
+def memory_metrics(ranks: Sequence[Counter[str]]) -> dict[str, float]:
     """Returns a step's metrics: bytes summed over all ranks, and the seconds of the slowest rank."""
     names = ("released", "resumed", "server_released", "server_resumed")
     return {
-        **{f"memory/{name}_bytes": sum(getattr(moved, name) for moved in ranks) for name in names},
-        "time/memory": max(moved.seconds for moved in ranks),
+        **{f"memory/{name}_bytes": sum(moved[name] for moved in ranks) for name in names},
+        "time/memory": max(moved["seconds"] for moved in ranks),
     }
 
 

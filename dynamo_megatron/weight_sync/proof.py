@@ -9,8 +9,7 @@ and compares them with what SGLang's `weights_checker` says of the server's memo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -123,12 +122,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 HASHES = {"cpu": Sha256, "cuda": TileHash}
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What every rank of a server should report."""
-
-    ranks: list[dict[str, str]]  # by server rank: parameter -> 16 hex digits
-    missing: dict[str, list[str]]  # parameter -> its Hugging Face tensors that no rank has sent
+Expected = list[dict[str, str]]  # by server rank: parameter -> 16 hex digits
 
 
 class ExpectedChecksums:
@@ -163,7 +157,8 @@ class ExpectedChecksums:
             self._finish(parameter)
 
     def gather(self, group: dist.ProcessGroup) -> Expected | None:
-        """Collective over `group` (of host tensors), whose first rank gets the result and the others None."""
+        """What every rank of a server should report: of the parameters whose parts have all come. Collective over
+        `group` (of host tensors), whose first rank gets the result and the others None."""
         mine = (self._given, self._hashes)
         everyone = [None] * group.size() if group.rank() == 0 else None
         dist.gather_object(mine, everyone, dst=dist.get_global_rank(group, 0), group=group)
@@ -183,9 +178,8 @@ class ExpectedChecksums:
                 known |= names
         for parameter in self._given:
             self._finish(parameter)
-        missing = {p: sorted(parts - self._given.get(p, set())) for p, parts in self._parts.items()}
-        ranks = [{p: self._hashes[p, rank] for p in self._parts if not missing[p]} for rank in range(self._tp_size)]
-        return Expected(ranks, {p: m for p, m in missing.items() if m})
+        complete = [parameter for parameter, parts in self._parts.items() if parts == self._given.get(parameter)]
+        return [{parameter: self._hashes[parameter, rank] for parameter in complete} for rank in range(self._tp_size)]
 
     def _finish(self, parameter: str) -> None:
         if self._given[parameter] == self._parts[parameter]:
@@ -195,23 +189,21 @@ class ExpectedChecksums:
 
 
 def compare(expected: Expected, ranks: Iterable[Mapping]) -> str | None:
-    """What is wrong with `ranks`, the `ranks` of a weights_checker reply; None: nothing."""
+    """What is wrong with `ranks`, the `ranks` of a weights_checker reply, one line; None: nothing. A parameter that was
+    not sent, or that only one side has, differs."""
     try:
         reported = {r["parallelism_info"][0]["tp_rank"]: dict(r["checksums"]) for r in ranks}
     except (LookupError, TypeError, ValueError):
         return "/weights_checker does not answer in the form of SGLang 0.5.23"
-    wrong: dict[str, set[str]] = {"not sent": {f"{p} (lacks {', '.join(m)})" for p, m in expected.missing.items()}}
-    if reported.keys() != set(range(len(expected.ranks))):
-        return f"{len(reported)} ranks report where {len(expected.ranks)} are expected"
-    for rank, should in enumerate(expected.ranks):
-        has = reported[rank]
-        wrong.setdefault("differing", set()).update(p for p in should.keys() & has.keys() if should[p] != has[p])
-        wrong.setdefault("not on the server", set()).update(should.keys() - has.keys())
-        wrong.setdefault("of the server's alone", set()).update(has.keys() - should.keys() - expected.missing.keys())
-    said = [f"{len(names)} {what}: {_some(names)}" for what, names in wrong.items() if names]
-    if not said:
+    if reported.keys() != set(range(len(expected))):
+        return f"{len(reported)} ranks report where {len(expected)} are expected"
+    pairs = [(should, reported[rank]) for rank, should in enumerate(expected)]
+    wrong = sorted({p for should, has in pairs for p in should.keys() | has.keys() if should.get(p) != has.get(p)})
+    if not wrong:
         return None
-    return f"of {len(expected.ranks[0]) + len(expected.missing)} parameters " + "; ".join(said)
+    named = ", ".join(on_one_line(parameter, 100) for parameter in wrong[:NAMED])
+    more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+    return f"{len(wrong)} parameters are not those that were sent: {named}{more}"
 
 
 def mismatch(endpoint: Endpoint, expected: Expected, timeout: float) -> str | None:
@@ -227,8 +219,3 @@ def server_device(endpoint: Endpoint) -> str:
     """ "cpu" or "cuda": which of the two hashes the server has. Raises ServerError."""
     (device,) = call_for(endpoint, "/server_info", None, CONTROL_TIMEOUT, "device")
     return "cpu" if device == "cpu" else "cuda"
-
-
-def _some(names: Collection[str]) -> str:
-    first = ", ".join(on_one_line(name, 100) for name in sorted(names)[:NAMED])
-    return f"{first} and {len(names) - NAMED} more" if len(names) > NAMED else first

@@ -4,11 +4,9 @@ import json
 import os
 import re
 import resource
-import runpy
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.checkpoint import convert as conversion
-from dynamo_megatron.checkpoint import torch_dist
 from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf
 from dynamo_megatron.checkpoint.folder import read_manifest, write_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import companion_files, write_file
@@ -62,13 +59,11 @@ def mcore(converted, tmp_path):
 @pytest.mark.parametrize(("dtype", "tied"), [("bfloat16", False), ("float32", True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_bit_equal(model_of, tmp_path, monkeypatch, family, dtype, tied):
-    monkeypatch.setattr(conversion, "FILE_BYTES", 20_000 + conversion.OVERHEAD)  # several files, as a large model has
-    monkeypatch.setattr(torch_dist, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(conversion, "FILE_BYTES", 20_000)  # several files, as a large model has
     folder = model_of(family, dtype=dtype, tied=tied)
     hf2mcore(folder, tmp_path / "mcore")
     mcore2hf(tmp_path / "mcore", tmp_path / "hf")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
-    assert len(list((tmp_path / "mcore").glob("*.distcp"))) > 2
     assert same(weights(tmp_path / "hf"), weights(folder))
     for file in folder.iterdir():
         if file.suffix != ".safetensors" and file.name != "config.json":
@@ -89,12 +84,9 @@ def test_dtype(converted, tmp_path, dtype):
         assert same(weights(tmp_path / out), source)
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [(1e5, "too large for float16"), (float("-inf"), "the source"), (float("nan"), "the source")]
-)
-def test_a_value_that_float16_does_not_have_is_refused(changed, refused, value, said):
-    line = refused("hf2mcore", changed(lambda t: t[NORM][3].fill_(value)), "--dtype", "float16")
-    assert NORM in line and said in line
+def test_a_value_that_float16_does_not_have_is_refused(changed, refused):
+    line = refused("hf2mcore", changed(lambda t: t[NORM][3].fill_(1e5)), "--dtype", "float16")
+    assert NORM in line and "too large for float16" in line
 
 
 def test_a_value_that_is_not_finite_is_passed_on_in_neither_direction(converted, changed, mcore, refused):
@@ -188,16 +180,12 @@ def test_a_checkpoint_of_another_model(model_of, mcore, refused):
     assert "missing" in line and "q_layernorm" in line and "linear_qkv.bias" in line
 
 
-def test_targets(converted, refused, convert, tmp_path, monkeypatch):
+def test_targets(converted, refused, convert, tmp_path):
     (tmp_path / "file").write_text("")
     assert "file: is there already" in convert("hf2mcore", converted[0], tmp_path / "file")[1]
     assert "cannot be written" in convert("mcore2hf", converted[1], tmp_path / "file" / "out")[1]
     (tmp_path / ".out.unfinished").mkdir()
     assert ".out.unfinished: another conversion writes it, or was killed" in refused("hf2mcore", converted[0])
-    (tmp_path / ".out.unfinished").rmdir()
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 2 * 10**4))
-    assert re.search(r"needs [\d.]+ GB, the disk has 0.000 GB free", refused("hf2mcore", converted[0]))
 
 
 def test_a_disk_that_fills_up(converted, convert, tmp_path):
@@ -251,13 +239,6 @@ def test_a_checkpoint_without_its_run_or_its_model(run_folder, converted, conver
     for number, path in enumerate((copy, run_folder)):
         assert convert("mcore2hf", path, tmp_path / f"out-{number}", "--model", converted[0]) == (0, "")
     assert weights(tmp_path / "out-0")[NORM].dtype == torch.float16 != weights(tmp_path / "out-1")[NORM].dtype
-
-
-def test_the_scripts_are_the_commands(converted, tmp_path, monkeypatch):
-    tools = Path(__file__).parents[2] / "tools"
-    for name, source in zip(("hf_to_megatron", "megatron_to_hf"), converted, strict=True):
-        main = runpy.run_path(str(tools / f"{name}.py"))["main"]
-        assert main([str(source), str(tmp_path / name)]) == 0 and (tmp_path / name / "config.json").is_file()
 
 
 CONVERTS = """

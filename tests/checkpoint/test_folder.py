@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import xxhash
 
-from dynamo_megatron.checkpoint.checksums import ChecksumWriter, file_checksum
+from dynamo_megatron.checkpoint.checksums import file_checksum
 from dynamo_megatron.checkpoint.folder import (
     choose_checkpoint,
     complete_checkpoints,
@@ -64,7 +63,7 @@ def test_the_last_ones_are_kept_with_a_manifest_of_their_files(tmp_path):
         (lambda f: os.truncate(f / "__0_0.distcp", 5), "__0_0.distcp: 5 bytes instead of 14"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file or directory"),
         (lambda f: os.truncate(f / "manifest.json", 20), "manifest.json: "),
-        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json: not a checkpoint's manifest ('step' "),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json: not a checkpoint's manifest"),
         (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: not a JSON object"),
         (lambda f: shutil.copy(f.with_name("step-000003") / "manifest.json", f), "of step 3, the folder was renamed"),
     ],
@@ -85,7 +84,7 @@ def test_a_manifest_of_files_elsewhere_is_refused(tmp_path):
     folder = save(tmp_path, 3)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"files": {"../../outside": 6}}))
-    assert "not a checkpoint's manifest ('../../outside' " in fault(folder)
+    assert "not a checkpoint's manifest" in fault(folder)
 
 
 def flip(file: Path) -> None:
@@ -120,15 +119,6 @@ def test_a_flipped_bit_in_any_file_is_found_by_the_one_process_that_reads_it(tmp
     for ranks in (2, 3, 7):
         said = [refusal(folder, rank, ranks, resume=True) for rank in range(ranks)]
         assert sorted(said) == [""] * (ranks - 1) + [why]
-
-
-def test_a_file_is_hashed_as_torch_writes_it_in_two_openings(tmp_path):
-    file, digest = tmp_path / "data", None
-    for mode, size in (("wb", 1_000_000), ("ab", 7)):
-        with ChecksumWriter(file, mode, digest) as stream:
-            torch.save(torch.rand(size), stream)
-            digest = stream.digest
-    assert digest.hexdigest() == file_checksum(file) == xxhash.xxh3_128_hexdigest(file.read_bytes())
 
 
 def test_a_run_with_only_damaged_ones_does_not_start_again(tmp_path):
@@ -225,7 +215,4 @@ def test_the_state_of_a_run_comes_back(tmp_path):
     assert read_state(tmp_path) == state
     (tmp_path / "state.safetensors").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"state\.safetensors: .*header"):
-        read_state(tmp_path)
-    (tmp_path / "state.json").write_text('{"stream": 1}')
-    with pytest.raises(ValueError, match=r"state\.json: not the state of a run"):
         read_state(tmp_path)

@@ -80,9 +80,9 @@ def test_inspecting_says_what_is_there_and_what_differs(runs, model):
     text = describe(inspect(saved))
     for line in (
         f"{saved}: checkpoint of a run, complete",
-        "family: qwen2",
+        "model: family qwen2,",
         "step: 3",
-        "saved by: 4 ranks: tp 1, pp 2,",
+        "saved by: ranks 4, tp 1, pp 2,",
         "parameters: 179,520 in 10 tensors",
         "decoder.layers.mlp.linear_fc1.weight  [4, 256, 64] float32",
         "optimizer: exp_avg, exp_avg_sq, param of every parameter, float32",

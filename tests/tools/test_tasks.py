@@ -33,7 +33,7 @@ def test_the_calculator_computes_whole_numbers_alone(arguments, value):
 
 
 def test_warm_up_examples_are_what_the_template_makes_of_an_episode(tmp_path):
-    SUMS["make_model"](SUMS["make_tokenizer"](), tmp_path, 0)
+    SUMS["make_tokenizer"]().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     asked = [{"role": "user", "content": "37*24"}]
     call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": {"expression": "37*24"}}}
@@ -61,7 +61,7 @@ def test_the_rules_of_the_treasure_game(moves, told, end):
 
 def test_warm_up_examples_are_what_the_template_makes_of_a_game(tmp_path):
     """Of one that the rules allow."""
-    TREASURE["make_model"](TREASURE["make_tokenizer"](), tmp_path, 0)
+    TREASURE["make_tokenizer"]().save_pretrained(tmp_path)
     tokenizer, generator = load_tokenizer(tmp_path), random.Random(0)
     start, treasure = GAME["place"]("b2"), GAME["place"]("d5")
     for number in range(50):

@@ -34,11 +34,8 @@ from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.rollout.servers.endpoint import Endpoint  # noqa: E402
 from dynamo_megatron.rollout.servers.server_api import ServerError, call, rest  # noqa: E402
 from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store  # noqa: E402
-from dynamo_megatron.weight_sync.gather import BucketSource  # noqa: E402
 from dynamo_megatron.weight_sync.proof import ExpectedChecksums, mismatch  # noqa: E402
-from dynamo_megatron.weight_sync.schedule import make_schedule  # noqa: E402
 from dynamo_megatron.weight_sync.sync import WeightSync  # noqa: E402
-from dynamo_megatron.weight_sync.transports.disk import DiskTransport  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
 from forked_ranks import fork_ranks, wait_for  # noqa: E402
@@ -213,25 +210,7 @@ def run_withheld(job: dict, case: dict) -> None:
     ranks.finish()
 
 
-def run_folder(job: dict, case: dict) -> None:
-    """What the disk transport writes for servers, of which there are none."""
-    ranks = Ranks(job, case)
-    shape = {"bucket_bytes": BUCKET_BYTES, "itemsize": 2, "quantization": job["quantization"]}
-    schedule = make_schedule(ranks.spec, ranks.config.parallel, case["ranks"], **shape)
-    source = BucketSource(ranks.policy, schedule)
-    transport = DiskTransport(ranks.policy, schedule, ranks.out / "written")
-    if ranks.rank == 0:
-        transport.prepare()
-    dist.barrier()
-    for number in range(len(schedule.rounds)):
-        tensors = source.gather(number)
-        if tensors is not None:
-            transport.stage(schedule.bucket_of(ranks.rank, number).number, tensors)
-    dist.barrier()
-    ranks.finish()
-
-
-RUNS = {"layout": run_layout, "kill": run_kill, "withheld": run_withheld, "folder": run_folder}
+RUNS = {"layout": run_layout, "kill": run_kill, "withheld": run_withheld}
 
 
 def main() -> None:

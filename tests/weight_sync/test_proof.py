@@ -16,6 +16,7 @@ from dynamo_megatron.weight_sync.proof import ExpectedChecksums, Sha256, TileHas
 
 QUERIES, KEYS = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
 FUSED = "model.layers.1.self_attn.qkv_proj.weight"
+ONE = "1 parameters are not those that were sent: "
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +72,14 @@ def test_what_differs_is_named(model, server, tp):
     _, spec, tensors = model()
     should = expected(spec, [tensors], tp)
     assert compare(should, server(spec, tensors, tp)) is None
-    count = len(should.ranks[0])
     for what, changed, name in wrong(tensors):
-        assert compare(should, server(spec, changed, tp)) == f"of {count} parameters 1 differing: {name}", what
+        assert compare(should, server(spec, changed, tp)) == f"{ONE}{name}", what
     lacking = {n: t for n, t in tensors.items() if n != KEYS}
-    said = compare(expected(spec, [lacking], tp), server(spec, tensors, tp))
-    assert f"1 not sent: {FUSED} (lacks {KEYS}" in said
+    assert compare(expected(spec, [lacking], tp), server(spec, tensors, tp)) == f"{ONE}{FUSED}"
     ranks = server(spec, tensors, tp)
     del ranks[-1]["checksums"]["model.norm.weight"]
     ranks[-1]["checksums"]["model.bias"] = "0"
-    said = compare(should, ranks)
-    assert "1 not on the server: model.norm.weight; 1 of the server's alone: model.bias" in said
+    assert compare(should, ranks).endswith(": model.bias, model.norm.weight")
     assert compare(should, server(spec, tensors, 3 - tp)).endswith(f"where {tp} are expected")
 
 
@@ -94,27 +92,26 @@ def test_experts_of_several_ranks_are_one_parameter(model, device):
     ]
     assert expected(spec, parts, 2, device) == expected(spec, [tensors], 2, device)
     parts[1].popitem()
-    assert len(expected(spec, parts, 2, device).missing) == 1
+    assert len(expected(spec, parts, 2, device)[0]) == len(expected(spec, [tensors], 2, device)[0]) - 1
 
 
 def test_a_running_server(sglang_server, tiny_model):
     spec, tensors = load_model_config(tiny_model), load_file(tiny_model / "model.safetensors")
     assert mismatch(sglang_server.endpoint, expected(spec, [tensors]), 60) is None
     tensors["model.norm.weight"] = tensors["model.norm.weight"].flip(0)
-    assert "1 differing: model.norm.weight" in mismatch(sglang_server.endpoint, expected(spec, [tensors]), 60)
+    assert f"{ONE}model.norm.weight" == mismatch(sglang_server.endpoint, expected(spec, [tensors]), 60)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("family", "tp", "dtype"),
-    [("qwen2", 2, "float32"), ("llama", 1, "bfloat16"), ("qwen3", 2, "bfloat16"), ("qwen3_moe", 2, "float32")],
-)
-def test_running_servers_of_every_family(model, start_servers, tmp_path, family, tp, dtype):
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "float32"), ("qwen3", "bfloat16")])
+def test_running_servers_of_two_ranks(model, start_servers, tmp_path, family, dtype):
+    """Of families whose plain weights test_sync.py does not compare on two server ranks."""
+    tp = 2
     folder, spec, tensors = model(family, dtype)
     (running,) = start_servers(folder, dtype, (tp,), tmp_path)
     assert mismatch(running.endpoint, expected(spec, [tensors], tp), 60) is None
     for what, changed, name in wrong(tensors):
-        assert f"1 differing: {name}" in mismatch(running.endpoint, expected(spec, [changed], tp), 60), what
+        assert f"{ONE}{name}" == mismatch(running.endpoint, expected(spec, [changed], tp), 60), what
 
 
 # -- the two hashes ----------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import pytest
 
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import ServerError, call, check_version, open_session, set_version
-from dynamo_megatron.weight_sync.proof import Expected, mismatch, server_device
+from dynamo_megatron.weight_sync.proof import mismatch, server_device
 
-NOTHING = Expected([{}], {})
+NOTHING = [{}]
 
 
 class _Handler(socketserver.StreamRequestHandler):

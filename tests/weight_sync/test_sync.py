@@ -102,5 +102,8 @@ def test_servers_with_fp8_weights(make_tiny_model, start_servers, run_syncs, tmp
     withheld = "model.layers.1.self_attn.k_proj.weight_scale_inv"
     job |= {"run": "withheld", "withheld": withheld, "transports": ("tensor",)}
     first, second = run_syncs(tmp_path / "withheld", **job)["tp2"]
-    assert "1 differing: model.layers.1.self_attn.qkv_proj.weight" in first["outcomes"]["server-0"]
+    assert (
+        "1 parameters are not those that were sent: model.layers.1.self_attn.qkv_proj.weight"
+        in first["outcomes"]["server-0"]
+    )
     proved(second, "server-0")

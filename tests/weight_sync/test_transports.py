@@ -17,9 +17,8 @@ from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import ServerError
 from dynamo_megatron.runtime.threads import for_each
-from dynamo_megatron.weight_sync.transports import check_segments, check_transport, choose_transport, ipc, is_local
+from dynamo_megatron.weight_sync.transports import check_segments, check_transport, choose_transport, ipc
 from dynamo_megatron.weight_sync.transports.base import FlatBuffer
-from dynamo_megatron.weight_sync.transports.group import GroupTransport
 from dynamo_megatron.weight_sync.transports.tensor import TensorTransport
 
 GONE = Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")
@@ -76,7 +75,11 @@ def test_servers_with_another_version_are_refused(tmp_path, monkeypatch, transpo
     python = tmp_path / "python"
     rollout = rollout | {"python": str(python), "offload": False}
     ours = torch.__version__ if transport == "ipc" else "2.27.7"
-    for prints, said in ((ours, None), ("1.0.0", f"on both sides: .*, 1.0.0 in {python}"), ("", "has no ")):
+    for prints, said in (
+        (ours, None),
+        ("1.0.0", f"on both sides: .*, 1.0.0 in {python}"),
+        ("", "on both sides: .*, none in "),
+    ):
         python.write_text(f"#!/bin/sh\necho {prints}\n")
         python.chmod(0o755)
         if said is None:
@@ -84,11 +87,6 @@ def test_servers_with_another_version_are_refused(tmp_path, monkeypatch, transpo
         else:
             with pytest.raises(ValueError, match=said):
                 check_transport(config(transport, **rollout))
-
-
-def test_addresses():
-    assert is_local("http://127.0.0.1:1") and is_local("http://localhost:1")
-    assert not is_local("http://192.0.2.1:1") and not is_local("http://no-such-host.invalid:1")
 
 
 def test_a_flat_buffer_is_the_tensors_end_to_end_and_is_used_again():
@@ -166,14 +164,6 @@ def test_a_full_dev_shm_is_named_in_one_line():
     assert done.stderr.splitlines()[-1].startswith("OSError: /dev/shm has no room for 2.10 MB of weights"), done.stderr
 
 
-def test_a_server_that_refuses_a_group_is_asked_to_leave_it_later():
-    transport = GroupTransport("gloo", torch.device("cpu"))
-    with pytest.raises(ServerError, match="/init_weights_update_group: no answer"):
-        transport.connect(GONE)
-    assert len(transport._left[GONE.name]) == 1
-    transport.close()
-
-
 def test_ipc_without_a_servers_gpus_is_that_servers_failure(monkeypatch):
     """A server with GPUs that this process has not, and one that does not say which it has."""
     monkeypatch.setattr(ipc, "_uuid", ["a", "b"].__getitem__)
@@ -200,7 +190,6 @@ def test_threads_tell_failures_from_faults_of_ours():
             raise OSError("gone\naway")
         return 10 * n
 
-    done, failed = for_each([0, 1, 2], work, None)
-    assert done == [(0, 0), (2, 20)] and failed == [(1, "gone away")]
+    assert for_each([0, 1, 2], work, None) == ([(0, 0), (2, 20)], [(1, "gone away")])
     with pytest.raises(ZeroDivisionError):
         for_each([0], lambda n: 1 // n, None)

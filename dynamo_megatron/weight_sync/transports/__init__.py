@@ -122,14 +122,12 @@ def check_version(config: RolloutConfig, transport: str) -> None:
     library, ours, expression = VERSIONS[transport]
     asked = [config.python, "-P", "-c", f"import torch; print({expression})"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=VERSION_TIMEOUT)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"rollout.python: {config.python} does not tell its version of torch ({error})") from None
-    if done.returncode or not done.stdout.strip():
-        raise InputError(f"rollout.python: {config.python} has no {library} ({done.stderr.strip().splitlines()[-1:]})")
-    if (theirs := done.stdout.split()[-1]) != ours():
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=VERSION_TIMEOUT, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise InputError(f"rollout.python: {config.python} does not tell its version of {library} ({error})") from None
+    if (theirs := said.strip()) != ours():
         raise InputError(
             f"rollout.sync.transport: {transport} needs one version of {library} on both sides: {ours()} in "
-            f"{sys.executable}, {theirs} in {config.python}; install one torch in both, or set "
+            f"{sys.executable}, {theirs or 'none'} in {config.python}; install one torch in both, or set "
             f"{'rollout.placement: split' if transport == 'ipc' else 'rollout.sync.transport: gloo'}"
         )

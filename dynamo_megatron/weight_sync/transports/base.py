@@ -16,10 +16,8 @@ from dynamo_megatron.weight_sync.schedule import Bucket
 
 class Transport(Protocol):
     """One way to send weights to servers. Calls for different servers come from different threads, calls for one server
-    one at a time.
-
-    Whatever goes wrong with one server raises ServerError, RuntimeError or OSError; after that only `forget` is called
-    for it in this sync. A method that a transport does not need does nothing.
+    one at a time. What goes wrong with a server raises ServerError, RuntimeError or OSError; after that only `forget`
+    is called for it in this sync.
     """
 
     def prepare(self) -> None:
@@ -29,8 +27,7 @@ class Transport(Protocol):
         """Rank 0: tells the server that weights are coming."""
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Every sender, one after the other: links to this incarnation of the server. The link is kept for later
-        syncs."""
+        """Every sender, one after the other: links to this incarnation of the server, for later syncs, too."""
 
     @abstractmethod
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -40,9 +37,8 @@ class Transport(Protocol):
     def turn(
         self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
     ) -> list[Endpoint]:
-        """Every rank, `len(buckets)` times a round: returns the servers to which it sends in this turn. In one turn a
-        server receives from one rank, and in all turns it receives every bucket once. `own`: this rank's bucket of the
-        round."""
+        """Every rank, `len(buckets)` times a round: returns the servers to which it sends in this turn, so that each
+        receives from one rank in a turn, and every bucket once. `own`: this rank's bucket of the round."""
 
     @abstractmethod
     def send(self, endpoint: Endpoint) -> int:

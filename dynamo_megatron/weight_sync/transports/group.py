@@ -39,15 +39,9 @@ class GroupTransport(Streamed):
         self._backend, self._device = backend, device
         self._buffer = FlatBuffer(self._allocate)
         self._groups: dict[str, tuple[Endpoint, str, dist.ProcessGroup]] = {}  # by the server's name
-        self._left: dict[str, list[str]] = {}  # server's name -> groups that the server may still be in
 
     def connect(self, endpoint: Endpoint) -> None:
-        known = self._groups.get(endpoint.name)
-        if known is not None and known[0] == endpoint:
-            return
-        self.forget(endpoint)
-        for left in self._left.pop(endpoint.name, []):
-            _ask_to_leave(endpoint, left)
+        self.forget(endpoint)  # the group of an earlier incarnation
         name = f"{endpoint.name}-{endpoint.incarnation}-{uuid.uuid4().hex[:12]}"  # a server may outlive the run
         size, address = 1 + endpoint.tp, address_towards(urlsplit(endpoint.url).hostname)
         store = serve_store(address, 0, JOIN_TIMEOUT)
@@ -59,13 +53,12 @@ class GroupTransport(Streamed):
             "group_name": name,
             "backend": self._backend,
         }
-        self._left[endpoint.name] = [name]  # until this rank has joined
         theirs = Call(call, endpoint, "/init_weights_update_group", payload, JOIN_TIMEOUT)
         ours = Call(self._join, store, address, name, size)
         while not ours.wait(POLL_EVERY):
             if theirs.failed():
                 theirs.result()  # this rank's attempt ends by itself, after JOIN_TIMEOUT
-        self._groups[endpoint.name] = endpoint, self._left.pop(endpoint.name)[0], ours.result()
+        self._groups[endpoint.name] = endpoint, name, ours.result()
         theirs.result()
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -109,18 +102,16 @@ class GroupTransport(Streamed):
             torch.cuda.current_stream().synchronize()
 
     def forget(self, endpoint: Endpoint) -> None:
-        known = self._groups.pop(endpoint.name, None)
-        if known is not None:
-            _, name, group = known
-            self._left.setdefault(endpoint.name, []).append(name)
-            _leave(group)
+        if known := self._groups.pop(endpoint.name, None):
+            _leave(known[2])
 
     def end(self) -> None:
         self._buffer = FlatBuffer(self._allocate)
 
     def close(self) -> None:
         for endpoint, name, group in self._groups.values():
-            _ask_to_leave(endpoint, name)
+            with contextlib.suppress(ServerError):  # it is gone, and its end of the group with it
+                request(endpoint, "/destroy_weights_update_group", {"group_name": name}, LEAVE_TIMEOUT)
             _leave(group)
         self._groups.clear()
 
@@ -144,11 +135,6 @@ class GroupTransport(Streamed):
             )
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
         return group
-
-
-def _ask_to_leave(endpoint: Endpoint, name: str) -> None:
-    with contextlib.suppress(ServerError):  # it is gone, and its end of the group with it
-        request(endpoint, "/destroy_weights_update_group", {"group_name": name}, LEAVE_TIMEOUT)
 
 
 def _leave(group: dist.ProcessGroup) -> None:
