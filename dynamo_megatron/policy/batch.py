@@ -70,15 +70,6 @@ class TrainBatch:
         return cls(rollouts, advantages, mini_batch, weights, process, implicit_rewards)
 
     @property
-    def mean_process(self) -> np.ndarray:
-        """float64 [S]: the mean of `process` over the tokens of each rollout."""
-        lengths = self.rollouts.response_lengths
-        if self.process is None:
-            return np.zeros(len(lengths))
-        owner = np.repeat(np.arange(len(lengths)), lengths)
-        return np.bincount(owner, self.process, len(lengths)) / np.maximum(lengths, 1)
-
-    @property
     def mini_batches(self) -> list[np.ndarray]:
         """The rollouts (indices, ascending) of each update."""
         count = int(self.mini_batch.max()) + 1 if len(self.mini_batch) else 0

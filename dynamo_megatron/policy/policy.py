@@ -23,7 +23,7 @@ from dynamo_megatron.algorithm.losses import kl_estimate, response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
-from dynamo_megatron.config import Config, KLConfig, PolicyLossConfig
+from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_finite
@@ -32,16 +32,9 @@ from dynamo_megatron.policy.frozen_models import FrozenModels
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
 from dynamo_megatron.policy.model import build_chunks
-from dynamo_megatron.policy.non_finite import (
-    Finite,
-    NonFiniteError,
-    PassInputs,
-    broken_weights,
-    non_finite_update,
-)
+from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.spikes import Spikes
-from dynamo_megatron.runtime.user_code import UserFunction
 from dynamo_megatron.types import Sequences, TokenStats
 
 
@@ -49,17 +42,10 @@ class HeadLoss(NamedTuple):
     """The loss of one micro-batch."""
 
     loss: torch.Tensor  # scalar, whose backward pass gives the gradient of the model
-    metrics: dict[str, torch.Tensor]  # sums
-    finite: Finite
+    metrics: dict[str, torch.Tensor]  # sums; `broken`: tokens whose loss by the user's function is not finite
 
 
 LossOfHidden = Callable[[MicroBatch, torch.Tensor], HeadLoss]  # from a micro-batch and its hidden rows, [r, h]
-
-
-def fused_loss(slots: torch.Tensor, output: kernels.PolicyLossOutput) -> HeadLoss:
-    """Converts the output of the kernels' loss."""
-    finite = _finite(output.stats.logprobs, output.stats.entropy, output.advantages)
-    return HeadLoss(output.loss, output.metrics, Finite(slots, finite, torch.ones_like(finite)))
 
 
 class StepTokens(NamedTuple):
@@ -70,40 +56,6 @@ class StepTokens(NamedTuple):
     reference_logprobs: torch.Tensor | None
     advantages: torch.Tensor
     weights: torch.Tensor
-
-
-def custom_loss(
-    function: UserFunction, micro_batch: MicroBatch, head: kernels.TokenLogprobs, tokens: StepTokens, kl: KLConfig
-) -> HeadLoss:
-    """sum_t w_t loss_t by the user's function, plus the KL term unless kl.where is `function`. Raises UserCodeError."""
-    device = head.logprobs.device
-    here = (None if t is None else to_device(t[micro_batch.slots], device) for t in tokens)
-    logprobs = head.logprobs.detach().requires_grad_()
-    inputs = LossInputs(
-        logprobs=logprobs,
-        entropy=head.entropy.detach(),
-        response=micro_batch.response,
-        kl_coef=kl.coef if kl.where == "function" else 0.0,
-        **dict(zip(StepTokens._fields, here, strict=True)),
-    )
-    finite = _finite(*(v for v in vars(inputs).values() if isinstance(v, torch.Tensor)))
-    weights, reference = inputs.weights.clone(), inputs.reference_logprobs
-    loss = gradient = logprobs.detach()
-    if len(loss):
-        loss, gradient = custom_losses(function, inputs)
-    kept = _finite(loss, gradient) | ~finite
-    metrics = {}
-    if reference is not None:
-        with torch.enable_grad():
-            estimate = kl_estimate(logprobs, reference, kl.kind)
-            (slope,) = torch.autograd.grad((weights * estimate).sum(), logprobs)
-        metrics["kl"] = estimate.detach().sum()
-        if kl.where == "loss":
-            loss, gradient = loss + kl.coef * estimate.detach(), gradient + kl.coef * slope
-    metrics["loss"] = (weights * loss).sum().to(logprobs.dtype)
-    # The value is metrics["loss"]; the derivative with respect to head.logprobs is `gradient`.
-    total = metrics["loss"] + (gradient * (head.logprobs - logprobs.detach())).sum()
-    return HeadLoss(total, metrics, Finite(micro_batch.slots, finite, kept))
 
 
 def _finite(*values: torch.Tensor) -> torch.Tensor:
@@ -246,10 +198,6 @@ class Policy:
         broken = broken_weights(self.chunks, self.spec, self.layout)
         return NonFiniteError(message if broken is None else f"{message}; {broken}", inputs)
 
-    @property
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for chunk in self.chunks for p in chunk.parameters()]
-
     def reference_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor | None:
         """float32 [R] logprobs under the reference policy; None without a KL term. Raises as `token_stats`."""
         folder = self.config.frozen_models.get("algorithm.kl.reference")
@@ -358,14 +306,40 @@ class Policy:
                 gradient=self.config.kernels.gradient,
                 **self._head,
             )
-            return fused_loss(here, output)
+            return HeadLoss(output.loss, output.metrics)
 
         return policy_loss
 
     def _custom_loss(self, tokens: StepTokens, micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
-        """The user's function's loss of all response tokens; it need not be 0 for tokens whose advantage is 0."""
+        """The user's function's loss of all response tokens; it need not be 0 for tokens whose advantage is 0. Adds the
+        KL term unless kl.where is `function`. Raises UserCodeError."""
+        kl, slots = self.config.algorithm.kl, micro_batch.slots
         head = kernels.token_logprobs(hidden, self._head_weight, micro_batch.labels, **self._head)
-        return custom_loss(self.loss_function, micro_batch, head, tokens, self.config.algorithm.kl)
+        logprobs = head.logprobs.detach().requires_grad_()
+        here = (None if t is None else to_device(t[slots], logprobs.device) for t in tokens)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            entropy=head.entropy.detach(),
+            response=micro_batch.response,
+            kl_coef=kl.coef if kl.where == "function" else 0.0,
+            **dict(zip(StepTokens._fields, here, strict=True)),
+        )
+        given = _finite(*(v for v in vars(inputs).values() if isinstance(v, torch.Tensor)))
+        weights, reference = inputs.weights.clone(), inputs.reference_logprobs
+        loss = gradient = logprobs.detach()
+        if len(loss):
+            loss, gradient = custom_losses(self.loss_function, inputs)
+        metrics = {"broken": (given & ~_finite(loss, gradient)).sum()}
+        if reference is not None:
+            with torch.enable_grad():
+                estimate = kl_estimate(logprobs, reference, kl.kind)
+                (slope,) = torch.autograd.grad((weights * estimate).sum(), logprobs)
+            metrics["kl"] = estimate.detach().sum()
+            if kl.where == "loss":
+                loss, gradient = loss + kl.coef * estimate.detach(), gradient + kl.coef * slope
+        metrics["loss"] = (weights * loss).sum().to(logprobs.dtype)
+        # The value is metrics["loss"]; the derivative with respect to head.logprobs is `gradient`.
+        return HeadLoss(metrics["loss"] + (gradient * (head.logprobs - logprobs.detach())).sum(), metrics)
 
     @torch.no_grad()
     def _response_log_ratios(
@@ -397,8 +371,7 @@ class Policy:
         head = {**self._head, "temperature": 1.0}
 
         def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
-            here = micro_batch.slots
-            weight = to_device(per_token[here], self.layout.device)
+            weight = to_device(per_token[micro_batch.slots], self.layout.device)
             # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
             output = kernels.policy_loss(
                 hidden,
@@ -411,22 +384,20 @@ class Policy:
                 gradient=self.config.kernels.gradient,
                 **head,
             )
-            return fused_loss(here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()}))
+            return HeadLoss(output.loss, {"loss": -(weight * output.stats.logprobs).sum()})
 
         return self._optimize(inputs, mini_batch, cross_entropy)
 
     def _optimize(self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden) -> dict[str, float]:
         """One optimizer step. Sums and flags stay on the device until the last micro-batch: the host waits for none."""
-        names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
+        names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted", "broken")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
-        finite: list[Finite] = []  # of each micro-batch
 
         def on_hidden(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             output = head_loss(micro_batch, hidden)
             for i, name in enumerate(names):
                 if name in output.metrics:
                     sums[i] += output.metrics[name].detach().double()
-            finite.append(output.finite)
             return output.loss
 
         for chunk in self.ddp:
@@ -442,8 +413,11 @@ class Policy:
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
             if inputs.method == "update":  # the step's statistics were finite, so an earlier update of it did this
                 self.check_weights(inputs.learning_rate)
-            where = (inputs, mini_batch, self.layout, self.loss_function)
-            raise self._non_finite(non_finite_update(result, finite, self._parameters, *where), inputs)
+            what = f"loss {result['loss']:g}, gradient norm {grad_norm:g} before the optimizer step"
+            if result["broken"]:
+                tokens = f"{result['broken']:g} tokens a loss or derivative that is NaN or infinite"
+                what = f"{self.loss_function.name} gave {tokens}: {what}"
+            raise self._non_finite("; ".join([what, *inputs.faults()]), inputs)
         if self.loss_function is not None and grad_norm == 0:
             return {**result, "skipped": 1.0}
         if self.spikes is not None and self.spikes.on_all_ranks(grad_norm, self.layout):

@@ -77,11 +77,11 @@ PAIRS = {
     "advantages": [of_rloo, changed(of_rloo, advantage={"kind": "test_custom_functions:rloo"})],
 }
 ONE_BATCH = changed(GRPO, loss={"mini_batches": 1, "kind": "test_custom_functions:grpo"})
-NOT_FINITE = "gave a loss or derivative that is NaN or infinite: loss"
+NOT_FINITE = "tokens a loss or derivative that is NaN or infinite: loss"
 WRONG = {  # what is said after the function's name
     "key_error": f"failed: KeyError: 'no such table' ({__file__}, line ",
-    "nan": f"{NOT_FINITE} nan, gradient norm nan before the optimizer step: rank 0, prompts ",
-    "nan_gradient": f"{NOT_FINITE} 0, gradient norm nan before the optimizer step: rank 0, prompts a, b, c",
+    "nan": f"{NOT_FINITE} nan, gradient norm nan before the optimizer step",
+    "nan_gradient": f"{NOT_FINITE} 0, gradient norm nan before the optimizer step",
 }
 
 
@@ -189,16 +189,17 @@ def test_the_update_is_that_of_the_built_in_one(results):
 def test_a_wrong_function_is_named_in_one_line_before_the_optimizer_step(results, name):
     for found in (rank["wrong"] for ranks in results for rank in ranks):
         kind = "NonFiniteError" if name.startswith("nan") else "UserCodeError"
-        line = f"{kind}: algorithm.loss.kind: test_custom_functions:{name} {WRONG[name]}"
-        assert found[name].startswith(line) and "\n" not in found[name], found[name]
+        line = f"{kind}: algorithm.loss.kind: test_custom_functions:{name} "
+        assert found[name].startswith(line) and WRONG[name] in found[name] and "\n" not in found[name], found[name]
         assert found["moved"] == "0.0"
 
 
 def test_a_function_is_not_blamed_for_what_it_was_given_and_no_gradient_skips(results):
     for found in (rank["wrong"] for ranks in results for rank in ranks):
-        said = found["nan advantage"]
-        assert said.startswith("NonFiniteError: loss nan, gradient norm nan before the optimizer step: rank ")
-        assert said.count("prompts b") == said.count("rank ") and "prompts a" not in said
+        assert found["nan advantage"] == (
+            "NonFiniteError: loss nan, gradient norm nan before the optimizer step; "
+            "the advantage of rollout 1-1 of prompt 'b' is NaN or infinite"
+        )
         assert found["no advantage"] == "1.0"
 
 

@@ -57,7 +57,6 @@ def test_outcome_and_steps_by_hand():
     np.testing.assert_array_equal(batch.advantages, [1.0, -1.0])
     returns = [1.0 / 2 + 1.5 / 4, 1.0 + 1.5 / 2, 1.5, -1.25, 0.0]
     np.testing.assert_allclose(token_advantages(batch, config), np.array([1, 1, 1, -1, -1]) + 2 * np.array(returns))
-    np.testing.assert_allclose(batch.mean_process, [2 * (0.875 + 1.75 + 1.5) / 3, -2 * 1.25 / 2])
 
 
 def test_prime_by_hand():
