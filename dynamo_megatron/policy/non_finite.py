@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -41,11 +41,7 @@ class PassInputs:
     method: Literal["token_stats", "reference_logprobs", "implicit_rewards", "update", "fit"]  # of Policy
     sequences: Sequences  # a RolloutBatch unless `fit`
     rows: list[np.ndarray]  # the sequences (indices, ascending) of each mini-batch
-    batch: TrainBatch | None = None  # of an update
-    weights: np.ndarray | None = None  # float64 [S], the weight of each response token of a sequence, of a fit
-    stats: TokenStats | None = None  # float32 [R], under the weights that the step began with; of an update
-    reference_logprobs: Tensor | None = None  # float32 [R]; None without a KL term
-    learning_rate: float = 0.0
+    given: dict[str, Any] = field(default_factory=dict)  # the other arguments of `update` and `fit`, by name
 
     def save(self, file: Path) -> None:
         torch.save(vars(self), file)
@@ -60,8 +56,8 @@ class PassInputs:
 
     def faults(self) -> list[str]:
         """Describes which inputs are NaN or infinite, a few words each."""
-        sequences, batch, found = self.sequences, self.batch, []
-        weights = self.weights if batch is None else batch.weights
+        sequences, batch, found = self.sequences, self.given.get("batch"), []
+        weights = self.given.get("weights") if batch is None else batch.weights
         inputs = {
             "advantage": None if batch is None else sequences.per_token(batch.advantages),
             "token weight": None if weights is None else sequences.per_token(weights),

@@ -7,9 +7,10 @@ of 0 Megatron does not scale them: the upstream gradient of every micro-batch is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,15 +24,21 @@ from dynamo_megatron.algorithm.losses import kl_estimate, response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
+from dynamo_megatron.checkpoint.weights import load_folder
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_finite
-from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch, to_device
-from dynamo_megatron.policy.frozen_models import FrozenModels
+from dynamo_megatron.policy.batch import (
+    MicroBatch,
+    MiniBatch,
+    SequenceCost,
+    TrainBatch,
+    assign_micro_batches,
+    to_device,
+)
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
-from dynamo_megatron.policy.model import build_chunks
+from dynamo_megatron.policy.model import PolicyModel, build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.spikes import Spikes
@@ -48,18 +55,52 @@ class HeadLoss(NamedTuple):
 LossOfHidden = Callable[[MicroBatch, torch.Tensor], HeadLoss]  # from a micro-batch and its hidden rows, [r, h]
 
 
-class StepTokens(NamedTuple):
-    """Values of all response tokens of a step, float32 [R] on the CPU; LossInputs describes them."""
-
-    old_logprobs: torch.Tensor
-    engine_logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor | None
-    advantages: torch.Tensor
-    weights: torch.Tensor
+# Values of all response tokens of a step, float32 [R] on the CPU, by their names in LossInputs, which describes them.
+StepTokens = dict[str, torch.Tensor | None]
 
 
 def _finite(*values: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.isfinite(v) for v in values]).all(0)
+
+
+class FrozenModels:
+    """Models of the policy's shape that are not trained: the KL term's reference, and the two of the reward `prime`.
+
+    This rank's part of each waits in (pinned) host memory. While one of them is in the policy's place, its memory holds
+    the policy's weights. A folder that is named twice is held once."""
+
+    def __init__(self, chunks: Sequence[PolicyModel], spec: ModelSpec, config: Config, layout: Layout):
+        """Loads the models into `chunks`, one after the other, and the policy's weights last."""
+        self._chunks = chunks
+        self._held: dict[str, list[torch.Tensor]] = {}
+        own, cuda = config.model.path, torch.cuda.is_available()
+        for folder in sorted(set(config.frozen_models.values()), key=lambda folder: (folder == own, folder)):
+            load_folder(chunks, spec, folder, layout)
+            copies = (p.detach().to("cpu", copy=True) for p in self._parameters)
+            self._held[folder] = [copy.pin_memory() if cuda else copy for copy in copies]
+        if own not in self._held:
+            load_folder(chunks, spec, own, layout)
+
+    @contextlib.contextmanager
+    def in_place_of_policy(self, folder: str) -> Iterator[None]:
+        """Inside, the parameters are those of the model in `folder`."""
+        self._change_places(self._held[folder])
+        try:
+            yield
+        finally:
+            self._change_places(self._held[folder])
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for chunk in self._chunks for p in chunk.parameters()]
+
+    @torch.no_grad()
+    def _change_places(self, held: list[torch.Tensor]) -> None:
+        """Swaps the parameters with the copies in `held`, one at a time, so that there is never a third model."""
+        for parameter, waiting in zip(self._parameters, held, strict=True):
+            present = parameter.clone()
+            parameter.copy_(waiting)
+            waiting.copy_(present)
 
 
 class Policy:
@@ -200,28 +241,28 @@ class Policy:
 
     def reference_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor | None:
         """float32 [R] logprobs under the reference policy; None without a KL term. Raises as `token_stats`."""
-        folder = self.config.frozen_models.get("algorithm.kl.reference")
-        if folder is None:
+        if "algorithm.kl.reference" not in self.config.frozen_models:
             return None
-        with self._frozen.in_place_of_policy(folder):
-            return self.token_stats(
-                source, mini_batches, f"reference model {folder}", method="reference_logprobs"
-            ).logprobs
+        return self._frozen_logprobs("algorithm.kl.reference", source, mini_batches, method="reference_logprobs")
 
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
         trained; None without this reward. Raises as `token_stats`."""
         if not self.config.reward.implicit:
             return None
-        logprobs = []
-        for key in ("reward.prime.model", "reward.prime.reference"):
-            folder = self.config.frozen_models[key]
-            with self._frozen.in_place_of_policy(folder):
-                stats = self.token_stats(
-                    source, mini_batches, f"{key} {folder}", temperature=1.0, method="implicit_rewards"
-                )
-            logprobs.append(stats.logprobs.double().numpy())
-        return self.config.reward.prime.beta * (logprobs[0] - logprobs[1])
+        options = {"temperature": 1.0, "method": "implicit_rewards"}
+        trained, reference = (
+            self._frozen_logprobs(key, source, mini_batches, **options).double().numpy()
+            for key in ("reward.prime.model", "reward.prime.reference")
+        )
+        return self.config.reward.prime.beta * (trained - reference)
+
+    def _frozen_logprobs(
+        self, key: str, source: Sequences, mini_batches: Sequence[MiniBatch], **options
+    ) -> torch.Tensor:
+        folder = self.config.frozen_models[key]
+        with self._frozen.in_place_of_policy(folder):
+            return self.token_stats(source, mini_batches, f"{key} {folder}", **options).logprobs
 
     def update(
         self,
@@ -250,21 +291,20 @@ class Policy:
             process=batch.process,
         )
         engine = torch.from_numpy(batch.rollouts.engine_logprobs)
-        old = engine if self.config.algorithm.loss.old == "engine" else stats.logprobs
-        tokens = StepTokens(old, engine, reference_logprobs, shaped.advantages, shaped.weights)
+        tokens = {
+            "old_logprobs": engine if self.config.algorithm.loss.old == "engine" else stats.logprobs,
+            "engine_logprobs": engine,
+            "reference_logprobs": reference_logprobs,
+            "advantages": shaped.advantages,
+            "weights": shaped.weights,
+        }
         if self.loss_function is not None:
             head_loss = functools.partial(self._custom_loss, tokens)
         elif (head_loss := self._fused_loss(tokens, shaped)) is None:
             return {"skipped": 1.0}
-        inputs = PassInputs(
-            "update",
-            batch.rollouts,
-            [mini_batch.members],
-            batch=batch,
-            stats=stats,
-            reference_logprobs=reference_logprobs,
-            learning_rate=learning_rate,
-        )
+        given = {"batch": batch, "stats": stats, "reference_logprobs": reference_logprobs}
+        given["learning_rate"] = learning_rate
+        inputs = PassInputs("update", batch.rollouts, [mini_batch.members], given)
         result = self._optimize(inputs, mini_batch, head_loss)
         return {**result, "selected": float(shaped.selected.sum())}
 
@@ -281,22 +321,22 @@ class Policy:
 
         def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             slots = micro_batch.slots
-            log_ratios = self._response_log_ratios(micro_batch, hidden, tokens.old_logprobs[slots])
+            log_ratios = self._response_log_ratios(micro_batch, hidden, tokens["old_logprobs"][slots])
             rows, here = slice(None), slots
             if not every_token_counts and not whole_sequences:
                 taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
                 rows, here = to_device(taken, device), slots[taken]
                 hidden = hidden[rows]
-            constants = (tokens.advantages, tokens.old_logprobs, tokens.weights)
-            reference, old_kl_coef = (
+            names = ("advantages", "old_logprobs", "weights", "reference_logprobs")
+            *constants, reference, old_kl_coef = (
                 None if v is None else to_device(v[here], device)
-                for v in (tokens.reference_logprobs, shaped.old_kl_coef)
+                for v in (*(tokens[name] for name in names), shaped.old_kl_coef)
             )
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
                 micro_batch.labels[rows],
-                *(to_device(v[here], device) for v in constants),
+                *constants,
                 loss,
                 ref_logprobs=reference,
                 old_kl_coef=old_kl_coef,
@@ -316,13 +356,13 @@ class Policy:
         kl, slots = self.config.algorithm.kl, micro_batch.slots
         head = kernels.token_logprobs(hidden, self._head_weight, micro_batch.labels, **self._head)
         logprobs = head.logprobs.detach().requires_grad_()
-        here = (None if t is None else to_device(t[slots], logprobs.device) for t in tokens)
+        here = {name: None if t is None else to_device(t[slots], logprobs.device) for name, t in tokens.items()}
         inputs = LossInputs(
             logprobs=logprobs,
             entropy=head.entropy.detach(),
             response=micro_batch.response,
             kl_coef=kl.coef if kl.where == "function" else 0.0,
-            **dict(zip(StepTokens._fields, here, strict=True)),
+            **here,
         )
         given = _finite(*(v for v in vars(inputs).values() if isinstance(v, torch.Tensor)))
         weights, reference = inputs.weights.clone(), inputs.reference_logprobs
@@ -366,7 +406,7 @@ class Policy:
         sequences.check_tokens(self.spec.vocab_size)
         rows = [np.arange(len(weights))]
         (mini_batch,) = self.pack(sequences, rows)
-        inputs = PassInputs("fit", sequences, rows, weights=weights, learning_rate=learning_rate)
+        inputs = PassInputs("fit", sequences, rows, {"weights": weights, "learning_rate": learning_rate})
         per_token = torch.from_numpy(sequences.per_token(weights)).float()
         head = {**self._head, "temperature": 1.0}
 
@@ -412,7 +452,7 @@ class Policy:
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
             if inputs.method == "update":  # the step's statistics were finite, so an earlier update of it did this
-                self.check_weights(inputs.learning_rate)
+                self.check_weights(inputs.given["learning_rate"])
             what = f"loss {result['loss']:g}, gradient norm {grad_norm:g} before the optimizer step"
             if result["broken"]:
                 tokens = f"{result['broken']:g} tokens a loss or derivative that is NaN or infinite"
@@ -422,7 +462,7 @@ class Policy:
             return {**result, "skipped": 1.0}
         if self.spikes is not None and self.spikes.on_all_ranks(grad_norm, self.layout):
             return {**result, "skipped": 1.0, "spike": 1.0}
-        optimizer_step(self.optimizer, self.config.optimizer, inputs.learning_rate)
+        optimizer_step(self.optimizer, self.config.optimizer, inputs.given["learning_rate"])
         return result
 
     def check_weights(self, learning_rate: float) -> None:

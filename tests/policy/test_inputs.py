@@ -24,7 +24,7 @@ CHANGES = {  # (rollout, position, token id): what is said
 }
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
 BROKEN = "NaN, infinity or values above 1.8e+19 in the weights"
-RATES = ("1e30", "1e308")  # finite weights that are too large; a number that torch's Adam refuses
+RATE = 1e30  # leaves finite weights that are too large
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +110,9 @@ def on_rank(case, config, layout) -> dict:
         if here:
             policy.chunks[-1].head_weight.data[0, 0] = torch.nan
         found[name] = said(lambda: policy.token_stats(batch, everyone))
-    for rate in map(float, RATES):
-        found[f"2 updates at {rate}"] = said(lambda r=rate: update(build(), 2, r))
-        policy = build()
-        found[f"sft at {rate}"] = said(lambda p=policy, r=rate: (p.fit(batch, weights, r), p.check_weights(r)))
+    found["2 updates"] = said(lambda: update(build(), 2, RATE))
+    policy = build()
+    found["sft"] = said(lambda: (policy.fit(batch, weights, RATE), policy.check_weights(RATE)))
     found["kl"] = update(build(kl={"coef": 0.1, "reference": config.model.path}), 1, 1e-3, weight=0.0)
     found["entropy"] = update(build(loss={"entropy_coef": 0.1}), 1, 1e-3, weight=0.0)
     policy = build(kl={"coef": 0.1, "reference": case["folders"]["huge"]})
@@ -162,7 +161,7 @@ def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders)
     cases = (
         ("NaN", "policy", weight),
         ("NaN on all", "policy", f"; {BROKEN} of rank 0: lm_head.weight"),
-        ("reference NaN", f"reference model {folders['huge']}", f"; {BROKEN} of rank 0: model.norm.weight"),
+        ("reference NaN", f"algorithm.kl.reference {folders['huge']}", f"; {BROKEN} of rank 0: model.norm.weight"),
     )
     for rank in said:
         for case, model, cause in cases:
@@ -172,12 +171,11 @@ def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders)
             )
 
 
-@pytest.mark.parametrize("rate", list(map(float, RATES)))
 @pytest.mark.parametrize("updates", ["2 updates", "sft"])
-def test_an_update_that_ruins_the_weights_is_found_after_it_on_every_rank(said, rate, updates):
+def test_an_update_that_ruins_the_weights_is_found_after_it_on_every_rank(said, updates):
     for rank in said:
-        assert rank[f"{updates} at {rate}"].startswith(
-            f"NonFiniteError: the update at learning rate {rate:g} ruined the weights, and they are not saved: "
+        assert rank[updates].startswith(
+            f"NonFiniteError: the update at learning rate {RATE:g} ruined the weights, and they are not saved: "
             f"{BROKEN} of rank 0: model.embed_tokens.weight; lower optimizer.lr or optimizer.weight_decay"
         )
 

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.policy.batch import MicroBatch
-from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
+from dynamo_megatron.policy.batch import MicroBatch, SequenceCost, assign_micro_batches
 from dynamo_megatron.types import Sequences
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)

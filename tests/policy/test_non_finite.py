@@ -45,16 +45,16 @@ def update(**changes) -> PassInputs:
         "learning_rate": 1e-5,
         **changes,
     }
-    return PassInputs("update", rollouts(), [np.array([0, 2])], **given)
+    return PassInputs("update", rollouts(), [np.array([0, 2])], given)
 
 
 def test_it_comes_back_from_disk_as_it_was(tmp_path):
     update(advantages=np.array([0.5, np.nan, 1.0])).save(tmp_path / "update.pt")
     again = PassInputs.load(tmp_path / "update.pt")
     assert repr(again) == repr(update(advantages=np.array([0.5, np.nan, 1.0])))
-    assert again.batch.rollouts.engine_logprobs.dtype == np.float32
+    assert again.given["batch"].rollouts.engine_logprobs.dtype == np.float32
     sequences = Sequences(["p", "q"], np.arange(6), np.array([0, 3, 6]), np.array([1, 1]))
-    fit = PassInputs("fit", sequences, [np.arange(2)], weights=np.array([0.25, 0.25]), learning_rate=1e-3)
+    fit = PassInputs("fit", sequences, [np.arange(2)], {"weights": np.array([0.25, 0.25]), "learning_rate": 1e-3})
     fit.save(tmp_path / "fit.pt")
     assert repr(PassInputs.load(tmp_path / "fit.pt")) == repr(fit)
 
