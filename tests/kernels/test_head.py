@@ -6,7 +6,7 @@ import torch
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
-from dynamo_megatron.kernels import head, policy_loss, token_stats
+from dynamo_megatron.kernels import policy_loss, token_stats
 
 MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
 PLAIN = PolicyLossConfig()
@@ -210,21 +210,9 @@ def test_nan_is_not_hidden(backend):
     assert dx.isnan().any(1).nonzero()[:, 0].tolist() == [6, 7]
 
 
-def test_eager_refuses_another_upstream_gradient(backend, device):
-    if device.type == "cuda":
-        _, dx, dw = run(plain.case(), FULL, ranges=RANGES, upstream=1.7, backend=backend)
-        assert dx.isnan().any() and dw.isnan().any()
-        return
-    with pytest.raises(ValueError, match=r"gradient: 'eager'.*upstream gradient of 1, got 1.7"):
-        run(plain.case(), FULL, ranges=RANGES, upstream=1.7, backend=backend)
-
-
-def test_on_a_gpu_another_upstream_gradient_makes_gradients_nan():
-    right, wrong = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(3, 4)
-    head._poison_unless_one_(torch.tensor(1.0), right, torch.ones(0, 4))
-    assert (right == 1).all()
-    head._poison_unless_one_(torch.tensor(1.7), wrong)
-    assert wrong.isnan().sum() == 1
+def test_eager_gradients_are_nan_for_another_upstream_gradient(backend):
+    _, dx, dw = run(plain.case(), FULL, ranges=RANGES, upstream=1.7, backend=backend)
+    assert dx.isnan().sum() == dw.isnan().sum() == 1
 
 
 def test_gradients_are_contiguous_whatever_the_strides():
