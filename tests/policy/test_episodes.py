@@ -1,6 +1,5 @@
 """Episodes in training: each counts as one rollout, whatever its number of turns and segments."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,6 @@ from dynamo_megatron.policy.batch import MicroBatch, TrainBatch
 from dynamo_megatron.types import EpisodeRecord, Rollout, RolloutBatch
 
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
-HISTORY = ("history", "spo", "reinforce_ada")  # their baseline is not of the batch
-METHODS_OF_THE_BATCH = sorted(p.stem for p in METHODS.glob("*.yaml") if p.stem not in HISTORY)
 # (context, sampled) of each turn, of each segment
 Segments = list[list[tuple[list[int], list[int]]]]
 EPISODES: list[tuple[str, float, Segments]] = [
@@ -56,10 +53,6 @@ def turns(episodes=EPISODES) -> list[tuple[int, list[int], list[int]]]:
     return found
 
 
-def arrays(record) -> dict:
-    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-
-
 def same(a, b) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else np.array_equal(a, b)
 
@@ -67,20 +60,6 @@ def same(a, b) -> bool:
 def packed(batch: RolloutBatch, sequences=None, **options) -> MicroBatch:
     chosen = list(range(len(batch.prompt_ids))) if sequences is None else sequences
     return MicroBatch.pack(batch, chosen, multiple=1, device=torch.device("cpu"), **options)
-
-
-@pytest.mark.parametrize("method", METHODS_OF_THE_BATCH)
-def test_episodes_of_one_turn_are_todays_rollouts_bit_for_bit(method):
-    single = [e for e in EPISODES if len(e[2]) == len(e[2][0]) == 1] + [("a", 1.0, [[([1, 2], [3, 4])]])]
-    episodes, plain = batch_of(single), batch_of(single, plain=True)
-    for cp in (1, 2):
-        of_each = [arrays(packed(b, cp_size=cp)) for b in (episodes, plain)]
-        assert all(same(of_each[0][name], of_each[1][name]) for name in of_each[0])
-    fixed = ["model.path=m", "data.source=d", "output_dir=o", "rollout.max_new_tokens=8"]
-    config = compose([str(METHODS / f"{method}.yaml")], fixed)[0]
-    built = [TrainBatch.build(b, config) for b in (episodes, plain)]
-    for name in ("advantages", "weights", "mini_batch"):
-        np.testing.assert_array_equal(getattr(built[0], name), getattr(built[1], name))
 
 
 def test_an_episode_weighs_and_counts_as_one_rollout():

@@ -79,11 +79,3 @@ def test_steps_and_prime_add_up_each_with_a_baseline_of_its_own():
     both = TrainBatch.build(PAIR, config, implicit_rewards=implicit).process
     apart = TrainBatch.build(PAIR, config).process + TrainBatch.build(none, config, implicit_rewards=implicit).process
     np.testing.assert_allclose(both, apart, rtol=1e-12)
-
-
-def test_a_group_of_equal_outcomes_is_trained_by_its_steps():
-    equal = rollouts(("a", 1.0, [None, 0.5]), ("a", 1.0, [None, -0.5]))
-    config = configured("rloo")
-    batch = TrainBatch.build(equal, config)
-    assert not batch.advantages.any()
-    np.testing.assert_allclose(token_advantages(batch, config), [1.0, 1.0, -1.0, -1.0])
