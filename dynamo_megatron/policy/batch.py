@@ -55,7 +55,7 @@ class TrainBatch:
 
         Raises UserCodeError if a user's function returns invalid advantages, or others on another rank.
         """
-        group = _group_numbers(rollouts.group_ids)
+        group, _ = group_index(rollouts.group_ids, len(rollouts.group_ids))
         advantages = _advantages(rollouts, group, config, gather, baseline)
         if config.algorithm.advantage.normalise == "batch":
             advantages = batch_normalised(advantages)
@@ -79,7 +79,7 @@ class TrainBatch:
 def loss_divisors(rollouts: RolloutBatch, config: Config) -> np.ndarray:
     """float64 [S]: what the loss of each response token is divided by, in the mini-batch of its rollout."""
     loss, lengths, found = config.algorithm.loss, rollouts.response_lengths, np.zeros(len(rollouts.group_ids))
-    group = _group_numbers(rollouts.group_ids)
+    group, _ = group_index(rollouts.group_ids, len(rollouts.group_ids))
     for here in cut_mini_batches(rollouts.group_ids, loss.mini_batches):
         most = config.rollout.max_new_tokens
         found[here] = token_divisors(loss.aggregation, lengths[here], group[here], max_length=most)
@@ -89,7 +89,7 @@ def loss_divisors(rollouts: RolloutBatch, config: Config) -> np.ndarray:
 def cut_mini_batches(group_ids: Sequence[str], count: int) -> list[np.ndarray]:
     """Returns the rollouts (indices, ascending) of each of at most `count` mini-batches. Each has about the same number
     of whole groups, in order."""
-    group = _group_numbers(group_ids)
+    group, _ = group_index(group_ids, len(group_ids))
     groups = int(group.max(initial=-1)) + 1
     parts = np.array_split(np.arange(groups), min(count, groups)) if groups else []
     return [np.flatnonzero(np.isin(group, part)) for part in parts]
@@ -149,11 +149,6 @@ def _check_rewards(rollouts: RolloutBatch, rewards: np.ndarray, setting: str, ad
             f"algorithm.advantage.{setting} needs rewards from 0 to 1, and {rollouts.name(int(bad[0]))} has "
             f"{rewards[bad[0]]:g}; {advice}"
         )
-
-
-def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:
-    """int64 [S], groups counted in the order of their first rollout."""
-    return group_index(group_ids, len(group_ids))[0]
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,10 +7,9 @@ of 0 Megatron does not scale them: the upstream gradient of every micro-batch is
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +37,7 @@ from dynamo_megatron.policy.batch import (
     to_device,
 )
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.model import PolicyModel, build_chunks
+from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.spikes import Spikes
@@ -63,46 +62,6 @@ def _finite(*values: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.isfinite(v) for v in values]).all(0)
 
 
-class FrozenModels:
-    """Models of the policy's shape that are not trained: the KL term's reference, and the two of the reward `prime`.
-
-    This rank's part of each waits in (pinned) host memory. While one of them is in the policy's place, its memory holds
-    the policy's weights. A folder that is named twice is held once."""
-
-    def __init__(self, chunks: Sequence[PolicyModel], spec: ModelSpec, config: Config, layout: Layout):
-        """Loads the models into `chunks`, one after the other, and the policy's weights last."""
-        self._chunks = chunks
-        self._held: dict[str, list[torch.Tensor]] = {}
-        own, cuda = config.model.path, torch.cuda.is_available()
-        for folder in sorted(set(config.frozen_models.values()), key=lambda folder: (folder == own, folder)):
-            load_folder(chunks, spec, folder, layout)
-            copies = (p.detach().to("cpu", copy=True) for p in self._parameters)
-            self._held[folder] = [copy.pin_memory() if cuda else copy for copy in copies]
-        if own not in self._held:
-            load_folder(chunks, spec, own, layout)
-
-    @contextlib.contextmanager
-    def in_place_of_policy(self, folder: str) -> Iterator[None]:
-        """Inside, the parameters are those of the model in `folder`."""
-        self._change_places(self._held[folder])
-        try:
-            yield
-        finally:
-            self._change_places(self._held[folder])
-
-    @property
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for chunk in self._chunks for p in chunk.parameters()]
-
-    @torch.no_grad()
-    def _change_places(self, held: list[torch.Tensor]) -> None:
-        """Swaps the parameters with the copies in `held`, one at a time, so that there is never a third model."""
-        for parameter, waiting in zip(self._parameters, held, strict=True):
-            present = parameter.clone()
-            parameter.copy_(waiting)
-            waiting.copy_(present)
-
-
 class Policy:
     """One rank's part of the policy. Raises ValueError if model folder and layout do not fit each other.
 
@@ -114,7 +73,8 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
         self.chunks = build_chunks(spec, config, layout)
-        self._frozen = FrozenModels(self.chunks, spec, config, layout)
+        self._frozen: dict[str, list[torch.Tensor]] = {}  # parts of the frozen models, in (pinned) host memory
+        self._load_models()
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
@@ -130,6 +90,26 @@ class Policy:
                 response_ratio=config.algorithm.loss.ratio != "token",
                 **head,
             )
+
+    def _load_models(self) -> None:
+        """Loads the frozen models, one after the other, and the policy's own weights last."""
+        own, cuda = self.config.model.path, torch.cuda.is_available()
+        folders = set(self.config.frozen_models.values())
+        for folder in sorted(folders, key=lambda folder: (folder == own, folder)):
+            load_folder(self.chunks, self.spec, folder, self.layout)
+            copies = (p.detach().to("cpu", copy=True) for chunk in self.chunks for p in chunk.parameters())
+            self._frozen[folder] = [copy.pin_memory() if cuda else copy for copy in copies]
+        if own not in folders:
+            load_folder(self.chunks, self.spec, own, self.layout)
+
+    @torch.no_grad()
+    def _change_places(self, folder: str) -> None:
+        """Swaps the weights with those that wait in `_frozen`, one at a time, so that there is never a third model."""
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        for parameter, waiting in zip(parameters, self._frozen[folder], strict=True):
+            present = parameter.clone()
+            parameter.copy_(waiting)
+            waiting.copy_(present)
 
     @property
     def _head_weight(self) -> torch.Tensor:
@@ -151,8 +131,7 @@ class Policy:
         """Packs this rank's part of each of `mini_batches` (indices of sequences, ascending) into micro-batches."""
         parallel, budget = self.config.parallel, self.config.trainer.micro_batch_tokens
         dp, cp = self.layout.dp, self.layout.cp
-        lengths = np.diff(source.offsets) - 1
-        packed = []
+        lengths, packed = np.diff(source.offsets) - 1, []
         for members in mini_batches:
             assigned = assign_micro_batches(
                 lengths[members].tolist(),
@@ -260,9 +239,13 @@ class Policy:
     def _frozen_logprobs(
         self, key: str, source: Sequences, mini_batches: Sequence[MiniBatch], **options
     ) -> torch.Tensor:
+        """Logprobs of the model that `key` of the configuration names, in place of the policy's."""
         folder = self.config.frozen_models[key]
-        with self._frozen.in_place_of_policy(folder):
+        self._change_places(folder)
+        try:
             return self.token_stats(source, mini_batches, f"{key} {folder}", **options).logprobs
+        finally:
+            self._change_places(folder)
 
     def update(
         self,
