@@ -165,10 +165,10 @@ class ChunkedHead:
     ) -> tuple[Tensor, Tensor | None]:
         """Returns (dX, dW) for gradients [n] of logprobs and entropy (None: 0). The logits are computed again: 3
         GEMMs."""
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(stats.logprobs)
-        grad_logprobs = grad_logprobs.contiguous()  # autograd hands out expanded scalars
-        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        grad_logprobs = torch.zeros_like(stats.logprobs) if grad_logprobs is None else grad_logprobs.contiguous()
+        grad_entropy = (
+            None if grad_entropy is None else grad_entropy.contiguous()
+        )  # autograd hands out expanded scalars
         gradients = _Gradients(self, hidden, weight)
         w = self.as_operand(weight)
         for chunk in self.chunks():
