@@ -97,6 +97,7 @@ def on_rank(config, victim: int, change: int) -> None:
     progress.step = start + 1
     with open(notes, "a") as file:
         file.write(json.dumps([start + 1, fingerprint(policy)]) + "\n")
+    checkpoints.reached(start + 1)
     checkpoints.save()
     checkpoints.settle()
 
