@@ -50,7 +50,7 @@ if "RANK" in os.environ:
         coordinator.begin_step, TrainBatch.build = begun, built
     Job.set_up = patched
 """
-TRAIN, SFT = "jobs.train import TrainJob as Job", "jobs.sft import SFTJob as Job"
+TRAIN, SFT = "train import TrainJob as Job", "sft import SFTJob as Job"
 NAMES = {  # what the last line says of the cause
     "WEIGHT": "NaN, infinity or values above 1.8e+19 in the weights of rank 0: model.layers.0.mlp.down_proj.weight",
     "ADVANTAGE": "the advantage of rollout 000002-0000-003 of prompt '",
