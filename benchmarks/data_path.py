@@ -124,8 +124,7 @@ def one_round(way: str, layout: Any, connection: Connection | None) -> tuple[flo
     rank 0, and had packed its first micro-batch: by the clock that all processes share."""
     import torch.distributed as dist
 
-    from dynamo_megatron.policy.batch import MicroBatch
-    from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
+    from dynamo_megatron.policy.batch import MicroBatch, SequenceCost, assign_micro_batches
     from dynamo_megatron.runtime.array_sharing import share
 
     batch, start, received = None, time.monotonic(), 0.0

@@ -16,7 +16,7 @@ from torch import Tensor
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
 from dynamo_megatron.kernels.chunked import ChunkedHead
-from dynamo_megatron.kernels.reference import loss_terms, summed_loss
+from dynamo_megatron.kernels.reference import summed_loss
 from dynamo_megatron.kernels.types import METRICS, Statistics, Tokens
 from dynamo_megatron.types import TokenStats
 
@@ -48,16 +48,9 @@ def _hand_back(weight: Tensor, dw: Tensor | None) -> Tensor:
     return torch.zeros_like(weight)
 
 
-def _poison_unless_one_(upstream: Tensor, *gradients: Tensor) -> None:
-    """Adds NaN to one element of each gradient where upstream is not 1; on a GPU the host does not wait for the
-    comparison."""
-    poison = torch.where(upstream == 1.0, 0.0, torch.nan)
-    for gradient in gradients:
-        gradient.view(-1)[:1].add_(poison)
-
-
 class _EagerLoss(torch.autograd.Function):
-    """Attaches (dX, dW), computed with the loss, to the graph; they are correct only for an upstream gradient of 1."""
+    """Attaches (dX, dW), computed with the loss, to the graph; they are correct only for an upstream gradient of 1, and
+    any other makes them NaN."""
 
     @staticmethod
     def forward(ctx, hidden, weight, loss, dx, dw):
@@ -68,14 +61,10 @@ class _EagerLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
         weight, dx, dw = ctx.saved_tensors
-        if upstream.is_cuda:
-            # The gradient norm shows the NaN before the optimizer's step.
-            _poison_unless_one_(upstream, dx, weight.main_grad if dw is None else dw)
-        elif upstream.item() != 1.0:
-            raise ValueError(
-                f"gradient: 'eager' formed the gradients for an upstream gradient of 1, got {upstream.item()}; "
-                "leave the loss unscaled or use 'recompute'"
-            )
+        # The host does not wait for the comparison; the gradient norm shows the NaN before the optimizer's step.
+        poison = torch.where(upstream == 1.0, 0.0, torch.nan)
+        for gradient in (dx, weight.main_grad if dw is None else dw):
+            gradient.view(-1)[:1].add_(poison)
         return dx, _hand_back(weight, dw), None, None, None
 
 
@@ -187,20 +176,18 @@ def policy_loss(
 ) -> PolicyLossOutput:
     """The clipped policy loss with modulated advantages (arXiv 2602.19208), sum_t w_t loss_t, and its gradient.
 
-    hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens: as in `token_stats`.
-    advantages, old_logprobs, token_weights, ref_logprobs (for the KL term): floating point [T]; values in rows labelled
-    -100 are never used. old_logprobs None: the tokens were sampled from this very policy (ratio 1), and with an
-    advantage of 1 the gradient is that of the cross-entropy. old_kl_coef: floating point [T], the coefficient of each
-    token's |logprob - old logprob| (KL-Cov); None: no such term. log_ratios: floating point [T], replaces the value of
-    logprob - old logprob in the policy loss (by that of a whole response: GSPO, RLOO), but not the gradient, which is
-    that of the token's own logprob; None: each token's value. config.modulation None: advantages are used as they are.
-    ranges: entropy and entropy-change ranges of the scope; None: over this call's labelled tokens (the published
-    micro-batch scope), which needs gradient "recompute". cu_seqlens: int [S+1], for expectation "sequence_mean", whose
-    mean goes over a sequence's labelled tokens.
+    hidden, weight, labels, temperature, vocab_size, tp_group, backend, chunk_tokens: as in `token_stats`. The others
+    are floating point [T]; their values in rows labelled -100 are never used. old_logprobs None: the tokens were
+    sampled from this very policy (ratio 1), and with an advantage of 1 the gradient is that of the cross-entropy.
+    old_kl_coef: of each token's |logprob - old logprob| (KL-Cov). log_ratios: in place of logprob - old logprob in the
+    policy loss (that of a whole response: GSPO, RLOO), while the gradient is that of the token's own logprob; not with
+    modulation. ranges: entropy and entropy-change ranges of the scope; None: over this call's labelled tokens (the
+    published micro-batch scope), which needs gradient "recompute". cu_seqlens: int [S+1], rising from 0 to T, for
+    expectation "sequence_mean", whose mean goes over a sequence's labelled tokens.
 
-    gradient "eager" computes the gradient together with the loss (3 GEMMs; 4 with "sequence_mean"), for an upstream
-    gradient of 1. Backward checks this: any other value makes the gradients NaN on a GPU, and raises ValueError on a
-    CPU. gradient "recompute" computes it in backward (4 GEMMs) for any upstream gradient.
+    gradient "eager" computes the gradient together with the loss (3 GEMMs), for an upstream gradient of 1; any other
+    makes the gradients NaN. "recompute", and always with "sequence_mean", computes it in backward (4 GEMMs) for any
+    upstream gradient.
     hidden.grad is complete on every rank of tp_group, so a gather of sequence-parallel shards before this call must
     split, not reduce, in its backward. dW goes to weight.main_grad where there is one (in eager mode already in this
     call), with weight.grad_added_to_main_grad set and zeros as weight.grad; else weight.grad has the weight's dtype.
@@ -218,20 +205,21 @@ def policy_loss(
         "old_kl_coef": old_kl_coef,
         "log_ratios": log_ratios,
     }
-    _check_arguments(per_token, labels, config, ranges, cu_seqlens, gradient)
+    for name, value in per_token.items():
+        if value is not None and (value.shape != labels.shape or not value.is_floating_point()):
+            raise ValueError(f"{name}: needs floating point [{len(labels)}], got {value.dtype} {list(value.shape)}")
+    if config.modulation is not None and ranges is None and gradient == "eager":
+        raise ValueError("gradient: 'eager' needs ranges; without them (micro-batch scope) use 'recompute'")
     sequence_mean = config.modulation is not None and config.modulation.expectation == "sequence_mean"
-    eager = gradient == "eager" and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    eager = gradient == "eager" and trains and not sequence_mean
     with torch.no_grad():
         tokens = Tokens(*(None if v is None else v[head.rows].to(head.dtype) for v in per_token.values()))
-        if eager and not sequence_mean:
+        if eager:
             stats, terms, gradients = head.loss_and_gradients(hidden, weight, config, tokens, ranges)
         else:
             stats = head.statistics(hidden, weight)
             expected = _sequence_mean(stats, head, cu_seqlens) if sequence_mean else stats.expected_pi_lambda
-            if eager:
-                terms = loss_terms(config, stats, tokens, expected, ranges)
-                g_h = terms.grad_entropy if config.entropy_coef else None
-                gradients = head.gradients(hidden, weight, stats, terms.grad_logprobs, g_h)
     if eager:
         *_, advantages, sums = terms
         loss = _EagerLoss.apply(hidden, weight, sums[0], *gradients)
@@ -242,33 +230,3 @@ def policy_loss(
     metrics = {"tokens": torch.full((), float(len(head.rows)), device=hidden.device)}
     metrics |= dict(zip(METRICS, sums.detach().float(), strict=True))
     return PolicyLossOutput(loss, _token_stats(head, stats), head.scatter(advantages), metrics)
-
-
-def _check_arguments(
-    per_token: dict[str, Tensor | None],
-    labels: Tensor,
-    config: PolicyLossConfig,
-    ranges: ModulationRanges | None,
-    cu_seqlens: Tensor | None,
-    gradient: str,
-) -> None:
-    """Raises ValueError that names the argument of `policy_loss`."""
-    for name, value in per_token.items():
-        if value is None and name not in ("advantages", "token_weights"):
-            continue
-        if value.shape != labels.shape or not value.is_floating_point():
-            raise ValueError(f"{name}: needs floating point [{len(labels)}], got {value.dtype} {list(value.shape)}")
-    if gradient not in ("eager", "recompute"):
-        raise ValueError(f"gradient: {gradient!r} is none of 'eager', 'recompute'")
-    if config.modulation is not None and per_token["log_ratios"] is not None:
-        raise ValueError("log_ratios: modulation is defined by the ratios of tokens; give None or no modulation")
-    if config.modulation is not None and ranges is None and gradient == "eager":
-        raise ValueError("gradient: 'eager' needs ranges; without them (micro-batch scope) use 'recompute'")
-    if config.modulation is not None and config.modulation.expectation == "sequence_mean":
-        if cu_seqlens is None:
-            raise ValueError("cu_seqlens: needed for expectation 'sequence_mean'")
-        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) == 0:
-            raise ValueError(f"cu_seqlens: needs integers [S+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-        # The host waits for one result of the device, not three.
-        if (cu_seqlens[0] != 0) | (cu_seqlens[-1] != len(labels)) | (cu_seqlens.diff() < 0).any():
-            raise ValueError(f"cu_seqlens: needs to rise from 0 to the {len(labels)} tokens, got {cu_seqlens.tolist()}")

@@ -18,7 +18,6 @@ from dynamo_megatron.kernels.head import policy_loss
 TOKENS = 12
 ROWS = 10_000  # of the weight's shard: more than two blocks of every kernel, and little memory
 LIMIT, BFLOAT16_GRADIENT_LIMIT = 1e-4, 2e-2  # of the norm; a rounding to bfloat16 is 2^-9 of a value
-RANGES = (0.0, 12.0, 0.1)
 
 
 def check_backend(
@@ -68,7 +67,7 @@ def check_backend(
                 ref_logprobs=drift - 9.0,
                 old_kl_coef=weights if kl_cov else None,
                 log_ratios=drift if response_ratio else None,
-                ranges=ModulationRanges(*RANGES),
+                ranges=ModulationRanges(0.0, 12.0, 0.1),
                 temperature=temperature,
                 vocab_size=vocab_size,
                 tp_group=tp_group,
@@ -80,8 +79,7 @@ def check_backend(
         results.append({**values, "hidden.grad": x.grad, "weight.grad": w.grad})
     for name, want in results[0].items():
         limit = BFLOAT16_GRADIENT_LIMIT if want.dtype == torch.bfloat16 else LIMIT
-        want, got = want.float(), results[1][name].float()
-        worst = ((got - want).norm() / want.norm().clamp(min=1e-3)).reshape(1)
+        worst = (results[1][name].float() - want.float()).norm() / want.float().norm().clamp(min=1e-3)
         if tp_group is not None:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=tp_group)
         if not worst.item() <= limit:

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
-from dynamo_megatron.config import PolicyLossConfig
+from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
 from dynamo_megatron.kernels.triton_kernels import SUMS, gradient_kernel, merge_kernel, statistics_kernel
 from dynamo_megatron.kernels.types import METRICS, Shard, Statistics, Terms, Tokens
 
@@ -57,7 +57,7 @@ def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature:
 def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLossConfig, ranges, terms, sums) -> Tensor:
     shards, rows, n = parts.shape
     statistics = parts.new_empty(rows, n)
-    modulation = config.modulation
+    modulation = config.modulation or ModulationConfig()  # without ranges it is not used
     merge_kernel[(triton.cdiv(n, MERGE_BLOCK),)](
         parts,
         statistics,
@@ -75,10 +75,10 @@ def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLoss
         KL_KIND=config.kl_kind,
         ENTROPY_COEF=config.entropy_coef,
         KIND=config.kind,
-        ALPHA=None if modulation is None else modulation.alpha,
-        LAMBDA_MIN=None if modulation is None else modulation.lambda_min,
-        GAMMA=None if modulation is None else modulation.gamma,
-        TAU=None if modulation is None else modulation.tau,
+        ALPHA=modulation.alpha,
+        LAMBDA_MIN=modulation.lambda_min,
+        GAMMA=modulation.gamma,
+        TAU=modulation.tau,
         BLOCK=MERGE_BLOCK,
         num_warps=MERGE_WARPS,
         **OPTIONS,
@@ -88,8 +88,7 @@ def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLoss
 
 def merge(parts: Tensor, temperature: float) -> Statistics:
     """As `reference.merge`."""
-    nothing = Tokens(None, None, None)
-    return Statistics(*_merge(parts, temperature, nothing, PolicyLossConfig(), None, None, None))
+    return Statistics(*_merge(parts, temperature, Tokens(None, None, None), PolicyLossConfig(), None, None, None))
 
 
 def merge_with_loss(

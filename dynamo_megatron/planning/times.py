@@ -11,7 +11,7 @@ from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import GRADIENT, WIDTH, StageState
 from dynamo_megatron.planning.hardware import GPU, Cluster
-from dynamo_megatron.policy.micro_batches import SequenceCost
+from dynamo_megatron.policy.batch import SequenceCost
 
 FP8_RATE = 2  # times a GPU's bfloat16 rate, by the makers' tables
 
@@ -40,7 +40,7 @@ class Times:
 def forward_flops(spec: ModelSpec, lengths: Sequence[tuple[float, float]]) -> float:
     """FLOPs of one forward pass over (how many, length) sequences: 2 a parameter and token in matrix products, and
     causal attention's two products over half the square. [N] appendix, [K] section 2.1; `SequenceCost` of
-    policy/micro_batches.py.
+    policy/batch.py.
     """
     cost = SequenceCost.of_model(spec)
     return 2 * sum(count * cost(length) for count, length in lengths)

@@ -32,17 +32,10 @@ if not torch.cuda.is_available():
 
 
 def _is_cuda(device: object) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 _MATMULS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.nn.functional.linear}
-
-
-def _all_bfloat16(args: tuple) -> bool:
-    """Else torch is left to refuse a product of bfloat16 with something else, as a GPU does."""
-    return all(a.dtype is torch.bfloat16 for a in args if torch.is_tensor(a))
 
 
 def _run_backward(tensors, grad_tensors=None, retain_graph=None, create_graph=False, inputs=None) -> None:
@@ -70,8 +63,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.autograd.backward:
             with self:  # Megatron's own backward functions run inside this call, where the mode would be off
                 return _run_backward(*args, **kwargs)
-        if self._slow_bfloat16 and func in _MATMULS and not kwargs and _all_bfloat16(args):
-            return func(*(a.float() if torch.is_tensor(a) else a for a in args)).bfloat16()
+        if self._slow_bfloat16 and func in _MATMULS and not kwargs and args[0].dtype == args[1].dtype == torch.bfloat16:
+            return func(*(None if a is None else a.float() for a in args)).bfloat16()
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.cuda:
@@ -158,14 +151,6 @@ def rotate_whole_batches() -> None:
     rope_utils._apply_rotary_pos_emb_thd = at_once
 
 
-def define_router_gemm() -> None:
-    """Without TransformerEngine megatron-core 0.16.1 leaves a name undefined that every router reads."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
 class Fusions(NamedTuple):
     """What serves this run, "transformer-engine" or "torch"."""
 
@@ -178,17 +163,14 @@ class Fusions(NamedTuple):
         none. Raises InputError for such a package."""
         if not torch.cuda.is_available() or not _imported("transformer_engine.pytorch", "transformer-engine"):
             return cls("torch", "torch")
-        fast_attention = _has_cudnn_attention() or _imported("flash_attn", "flash-attn")
+        # cuDNN's attention takes packed sequences on these GPUs. Elsewhere TransformerEngine has flash-attn, or a path
+        # whose memory grows with the square of the packed length.
+        cudnn = (9, 0) <= torch.cuda.get_device_capability() < (12, 0)
+        fast_attention = cudnn or _imported("flash_attn", "flash-attn")
         return cls("transformer-engine", "transformer-engine" if fast_attention else "torch")
 
     def __str__(self) -> str:
         return f"layers and Adam: {self.norm}, attention: {self.attention}"
-
-
-def _has_cudnn_attention() -> bool:
-    """Whether cuDNN's attention takes packed sequences on this GPU: not before Hopper, nor on sm_120. There
-    TransformerEngine has flash-attn, or a path whose memory grows with the square of the packed length."""
-    return (9, 0) <= torch.cuda.get_device_capability() < (12, 0)
 
 
 def _imported(module: str, package: str) -> bool:

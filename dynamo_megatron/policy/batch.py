@@ -1,7 +1,8 @@
-"""The data of one training step, and its packing into micro-batches."""
+"""The data of one training step, its share-out over micro-batches and ranks, and packing."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from dynamo_megatron.algorithm.process_rewards import process_advantages
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.types import RolloutBatch, Sequences
 
 
@@ -47,15 +49,13 @@ class TrainBatch:
         weights: np.ndarray | None = None,
         implicit_rewards: np.ndarray | None = None,
     ) -> TrainBatch:
-        """Computes advantages by group, and mini-batches. `gather`: as in
-        `custom_advantages`. `baseline`: the known baseline of each rollout's prompt (`Selection.baseline`);
-        None: nothing is known of any prompt.
-        `weights`: float64 [S], of each response token in the loss of its mini-batch; None: 1 / `loss_divisors`.
-        `implicit_rewards`: from `Policy.implicit_rewards`.
+        """Computes advantages by group, and mini-batches. `gather`: as in `custom_advantages`. `baseline`: what is
+        known of each rollout's prompt; None: nothing. `weights`: float64 [S], of each response token in the loss of its
+        mini-batch; None: 1 / `loss_divisors`. `implicit_rewards`: from `Policy.implicit_rewards`.
 
         Raises UserCodeError if a user's function returns invalid advantages, or others on another rank.
         """
-        group = _group_numbers(rollouts.group_ids)
+        group, _ = group_index(rollouts.group_ids, len(rollouts.group_ids))
         advantages = _advantages(rollouts, group, config, gather, baseline)
         if config.algorithm.advantage.normalise == "batch":
             advantages = batch_normalised(advantages)
@@ -70,15 +70,6 @@ class TrainBatch:
         return cls(rollouts, advantages, mini_batch, weights, process, implicit_rewards)
 
     @property
-    def mean_process(self) -> np.ndarray:
-        """float64 [S]: the mean of `process` over the tokens of each rollout."""
-        lengths = self.rollouts.response_lengths
-        if self.process is None:
-            return np.zeros(len(lengths))
-        owner = np.repeat(np.arange(len(lengths)), lengths)
-        return np.bincount(owner, self.process, len(lengths)) / np.maximum(lengths, 1)
-
-    @property
     def mini_batches(self) -> list[np.ndarray]:
         """The rollouts (indices, ascending) of each update."""
         count = int(self.mini_batch.max()) + 1 if len(self.mini_batch) else 0
@@ -88,7 +79,7 @@ class TrainBatch:
 def loss_divisors(rollouts: RolloutBatch, config: Config) -> np.ndarray:
     """float64 [S]: what the loss of each response token is divided by, in the mini-batch of its rollout."""
     loss, lengths, found = config.algorithm.loss, rollouts.response_lengths, np.zeros(len(rollouts.group_ids))
-    group = _group_numbers(rollouts.group_ids)
+    group, _ = group_index(rollouts.group_ids, len(rollouts.group_ids))
     for here in cut_mini_batches(rollouts.group_ids, loss.mini_batches):
         most = config.rollout.max_new_tokens
         found[here] = token_divisors(loss.aggregation, lengths[here], group[here], max_length=most)
@@ -98,7 +89,7 @@ def loss_divisors(rollouts: RolloutBatch, config: Config) -> np.ndarray:
 def cut_mini_batches(group_ids: Sequence[str], count: int) -> list[np.ndarray]:
     """Returns the rollouts (indices, ascending) of each of at most `count` mini-batches. Each has about the same number
     of whole groups, in order."""
-    group = _group_numbers(group_ids)
+    group, _ = group_index(group_ids, len(group_ids))
     groups = int(group.max(initial=-1)) + 1
     parts = np.array_split(np.arange(groups), min(count, groups)) if groups else []
     return [np.flatnonzero(np.isin(group, part)) for part in parts]
@@ -160,11 +151,6 @@ def _check_rewards(rollouts: RolloutBatch, rewards: np.ndarray, setting: str, ad
         )
 
 
-def _group_numbers(group_ids: Sequence[str]) -> np.ndarray:
-    """int64 [S], groups counted in the order of their first rollout."""
-    return group_index(group_ids, len(group_ids))[0]
-
-
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies through pinned memory: a copy to a GPU from other memory would wait for all earlier work of the GPU."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
@@ -183,6 +169,82 @@ def context_positions(length: int, cp_size: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class SequenceCost:
+    """The cost of a sequence of L tokens, in multiply-adds of a forward pass: `linear * L + quadratic * L^2`."""
+
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def of_model(cls, spec: ModelSpec) -> SequenceCost:
+        """Projections, MLP (the chosen experts') and head of every token; causal attention over the tokens before."""
+        heads = spec.num_attention_heads * spec.kv_channels
+        attention = spec.hidden_size * (2 * heads + 2 * spec.num_query_groups * spec.kv_channels)
+        widths = spec.router_topk * spec.moe_ffn_hidden_size if spec.num_experts else spec.ffn_hidden_size
+        layer = attention + 3 * spec.hidden_size * widths
+        # Two products (with keys and with values), each over half the square.
+        return cls(spec.num_layers * layer + spec.vocab_size * spec.hidden_size, spec.num_layers * heads)
+
+    def __call__(self, length: int) -> float:
+        return self.linear * length + self.quadratic * length * length
+
+
+def assign_micro_batches(
+    lengths: Sequence[int], dp_size: int, budget: int, *, cost: SequenceCost, multiple: int = 1
+) -> list[list[list[int]]]:
+    """`assigned[dp_rank][micro_batch]` = indices of sequences; `lengths` and `budget` in tokens; a function of these
+    alone. Every rank has the same number of micro-batches, a multiple of `multiple` (Megatron's interleaved schedule
+    needs the number of stages), the smallest that the budget allows; some may be empty.
+
+    Sequences are placed in order of falling cost, each in the cheapest micro-batch that has room for it; one that is
+    longer than the budget is alone in its own. Micro-batches are dealt out by falling cost, so that the k-th ones of
+    all ranks, which run at the same time, cost about the same.
+    """
+    if not lengths:
+        return [[] for _ in range(dp_size)]
+    costs = [cost(length) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    step = dp_size * multiple
+    count = step * max(1, -(-sum(min(length, budget) for length in lengths) // (budget * step)))
+    while (bins := _spread(order, lengths, costs, count, budget)) is None:
+        count += step
+    bins.sort(key=lambda b: (-sum(costs[i] for i in b), b))
+    assigned: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    loads = [0.0] * dp_size
+    for start in range(0, count, dp_size):
+        ranks = sorted(range(dp_size), key=lambda r: (loads[r], r))
+        for rank, members in zip(ranks, bins[start : start + dp_size], strict=True):
+            assigned[rank].append(members)
+            loads[rank] += sum(costs[i] for i in members)
+    return assigned
+
+
+def _spread(
+    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int
+) -> list[list[int]] | None:
+    """Puts the sequences, in this order, each into the cheapest of `count` micro-batches with room. None: no room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    cheapest = [(0.0, b) for b in range(count)]  # a heap
+    shortest = lengths[order[-1]]
+    for i in order:
+        full = []
+        while cheapest and bins[cheapest[0][1]] and tokens[cheapest[0][1]] + lengths[i] > budget:
+            entry = heapq.heappop(cheapest)
+            if tokens[entry[1]] + shortest <= budget:
+                full.append(entry)
+        if not cheapest:
+            return None
+        load, b = cheapest[0]
+        bins[b].append(i)
+        tokens[b] += lengths[i]
+        heapq.heapreplace(cheapest, (load + costs[i], b))
+        for entry in full:
+            heapq.heappush(cheapest, entry)
+    return [sorted(b) for b in bins]
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One rank's part of packed segments. A sequence has one segment, with an agent one or more. A segment's inputs are
     tokens[:-1]. The label of a response row is the next token, whichever context-parallel rank holds that.
@@ -198,12 +260,11 @@ class MicroBatch:
     labels: torch.Tensor  # int64 [r]
     slots: torch.Tensor  # int64 [r], on the CPU: the labels' slots (see `Sequences`)
     response_bounds: torch.Tensor  # int32 [sequences + 1]: where each sequence's rows begin and end in `rows`
-    sequences: list[int]
-    lengths: np.ndarray  # int64 [segments], of all T positions; on the host, as `sequences`
+    lengths: np.ndarray  # int64 [segments], of all T positions; on the host
 
     @property
     def response(self) -> torch.Tensor:
-        """int64 [r], ascending: the index in `sequences` of the sequence that each response row belongs to."""
+        """int64 [r], ascending: which of the packed sequences each response row belongs to."""
         counts = self.response_bounds.diff()
         return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(self.rows))
 
@@ -255,7 +316,6 @@ class MicroBatch:
             labels=on_device(labels),
             slots=torch.from_numpy(slots),
             response_bounds=on_device(response_bounds, torch.int32),
-            sequences=list(sequences),
             lengths=np.diff(bounds),
         )
 

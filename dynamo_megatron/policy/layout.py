@@ -29,7 +29,6 @@ class Layout:
     dp: dist.ProcessGroup
     dp_cp: dist.ProcessGroup  # the ranks that hold the same parameters, except experts
     ep: dist.ProcessGroup
-    expert_dp: dist.ProcessGroup  # the ranks that hold the same experts
     host: dist.ProcessGroup  # all ranks, for CPU tensors and objects; so are the next two groups
     node: dist.ProcessGroup  # the ranks of this node
     leaders: dist.ProcessGroup | None  # the first ranks of all nodes; None on other ranks, or if there is one node
@@ -52,12 +51,6 @@ class Layout:
             values.zero_()
         dist.all_reduce(values, group=self.host)
         return values
-
-    def on_any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on a rank; collective over all ranks."""
-        found = torch.tensor([int(value)])
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.host)
-        return bool(found.item())
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the plain data of every rank, in rank order; collective over all ranks."""
@@ -106,7 +99,6 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
         dp=parallel_state.get_data_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_group(),
-        expert_dp=parallel_state.get_expert_data_parallel_group(),
         host=host,
         node=node,
         leaders=leaders,

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -15,6 +18,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,9 +30,8 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.models.spec import scaled_frequencies
-from dynamo_megatron.policy.attention import PackedAttention, SegmentPlan, Segments
-from dynamo_megatron.policy.backend import Fusions, define_router_gemm, rotate_whole_batches
-from dynamo_megatron.policy.batch import MicroBatch
+from dynamo_megatron.policy.backend import Fusions, rotate_whole_batches
+from dynamo_megatron.policy.batch import MicroBatch, context_positions, to_device
 from dynamo_megatron.policy.layout import Layout
 
 
@@ -46,6 +51,89 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
 
 
+class SegmentGroup(NamedTuple):
+    """The n segments of one length, and where their positions lie."""
+
+    length: int  # positions of each segment, on all context-parallel ranks together
+    rows: torch.Tensor  # int64 [n * length / cp]: indices of their queries among the t positions here
+    sources: torch.Tensor  # int64 [n * length]: indices of their keys, in order, among those gathered rank by rank
+    mask: torch.Tensor | None  # bool [length / cp, length]: which keys a row attends to; None: causal
+
+
+class SegmentPlan(NamedTuple):
+    """The groups of a micro-batch. Made on the host, so that no layer waits for a GPU to learn the lengths."""
+
+    groups: list[SegmentGroup]  # by length, ascending
+    order: torch.Tensor  # int64 [t]: from the groups' rows, one group after the other, to the positions here
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, cp_rank: int, cp_size: int, device: torch.device) -> SegmentPlan:
+        """lengths: int64 [segments], in positions of all context-parallel ranks together."""
+
+        def on_device(array: np.ndarray) -> torch.Tensor:
+            return to_device(torch.from_numpy(array), device)
+
+        starts, here = np.cumsum(lengths) - lengths, int(lengths.sum()) // cp_size
+        groups, places = [], []
+        for length in np.unique(lengths).tolist():
+            held = context_positions(length, cp_size)
+            share = length // cp_size
+            first = starts[lengths == length][:, None] // cp_size
+            rows = (first + np.arange(share)).flatten()
+            gathered = held.flatten().argsort()
+            sources = (first + (gathered // share) * here + gathered % share).flatten()
+            mask = None if cp_size == 1 else on_device(held[cp_rank][:, None] >= np.arange(length))
+            groups.append(SegmentGroup(length, on_device(rows), on_device(sources), mask))
+            places.append(rows)
+        return cls(groups, on_device(np.concatenate(places).argsort()))
+
+
+@dataclass
+class Segments(PackedSeqParams):
+    """What Megatron's layers need to know about packed sequences, and what PackedAttention needs, for all layers."""
+
+    plan: SegmentPlan | None = None
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each segment of a packed (thd) micro-batch, one call for all segments of equal length, on
+    any device, without TransformerEngine.
+
+    query [t, heads/tp, d], key and value [t, kv heads/tp, d] -> [t, heads/tp * d]; the segments are those of
+    `packed_seq_params` (`Segments`). Context-parallel ranks gather each other's keys and values.
+    """
+
+    def __init__(
+        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None, **_
+    ):
+        super().__init__(config=config)
+        assert config.attention_dropout == 0.0, "attention dropout is not supported by PackedAttention"
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.cp = pg_collection.cp
+
+    def forward(self, query, key, value, attention_mask, *, packed_seq_params, **_) -> torch.Tensor:
+        q, k, v = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (query, key, value))
+        if self.cp.size() > 1:
+            both = tensor_parallel.gather_from_sequence_parallel_region(
+                torch.cat([k, v], dim=-1), tensor_parallel_output_grad=True, group=self.cp
+            )
+            k, v = both.split(k.shape[-1], dim=-1)
+        grouped = q.shape[1] != k.shape[1]
+        outputs = []
+        plan = packed_seq_params.plan
+        for length, rows, sources, mask in plan.groups:
+            # [t, heads, d] -> [segments, heads, length, d]
+            same = (
+                x[at].unflatten(0, (-1, size)).transpose(1, 2)
+                for x, at, size in ((q, rows, length // self.cp.size()), (k, sources, length), (v, sources, length))
+            )
+            attended = F.scaled_dot_product_attention(
+                *same, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+            )
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)[plan.order].flatten(1)
+
+
 class PolicyModel(GPTModel):
     """GPTModel whose last stage returns hidden states [t, h], complete on every tensor-parallel rank.
 
@@ -61,13 +149,6 @@ class PolicyModel(GPTModel):
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return hidden_states.squeeze(1)
-
-    def _segment_plan(self, micro_batch: MicroBatch) -> SegmentPlan | None:
-        """The plan for PackedAttention; None with TransformerEngine, which does not need one."""
-        if not isinstance(self.decoder.layers[0].self_attention.core_attention, PackedAttention):
-            return None
-        cp = self.pg_collection.cp
-        return SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), micro_batch.tokens.device)
 
     @property
     def layer_offset(self) -> int:
@@ -85,7 +166,9 @@ class PolicyModel(GPTModel):
         # Every position belongs to a segment, padding too, so the padded bounds are the same. If they were not passed,
         # TransformerEngine would compare the two on the host, in every layer.
         padded = micro_batch.cu_seqlens if self.config.context_parallel_size > 1 else None
-        longest = int(micro_batch.lengths.max())
+        longest, cp, plan = int(micro_batch.lengths.max()), self.pg_collection.cp, None
+        if isinstance(self.decoder.layers[0].self_attention.core_attention, PackedAttention):
+            plan = SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), micro_batch.tokens.device)
         packed = Segments(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
@@ -94,7 +177,7 @@ class PolicyModel(GPTModel):
             cu_seqlens_kv_padded=padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            plan=self._segment_plan(micro_batch),
+            plan=plan,
         )
         return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
 
@@ -149,13 +232,9 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         batch_p2p_sync=cuda,
         # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
         deallocate_pipeline_outputs=cuda,
-        gradient_accumulation_fusion=False,  # Megatron's own linears need Apex for it (see _fuse_weight_gradients)
-        masked_softmax_fusion=False,
         bias_activation_fusion=cuda,  # SwiGLU
-        bias_dropout_fusion=False,
         # The fused kernel has sines and cosines in float32, as the servers do; the unfused code rounds them to `dtype`.
         apply_rope_fusion=_uses_transformer_engine(),
-        persist_layer_norm=False,
         deterministic_mode=config.trainer.deterministic and cuda,
         **_experts(spec, config),
     )
@@ -220,17 +299,6 @@ def _layer_spec(spec: ModelSpec, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
     return layer, RMSNorm
 
 
-def model_arguments(spec: ModelSpec, tp: int) -> dict[str, Any]:
-    """GPTModel's arguments that describe the model, besides its config."""
-    return {
-        "vocab_size": spec.padded_vocab(tp),
-        "max_sequence_length": spec.max_positions,
-        "share_embeddings_and_output_weights": spec.tied,
-        "position_embedding_type": "rope",
-        "rotary_base": spec.rope_theta,
-    }
-
-
 def _fuse_weight_gradients(chunks: list[PolicyModel]) -> None:
     """TransformerEngine's linears add their weight gradients to main_grad inside the GEMM, without Apex."""
     for chunk in chunks:
@@ -243,7 +311,8 @@ def _fuse_weight_gradients(chunks: list[PolicyModel]) -> None:
 
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
     """This rank's shard of its pipeline stage, with parameters not loaded yet: one chunk, or `parallel.vpp` of them."""
-    define_router_gemm()
+    if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16.1 without TransformerEngine: all routers read it
+        moe_utils.te_general_gemm = None
     if not _uses_transformer_engine():
         rotate_whole_batches()
     megatron, count = transformer_config(spec, config), config.parallel.vpp
@@ -258,7 +327,11 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
             pre_process=layout.is_first_stage and chunk == 0,
             post_process=layout.is_last_stage and chunk == count - 1,
             vp_stage=chunk if count > 1 else None,
-            **model_arguments(spec, config.parallel.tp),
+            vocab_size=spec.padded_vocab(config.parallel.tp),
+            max_sequence_length=spec.max_positions,
+            share_embeddings_and_output_weights=spec.tied,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,
         ).to(layout.device)
         for chunk in range(count)
     ]

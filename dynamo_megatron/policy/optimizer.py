@@ -13,9 +13,6 @@ from dynamo_megatron.config import OptimizerConfig
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import PolicyModel
 
-# Torch's Adam raises at numbers beyond float32. This one ruins all weights too, and `Policy.check_weights` reports it.
-UNUSABLE = 1e30
-
 
 def overlaps(layout: Layout) -> bool:
     """Whether gradients are reduced while the last micro-batch's backward pass still runs. Parameters are gathered with
@@ -63,8 +60,8 @@ def optimizer_step(optimizer: MegatronOptimizer, config: OptimizerConfig, learni
     """Makes a step with the gradients from `prepare_grads`. All settings are set every time: a loaded checkpoint brings
     its own, and in Megatron a scheduler, not used here, applies wd_mult, which is 0 for norms and biases."""
     for group in optimizer.param_groups:
-        decay = min(config.weight_decay, UNUSABLE) * group["wd_mult"]
-        group.update(lr=min(learning_rate, UNUSABLE), weight_decay=decay, betas=config.betas, eps=config.eps)
+        decay = config.weight_decay * group["wd_mult"]
+        group.update(lr=learning_rate, weight_decay=decay, betas=config.betas, eps=config.eps)
     optimizer.step()
 
 

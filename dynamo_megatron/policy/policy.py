@@ -23,25 +23,24 @@ from dynamo_megatron.algorithm.losses import kl_estimate, response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
-from dynamo_megatron.config import Config, KLConfig, PolicyLossConfig
+from dynamo_megatron.checkpoint.weights import load_folder
+from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_finite
-from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch, to_device
-from dynamo_megatron.policy.frozen_models import FrozenModels
-from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
-from dynamo_megatron.policy.model import build_chunks
-from dynamo_megatron.policy.non_finite import (
-    Finite,
-    NonFiniteError,
-    PassInputs,
-    broken_weights,
-    non_finite_update,
+from dynamo_megatron.policy.batch import (
+    MicroBatch,
+    MiniBatch,
+    SequenceCost,
+    TrainBatch,
+    assign_micro_batches,
+    to_device,
 )
+from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.model import build_chunks
+from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.spikes import Spikes
-from dynamo_megatron.runtime.user_code import UserFunction
 from dynamo_megatron.types import Sequences, TokenStats
 
 
@@ -49,61 +48,14 @@ class HeadLoss(NamedTuple):
     """The loss of one micro-batch."""
 
     loss: torch.Tensor  # scalar, whose backward pass gives the gradient of the model
-    metrics: dict[str, torch.Tensor]  # sums
-    finite: Finite
+    metrics: dict[str, torch.Tensor]  # sums; `broken`: tokens whose loss by the user's function is not finite
 
 
 LossOfHidden = Callable[[MicroBatch, torch.Tensor], HeadLoss]  # from a micro-batch and its hidden rows, [r, h]
 
 
-def fused_loss(slots: torch.Tensor, output: kernels.PolicyLossOutput) -> HeadLoss:
-    """Converts the output of the kernels' loss."""
-    finite = _finite(output.stats.logprobs, output.stats.entropy, output.advantages)
-    return HeadLoss(output.loss, output.metrics, Finite(slots, finite, torch.ones_like(finite)))
-
-
-class StepTokens(NamedTuple):
-    """Values of all response tokens of a step, float32 [R] on the CPU; LossInputs describes them."""
-
-    old_logprobs: torch.Tensor
-    engine_logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor | None
-    advantages: torch.Tensor
-    weights: torch.Tensor
-
-
-def custom_loss(
-    function: UserFunction, micro_batch: MicroBatch, head: kernels.TokenLogprobs, tokens: StepTokens, kl: KLConfig
-) -> HeadLoss:
-    """sum_t w_t loss_t by the user's function, plus the KL term unless kl.where is `function`. Raises UserCodeError."""
-    device = head.logprobs.device
-    here = (None if t is None else to_device(t[micro_batch.slots], device) for t in tokens)
-    logprobs = head.logprobs.detach().requires_grad_()
-    inputs = LossInputs(
-        logprobs=logprobs,
-        entropy=head.entropy.detach(),
-        response=micro_batch.response,
-        kl_coef=kl.coef if kl.where == "function" else 0.0,
-        **dict(zip(StepTokens._fields, here, strict=True)),
-    )
-    finite = _finite(*(v for v in vars(inputs).values() if isinstance(v, torch.Tensor)))
-    weights, reference = inputs.weights.clone(), inputs.reference_logprobs
-    loss = gradient = logprobs.detach()
-    if len(loss):
-        loss, gradient = custom_losses(function, inputs)
-    kept = _finite(loss, gradient) | ~finite
-    metrics = {}
-    if reference is not None:
-        with torch.enable_grad():
-            estimate = kl_estimate(logprobs, reference, kl.kind)
-            (slope,) = torch.autograd.grad((weights * estimate).sum(), logprobs)
-        metrics["kl"] = estimate.detach().sum()
-        if kl.where == "loss":
-            loss, gradient = loss + kl.coef * estimate.detach(), gradient + kl.coef * slope
-    metrics["loss"] = (weights * loss).sum().to(logprobs.dtype)
-    # The value is metrics["loss"]; the derivative with respect to head.logprobs is `gradient`.
-    total = metrics["loss"] + (gradient * (head.logprobs - logprobs.detach())).sum()
-    return HeadLoss(total, metrics, Finite(micro_batch.slots, finite, kept))
+# Values of all response tokens of a step, float32 [R] on the CPU, by their names in LossInputs, which describes them.
+StepTokens = dict[str, torch.Tensor | None]
 
 
 def _finite(*values: torch.Tensor) -> torch.Tensor:
@@ -121,7 +73,8 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
         self.chunks = build_chunks(spec, config, layout)
-        self._frozen = FrozenModels(self.chunks, spec, config, layout)
+        self._frozen: dict[str, list[torch.Tensor]] = {}  # parts of the frozen models, in (pinned) host memory
+        self._load_models()
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
@@ -137,6 +90,26 @@ class Policy:
                 response_ratio=config.algorithm.loss.ratio != "token",
                 **head,
             )
+
+    def _load_models(self) -> None:
+        """Loads the frozen models, one after the other, and the policy's own weights last."""
+        own, cuda = self.config.model.path, torch.cuda.is_available()
+        folders = set(self.config.frozen_models.values())
+        for folder in sorted(folders, key=lambda folder: (folder == own, folder)):
+            load_folder(self.chunks, self.spec, folder, self.layout)
+            copies = (p.detach().to("cpu", copy=True) for chunk in self.chunks for p in chunk.parameters())
+            self._frozen[folder] = [copy.pin_memory() if cuda else copy for copy in copies]
+        if own not in folders:
+            load_folder(self.chunks, self.spec, own, self.layout)
+
+    @torch.no_grad()
+    def _change_places(self, folder: str) -> None:
+        """Swaps the weights with those that wait in `_frozen`, one at a time, so that there is never a third model."""
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        for parameter, waiting in zip(parameters, self._frozen[folder], strict=True):
+            present = parameter.clone()
+            parameter.copy_(waiting)
+            waiting.copy_(present)
 
     @property
     def _head_weight(self) -> torch.Tensor:
@@ -158,8 +131,7 @@ class Policy:
         """Packs this rank's part of each of `mini_batches` (indices of sequences, ascending) into micro-batches."""
         parallel, budget = self.config.parallel, self.config.trainer.micro_batch_tokens
         dp, cp = self.layout.dp, self.layout.cp
-        lengths = np.diff(source.offsets) - 1
-        packed = []
+        lengths, packed = np.diff(source.offsets) - 1, []
         for members in mini_batches:
             assigned = assign_micro_batches(
                 lengths[members].tolist(),
@@ -246,34 +218,34 @@ class Policy:
         broken = broken_weights(self.chunks, self.spec, self.layout)
         return NonFiniteError(message if broken is None else f"{message}; {broken}", inputs)
 
-    @property
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for chunk in self.chunks for p in chunk.parameters()]
-
     def reference_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor | None:
         """float32 [R] logprobs under the reference policy; None without a KL term. Raises as `token_stats`."""
-        folder = self.config.frozen_models.get("algorithm.kl.reference")
-        if folder is None:
+        if "algorithm.kl.reference" not in self.config.frozen_models:
             return None
-        with self._frozen.in_place_of_policy(folder):
-            return self.token_stats(
-                source, mini_batches, f"reference model {folder}", method="reference_logprobs"
-            ).logprobs
+        return self._frozen_logprobs("algorithm.kl.reference", source, mini_batches, method="reference_logprobs")
 
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
         trained; None without this reward. Raises as `token_stats`."""
         if not self.config.reward.implicit:
             return None
-        logprobs = []
-        for key in ("reward.prime.model", "reward.prime.reference"):
-            folder = self.config.frozen_models[key]
-            with self._frozen.in_place_of_policy(folder):
-                stats = self.token_stats(
-                    source, mini_batches, f"{key} {folder}", temperature=1.0, method="implicit_rewards"
-                )
-            logprobs.append(stats.logprobs.double().numpy())
-        return self.config.reward.prime.beta * (logprobs[0] - logprobs[1])
+        options = {"temperature": 1.0, "method": "implicit_rewards"}
+        trained, reference = (
+            self._frozen_logprobs(key, source, mini_batches, **options).double().numpy()
+            for key in ("reward.prime.model", "reward.prime.reference")
+        )
+        return self.config.reward.prime.beta * (trained - reference)
+
+    def _frozen_logprobs(
+        self, key: str, source: Sequences, mini_batches: Sequence[MiniBatch], **options
+    ) -> torch.Tensor:
+        """Logprobs of the model that `key` of the configuration names, in place of the policy's."""
+        folder = self.config.frozen_models[key]
+        self._change_places(folder)
+        try:
+            return self.token_stats(source, mini_batches, f"{key} {folder}", **options).logprobs
+        finally:
+            self._change_places(folder)
 
     def update(
         self,
@@ -302,21 +274,20 @@ class Policy:
             process=batch.process,
         )
         engine = torch.from_numpy(batch.rollouts.engine_logprobs)
-        old = engine if self.config.algorithm.loss.old == "engine" else stats.logprobs
-        tokens = StepTokens(old, engine, reference_logprobs, shaped.advantages, shaped.weights)
+        tokens = {
+            "old_logprobs": engine if self.config.algorithm.loss.old == "engine" else stats.logprobs,
+            "engine_logprobs": engine,
+            "reference_logprobs": reference_logprobs,
+            "advantages": shaped.advantages,
+            "weights": shaped.weights,
+        }
         if self.loss_function is not None:
             head_loss = functools.partial(self._custom_loss, tokens)
         elif (head_loss := self._fused_loss(tokens, shaped)) is None:
             return {"skipped": 1.0}
-        inputs = PassInputs(
-            "update",
-            batch.rollouts,
-            [mini_batch.members],
-            batch=batch,
-            stats=stats,
-            reference_logprobs=reference_logprobs,
-            learning_rate=learning_rate,
-        )
+        given = {"batch": batch, "stats": stats, "reference_logprobs": reference_logprobs}
+        given["learning_rate"] = learning_rate
+        inputs = PassInputs("update", batch.rollouts, [mini_batch.members], given)
         result = self._optimize(inputs, mini_batch, head_loss)
         return {**result, "selected": float(shaped.selected.sum())}
 
@@ -333,22 +304,22 @@ class Policy:
 
         def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             slots = micro_batch.slots
-            log_ratios = self._response_log_ratios(micro_batch, hidden, tokens.old_logprobs[slots])
+            log_ratios = self._response_log_ratios(micro_batch, hidden, tokens["old_logprobs"][slots])
             rows, here = slice(None), slots
             if not every_token_counts and not whole_sequences:
                 taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
                 rows, here = to_device(taken, device), slots[taken]
                 hidden = hidden[rows]
-            constants = (tokens.advantages, tokens.old_logprobs, tokens.weights)
-            reference, old_kl_coef = (
+            names = ("advantages", "old_logprobs", "weights", "reference_logprobs")
+            *constants, reference, old_kl_coef = (
                 None if v is None else to_device(v[here], device)
-                for v in (tokens.reference_logprobs, shaped.old_kl_coef)
+                for v in (*(tokens[name] for name in names), shaped.old_kl_coef)
             )
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
                 micro_batch.labels[rows],
-                *(to_device(v[here], device) for v in constants),
+                *constants,
                 loss,
                 ref_logprobs=reference,
                 old_kl_coef=old_kl_coef,
@@ -358,14 +329,40 @@ class Policy:
                 gradient=self.config.kernels.gradient,
                 **self._head,
             )
-            return fused_loss(here, output)
+            return HeadLoss(output.loss, output.metrics)
 
         return policy_loss
 
     def _custom_loss(self, tokens: StepTokens, micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
-        """The user's function's loss of all response tokens; it need not be 0 for tokens whose advantage is 0."""
+        """The user's function's loss of all response tokens; it need not be 0 for tokens whose advantage is 0. Adds the
+        KL term unless kl.where is `function`. Raises UserCodeError."""
+        kl, slots = self.config.algorithm.kl, micro_batch.slots
         head = kernels.token_logprobs(hidden, self._head_weight, micro_batch.labels, **self._head)
-        return custom_loss(self.loss_function, micro_batch, head, tokens, self.config.algorithm.kl)
+        logprobs = head.logprobs.detach().requires_grad_()
+        here = {name: None if t is None else to_device(t[slots], logprobs.device) for name, t in tokens.items()}
+        inputs = LossInputs(
+            logprobs=logprobs,
+            entropy=head.entropy.detach(),
+            response=micro_batch.response,
+            kl_coef=kl.coef if kl.where == "function" else 0.0,
+            **here,
+        )
+        given = _finite(*(v for v in vars(inputs).values() if isinstance(v, torch.Tensor)))
+        weights, reference = inputs.weights.clone(), inputs.reference_logprobs
+        loss = gradient = logprobs.detach()
+        if len(loss):
+            loss, gradient = custom_losses(self.loss_function, inputs)
+        metrics = {"broken": (given & ~_finite(loss, gradient)).sum()}
+        if reference is not None:
+            with torch.enable_grad():
+                estimate = kl_estimate(logprobs, reference, kl.kind)
+                (slope,) = torch.autograd.grad((weights * estimate).sum(), logprobs)
+            metrics["kl"] = estimate.detach().sum()
+            if kl.where == "loss":
+                loss, gradient = loss + kl.coef * estimate.detach(), gradient + kl.coef * slope
+        metrics["loss"] = (weights * loss).sum().to(logprobs.dtype)
+        # The value is metrics["loss"]; the derivative with respect to head.logprobs is `gradient`.
+        return HeadLoss(metrics["loss"] + (gradient * (head.logprobs - logprobs.detach())).sum(), metrics)
 
     @torch.no_grad()
     def _response_log_ratios(
@@ -392,13 +389,12 @@ class Policy:
         sequences.check_tokens(self.spec.vocab_size)
         rows = [np.arange(len(weights))]
         (mini_batch,) = self.pack(sequences, rows)
-        inputs = PassInputs("fit", sequences, rows, weights=weights, learning_rate=learning_rate)
+        inputs = PassInputs("fit", sequences, rows, {"weights": weights, "learning_rate": learning_rate})
         per_token = torch.from_numpy(sequences.per_token(weights)).float()
         head = {**self._head, "temperature": 1.0}
 
         def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
-            here = micro_batch.slots
-            weight = to_device(per_token[here], self.layout.device)
+            weight = to_device(per_token[micro_batch.slots], self.layout.device)
             # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
             output = kernels.policy_loss(
                 hidden,
@@ -411,22 +407,20 @@ class Policy:
                 gradient=self.config.kernels.gradient,
                 **head,
             )
-            return fused_loss(here, output._replace(metrics={"loss": -(weight * output.stats.logprobs).sum()}))
+            return HeadLoss(output.loss, {"loss": -(weight * output.stats.logprobs).sum()})
 
         return self._optimize(inputs, mini_batch, cross_entropy)
 
     def _optimize(self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden) -> dict[str, float]:
         """One optimizer step. Sums and flags stay on the device until the last micro-batch: the host waits for none."""
-        names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted")
+        names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted", "broken")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
-        finite: list[Finite] = []  # of each micro-batch
 
         def on_hidden(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             output = head_loss(micro_batch, hidden)
             for i, name in enumerate(names):
                 if name in output.metrics:
                     sums[i] += output.metrics[name].detach().double()
-            finite.append(output.finite)
             return output.loss
 
         for chunk in self.ddp:
@@ -441,14 +435,17 @@ class Policy:
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
             if inputs.method == "update":  # the step's statistics were finite, so an earlier update of it did this
-                self.check_weights(inputs.learning_rate)
-            where = (inputs, mini_batch, self.layout, self.loss_function)
-            raise self._non_finite(non_finite_update(result, finite, self._parameters, *where), inputs)
+                self.check_weights(inputs.given["learning_rate"])
+            what = f"loss {result['loss']:g}, gradient norm {grad_norm:g} before the optimizer step"
+            if result["broken"]:
+                tokens = f"{result['broken']:g} tokens a loss or derivative that is NaN or infinite"
+                what = f"{self.loss_function.name} gave {tokens}: {what}"
+            raise self._non_finite("; ".join([what, *inputs.faults()]), inputs)
         if self.loss_function is not None and grad_norm == 0:
             return {**result, "skipped": 1.0}
         if self.spikes is not None and self.spikes.on_all_ranks(grad_norm, self.layout):
             return {**result, "skipped": 1.0, "spike": 1.0}
-        optimizer_step(self.optimizer, self.config.optimizer, inputs.learning_rate)
+        optimizer_step(self.optimizer, self.config.optimizer, inputs.given["learning_rate"])
         return result
 
     def check_weights(self, learning_rate: float) -> None:

@@ -6,6 +6,7 @@ half a window. Norms of 0 (no gradient) do not count.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -34,13 +35,11 @@ class Spikes:
 
     def observe(self, norm: float) -> str | None:
         """Adds the norm of an update to the history. Returns why the update is a spike, or None if it is not."""
-        limit, median = None, None
-        if len(self._norms) == self._config.window:
-            median = statistics.median(self._norms)
-            limit = self._config.above * median
+        full = len(self._norms) == self._config.window
+        median = statistics.median(self._norms) if full else math.inf
         if norm > 0:
             self._norms.append(norm)
-        if limit is None or norm <= limit:
+        if norm <= self._config.above * median:
             return None
         return (
             f"gradient norm {norm:g} is above {self._config.above:g} times the median of the last "

@@ -83,12 +83,10 @@ class StepReplay(Job):
 
 def repeat(policy: Policy, inputs: PassInputs) -> None:
     """Repeats the pass on all ranks; raises NonFiniteError if it fails again."""
-    if inputs.method == "fit":
-        policy.fit(inputs.sequences, inputs.weights, inputs.learning_rate)
-        return
     packed = policy.pack(inputs.sequences, inputs.rows)
-    if inputs.method == "update":
-        others = (inputs.stats, inputs.reference_logprobs, inputs.learning_rate)
-        policy.update(inputs.batch, packed[0], *others)
+    if inputs.method == "fit":
+        policy.fit(inputs.sequences, **inputs.given)
+    elif inputs.method == "update":
+        policy.update(mini_batch=packed[0], **inputs.given)
     else:
         getattr(policy, inputs.method)(inputs.sequences, packed)

@@ -50,7 +50,7 @@ if "RANK" in os.environ:
         coordinator.begin_step, TrainBatch.build = begun, built
     Job.set_up = patched
 """
-TRAIN, SFT = "jobs.train import TrainJob as Job", "jobs.sft import SFTJob as Job"
+TRAIN, SFT = "train import TrainJob as Job", "sft import SFTJob as Job"
 NAMES = {  # what the last line says of the cause
     "WEIGHT": "NaN, infinity or values above 1.8e+19 in the weights of rank 0: model.layers.0.mlp.down_proj.weight",
     "ADVANTAGE": "the advantage of rollout 000002-0000-003 of prompt '",
@@ -92,7 +92,7 @@ def test_a_nan_stops_with_its_name_and_is_repeated(
 def repaired(command_line, workspace, output, folder) -> None:
     """Without the NaN in the batch the pass is finite, and the command says so."""
     inputs = PassInputs.load(folder / "pass.pt")
-    inputs.batch.advantages[3] = 0.5
+    inputs.given["batch"].advantages[3] = 0.5
     whole = (folder / "pass.pt").read_bytes()
     inputs.save(folder / "pass.pt")
     code, text = command_line(workspace, "replay", "--step", output, 2)
@@ -138,7 +138,7 @@ def test_a_pass_of_the_reference_model_is_repeated(tiny_model, replay, command_l
     keys = ("parallel.pp=1", f"algorithm.kl={{coef: 0.1, reference: {huge}}}")
     code, text, output = replay("reference", lambda rollout: rollout, *keys)
     last, error = text.strip().splitlines()[-1], "NonFiniteError: NaN or infinite logprobs or entropy of the "
-    assert code == 1 and f"step 1: {error}reference model {huge}" in last, text[-3000:]
+    assert code == 1 and f"step 1: {error}algorithm.kl.reference {huge}" in last, text[-3000:]
     code, text = command_line(workspace, "replay", "--step", output, 1)
     assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
     assert "step-000001: reference_logprobs, " in text

@@ -1,7 +1,4 @@
-"""What the policy head refuses, and what importing it costs."""
-
-import subprocess
-import sys
+"""What the policy head refuses."""
 
 import plain_head as plain
 import pytest
@@ -19,20 +16,12 @@ RANGES = ModulationRanges(0.3, 3.0, 0.2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": torch.zeros(23, 7)}, "weight: needs floating point"),
-        ({"hidden": torch.zeros(23, 8, dtype=torch.int64)}, "hidden: needs floating point"),
+        ({"hidden": torch.zeros(23, 7)}, r"weight: \[40, 8\] does not fit hidden"),
         ({"labels": torch.zeros(22, dtype=torch.int64)}, r"labels: needs int64 \[23\]"),
         ({"labels": torch.full((23,), 37)}, r"labels: 37 at token 0 is outside \[0, 37\)"),
         ({"old": torch.zeros(23, dtype=torch.int64)}, "old_logprobs: needs"),
         ({"ref": torch.zeros(23, 1)}, "ref_logprobs: needs"),
-        ({"cu_seqlens": None}, "cu_seqlens: needed"),
-        ({"cu_seqlens": torch.tensor([0, 9, 5, 23])}, "cu_seqlens: needs to rise"),
-        ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens: needs integers"),
         ({"vocab_size": 41}, "vocab_size: 41 is outside"),
-        ({"temperature": 0.0}, "temperature: 0.0"),
-        ({"chunk_tokens": 0}, "chunk_tokens: 0"),
-        ({"backend": "cuda"}, "backend: 'cuda' is none of"),
-        ({"gradient": "lazy"}, "gradient: 'lazy' is none of"),
         ({"gradient": "eager", "ranges": None}, "gradient: 'eager' needs ranges"),
     ],
 )
@@ -63,10 +52,3 @@ def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     with pytest.raises(ValueError, match=r"^backend: 'triton' needs a GPU"):
         chunked.find_backend("triton", torch.device("cpu"))
-
-
-def test_import_is_light():
-    code = (
-        "import sys, dynamo_megatron.kernels as k; assert 'torch' not in sys.modules; k.token_stats; k.PolicyLossOutput"
-    )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)

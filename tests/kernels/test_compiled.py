@@ -17,7 +17,7 @@ def test_every_launch_binds_and_compiles():
     """In a process of its own: in one with the interpreter there is nothing to compile."""
     run = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout == "39\n"
+    assert run.stdout == "26\n"
 
 
 LEAST = PolicyLossConfig()
@@ -45,7 +45,7 @@ def main() -> int:
         compiled.append(run(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only
-    for tokens, columns, rows in ((1, 1, 16), (4096, 30, 32), (3, 20, 33)):
+    for tokens, columns, rows in ((1, 1, 16), (3, 20, 33)):
         logits, labels = torch.randn(tokens, rows), torch.zeros(tokens, dtype=torch.int64)
         shard, v = Shard(0, rows, columns), torch.zeros(tokens)
         part, _ = backend.shard_statistics_(logits, labels, shard, 0.7)

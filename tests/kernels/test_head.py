@@ -6,7 +6,7 @@ import torch
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
-from dynamo_megatron.kernels import head, policy_loss, token_stats
+from dynamo_megatron.kernels import policy_loss, token_stats
 
 MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
 PLAIN = PolicyLossConfig()
@@ -164,12 +164,6 @@ def test_bfloat16_rounds_only_the_results(gradient, backend):
 
 
 @pytest.mark.parametrize("gradient", ["eager", "recompute"])
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_few_rows(gradient, tokens, backend):
-    check(plain.case(tokens=tokens), FULL, 1e-11, ranges=RANGES, gradient=gradient, backend=backend)
-
-
-@pytest.mark.parametrize("gradient", ["eager", "recompute"])
 @pytest.mark.parametrize("config", [PLAIN, FULL, SEQUENCE_MEAN], ids=["plain", "full", "sequence_mean"])
 def test_no_labelled_row(gradient, config, backend):
     c = plain.case(tokens=9)
@@ -210,21 +204,9 @@ def test_nan_is_not_hidden(backend):
     assert dx.isnan().any(1).nonzero()[:, 0].tolist() == [6, 7]
 
 
-def test_eager_refuses_another_upstream_gradient(backend, device):
-    if device.type == "cuda":
-        _, dx, dw = run(plain.case(), FULL, ranges=RANGES, upstream=1.7, backend=backend)
-        assert dx.isnan().any() and dw.isnan().any()
-        return
-    with pytest.raises(ValueError, match=r"gradient: 'eager'.*upstream gradient of 1, got 1.7"):
-        run(plain.case(), FULL, ranges=RANGES, upstream=1.7, backend=backend)
-
-
-def test_on_a_gpu_another_upstream_gradient_makes_gradients_nan():
-    right, wrong = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(3, 4)
-    head._poison_unless_one_(torch.tensor(1.0), right, torch.ones(0, 4))
-    assert (right == 1).all()
-    head._poison_unless_one_(torch.tensor(1.7), wrong)
-    assert wrong.isnan().sum() == 1
+def test_eager_gradients_are_nan_for_another_upstream_gradient(backend):
+    _, dx, dw = run(plain.case(), FULL, ranges=RANGES, upstream=1.7, backend=backend)
+    assert dx.isnan().sum() == dw.isnan().sum() == 1
 
 
 def test_gradients_are_contiguous_whatever_the_strides():
@@ -288,39 +270,3 @@ def test_token_stats_equals_the_loss_pass(backend):
     out, _, _ = run(c, FULL, ranges=RANGES, temperature=0.7, backend=backend)
     stats = token_stats(c.hidden, c.weight, c.labels, temperature=0.7, vocab_size=c.vocab, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(stats, out.stats, strict=True))
-
-
-@pytest.mark.parametrize("index", range(12))
-@pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
-def test_published_modulation(vectors, index, dtype, tol, backend):
-    v = vectors("modulation")[index]
-    t = {
-        name: torch.tensor(v[name], dtype=dtype).flatten(0, 1)
-        for name in ("logits", "old_logprobs", "advantages", "logprobs", "entropy", "advantages_final")
-    }
-    mask = torch.tensor(v["mask"]) != 0
-    labels = torch.tensor(v["labels"]).masked_fill(~mask, plain.IGNORE).flatten()
-    vocab = t["logits"].shape[1]
-    modulation = ModulationConfig(
-        v["mu_max"] - 1, v["lambda_min"], v["gamma"], v["tau"], expectation="sequence_mean", scope="micro_batch"
-    )
-    out = policy_loss(
-        t["logits"],
-        torch.eye(vocab, dtype=dtype),
-        labels,
-        t["advantages"],
-        t["old_logprobs"],
-        torch.ones_like(t["advantages"]),
-        PolicyLossConfig(v["clip_low"], v["clip_high"], modulation=modulation),
-        cu_seqlens=torch.arange(0, mask.numel() + 1, mask.shape[1], dtype=torch.int32),
-        temperature=v["temperature"],
-        gradient="recompute",
-        backend=backend,
-    )
-    flat = mask.flatten()
-    for got, name in (
-        (out.advantages, "advantages_final"),
-        (out.stats.logprobs, "logprobs"),
-        (out.stats.entropy, "entropy"),
-    ):
-        torch.testing.assert_close(got[flat], t[name][flat], rtol=tol, atol=tol)

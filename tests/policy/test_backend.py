@@ -7,8 +7,6 @@ import sys
 import pytest
 import torch
 
-import dynamo_megatron.policy.backend  # replaces torch.compile
-
 ROPE = """
 import torch
 from megatron.core.models.common.embeddings import rope_utils
@@ -50,14 +48,3 @@ def test_the_rotation_of_packed_sequences_is_megatrons():
         [sys.executable, "-P", "-c", ROPE], env=environment, capture_output=True, text=True, timeout=120
     )
     assert job.returncode == 0, job.stderr[-3000:]
-
-
-@pytest.mark.parametrize("product", [torch.matmul, torch.nn.functional.linear])
-def test_a_cpu_without_bfloat16_refuses_its_product_with_float32_as_a_gpu_does(product):
-    mode = dynamo_megatron.policy.backend._CudaMeansCpu()
-    mode._slow_bfloat16 = True
-    a, b = torch.rand(2, 2).bfloat16(), torch.rand(2, 2)
-    with mode:
-        assert product(a, b.bfloat16()).dtype is torch.bfloat16
-        with pytest.raises(RuntimeError, match="dtype"):
-            product(a, b)

@@ -27,7 +27,7 @@ def test_a_killed_save_loses_at_most_that_save(make_tiny_model, tmp_path, backgr
         code = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=1100).returncode
     assert code == 0, (tmp_path / "log").read_text()[-4000:]
     of_rank_0, of_rank_1 = json.loads((tmp_path / "log").read_text().splitlines()[-1])
-    assert of_rank_0 >= 8 and of_rank_1 >= 1
+    assert of_rank_0 >= 5 and of_rank_1 >= 1
 
 
 class Progress:
@@ -97,6 +97,7 @@ def on_rank(config, victim: int, change: int) -> None:
     progress.step = start + 1
     with open(notes, "a") as file:
         file.write(json.dumps([start + 1, fingerprint(policy)]) + "\n")
+    checkpoints.reached(start + 1)
     checkpoints.save()
     checkpoints.settle()
 

@@ -10,7 +10,6 @@ import torch
 from rank_cases import run_cases, settings
 from safetensors.torch import load_file, save_file
 
-from dynamo_megatron.checkpoint.convert import hf2mcore
 from dynamo_megatron.types import Rollout, RolloutBatch
 
 pytestmark = pytest.mark.full
@@ -24,7 +23,7 @@ CHANGES = {  # (rollout, position, token id): what is said
 }
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
 BROKEN = "NaN, infinity or values above 1.8e+19 in the weights"
-RATES = ("1e30", "1e308")  # finite weights that are too large; a number that torch's Adam refuses
+RATE = 1e30  # leaves finite weights that are too large
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +39,7 @@ def folders(make_tiny_model, tmp_path_factory) -> dict[str, Path]:
     tensors = load_file(root / "huge" / "model.safetensors")
     tensors["model.norm.weight"].fill_(3e38)  # finite, but what it is multiplied with is not
     save_file(tensors, root / "huge" / "model.safetensors", {"format": "pt"})
-    hf2mcore(whole, root / "flipped")
-    content = bytearray((root / "flipped" / "__0_0.distcp").read_bytes())
-    content[len(content) // 2] ^= 1
-    (root / "flipped" / "__0_0.distcp").write_bytes(content)
-    return {name: root / name for name in ("whole", "inf", "nan", "huge", "flipped")}
+    return {name: root / name for name in ("whole", "inf", "nan", "huge")}
 
 
 LENGTHS = [(3, 5), (2, 4), (4, 0)]  # prompt and response, tokens
@@ -96,9 +91,6 @@ def on_rank(case, config, layout) -> dict:
         return results
 
     found = {name: said(lambda path=path: build(path)) for name, path in case["folders"].items()}
-    for name in ("flipped", "nan"):
-        kl = {"coef": 0.1, "reference": case["folders"][name]}
-        found[f"reference {name}"] = said(lambda kl=kl: build(kl=kl))
     policy, weights = build(), np.full(len(LENGTHS), 0.1)
     for change in [None, *CHANGES]:
         batch, everyone = rollouts(change), [np.arange(len(LENGTHS))]
@@ -110,10 +102,9 @@ def on_rank(case, config, layout) -> dict:
         if here:
             policy.chunks[-1].head_weight.data[0, 0] = torch.nan
         found[name] = said(lambda: policy.token_stats(batch, everyone))
-    for rate in map(float, RATES):
-        found[f"2 updates at {rate}"] = said(lambda r=rate: update(build(), 2, r))
-        policy = build()
-        found[f"sft at {rate}"] = said(lambda p=policy, r=rate: (p.fit(batch, weights, r), p.check_weights(r)))
+    found["2 updates"] = said(lambda: update(build(), 2, RATE))
+    policy = build()
+    found["sft"] = said(lambda: (policy.fit(batch, weights, RATE), policy.check_weights(RATE)))
     found["kl"] = update(build(kl={"coef": 0.1, "reference": config.model.path}), 1, 1e-3, weight=0.0)
     found["entropy"] = update(build(loss={"entropy_coef": 0.1}), 1, 1e-3, weight=0.0)
     policy = build(kl={"coef": 0.1, "reference": case["folders"]["huge"]})
@@ -146,24 +137,12 @@ def test_a_weight_that_is_not_finite_is_refused_by_name_on_every_rank(said, fold
             assert rank[name].startswith(why)
 
 
-def test_a_flipped_bit_of_a_converted_model_is_refused_on_every_rank(said, folders):
-    for rank in said:
-        file = folders["flipped"] / "__0_0.distcp"
-        assert rank["flipped"].startswith(f"InputError: {file}: its bytes are not those that were saved (XXH3 ")
-
-
-def test_a_damaged_reference_model_is_refused_before_anything_is_generated(said):
-    for rank in said:
-        assert rank["reference flipped"] == rank["flipped"] and rank["reference nan"] == rank["nan"] != "nothing"
-
-
 def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders):
     weight = f"; {BROKEN} of rank {len(said) - 1}: lm_head.weight"
-    others = " (and on 1 more ranks)" if len(said) == 2 else ""
     cases = (
         ("NaN", "policy", weight),
-        ("NaN on all", "policy", f"; {BROKEN} of rank 0: lm_head.weight{others}"),
-        ("reference NaN", f"reference model {folders['huge']}", f"; {BROKEN} of rank 0: model.norm.weight{others}"),
+        ("NaN on all", "policy", f"; {BROKEN} of rank 0: lm_head.weight"),
+        ("reference NaN", f"algorithm.kl.reference {folders['huge']}", f"; {BROKEN} of rank 0: model.norm.weight"),
     )
     for rank in said:
         for case, model, cause in cases:
@@ -173,13 +152,12 @@ def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders)
             )
 
 
-@pytest.mark.parametrize("rate", list(map(float, RATES)))
 @pytest.mark.parametrize("updates", ["2 updates", "sft"])
-def test_an_update_that_ruins_the_weights_is_found_after_it_on_every_rank(said, rate, updates):
+def test_an_update_that_ruins_the_weights_is_found_after_it_on_every_rank(said, updates):
     for rank in said:
-        assert rank[f"{updates} at {rate}"].startswith(
-            f"NonFiniteError: the update at learning rate {rate:g} ruined the weights, and they are not saved: "
-            f"{BROKEN} of rank 0: model.embed_tokens.weight, and "
+        assert rank[updates].startswith(
+            f"NonFiniteError: the update at learning rate {RATE:g} ruined the weights, and they are not saved: "
+            f"{BROKEN} of rank 0: model.embed_tokens.weight; lower optimizer.lr or optimizer.weight_decay"
         )
 
 

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.policy.batch import MicroBatch
-from dynamo_megatron.policy.micro_batches import SequenceCost, assign_micro_batches
+from dynamo_megatron.policy.batch import MicroBatch, SequenceCost, assign_micro_batches
 from dynamo_megatron.types import Sequences
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
@@ -36,12 +35,6 @@ def test_cost_is_balanced_within_the_costliest_sequence(lengths, dp_size):
     assert max(of_micro_batches) - min(of_micro_batches) <= worst * (1 + 1e-9)
     of_ranks = [sum(rank) for rank in costs]
     assert max(of_ranks) - min(of_ranks) <= worst * (1 + 1e-9)
-
-
-def test_attention_counts_not_only_length():
-    lengths = [1000] + [100] * 10  # as many tokens in the one as in the ten
-    assigned = assign_micro_batches(lengths, 2, 2000, cost=SequenceCost(linear=1.0, quadratic=0.1))
-    assert sorted(len(rank[0]) for rank in assigned) == [1, 10]
 
 
 def test_nearly_as_few_micro_batches_as_the_budget_allows():

@@ -56,28 +56,3 @@ def test_its_model_is_the_local_one_in_every_layout(compared, name):
     assert lines and all(line["parameters"] for line in lines)
     assert {line["name"]: line["differences"][:5] for line in lines if line["differences"]} == {}
     print(f"{name}: {len(lines)} layouts, {sum(line['parameters'] for line in lines):,} parameters")
-
-
-OPTIONAL = """
-import json
-from dynamo_megatron.policy import backend
-backend.enable_cpu()
-from megatron.core.extensions import transformer_engine as found
-names = ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd", "fused_permute", "fused_permute_with_probs",
-    "fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs", "fused_unpermute", "TEGroupedLinear",
-    "te_general_gemm", "SplitAlongDim")
-missing = [name for name in names if getattr(found, name, None) is None]
-from megatron.core.optimizer import Adam
-print(json.dumps({"missing": missing, "adam": Adam.__module__}))
-"""
-
-
-def test_megatron_finds_the_fusions_that_a_run_asks_for():
-    """Megatron takes a function that it cannot import for one that is not there, and goes on without."""
-    done = subprocess.run([TE_PYTHON, "-P", "-c", OPTIONAL], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    # megatron-core 0.16.1 asks TransformerEngine 2.11 for names that it has moved. Without the first the router's
-    # product, in float32, is torch's; without the second q, k and v are split by torch.
-    assert found["missing"] == ["te_general_gemm", "SplitAlongDim"]
-    assert found["adam"].startswith("transformer_engine")
