@@ -17,7 +17,7 @@ def test_the_walk_through_works(tmp_path):
     for name in ("tools", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
-    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "docs" / "your-own.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 7
     (tmp_path / "walk.sh").write_text("set -euo pipefail\n" + "".join(blocks))
     with open(tmp_path / "console.log", "w") as log:
