@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from dynamo_megatron.evaluation.overlap import LENGTH, SHORT, overlap_warning, overlaps
+from dynamo_megatron.evaluation.overlap import LENGTH, SHORT, overlaps
 from dynamo_megatron.types import Prompt
 
 WORDS = [f"w{i}" for i in range(5000)]
@@ -98,11 +98,3 @@ def test_messages_count_without_the_system_prompt():
 
 def test_an_operator_is_no_punctuation():
     assert found("What is 2 + 1?", "what is 2 - 1", "What is $2+1$") == [(1.0, "1")]
-
-
-def test_the_warning_counts_and_names_the_worst():
-    problems = [prompt(f"p{i}", some_words(i, 40)) for i in range(3)]
-    training = [prompt("half", some_words(0, 40)[: len(" ".join(some_words(0, 40).split()[:30]))]), problems[2]]
-    text = overlap_warning("aime24", 3, overlaps(problems, training), "train.jsonl")
-    assert text.startswith("eval.data: 2 of 3 problems of aime24 have at least 50% of their 13-grams of words in one ")
-    assert "prompt of train.jsonl (the most, 100%: 'p2' in 'p2')" in text

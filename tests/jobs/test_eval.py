@@ -120,9 +120,7 @@ def test_several_greedy_samples_are_warned_about(models, caplog, words):
 @pytest.mark.parametrize(
     "words",
     [
-        ["data.batch_prompts=2", "algorithm.loss.mini_batches=4", "algorithm.allocation.budget=1000"],
         ["trainer.stop_when={metric: eval/pass@16, above: 0.9}", "checkpoint.export_hf=best"],
-        ["algorithm.loss.kind=cispo", "algorithm.loss.clip_ratio_c=null"],
     ],
 )
 def test_keys_that_only_training_needs_refuse_no_evaluation(models, capsys, words):
@@ -205,7 +203,6 @@ def test_rewards_of_tokens_are_no_part_of_an_evaluation(models, monkeypatch):
     ("keys", "says", "mend"),
     [
         (["rollout.temperature=0.7"], "eval.temperature: 1.0 for base, 0.7 for run", "eval.temperature=1"),
-        (["eval.temperature=0.5"], "eval.temperature: 1.0 for base, 0.5 for run", "rollout.temperature=0.5"),
         (["reward.functions=[qa_f1]"], "reward.functions: ['math'] for base, ['qa_f1'] for run", None),
         (
             ["data.template='{prompt}!'"],
