@@ -32,7 +32,7 @@ def test_the_walk_through_works(tmp_path):
     text = (tmp_path / "console.log").read_text()
     assert done.returncode == 0, text[-3000:]
     assert "\x1b" not in text and "\r" not in text, "control characters where there is no terminal"
-    assert text.count("| pass@1, % (95 %) | pass@8, % (95 %) |") == 1
+    assert text.count("| pass@8, % (95 %) | held_out (2) |") == 1
     assert "Replaying the run's own allocator gives all 24 counts of allocation.jsonl exactly." in text
     steps = (tmp_path / "runs/my-method/metrics.jsonl").read_text().splitlines()
     assert len(steps) == 2 and all("policy/clip_share" not in json.loads(step) for step in steps)
