@@ -30,7 +30,7 @@ RESERVED = 4 * GIB
 # more than 60 GiB at least where it chooses --mem-fraction-static itself (srt/arg_groups/memory_hook.py).
 SERVER_WORKING = 10 * GIB
 SERVER_REMAINS = 2 * GIB  # of that, once it has released graphs and activations: an allowance as well
-PUSH_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender needs in a push: docs/rollouts.md
+SYNC_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender needs in a sync: docs/rollouts.md
 # Bytes for each element of an FP8 weight: a sender's copies in bfloat16 and float32; in SGLang's checksum values,
 # scales and products in float32, and these in bfloat16 (block_quant_dequant of layers/quantization/fp8_utils.py).
 QUANTIZING, CHECKING = 6, 14
@@ -154,12 +154,12 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
     stages = [_stage(config, spec, cluster, work, stage, servers) for stage in range(config.parallel.pp)]
     states = [stage.state for stage in stages]
     logprobs, update = training_seconds(config, spec, cluster, work.mean, states, micro_batches)
-    generate = push = 0.0
+    generate = weight_sync = 0.0
     if servers is not None:
         split = config.rollout.placement == "split"
-        push = servers.weights / (cluster.gpu.network if split else cluster.gpu.nvlink)
+        weight_sync = servers.weights / (cluster.gpu.network if split else cluster.gpu.nvlink)
         generate = _generation(config, spec, cluster, work, servers)
-    times = Times(generate, logprobs, update, push, overlap=config.rollout.max_staleness > 0)
+    times = Times(generate, logprobs, update, weight_sync, overlap=config.rollout.max_staleness > 0)
     host = host_memory(config, spec, cluster.gpus, cluster.gpus_per_node, work.mean)
     fault = _fault(config, spec, cluster, work, stages, servers)
     return Plan(config, spec, cluster, work, micro_batches, stages, servers, times, host, fault)
@@ -205,15 +205,15 @@ def _stage(
 def _shared(config: Config, spec: ModelSpec, state: StageState, servers: Servers) -> tuple[float, dict[str, float]]:
     """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
     held, sync = servers.peak, config.rollout.sync
-    push = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else PUSH_BUCKETS) * sync.bucket_bytes
+    buckets = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else SYNC_BUCKETS) * sync.bucket_bytes
     if config.rollout.quantization is not None:
         tensor, parameter = largest_weights(spec, servers.tp)
-        push = max(push + QUANTIZING * tensor, CHECKING * parameter)  # the checksums come after the push
+        buckets = max(buckets + QUANTIZING * tensor, CHECKING * parameter)  # the checksums come last
     always = state.total + held
-    phases = {"generate": always, "push": always + push, "save": always}
+    phases = {"generate": always, "weight sync": always + buckets, "save": always}
     if offloads := shares_memory(config.rollout, gpus=True):
         beside = servers.weights + SERVER_REMAINS
-        phases = {"generate": held, "push": state.parameters + beside + push, "save": state.total + beside}
+        phases = {"generate": held, "weight sync": state.parameters + beside + buckets, "save": state.total + beside}
     return SERVER_REMAINS if offloads else held, {name: size + RESERVED for name, size in phases.items()}
 
 
@@ -222,9 +222,9 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
     rollout, gpu, dtype = config.rollout, cluster.gpu, config.model.dtype
     if rollout.engine != "sglang" or rollout.placement == "external":
         return None
-    if rollout.quantization is not None and not gpu.fp8_pushes:
+    if rollout.quantization is not None and not gpu.fp8_sync:
         raise ConfigError(
-            f"rollout.quantization: SGLang takes no pushes of {rollout.quantization} weights on {gpu.name}; "
+            f"rollout.quantization: SGLang takes no {rollout.quantization} weights in a sync on {gpu.name}; "
             "leave it out"
         )
     heads, groups, colocated = spec.num_attention_heads, spec.num_query_groups, rollout.placement == "colocated"

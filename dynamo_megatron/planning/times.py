@@ -23,17 +23,17 @@ class Times:
     generate: float
     logprobs: float
     update: float
-    push: float
+    weight_sync: float
     overlap: bool  # servers generate while the ranks train: `rollout.max_staleness`
 
     @property
     def training(self) -> float:
-        return self.logprobs + self.update + self.push
+        return self.logprobs + self.update + self.weight_sync
 
     @property
     def step(self) -> float:
         if self.overlap:
-            return max(self.generate, self.logprobs + self.update) + self.push
+            return max(self.generate, self.logprobs + self.update) + self.weight_sync
         return self.generate + self.training
 
 

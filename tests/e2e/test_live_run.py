@@ -22,7 +22,7 @@ def test_policy_and_engine_agree_at_every_step(live, steps):
     print("largest gap", max(row["rollout/logprob_gap_max"] for row in rows))
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4
-    assert any(row["policy/grad_norm"] > 0 for row in rows[:5]), "no update: the pushed weights were all the same"
+    assert any(row["policy/grad_norm"] > 0 for row in rows[:5]), "no update: the weights of all syncs were the same"
     for row in rows:
         assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
 

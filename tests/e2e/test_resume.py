@@ -104,7 +104,7 @@ def evaluated(recorded, workspace, start_run):
 
 
 def test_evaluating_leaves_the_run_as_it_was(evaluated, straight, steps, workspace, command_line):
-    """But for its pushes. Its own export is the best step's, which need not be the last."""
+    """But for its weight syncs. Its own export is the best step's, which need not be the last."""
     last = workspace / "evaluated-last"
     code, text = command_line(workspace, "convert", "mcore2hf", evaluated / "checkpoints" / f"step-{steps:06d}", last)
     assert code == 0, text

@@ -154,7 +154,7 @@ FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
         ),
         (
             [*FP8, "--gpu", "b200-180"],
-            "SGLang takes no pushes of fp8 weights on b200-180; leave it out",
+            "SGLang takes no fp8 weights in a sync on b200-180; leave it out",
         ),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
         (["--gpus", "12"], "--gpus: 12 do not fill nodes of 8 (--gpus-per-node)"),
