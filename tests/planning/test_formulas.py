@@ -9,9 +9,9 @@ from dynamo_megatron.models import FAMILIES
 from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.formulas import decode_seconds, forward_flops
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
 from dynamo_megatron.planning.plan import RESERVED, host_memory, make_plan, workload
-from dynamo_megatron.planning.times import decode_seconds, forward_flops
 
 
 def spec_of(name):
