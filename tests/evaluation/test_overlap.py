@@ -21,12 +21,6 @@ def found(problem: str, *training: str, **options) -> list[tuple[float, str]]:
     return [(o.share, o.training_id) for o in overlaps([prompt("p", problem)], training, **options)]
 
 
-def test_a_problem_inside_a_longer_prompt_is_found_whatever_its_case_and_punctuation():
-    problem = some_words(0, 40)
-    inside = f"Solve this step by step. {problem.upper().replace(' w', ', w')}!\n\nPut the answer into a box."
-    assert found(problem, some_words(1, 60), inside) == [(1.0, "1")]
-
-
 def test_the_share_is_of_one_prompt_and_of_the_problems_own_ngrams():
     """40 words have 28 n-grams of 13; 26 of them in a row have 14."""
     words = some_words(0, 40).split()
@@ -94,7 +88,3 @@ def test_messages_count_without_the_system_prompt():
     chat = Prompt("c", messages=[{"role": "system", "content": system}, {"role": "user", "content": said}], answer="1")
     assert [o.problem for o in overlaps([chat], [prompt("t", said)])] == [chat]
     assert overlaps([prompt("p", system)], [chat]) == []
-
-
-def test_an_operator_is_no_punctuation():
-    assert found("What is 2 + 1?", "what is 2 - 1", "What is $2+1$") == [(1.0, "1")]
