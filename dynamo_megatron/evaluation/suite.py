@@ -102,7 +102,7 @@ def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
     details = [["", "problems", "samples a problem", "reward", "length, tokens", "truncated, %", "failed, %"]]
     for model, found in models.items():
         for name, s in found["sets"].items():
-            cells = [
+            shown = [
                 f"{s['eval/problems']:.0f}",
                 f"{s['eval/samples'] / s['eval/problems']:.3g}",
                 f"{s['eval/reward']:.3f}",
@@ -110,7 +110,7 @@ def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
                 f"{100 * s['eval/truncated']:.1f}",
                 f"{100 * s['eval/failed']:.1f}",
             ]
-            details.append([f"{model}, {name}", *cells])
+            details.append([f"{model}, {name}", *shown])
     return "\n\n".join([*tables, markdown(details)])
 
 
