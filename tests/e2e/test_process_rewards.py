@@ -57,7 +57,7 @@ def run(make_tiny_model, tmp_path_factory, start_run):
     folder = tmp_path_factory.mktemp("process")
     models = [make_tiny_model(folder / f"model-{seed}", dtype="float32", seed=seed) for seed in range(2)]
     record(folder / "record", models[0])
-    problems = [{"id": f"problem-{i}", "problem": f"Problem {i}.", "answer": ""} for i in range(PROMPTS)]
+    problems = [{"id": f"problem-{i}", "problem": f"Problem {i}.", "answer": "1"} for i in range(PROMPTS)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     config = {
         "model": {"path": str(models[0]), "dtype": "float32", "max_length": 256},
