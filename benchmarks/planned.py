@@ -67,7 +67,7 @@ def planned(plan: Plan, update_flops: float) -> dict[str, float]:
         figures |= {
             "generate seconds": times.generate,
             "generated tokens a second and GPU": made / times.generate / gpus,
-            "push seconds": times.push,
+            "push seconds": times.weight_sync,
         }
     return figures
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+RESAMPLES, LEVEL = 2000, 0.95  # of every interval
+
 
 class Interval(NamedTuple):
     mean: float
@@ -36,33 +38,29 @@ def pass_at_k(samples: ArrayLike, successes: ArrayLike, k: int) -> np.ndarray:
     return 1.0 - all_wrong
 
 
-def bootstrap(
-    values: ArrayLike, *, resamples: int = 2000, seed: int = 0, level: float = 0.95, least: float = 0.0
-) -> Interval:
+def bootstrap(values: ArrayLike, *, least: float = 0.0) -> Interval:
     """The mean of `values`, float [N], one per problem, with its interval over the problems, as `average_bootstrap`."""
-    return average_bootstrap([values], resamples=resamples, seed=seed, level=level, least=least)
+    return average_bootstrap([values], least=least)
 
 
-def average_bootstrap(
-    sets: Sequence[ArrayLike], *, resamples: int = 2000, seed: int = 0, level: float = 0.95, least: float = 0.0
-) -> Interval:
+def average_bootstrap(sets: Sequence[ArrayLike], *, least: float = 0.0) -> Interval:
     """The mean of the means of `sets`, float [N_s] each, one value per problem, from `least` to 1. Each set has the
     same weight.
 
     The interval is a percentile bootstrap: a resample draws each set's problems from that set. It says nothing of a set
     whose values are all equal. Another problem has another value with a probability of up to Wilson's bound for 0 of
-    N_s; that widens the interval. Of problems that are all wrong, or all right, it is Wilson's interval. The same seed
-    gives the same interval. Raises ValueError where there are no sets, or a set has no values.
+    N_s; that widens the interval. Of problems that are all wrong, or all right, it is Wilson's interval. The same
+    values give the same interval. Raises ValueError where there are no sets, or a set has no values.
     """
     values = [np.asarray(x, np.float64) for x in sets]
     if not values or not all(x.size for x in values):
         raise ValueError("values: no problems, so no mean and no interval")
-    generator = np.random.default_rng(seed)
-    # One resample at a time: all indices at once would take resamples * N * 8 bytes.
-    means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in values]) for _ in range(resamples)]
+    generator = np.random.default_rng(0)
+    # One resample at a time: all indices at once would take RESAMPLES * N * 8 bytes.
+    means = [np.mean([x[generator.integers(x.size, size=x.size)].mean() for x in values]) for _ in range(RESAMPLES)]
     mean = float(np.mean([x.mean() for x in values]))
-    ends = mean - np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    ends = mean - np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     for x in values:
         if np.ptp(x) < 1e-9:
             other = z**2 / (x.size + z**2)
@@ -70,9 +68,7 @@ def average_bootstrap(
     return Interval(mean, *(mean - ends).tolist())
 
 
-def paired_bootstrap(
-    before: ArrayLike, after: ArrayLike, *, resamples: int = 2000, seed: int = 0, level: float = 0.95
-) -> Interval:
+def paired_bootstrap(before: ArrayLike, after: ArrayLike) -> Interval:
     """`bootstrap` of after - before, float [N] each, where entry i of both belongs to the same problem.
 
     Raises ValueError where the two differ in length or are empty.
@@ -80,4 +76,4 @@ def paired_bootstrap(
     x, y = np.asarray(before, np.float64), np.asarray(after, np.float64)
     if x.shape != y.shape:
         raise ValueError(f"after: {y.size} entries, before has {x.size}; give one of each a problem")
-    return bootstrap(y - x, resamples=resamples, seed=seed, level=level, least=-1.0)
+    return bootstrap(y - x, least=-1.0)

@@ -40,7 +40,7 @@ class PeriodicEvaluation:
         return step % self._config.eval.every == 0 or step == self._config.trainer.steps
 
     def begin(self, step: int, on_poll: Callable[[], None]) -> None:
-        """Starts the evaluation on the servers, which have the weights of `step`. The next push waits for its end."""
+        """Starts the evaluation on the servers, which have the weights of `step`. The next sync waits for its end."""
         self.under_way = step, time.monotonic()
         self._rollout.begin_evaluation(self._prompts, on_poll)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation.estimates import Interval, bootstrap, paired_bootstrap, pass_at_k
+from dynamo_megatron.evaluation.estimates import Interval, bootstrap, pass_at_k
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import ProblemResult
 
@@ -89,45 +89,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(map(markdown_row, [head, ["---"] + ["---:"] * (len(head) - 1), *others]))
 
 
-def markdown_table(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[int]) -> str:
-    return markdown(summary_rows(rows, k))
-
-
-def summary_rows(rows: Sequence[tuple[str, Mapping[str, float]]], k: Sequence[int]) -> list[list[str]]:
-    """The head, and one row for each (name, summary); "-" for a pass@k that the summary lacks."""
-    head = [
-        "evaluation",
-        "problems",
-        "samples a problem",
-        *(f"pass@{each}, % (95 %)" for each in k),
-        "reward",
-        "length, tokens",
-        "truncated, %",
-        "failed, %",
-    ]
-    found = [head]
-    for name, s in rows:
-        known = summary_k(s)
-        passes = [
-            in_percent(Interval(*(s[f"eval/pass@{each}{end}"] for end in ("", "_low", "_high"))))
-            if each in known
-            else "-"
-            for each in k
-        ]
-        cells = [
-            name,
-            f"{s['eval/problems']:.0f}",
-            f"{s['eval/samples'] / s['eval/problems']:.3g}",
-            *passes,
-            f"{s['eval/reward']:.3f}",
-            f"{s['eval/length_mean']:.1f}",
-            f"{100 * s['eval/truncated']:.1f}",
-            f"{100 * s['eval/failed']:.1f}",
-        ]
-        found.append(cells)
-    return found
-
-
 def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
     """The evaluations with their problems in the order of the first evaluation.
 
@@ -141,17 +102,3 @@ def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
         if differ := ids.keys() ^ by_id[0].keys():
             raise InputError(f"problem {min(differ)!r} is not in every evaluation; compare those of the same problems")
     return [[ids[prompt_id] for prompt_id in by_id[0]] for ids in by_id]
-
-
-def compare_rows(before: Sequence[ProblemResult], after: Sequence[ProblemResult], k: Sequence[int]) -> list[list[str]]:
-    """The head, and for each k a row: pass@k in percent before and after, the difference with its paired 95 % interval.
-
-    Raises ValueError naming a problem that is in only one of the two.
-    """
-    before, after = align(before, after)
-    rows = [[f"{len(before)} problems", "before, %", "after, %", "difference, points (95 %)"]]
-    for each in k:
-        x, y = problem_pass_at_k(before, each), problem_pass_at_k(after, each)
-        difference = in_percent(paired_bootstrap(x, y), sign="+")
-        rows.append([f"pass@{each}", f"{100 * x.mean():.1f}", f"{100 * y.mean():.1f}", difference])
-    return rows

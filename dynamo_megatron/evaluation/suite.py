@@ -10,13 +10,7 @@ import numpy as np
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.estimates import Interval, average_bootstrap
-from dynamo_megatron.evaluation.results import (
-    in_percent,
-    markdown,
-    markdown_table,
-    problem_pass_at_k,
-    summarise,
-)
+from dynamo_megatron.evaluation.results import in_percent, markdown, problem_pass_at_k, summarise
 from dynamo_megatron.types import ProblemResult
 
 TABLE = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad")  # of the table in arXiv 2602.19208
@@ -105,8 +99,19 @@ def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
             cells = (in_percent(_interval(x, each), sign="+") for x in _columns(found))
             rows.append([f"{model} - {first}, points", *cells])
         tables.append(markdown(rows))
-    details = [(f"{model}, {name}", figures) for model in models for name, figures in models[model]["sets"].items()]
-    return "\n\n".join([*tables, markdown_table(details, [])])
+    details = [["", "problems", "samples a problem", "reward", "length, tokens", "truncated, %", "failed, %"]]
+    for model, found in models.items():
+        for name, s in found["sets"].items():
+            shown = [
+                f"{s['eval/problems']:.0f}",
+                f"{s['eval/samples'] / s['eval/problems']:.3g}",
+                f"{s['eval/reward']:.3f}",
+                f"{s['eval/length_mean']:.1f}",
+                f"{100 * s['eval/truncated']:.1f}",
+                f"{100 * s['eval/failed']:.1f}",
+            ]
+            details.append([f"{model}, {name}", *shown])
+    return "\n\n".join([*tables, markdown(details)])
 
 
 def _columns(found: Mapping[str, Any]) -> list[Mapping[str, float]]:

@@ -177,7 +177,7 @@ def _with_servers(config: Config, url: str | None) -> Config:
     if url is not None:
         rollout = rollout.model_copy(update={"placement": "external", "urls": [url]})
     else:
-        # There are no ranks to take turns with, and none that push: the servers have the folder's own weights.
+        # There are no ranks to take turns with, and no weight sync: the servers have the folder's own weights.
         own = {"placement": "colocated", "urls": [], "offload": False, "quantization": None}
         rollout = rollout.model_copy(update=own)
         rollout = rollout.with_servers(gpus, 1)

@@ -20,16 +20,16 @@ class GPU:
     memory_bandwidth: float  # bytes a second
     nvlink: float  # bytes a second, one direction
     network: float  # bytes a second, one direction, of a GPU's share of its node's network
-    fp8_pushes: bool = True  # SGLang takes them: docs/rollouts.md
+    fp8_sync: bool = True  # SGLang takes FP8 weights from ranks: docs/rollouts.md
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100-80", 79.1 * GIB, 312e12, 2.039e12, 300e9, 25e9, fp8_pushes=False),
+        GPU("a100-80", 79.1 * GIB, 312e12, 2.039e12, 300e9, 25e9, fp8_sync=False),
         GPU("h100-80", 79.1 * GIB, 989.4e12, 3.35e12, 450e9, 50e9),
         GPU("h200-141", 139.8 * GIB, 989.4e12, 4.8e12, 450e9, 50e9),
-        GPU("b200-180", 178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9, fp8_pushes=False),
+        GPU("b200-180", 178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9, fp8_sync=False),
     )
 }
 SAME_MEMORY = 0.05  # by which a device's memory may differ from that of its kind

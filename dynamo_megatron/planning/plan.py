@@ -12,16 +12,8 @@ from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
-from dynamo_megatron.planning.formulas import StageState, stage_state
+from dynamo_megatron.planning.formulas import StageState, Times
 from dynamo_megatron.planning.hardware import GIB, Cluster
-from dynamo_megatron.planning.times import (
-    Times,
-    decode_seconds,
-    forward_flops,
-    server_flops,
-    training_seconds,
-    updates_of,
-)
 from dynamo_megatron.rollout.servers.server import shares_memory
 
 # A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance.
@@ -30,7 +22,7 @@ RESERVED = 4 * GIB
 # more than 60 GiB at least where it chooses --mem-fraction-static itself (srt/arg_groups/memory_hook.py).
 SERVER_WORKING = 10 * GIB
 SERVER_REMAINS = 2 * GIB  # of that, once it has released graphs and activations: an allowance as well
-PUSH_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender needs in a push: docs/rollouts.md
+SYNC_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender needs in a sync: docs/rollouts.md
 # Bytes for each element of an FP8 weight: a sender's copies in bfloat16 and float32; in SGLang's checksum values,
 # scales and products in float32, and these in bfloat16 (block_quant_dequant of layers/quantization/fp8_utils.py).
 QUANTIZING, CHECKING = 6, 14
@@ -153,13 +145,13 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
     servers = _servers(config, spec, cluster, work)
     stages = [_stage(config, spec, cluster, work, stage, servers) for stage in range(config.parallel.pp)]
     states = [stage.state for stage in stages]
-    logprobs, update = training_seconds(config, spec, cluster, work.mean, states, micro_batches)
-    generate = push = 0.0
+    logprobs, update = formulas.training_seconds(config, spec, cluster, work.mean, states, micro_batches)
+    generate = weight_sync = 0.0
     if servers is not None:
         split = config.rollout.placement == "split"
-        push = servers.weights / (cluster.gpu.network if split else cluster.gpu.nvlink)
+        weight_sync = servers.weights / (cluster.gpu.network if split else cluster.gpu.nvlink)
         generate = _generation(config, spec, cluster, work, servers)
-    times = Times(generate, logprobs, update, push, overlap=config.rollout.max_staleness > 0)
+    times = Times(generate, logprobs, update, weight_sync, overlap=config.rollout.max_staleness > 0)
     host = host_memory(config, spec, cluster.gpus, cluster.gpus_per_node, work.mean)
     fault = _fault(config, spec, cluster, work, stages, servers)
     return Plan(config, spec, cluster, work, micro_batches, stages, servers, times, host, fault)
@@ -167,7 +159,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
 
 def _micro_batches(config: Config, cluster: Cluster, length: float) -> int:
     """Of an update on each rank, if prompt and response have `length` tokens on average."""
-    p, of_update = config.parallel, config.rollout_budget * length / updates_of(config)
+    p, of_update = config.parallel, config.rollout_budget * length / formulas.updates_of(config)
     dp = cluster.gpus // p.model_ranks
     count = max(1, -(-int(of_update) // (dp * config.trainer.micro_batch_tokens)))
     return -(-count // p.pp) * p.pp if p.vpp > 1 else count
@@ -177,7 +169,7 @@ def _stage(
     config: Config, spec: ModelSpec, cluster: Cluster, work: Workload, stage: int, servers: Servers | None
 ) -> StageMemory:
     p, t, dtype = config.parallel, config.trainer, config.model.dtype
-    state = stage_state(spec, p, dtype, cluster.gpus, stage)
+    state = formulas.stage_state(spec, p, dtype, cluster.gpus, stage)
     tokens = max(t.micro_batch_tokens, work.longest)  # a longer sequence has a micro-batch to itself
     most = _micro_batches(config, cluster, work.longest)  # responses may grow: memory is for the longest
     layers, batches = formulas.in_flight(p, spec.num_layers, stage, most)
@@ -205,15 +197,15 @@ def _stage(
 def _shared(config: Config, spec: ModelSpec, state: StageState, servers: Servers) -> tuple[float, dict[str, float]]:
     """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
     held, sync = servers.peak, config.rollout.sync
-    push = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else PUSH_BUCKETS) * sync.bucket_bytes
+    buckets = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else SYNC_BUCKETS) * sync.bucket_bytes
     if config.rollout.quantization is not None:
         tensor, parameter = largest_weights(spec, servers.tp)
-        push = max(push + QUANTIZING * tensor, CHECKING * parameter)  # the checksums come after the push
+        buckets = max(buckets + QUANTIZING * tensor, CHECKING * parameter)  # the checksums come last
     always = state.total + held
-    phases = {"generate": always, "push": always + push, "save": always}
+    phases = {"generate": always, "weight sync": always + buckets, "save": always}
     if offloads := shares_memory(config.rollout, gpus=True):
         beside = servers.weights + SERVER_REMAINS
-        phases = {"generate": held, "push": state.parameters + beside + push, "save": state.total + beside}
+        phases = {"generate": held, "weight sync": state.parameters + beside + buckets, "save": state.total + beside}
     return SERVER_REMAINS if offloads else held, {name: size + RESERVED for name, size in phases.items()}
 
 
@@ -222,9 +214,9 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
     rollout, gpu, dtype = config.rollout, cluster.gpu, config.model.dtype
     if rollout.engine != "sglang" or rollout.placement == "external":
         return None
-    if rollout.quantization is not None and not gpu.fp8_pushes:
+    if rollout.quantization is not None and not gpu.fp8_sync:
         raise ConfigError(
-            f"rollout.quantization: SGLang takes no pushes of {rollout.quantization} weights on {gpu.name}; "
+            f"rollout.quantization: SGLang takes no {rollout.quantization} weights in a sync on {gpu.name}; "
             "leave it out"
         )
     heads, groups, colocated = spec.num_attention_heads, spec.num_query_groups, rollout.placement == "colocated"
@@ -260,12 +252,12 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
 
 def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload, servers: Servers) -> float:
     """Seconds: all tokens of a server's share with as many sequences as run at once, or its longest response alone."""
-    prefill = forward_flops(spec, [(config.batch_prompts / servers.count, work.prompt)])
-    prefill /= servers.tp * server_flops(config, cluster.gpu)
+    prefill = formulas.forward_flops(spec, [(config.batch_prompts / servers.count, work.prompt)])
+    prefill /= servers.tp * formulas.server_flops(config, cluster.gpu)
     running = max(1.0, servers.running)
     steps = config.rollout_budget / servers.count * work.response / running
-    together = steps * decode_seconds(config, spec, cluster.gpu, running, work.held)
-    alone = config.rollout.max_new_tokens * decode_seconds(config, spec, cluster.gpu, 1, work.longest / 2)
+    together = steps * formulas.decode_seconds(config, spec, cluster.gpu, running, work.held)
+    alone = config.rollout.max_new_tokens * formulas.decode_seconds(config, spec, cluster.gpu, 1, work.longest / 2)
     return prefill + max(together, alone)
 
 
@@ -293,7 +285,7 @@ def _fault(
             f"does not fit: a server's KV cache holds {servers.tokens:,.0f} tokens, a sequence may have "
             f"{work.longest}; raise rollout.tp or rollout.memory_fraction"
         )
-    shortest = rollout.max_new_tokens * decode_seconds(config, spec, cluster.gpu, 1, work.held)
+    shortest = rollout.max_new_tokens * formulas.decode_seconds(config, spec, cluster.gpu, 1, work.held)
     if rollout.timeout_of() < shortest:
         return (
             f"cannot work: rollout.timeout is {rollout.timeout_of():g} s, and a response of {rollout.max_new_tokens} "

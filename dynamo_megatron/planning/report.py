@@ -89,7 +89,7 @@ def _times(plan: Plan) -> list[str]:
     t = plan.times
     lines = [
         "floor times of a step at the hardware's stated rates, seconds (an H100 updated 3.6 to 6.4 times slower):",
-        f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.push:.2f}; "
+        f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.weight_sync:.2f}; "
         f"together {t.step:.1f}{', generated while the ranks train' if t.overlap else ''}",
     ]
     if plan.stop_before > STOP_BEFORE:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.preflight import job_checks, machine_checks, server_check
+from dynamo_megatron.preflight import job_checks, machine_checks
 from dynamo_megatron.preflight.findings import Check, Finding, run_checks
 from dynamo_megatron.preflight.job_checks import Subject
 from dynamo_megatron.runtime.plain_text import show
@@ -49,7 +49,7 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         checks |= OF_A_NODE
         if with_server:
-            checks["server"] = server_check.server
+            checks["server"] = machine_checks.server
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
     failures: list[str] = []
 

@@ -1,9 +1,12 @@
-"""Checks of this node: GPUs, ports and network, disk, host memory."""
+"""Checks of this node: GPUs, ports and network, disk, host memory, and a server of two layers of random weights."""
 
 from __future__ import annotations
 
+import asyncio
 import glob
+import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,19 +14,26 @@ from pathlib import Path
 import psutil
 import torch
 
+from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.layout_checks import check_layout, check_servers_here
 from dynamo_megatron.jobs.start_checks import check_ports, check_room, existing_folder
 from dynamo_megatron.jobs.start_checks import size_text as _size
 from dynamo_megatron.planning.plan import host_memory as planned_host_memory
 from dynamo_megatron.planning.plan import workload
-from dynamo_megatron.preflight.findings import Finding, ok
+from dynamo_megatron.preflight.findings import Finding, ok, skipped
 from dynamo_megatron.preflight.job_checks import Subject
+from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.servers.server import SGLangServer
 from dynamo_megatron.runtime.listening import ranks_address
 from dynamo_megatron.runtime.run_folder import refuse_foreign
 from dynamo_megatron.weight_sync.transports import check_transport
 
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
+LAYERS, TOKENS = 2, 8  # of the server that is tried, and generated
+# Random weights and no CUDA graphs: this tests the interpreter, the kernels, the server's ranks and the protocol.
+SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--context-length", "1024", "--disable-cuda-graph")
 
 
 def devices(subject: Subject) -> Iterator[Finding]:
@@ -102,3 +112,41 @@ def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
             used = int((level / "memory.current").read_text()) - int(counts["inactive_file"])
             room = min(room, int(text) - used)
     return room
+
+
+def server(subject: Subject) -> Iterator[Finding]:
+    """Checks that SGLang starts in its interpreter and answers a request with tokens and logprobs."""
+    rollout = subject.config.rollout
+    if rollout.engine != "sglang" or rollout.placement == "external":
+        yield skipped("this run starts no servers")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="preflight-"))
+    try:
+        yield ok(asyncio.run(_try(subject, folder / "sglang.log")))
+    except (RolloutError, ServerLost, TimeoutError) as error:
+        # The folder is kept: the message names the log in it.
+        raise InputError(
+            f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
+        ) from None
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _try(subject: Subject, log: Path) -> str:
+    config = subject.config
+    layers = json.dumps({"num_hidden_layers": min(LAYERS, subject.spec.num_layers)})
+    arguments = [*config.rollout.server_args, *SLICE, "--json-model-override-args", layers]
+    changes = {"server_args": arguments, "host": "127.0.0.1", "port": None, "max_new_tokens": TOKENS, "stop": []}
+    rollout = config.rollout.model_copy(update=changes)
+    process = SGLangServer(rollout, config.model, log)
+    process.start()
+    try:
+        await process.wait_ready()
+        async with open_session() as session:
+            ends = end_token_ids(config.model.path, subject.tokenizer)
+            client = SGLangClient(session, process.endpoint, rollout, ends)
+            response = await client.generate("preflight", subject.tokenizer.encode("1 + 1 ="))
+    finally:
+        process.stop()
+    if response.error or not response.tokens or len(response.logprobs) != len(response.tokens):
+        raise RolloutError(f"the server starts but does not generate: {response.error or 'no tokens'}; see {log}")
+    return f"SGLang started with {layers} and generated {len(response.tokens)} tokens with logprobs"

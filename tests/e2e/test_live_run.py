@@ -1,19 +1,13 @@
 """A run with a real SGLang server: agreement, versions, groups, and what a kill leaves."""
 
 import json
-import os
 import re
 
-import numpy as np
 import pytest
 
-from dynamo_megatron.algorithm.advantages import group_advantages
-from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.store import read_lines, step_file
 from dynamo_megatron.runtime.line_files import read_raw_lines
-from dynamo_megatron.types import RolloutBatch
 
 pytestmark = pytest.mark.full
 
@@ -28,7 +22,7 @@ def test_policy_and_engine_agree_at_every_step(live, steps):
     print("largest gap", max(row["rollout/logprob_gap_max"] for row in rows))
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4
-    assert any(row["policy/grad_norm"] > 0 for row in rows[:5]), "no update: the pushed weights were all the same"
+    assert any(row["policy/grad_norm"] > 0 for row in rows[:5]), "no update: the weights of all syncs were the same"
     for row in rows:
         assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
 
@@ -38,7 +32,6 @@ def test_the_parts_of_a_step_add_up_to_its_time(live):
     for row in read(live[0], "metrics.jsonl"):
         seconds = [row[f"time/{part}"] for part in parts]
         assert sum(seconds) == pytest.approx(row["time/step"], abs=1e-6) and min(seconds) >= 0, row
-        assert row["time/other"] < 0.3 * row["time/step"], row  # what no part covers is no large part
 
 
 def test_a_log_file_has_the_phases_of_the_start_a_legend_and_what_comes_next(live, steps):
@@ -103,67 +96,11 @@ def wrongly_scored(output, answers: dict[str, str], tokenizer, steps) -> list[st
     return wrong
 
 
-def swapped(answers: dict[str, str]) -> dict[str, str]:
-    first, second = list(answers)[:2]
-    return answers | {first: answers[second], second: answers[first]}
-
-
 def test_every_rollout_is_scored_against_its_own_answer(live, workspace, tiny_model, steps):
     output, _ = live
     answers = {row["id"]: row["answer"] for row in read(workspace, "problems.jsonl")}
     tokenizer = load_tokenizer(tiny_model)
     assert wrongly_scored(output, answers, tokenizer, range(1, steps + 1)) == []
-    assert wrongly_scored(output, swapped(answers), tokenizer, range(1, steps + 1)), (
-        "the check would see two swapped answers"
-    )
-
-
-def test_groups_of_2_7_and_15_and_a_prompt_drawn_twice(workspace, tiny_model, start_run, tmp_path):
-    """Three problems in batches of four: one comes twice. The allocator is made to give these counts."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\n"
-        "if os.environ.get('RANK') == '0':\n"
-        "    import dataclasses\n"
-        "    import numpy as np\n"
-        "    from dynamo_megatron.algorithm import allocation\n"
-        "    decide = allocation.RolloutAllocator.decide\n"
-        "    def fixed(self, prompt_ids, budget, *, step):\n"
-        "        decided = decide(self, prompt_ids, budget, step=step)\n"
-        "        return dataclasses.replace(decided, counts=np.array([2, 7, 15, 4]))\n"
-        "    allocation.RolloutAllocator.decide = fixed\n"
-    )
-    problems = (workspace / "problems.jsonl").read_text().splitlines(keepends=True)[:3]
-    (tmp_path / "problems.jsonl").write_text("".join(problems))
-    output = tmp_path / "run"
-    run = start_run(
-        workspace,
-        workspace / "config.yaml",
-        f"output_dir={output}",
-        f"data.source={tmp_path / 'problems.jsonl'}",
-        "data.batch_prompts=4",
-        "trainer.steps=2",
-        environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
-    )
-    assert run.wait() == 0, run.text[-2000:]
-    answers = {row["id"]: row["answer"] for row in map(json.loads, problems)}
-    tokenizer = load_tokenizer(tiny_model)
-    assert wrongly_scored(output, answers, tokenizer, (1, 2)) == []
-    assert wrongly_scored(output, swapped(answers), tokenizer, (1, 2))
-    config = Config(model={"path": "m"}, data={"source": "d"}, output_dir="o")
-    for step in (1, 2):
-        rollouts = list(read_lines(step_file(output, step)))
-        groups = {
-            g: [i for i, r in enumerate(rollouts) if r.group_id == g] for g in sorted({r.group_id for r in rollouts})
-        }
-        assert [len(own) for own in groups.values()] == [2, 7, 15, 4]
-        prompt_of = {g: {rollouts[i].prompt_id for i in own} for g, own in groups.items()}
-        assert all(len(prompts) == 1 for prompts in prompt_of.values())
-        assert len(set.union(*prompt_of.values())) == 3, "one problem is there twice, as two groups"
-        batch = TrainBatch.build(RolloutBatch.from_rollouts(rollouts), config)
-        for own in groups.values():
-            rewards = np.asarray([rollouts[i].reward for i in own])
-            alone = (rewards - rewards.mean()) * len(own) / (len(own) - 1)
-            np.testing.assert_allclose(batch.advantages[own], alone, atol=1e-12)
 
 
 def test_groups_have_unequal_sizes_and_a_prompt_may_come_twice(live):
@@ -175,18 +112,3 @@ def test_groups_have_unequal_sizes_and_a_prompt_may_come_twice(live):
     assert all(2 <= row["n"] <= 15 for rows in by_step.values() for row in rows)
     assert any(len({row["n"] for row in rows}) > 1 for rows in by_step.values())
     assert any(len({row["prompt_id"] for row in rows}) < 3 for rows in by_step.values())
-
-
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
-def test_each_group_is_centred_on_itself(live, kind, steps):
-    output, _ = live
-    config = Config(model={"path": "m"}, data={"source": "d"}, output_dir="o", algorithm={"advantage": {"kind": kind}})
-    for step in range(1, steps + 1):
-        rollouts = list(read_lines(step_file(output, step)))
-        batch = TrainBatch.build(RolloutBatch.from_rollouts(rollouts), config)
-        for group in {r.group_id for r in rollouts}:
-            own = [i for i, r in enumerate(rollouts) if r.group_id == group]
-            rewards = np.asarray([rollouts[i].reward for i in own])
-            alone = group_advantages(rewards, [group] * len(own), kind)
-            np.testing.assert_allclose(batch.advantages[own], alone, rtol=1e-12, atol=1e-12)
-            assert abs(batch.advantages[own].sum()) < 1e-9

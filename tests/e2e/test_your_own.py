@@ -17,7 +17,7 @@ def test_the_walk_through_works(tmp_path):
     for name in ("tools", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
-    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "docs" / "your-own.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 7
     (tmp_path / "walk.sh").write_text("set -euo pipefail\n" + "".join(blocks))
     with open(tmp_path / "console.log", "w") as log:
@@ -32,7 +32,7 @@ def test_the_walk_through_works(tmp_path):
     text = (tmp_path / "console.log").read_text()
     assert done.returncode == 0, text[-3000:]
     assert "\x1b" not in text and "\r" not in text, "control characters where there is no terminal"
-    assert text.count("| pass@1, % (95 %) | pass@8, % (95 %) |") == 1
+    assert text.count("| pass@8, % (95 %) | held_out (2) |") == 1
     assert "Replaying the run's own allocator gives all 24 counts of allocation.jsonl exactly." in text
     steps = (tmp_path / "runs/my-method/metrics.jsonl").read_text().splitlines()
     assert len(steps) == 2 and all("policy/clip_share" not in json.loads(step) for step in steps)

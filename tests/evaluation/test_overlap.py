@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from dynamo_megatron.evaluation.overlap import LENGTH, SHORT, overlap_warning, overlaps
+from dynamo_megatron.evaluation.overlap import LENGTH, SHORT, overlaps
 from dynamo_megatron.types import Prompt
 
 WORDS = [f"w{i}" for i in range(5000)]
@@ -19,12 +19,6 @@ def some_words(seed: int, count: int) -> str:
 def found(problem: str, *training: str, **options) -> list[tuple[float, str]]:
     training = [prompt(str(i), text) for i, text in enumerate(training)]
     return [(o.share, o.training_id) for o in overlaps([prompt("p", problem)], training, **options)]
-
-
-def test_a_problem_inside_a_longer_prompt_is_found_whatever_its_case_and_punctuation():
-    problem = some_words(0, 40)
-    inside = f"Solve this step by step. {problem.upper().replace(' w', ', w')}!\n\nPut the answer into a box."
-    assert found(problem, some_words(1, 60), inside) == [(1.0, "1")]
 
 
 def test_the_share_is_of_one_prompt_and_of_the_problems_own_ngrams():
@@ -94,15 +88,3 @@ def test_messages_count_without_the_system_prompt():
     chat = Prompt("c", messages=[{"role": "system", "content": system}, {"role": "user", "content": said}], answer="1")
     assert [o.problem for o in overlaps([chat], [prompt("t", said)])] == [chat]
     assert overlaps([prompt("p", system)], [chat]) == []
-
-
-def test_an_operator_is_no_punctuation():
-    assert found("What is 2 + 1?", "what is 2 - 1", "What is $2+1$") == [(1.0, "1")]
-
-
-def test_the_warning_counts_and_names_the_worst():
-    problems = [prompt(f"p{i}", some_words(i, 40)) for i in range(3)]
-    training = [prompt("half", some_words(0, 40)[: len(" ".join(some_words(0, 40).split()[:30]))]), problems[2]]
-    text = overlap_warning("aime24", 3, overlaps(problems, training), "train.jsonl")
-    assert text.startswith("eval.data: 2 of 3 problems of aime24 have at least 50% of their 13-grams of words in one ")
-    assert "prompt of train.jsonl (the most, 100%: 'p2' in 'p2')" in text

@@ -100,8 +100,6 @@ def test_kept_responses_are_scored_by_the_present_function(evaluate):
         {"prompts": [*PROMPTS[:2], Prompt("p2", text="?", answer="2", tokens=[5, 9])]},
         {"eval": {"data": "x", "every": 2, "temperature": 0.5}},
         {"rollout": {"server_args": ["--kv-cache-dtype", "fp8_e5m2"]}},
-        {"rollout": {"stop": ["\n"]}},
-        {"rollout": {"python": "/other/python"}},
         "weights",
     ],
 )

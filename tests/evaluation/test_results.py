@@ -3,17 +3,8 @@ import json
 
 import pytest
 
-from dynamo_megatron.evaluation.results import (
-    ProblemResult,
-    align,
-    compare_rows,
-    markdown,
-    markdown_table,
-    read_results,
-    results_file,
-    summarise,
-    write_results,
-)
+from dynamo_megatron.evaluation.results import align, read_results, results_file, summarise, write_results
+from dynamo_megatron.types import ProblemResult
 
 
 def result(prompt_id: str, right: str, **changes) -> ProblemResult:
@@ -76,27 +67,11 @@ def test_summary():
         summarise(results, [5])
 
 
-def test_markdown_table():
-    summary = summarise([result("a", "11"), result("b", "11")], [1])
-    lines = markdown_table([("start", summary)], [1, 2]).splitlines()
-    assert len({line.count("|") for line in lines}) == 1
-    assert lines[2] == "| start | 2 | 2 | 100.0 (34.2 to 100.0) | - | 1.000 | 10.0 | 0.0 | 0.0 |"
-
-
-def test_compare_pairs_by_problem_not_by_position():
-    before = [result(str(i), "1000" if i % 2 else "0000") for i in range(40)]
-    after = [result(str(i), "1100" if i % 2 else "1000") for i in range(40)]  # each problem gains a response
-    table = markdown(compare_rows(before, after[::-1], [1, 4]))
-    assert "| 40 problems |" in table
-    assert "| pass@1 | 12.5 | 37.5 | +25.0 (+14.0 to +31.6) |" in table
-    assert "| pass@4 | 50.0 | 100.0 | +50.0 (" in table
-
-
 def test_only_the_same_problems_are_compared():
     a, b = result("a", "1"), result("b", "1")
     assert align([a, b], [b, a]) == [[a, b], [a, b]]
     for before, after in (([a, b], [a]), ([a], [a, b])):
         with pytest.raises(ValueError, match="problem 'b' is not in every evaluation"):
-            compare_rows(before, after, [1])
+            align(before, after)
     with pytest.raises(ValueError, match="problem 'a' is more than once"):
         align([a, b], [b, a, a])

@@ -67,11 +67,6 @@ def test_the_table_has_a_column_a_set_and_a_row_a_model():
     assert details[2] == "| base, small | 2 | 4 | 0.250 | 10.0 | 0.0 | 0.0 |"
 
 
-def test_one_set_has_no_average_column():
-    alone = {"base": {"small": SCORES["base"]["small"]}}
-    assert suite_table(suite_summary(alone, [1]), [1]).splitlines()[0] == "| pass@1, % (95 %) | small (2) |"
-
-
 def test_the_sets_of_a_folder(tmp_path):
     for name in (*TABLE, "mine"):
         (tmp_path / f"{name}.jsonl").write_text("")

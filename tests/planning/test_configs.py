@@ -8,7 +8,7 @@ import pytest
 from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.planning.command import UNNEEDED, model_spec, plan_of
-from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
+from dynamo_megatron.planning.hardware import GPUS, Cluster
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "paper.yaml"
@@ -39,20 +39,6 @@ def test_it_fits(hardware, method):
     assert plan.config.checkpoint.every >= 10  # else writing takes a large part of a step
 
 
-@pytest.mark.parametrize(
-    ("name", "figures"),  # GiB at the peak of an update, seconds of a step and its update, --mem
-    [
-        ("h100x8/qwen2.5-math-7b", ("60.1", "177.1", "89.5", "466G")),
-        ("h100x64/qwen2.5-72b", ("36.6", "848.4", "509.6", "303G")),
-        ("h100x32/qwen3-30b-a3b", ("36.2", "222.8", "61.3", "329G")),
-    ],
-)
-def test_the_figures_stay(name, figures):
-    plan = planned(CONFIGS / "hardware" / f"{name}.yaml", "dynamo")
-    update = max(sum(stage.training.values()) for stage in plan.stages) / GIB
-    assert (f"{update:.1f}", f"{plan.times.step:.1f}", f"{plan.times.update:.1f}", plan.memory_asked) == figures
-
-
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_a_model_file_names_a_published_model(path):
     config, _ = compose([str(path)], [], UNNEEDED)
@@ -61,28 +47,18 @@ def test_a_model_file_names_a_published_model(path):
     assert path.stem in {file.stem for file in ON_HARDWARE}
 
 
-def test_the_paper_s_sizes():
-    model, published = CONFIGS / "models" / "qwen2.5-math-7b.yaml", CONFIGS / "methods" / "dynamo_published.yaml"
-    config, _ = compose([str(model), str(PAPER)], [], UNNEEDED)
-    allocation, loss, optimizer = config.algorithm.allocation, config.algorithm.loss, config.optimizer
+def test_the_published_method_has_the_paper_s_sizes():
+    files = [str(CONFIGS / name) for name in ("models/qwen2.5-math-7b.yaml", "methods/dynamo_published.yaml")]
+    config, _ = compose(files, [], UNNEEDED)
+    allocation, optimizer = config.algorithm.allocation, config.optimizer
     assert (config.data.batch_prompts, config.rollout_budget) == (512, 16 * 512)
     assert (allocation.rollout_n_min, allocation.rollout_n_max) == (8, 24)
-    assert config.data.batch_prompts / loss.mini_batches == 32
     assert (optimizer.lr, optimizer.weight_decay, optimizer.warmup_steps, optimizer.clip_grad) == (1e-6, 0.1, 10, 1.0)
-    assert config.algorithm.kl.coef == 0 and config.rollout.temperature == 1.0
-    # dynamo_published.yaml stands alone; paper.yaml changes nothing.
-    alone, both = (
-        compose([str(file) for file in files], [], UNNEEDED)[0]
-        for files in (
-            (model, published),
-            (model, PAPER, published),
-        )
-    )
-    assert alone == both
+    assert compose([files[0], str(PAPER), files[1]], [], UNNEEDED)[0] == config
 
 
-@pytest.mark.parametrize("name", ["h100x8/qwen2.5-math-1.5b", "h100x64/qwen2.5-72b"])
-def test_launch_slurm_asks_for_what_the_plan_says(name, capsys):
+def test_launch_slurm_asks_for_what_the_plan_says(capsys):
+    name = "h100x64/qwen2.5-72b"
     hardware = CONFIGS / "hardware" / f"{name}.yaml"
     plan = planned(hardware, "dynamo")
     names = [f"models/{hardware.stem}", f"hardware/{name}", "methods/dynamo", "paper"]

@@ -9,9 +9,9 @@ from dynamo_megatron.models import FAMILIES
 from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.formulas import decode_seconds, forward_flops
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
-from dynamo_megatron.planning.plan import RESERVED, SERVER_REMAINS, host_memory, make_plan, workload
-from dynamo_megatron.planning.times import decode_seconds, forward_flops
+from dynamo_megatron.planning.plan import RESERVED, host_memory, make_plan, workload
 
 
 def spec_of(name):
@@ -146,16 +146,20 @@ def test_a_plan_adds_up():
     weights, state, buckets = plan.servers.weights, stage.state.total, 4 * 512 * 2**20
     held = weights + plan.servers.pool + 10 * GIB
     assert held == pytest.approx(0.4 * 79.1 * GIB + 10 * GIB) and stage.training["server"] == 2 * GIB
-    push = stage.state.parameters + weights + buckets + 2 * GIB
-    phases = {"generate": held, "push": push, "save": state + weights + 2 * GIB}
+    sync = stage.state.parameters + weights + buckets + 2 * GIB
+    phases = {"generate": held, "weight sync": sync, "save": state + weights + 2 * GIB}
     assert stage.others == {name: size + RESERVED for name, size in phases.items()}
     (both,) = planned("Qwen2.5-14B", "h100-80", 16, None, rollout={**rollout, "offload": False}, **parts).stages
-    assert both.training["server"] == held and both.others["push"] == state + held + buckets + RESERVED
+    assert both.training["server"] == held and both.others["weight sync"] == state + held + buckets + RESERVED
     assert plan.servers.tokens == plan.servers.pool / (196_608 / 2)
+    disk = planned("Qwen2.5-14B", "h100-80", 16, None, rollout={**rollout, "sync": {"transport": "disk"}}, **parts)
+    assert (
+        disk.stages[0].others["weight sync"] == sync - 512 * 2**20 + RESERVED
+    )  # without the copy that the servers read
     times = plan.times
-    assert times.step == pytest.approx(times.generate + times.logprobs + times.update + times.push)
+    assert times.step == pytest.approx(times.generate + times.logprobs + times.update + times.weight_sync)
     ahead = dataclasses.replace(times, overlap=True)
-    assert ahead.step == pytest.approx(max(times.generate, times.logprobs + times.update) + times.push)
+    assert ahead.step == pytest.approx(max(times.generate, times.logprobs + times.update) + times.weight_sync)
 
 
 def test_servers_with_fp8_weights_have_more_room_for_their_cache():
@@ -172,7 +176,7 @@ def test_servers_with_fp8_weights_have_more_room_for_their_cache():
     assert quantised.times.generate < plain.times.generate and quantised.times.update == plain.times.update
     (before,), (after,) = plain.stages, quantised.stages
     assert largest_weights(plain.spec, 2) == (5120 * 13824, 2 * 5120 * 13824 // 2)
-    assert after.others["push"] - before.others["push"] == pytest.approx(6 * 5120 * 13824 - saved)
+    assert after.others["weight sync"] - before.others["weight sync"] == pytest.approx(6 * 5120 * 13824 - saved)
 
 
 @pytest.mark.parametrize(("recompute", "passes", "times"), [("none", 3, 2.5), ("full", 4, 3.5)])
@@ -248,16 +252,3 @@ def test_the_host_s_peak_by_hand():
     assert on_cpu["the servers' weights"] == 4 * 2 * formulas.model_elements(plan.spec)
     one_a_node = host_memory(plan.config, plan.spec, 8, 1, 1256)
     assert one_a_node["processes"] == 3 * 2 * GIB and one_a_node["saving a checkpoint"] == 14 * state.owned
-
-
-def test_a_push_over_ipc_has_a_bucket_more():
-    """Colocated, the default transport: also the copy that the servers read."""
-    ipc, disk = (
-        planned(
-            "Qwen2.5-14B", "h100-80", 16, 1000, parallel={"tp": 4}, rollout={**ROLLOUT, "sync": {"transport": name}}
-        )
-        for name in ("auto", "disk")
-    )
-    held = ipc.stages[0].state.parameters + ipc.servers.weights + SERVER_REMAINS + RESERVED
-    assert ipc.stages[0].others["push"] == held + 4 * (512 << 20)
-    assert disk.stages[0].others["push"] == held + 3 * (512 << 20)

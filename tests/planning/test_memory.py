@@ -9,13 +9,10 @@ import pytest
 pytestmark = pytest.mark.full
 CASES = {  # name: family, dtype, parallel, tied, recompute
     "TP2-tied": ("qwen2", "bfloat16", {"tp": 2, "sequence_parallel": True}, True, "none"),
-    "PP2-tied": ("qwen3", "bfloat16", {"pp": 2}, True, "none"),
-    "VPP2": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}, False, "none"),
-    "CP2": ("qwen3", "bfloat16", {"cp": 2}, False, "none"),
+    "VPP2-tied": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}, True, "none"),
+    "CP2-full": ("qwen3", "bfloat16", {"cp": 2}, False, "full"),
     "DP2-float32": ("qwen3", "float32", {}, False, "none"),
-    "full": ("qwen2", "bfloat16", {"tp": 2}, False, "full"),
     "EP2-TP2": ("qwen3_moe", "bfloat16", {"tp": 2, "ep": 2, "sequence_parallel": True}, False, "none"),
-    "experts-DP2": ("qwen3_moe", "bfloat16", {}, False, "none"),
 }
 SHAPE = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 256, "expert_ffn": 64, "vocab": 1000}
 

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.preflight import command, server_check
+from dynamo_megatron.preflight import command, machine_checks
 from dynamo_megatron.preflight.findings import run_checks
 from dynamo_megatron.preflight.job_checks import Subject
 
-CHECKS = {**command.OF_THE_JOB, **command.OF_A_NODE, "server": server_check.server}
+CHECKS = {**command.OF_THE_JOB, **command.OF_A_NODE, "server": machine_checks.server}
 
 
 @pytest.fixture
