@@ -209,7 +209,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     output_dir: Annotated[str, Field(min_length=1)]
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of every random draw (docs/configuration.md)
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of every random draw (docs/concepts.md)
     parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()

@@ -57,8 +57,8 @@ def staleness_faults(config: Config) -> Iterator[str]:
             yield f"{what} samples in advance, and algorithm.{key} needs the outcomes of the same step; set it to null"
     if rollout.stop and rollout.at_sync == "partial":
         yield (
-            f"{what} interrupts responses at a push, and a server does not detect a stop text (rollout.stop) that "
-            "begins before the push and ends after it; set rollout.at_sync to drain"
+            f"{what} interrupts responses at a weight sync, and a server does not detect a stop text (rollout.stop) "
+            "that begins before it and ends after it; set rollout.at_sync to drain"
         )
     if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
         yield (

@@ -56,7 +56,7 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     needed = {
         f"{checkpoints} checkpoints": checkpoints * elements * (width + 12),  # float32 weights and two moments
         f"{count} exported folder{'s' * (count != 1)}": count * elements * width,
-        "the weights pushed": elements * width,
+        "the weights sent": elements * width,
         "the weights of a failed step": elements * width,
         f"the rollouts of {steps} step{'s' * (steps != 1)}": int(
             steps * stored_step(config.rollout_budget, config.rollout.max_new_tokens)
