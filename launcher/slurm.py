@@ -67,7 +67,7 @@ def _planned(config: Config, job: JobOptions, options: argparse.Namespace) -> Jo
     cluster = cluster_of(options.gpu, job.nodes * job.gpus_per_node, job.gpus_per_node)
     try:
         plan = plan_of(config, cluster)
-    except ConfigError as error:
+    except ValueError as error:
         print(f"{default}: there is no plan: {error}", file=sys.stderr)
         return job
     stop_before = max(job.stop_before, plan.stop_before) if "--stop-before" in unset else job.stop_before

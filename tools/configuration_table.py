@@ -1,5 +1,5 @@
-"""The tables of docs/configuration.md, which `make docs` rewrites: all keys, from the configuration's types, defaults and
-comments, and the names of verl and slime."""
+"""The tables of docs/configuration.md, which `make docs` rewrites: all keys, from the configuration's types, defaults
+and comments, and the names of verl and slime."""
 
 from __future__ import annotations
 
