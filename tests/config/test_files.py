@@ -49,7 +49,6 @@ def test_checks_across_sections_report_all_they_find():
         "algorithm.loss.mini_batches",
         "algorithm.allocation.prior_by",
         "trainer.stop_when.metric",
-        "trainer.stop_when.metric",
         "checkpoint.export_hf",
     ]
 
