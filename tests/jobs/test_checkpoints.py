@@ -9,8 +9,7 @@ import pytest
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("background", ["false", "true"])
-def test_a_save_onto_a_full_disk_is_one_line_and_loses_that_save(tiny_model, tmp_path, background):
+def test_a_save_onto_a_full_disk_is_one_line_and_loses_that_save(tiny_model, tmp_path):
     """A limit on a file's size stands in for the disk's end: the system refuses the write in the same place."""
     rows = [{"id": str(i), "problem": p, "answer": a} for i, (p, a) in enumerate([("2+3=", "5"), ("x", "yz")])]
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -21,7 +20,7 @@ def test_a_save_onto_a_full_disk_is_one_line_and_loses_that_save(tiny_model, tmp
         "data.template": "'{prompt}'",
         "data.batch_prompts": 2,
         "checkpoint.every": 2,
-        "checkpoint.async": background,
+        "checkpoint.async": "true",
         "checkpoint.export_hf": "never",
         "output_dir": "run",
     }

@@ -118,13 +118,6 @@ def test_a_checkpoint_converts_to_what_was_exported(sft):
     assert AutoTokenizer.from_pretrained(output.parent / "converted").eos_token == "<|im_end|>"
 
 
-def test_ranks_share_the_examples_and_not_the_result(sft):
-    output, run = sft
-    code, text = run("output_dir=alone", ranks=1)
-    assert code == 0, text[-3000:]
-    assert losses(output.parent / "alone") == pytest.approx(losses(output), abs=1e-5)
-
-
 def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
     output, run = sft
     keys = (
