@@ -35,15 +35,8 @@ EVALUATION = "evaluation"  # context of the validation: nothing is trained, so o
 class ModelConfig(Section):
     path: str  # Hugging Face folder: config.json, safetensors, tokenizer
     family: str | None = None  # None: from config.json's model_type, which it cannot contradict
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # float16 needs loss scaling, which the policy head lacks
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _no_loss_scaling(cls, value: object) -> object:
-        if value in ("float16", "fp16"):
-            raise ValueError(f"{value!r} needs loss scaling, which the policy head does not have; use bfloat16")
-        return value
 
 
 class ParallelConfig(Section):

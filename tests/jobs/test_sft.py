@@ -16,7 +16,7 @@ from dynamo_megatron.checkpoint.convert import mcore2hf
 from dynamo_megatron.checkpoint.inspection import differences, inspect
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.jobs.sft_examples import examples_of
+from dynamo_megatron.jobs.sft import examples_of
 from dynamo_megatron.types import Prompt
 
 pytestmark = pytest.mark.full

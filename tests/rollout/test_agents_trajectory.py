@@ -9,7 +9,7 @@ from agents_scripted import QUESTION, TOKENIZER, TOOLS, Scripted, endpoint
 from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.data.sources import load_prompts
-from dynamo_megatron.jobs.sft_examples import examples_of
+from dynamo_megatron.jobs.sft import examples_of
 from dynamo_megatron.reports.samples import Choice, read_samples
 from dynamo_megatron.rollout.agents.worker import Session as AgentSession
 from dynamo_megatron.rollout.store import RolloutStore
