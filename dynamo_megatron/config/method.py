@@ -21,8 +21,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _options_of_the_kind(self) -> Section:
-        others = tuple(name for name, kinds in self.of_kinds.items() if self.kind not in kinds)
-        self.unused(others, f"no option of kind {self.kind}" if others else "")
+        kind = getattr(self, "kind", None)
+        others = tuple(name for name, kinds in self.of_kinds.items() if kind not in kinds)
+        self.unused(others, f"no option of kind {kind}")
         return self
 
     def unused(self, names: tuple[str, ...], why: str) -> None:

@@ -48,15 +48,16 @@ LOST = "ConnectionError: lost the connection to another rank"
 class Job:
     """What a command does; the same calls on every rank, in this order, except where said."""
 
+    generates = True  # rollouts
     code = 0  # exit code of a rank on which nothing has failed
     journal: Journal | None = None  # rank 0's, from `prepare` on, of a command that keeps one
 
     def __init__(self, config: Config, output: OutputDir | None = None):
         self.config, self.output = config, output
 
-    def check(self, ranks: int, *, generates: bool = True) -> dict[str, Any]:
+    def check(self, ranks: int) -> dict[str, Any]:
         """What can be checked in a moment and without writing anything; returns the derived values. Not called in
-        order. `generates`: the run makes rollouts. Raises ConfigError."""
+        order. Raises InputError."""
         faults = missing_data(self.config)
         try:
             spec = check_layout(self.config, ranks)
@@ -67,7 +68,7 @@ class Job:
         derived = describe_layout(self.config, spec, ranks)
         if self.output is not None:
             check_trackers(self.config)
-            derived["disk"] = check_room(self.config, spec, generates=generates)
+            derived["disk"] = check_room(self.config, spec, generates=self.generates)
         return derived
 
     def check_start(self) -> None:

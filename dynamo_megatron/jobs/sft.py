@@ -45,6 +45,8 @@ LINES = 20  # about this many step lines are printed; metrics.jsonl has every st
 
 
 class SFTJob(Job):
+    generates = False
+
     def __init__(self, config: Config):
         super().__init__(config, OutputDir(config))
         self._stream = None
@@ -61,7 +63,7 @@ class SFTJob(Job):
                 f"{asked[0]}: not for sft, which samples and evaluates nothing and cuts prompt and completion together "
                 "at model.max_length"
             )
-        return {**super().check(ranks, generates=False), "examples an update": self.config.data.batch_prompts}
+        return {**super().check(ranks), "examples an update": self.config.data.batch_prompts}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
