@@ -143,13 +143,8 @@ def fill(folder: Path, names: str) -> Path:
             "LICENSE config.json model.safetensors tokenizer.json",
             " is a model's folder (config.json); name a new folder",
         ),
-        (
-            "model-00001-of-00002.safetensors",
-            " is a model's folder (model-00001-of-00002.safetensors); name a new folder",
-        ),
         ("common.pt __0_0.distcp .metadata", " is a model's folder (__0_0.distcp); name a new folder"),
         ("logs/ thesis.tex", " holds thesis.tex, which is not of a run; name a new folder"),
-        ("first/ second/", " holds first, which is not of a run; name a new folder"),  # of two runs
         ("step-000004/", " holds step-000004, which is not of a run; name a new folder"),  # a run's checkpoints/
         ("config.yaml problems.jsonl summary.json table.md logs/", " holds problems.jsonl, which is"),  # an evaluation
     ],
@@ -207,7 +202,6 @@ ANOTHER = "restore it from a copy, or name another folder"
     ("name", "text", "says"),
     [
         ("metrics.jsonl", METRICS + "{]\n", f":3: not JSON (Expecting property name .*); {MEND}"),
-        ("metrics.jsonl", METRICS + '{"reward/mean": 0.5}\n', f":3: no 'step'; {MEND}"),
         ("allocation.jsonl", DRAWN + "\0" * 20 + "\n", f":3: not JSON (.*); {MEND}"),
         ("config.yaml", "model: {path: m\n", f":2: not YAML (.*); {ANOTHER}"),
         ("config.yaml", "\xff", f": not UTF-8 text (.*); {ANOTHER}"),
