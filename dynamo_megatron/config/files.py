@@ -161,7 +161,7 @@ def _override(word: str) -> list[Layer]:
 def _parse(text: str, what: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date such as 2026-99-99
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date such as 2026-99-99
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark and "=" not in what else ""
         problem = getattr(error, "problem", None) or str(error)
