@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import os
 import re
 import signal
@@ -134,22 +135,13 @@ def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     words = options.config + rest
     if options.launcher == "local":
         return carry_out(["train", *words, *(["--ranks", str(options.ranks)] if options.ranks else [])])
-    if options.launcher == "slurm":
-        from dynamo_megatron.launcher.slurm import launch
-    elif options.launcher == "ray":
-        try:
-            from dynamo_megatron.launcher.ray import launch
-        except ModuleNotFoundError as error:
-            lacks = f"this interpreter has no {error.name}"
-            raise ConfigError(f"ray: {lacks}; pip install 'dynamo-megatron[ray]'") from None
-    else:
-        try:
-            from dynamo_megatron.launcher.nemo import launch
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"nemo-run: this interpreter has no {error.name}; `make extra` sets up .venv-extra, whose "
-                "dynamo-megatron has it"
-            ) from None
+    try:
+        launch = importlib.import_module(f"dynamo_megatron.launcher.{options.launcher}").launch
+    except ModuleNotFoundError as error:
+        where = {"ray": "pip install 'dynamo-megatron[ray]'", "nemo": "`make extra` sets up .venv-extra, which has it"}
+        raise ConfigError(
+            f"launch {options.launcher}: this interpreter has no {error.name}; {where.get(options.launcher)}"
+        ) from None
     return launch(options, *_files_and_keys(words))
 
 
