@@ -8,6 +8,7 @@
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL)
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
 # make lint       ruff, mypy over the pure packages, and the budgets of lines and words (tools/house.py)
+# make docs       rewrites the tables of docs/configuration.md from the configuration
 # make gpu-check  kernel tests, head benchmark, three training steps on one GPU, and with SERVER_PYTHON=PYTHON, that has
 #                 SGLang, steps with a server; on several GPUs also on all of them; RESUME=1 leaves out what has passed;
 #                 no network, sets nothing up; PART=NAME runs one part, TINY=1 all without a GPU, OUT=FOLDER takes the JSON
@@ -36,7 +37,7 @@ MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-figures compare test test-all lint gpu-check extra peers te clean
+.PHONY: setup demo demo-figures compare test test-all lint docs gpu-check extra peers te clean
 setup: $(INSTALLED)
 
 GPU_REQUIREMENTS := requirements/gpu_server.txt requirements/gpu_trainer.txt
@@ -131,6 +132,9 @@ test-all: lint $(MODEL)/config.json
 
 lint: $(INSTALLED)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/python -P tools/house.py
+
+docs: $(INSTALLED)
+	@.venv/bin/python -P tools/configuration_table.py
 
 gpu-check:
 	@for p in .venv/bin/python python3 python; do \

@@ -1,13 +1,10 @@
-"""The table of docs/configuration.md, from the configuration's types, defaults and comments:
-
-python -P tools/configuration_table.py       # rewrites it
-"""
+"""The tables of docs/configuration.md, which `make docs` rewrites: all keys, from the configuration's types, defaults
+and comments, and the names of verl and slime."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import re
 import types
 import typing
@@ -19,8 +16,10 @@ import yaml
 from pydantic import BaseModel
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.config.peer_keys import OURS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
+LONGEST_DEFAULT = 80  # characters; a longer text is in the code
 SHORT = {str: "text", int: "integer", float: "number", bool: "true or false"}
 
 
@@ -36,7 +35,7 @@ def rows(section: Any, at: tuple[str, ...] = ()) -> Iterator[str]:
         kind, default = kind_of(field.annotation), "required"
         if not field.is_required() and inner is None:
             text = yaml.safe_dump(field.default, default_flow_style=True, width=10**6).strip().removesuffix("...")
-            default = f"`{json.dumps(field.default) if chr(10) in text.strip() else text.strip()}`"
+            default = f"`{text.strip()}`" if len(text) <= LONGEST_DEFAULT else "a text"
         elif inner is not None:
             kind, default = "section or `null`", "`null`" if field.default is None else "the section"
         if inner is None or type(None) in typing.get_args(field.annotation):
@@ -77,8 +76,22 @@ def comments_of(section: Any) -> dict[str, str]:
     return found
 
 
+def names() -> Iterator[str]:
+    """A line for each of our names with those of verl and slime."""
+    for here, theirs in OURS.items():
+        words = theirs.split()
+        verl = ", ".join(f"`{word}`" for word in words if not word.startswith("--"))
+        slime = ", ".join(f"`{word}`" for word in words if word.startswith("--"))
+        yield f"| {verl} | {slime} | {here} |"
+
+
 if __name__ == "__main__":
-    table = "\n".join(["| key | value | default | |", "|---|---|---|---|", *rows(Config)]) + "\n"
-    marks = re.compile(r"(<!-- generated -->\n).*?(<!-- /generated -->)", re.DOTALL)
-    page = marks.sub(lambda found: f"{found[1]}{table}{found[2]}", DOCUMENT.read_text(encoding="utf-8"))
+    page = DOCUMENT.read_text(encoding="utf-8")
+    for part, head, lines in (
+        ("keys", "| key | value | default | |\n|---|---|---|---|", rows(Config)),
+        ("names", "| verl | slime | here |\n|---|---|---|", names()),
+    ):
+        table = "\n".join([head, *lines])
+        marks = re.compile(rf"(<!-- generated: {part} -->\n).*?(<!-- /generated -->)", re.DOTALL)
+        page = marks.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", page)
     DOCUMENT.write_text(page, encoding="utf-8")

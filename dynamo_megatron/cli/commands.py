@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from dynamo_megatron.config.files import ConfigError, compose, describe
 from dynamo_megatron.config.peer_keys import ours
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.launcher.local import stopped_early
-from dynamo_megatron.runtime.plain_text import escaped_line, printable, show, show_exception
+from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.tracking.progress import Progress
 
@@ -34,7 +35,7 @@ def carry_out(arguments: list[str]) -> int:
         return 2
     try:
         return _COMMANDS[options.command](options, rest, arguments)
-    except ConfigError as error:
+    except InputError as error:
         show(str(error))
         return 2
 
@@ -79,8 +80,8 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
             from dynamo_megatron.jobs.train import TrainJob as Job
         else:
             from dynamo_megatron.jobs.sft import SFTJob as Job
-        from dynamo_megatron.jobs.layout_checks import default_ranks, on_this_machine
         from dynamo_megatron.jobs.run import run_rank
+        from dynamo_megatron.jobs.start_checks import default_ranks, on_this_machine
 
     if "RANK" in os.environ and not options.print_config:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,7 +124,7 @@ def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str
 
     adopt_rank(os.environ)
     config, _ = compose(*_files_and_keys(options.config + rest))
-    from dynamo_megatron.jobs.layout_checks import default_ranks, on_this_machine
+    from dynamo_megatron.jobs.start_checks import default_ranks, on_this_machine
     from dynamo_megatron.preflight.command import preflight
 
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else options.ranks or default_ranks(config)
@@ -134,22 +135,13 @@ def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     words = options.config + rest
     if options.launcher == "local":
         return carry_out(["train", *words, *(["--ranks", str(options.ranks)] if options.ranks else [])])
-    if options.launcher == "slurm":
-        from dynamo_megatron.launcher.slurm import launch
-    elif options.launcher == "ray":
-        try:
-            from dynamo_megatron.launcher.ray import launch
-        except ModuleNotFoundError as error:
-            lacks = f"this interpreter has no {error.name}"
-            raise ConfigError(f"ray: {lacks}; pip install 'dynamo-megatron[ray]'") from None
-    else:
-        try:
-            from dynamo_megatron.launcher.nemo import launch
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"nemo-run: this interpreter has no {error.name}; `make extra` sets up .venv-extra, whose "
-                "dynamo-megatron has it"
-            ) from None
+    try:
+        launch = importlib.import_module(f"dynamo_megatron.launcher.{options.launcher}").launch
+    except ModuleNotFoundError as error:
+        where = {"ray": "pip install 'dynamo-megatron[ray]'", "nemo": "`make extra` sets up .venv-extra, which has it"}
+        raise ConfigError(
+            f"launch {options.launcher}: this interpreter has no {error.name}; {where.get(options.launcher)}"
+        ) from None
     return launch(options, *_files_and_keys(words))
 
 
@@ -162,10 +154,7 @@ def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         raise ConfigError(f"--node: {options.node} is not one of 0 to {options.nodes - 1}")
     from dynamo_megatron.rollout.servers.serve import serve
 
-    try:
-        return serve(config, options.nodes, options.node)
-    except InputError as error:
-        raise ConfigError(str(error)) from None
+    return serve(config, options.nodes, options.node)
 
 
 def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
@@ -183,8 +172,6 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
             hf2mcore(options.source, options.out, options.dtype)
         else:
             mcore2hf(options.source, options.out, options.dtype, options.step, options.model)
-    except InputError as error:
-        raise ConfigError(str(error)) from None
     except OSError as error:
         print(f"{options.out}: not written: {error}", file=sys.stderr)
         return 1
@@ -195,10 +182,7 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
 def _inspect(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.checkpoint.inspection import inspect_command
 
-    try:
-        return inspect_command(options.path, options.diff)
-    except InputError as error:
-        raise ConfigError(escaped_line(str(error))) from None
+    return inspect_command(options.path, options.diff)
 
 
 def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
@@ -219,13 +203,10 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     out = options.out or options.run[0]
-    try:
-        if options.watch is not None:
-            watch(options.run, out, options.watch, options.rollout, lambda line: show(line, sys.stdout))
-            return 0
-        text = write_report(options.run, out, options.rollout)
-    except InputError as error:
-        raise ConfigError(str(error)) from None
+    if options.watch is not None:
+        watch(options.run, out, options.watch, options.rollout, lambda line: show(line, sys.stdout))
+        return 0
+    text = write_report(options.run, out, options.rollout)
     text += (
         f"\n\nThe page with all charts and rollouts is {out / 'report.html'}; report.md and report.png are beside it."
     )
@@ -242,8 +223,6 @@ def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str])
         for text in read_samples(options.run, choice, as_json=options.json):
             print(text)
         sys.stdout.flush()
-    except InputError as error:
-        raise ConfigError(str(error)) from None
     except BrokenPipeError:  # the user has quit the pager
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -259,13 +238,10 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     from dynamo_megatron.replay.command import write_replay
     from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
-    try:
-        text = write_replay(
-            Path(options.run[0]), options.allocator, options.success_threshold, options.reward_key, options.out
-        )
-        print(wrapped(printable(text), terminal_width(sys.stdout)))
-    except InputError as error:
-        raise ConfigError(str(error)) from None
+    text = write_replay(
+        Path(options.run[0]), options.allocator, options.success_threshold, options.reward_key, options.out
+    )
+    print(wrapped(printable(text), terminal_width(sys.stdout)))
     return 0
 
 

@@ -9,12 +9,6 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
-from dynamo_megatron.config.contradictions import (
-    agent_faults,
-    quantization_faults,
-    sequential_faults,
-    staleness_faults,
-)
 from dynamo_megatron.config.data import DataConfig
 from dynamo_megatron.config.method import (
     AdvantageConfig,
@@ -41,15 +35,8 @@ EVALUATION = "evaluation"  # context of the validation: nothing is trained, so o
 class ModelConfig(Section):
     path: str  # Hugging Face folder: config.json, safetensors, tokenizer
     family: str | None = None  # None: from config.json's model_type, which it cannot contradict
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # float16 needs loss scaling, which the policy head lacks
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _no_loss_scaling(cls, value: object) -> object:
-        if value in ("float16", "fp16"):
-            raise ValueError(f"{value!r} needs loss scaling, which the policy head does not have; use bfloat16")
-        return value
 
 
 class ParallelConfig(Section):
@@ -209,7 +196,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     output_dir: Annotated[str, Field(min_length=1)]
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of every random draw (docs/configuration.md)
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of every random draw (docs/concepts.md)
     parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -266,9 +253,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across_sections(self, info: ValidationInfo) -> Config:
-        faults = list(agent_faults(self))
-        if info.context != EVALUATION:
-            faults += self._contradictions()
+        faults = list(self._contradictions()) if info.context != EVALUATION else []
+        if self.rollout.agent is not None and self.data.template != "chat":
+            faults.append(
+                "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
+            )
         if faults:
             raise ValueError("\n".join(faults))
         return self
@@ -303,15 +292,10 @@ class Config(Section):
                         f"{self.parallel.cp}; use cp 1 or the default {key}"
                     )
         stop = self.trainer.stop_when
-        passes = [f"eval/pass@{k}" for k in self.eval.k]
-        if stop and (stop.metric or "").startswith("eval/pass@") and stop.metric not in passes:
-            yield f"trainer.stop_when.metric: eval.k gives {', '.join(passes)}, not {stop.metric}"
         if stop and (stop.metric or "").startswith("eval/") and not self.eval.every:
             yield f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every"
         if self.checkpoint.export_hf == "best" and not self.eval.every:
             yield "checkpoint.export_hf: 'best' is chosen by the periodic evaluation; set eval.every"
-        if self.rollout.keep_last is not None and self.checkpoint.every is None:
-            yield "rollout.keep_last: a resume needs all rollouts since the last checkpoint; set checkpoint.every"
 
     @property
     def frozen_models(self) -> dict[str, str]:
@@ -360,3 +344,81 @@ class Config(Section):
             return o.lr
         done = (step - o.warmup_steps) / max(1, self.trainer.steps - o.warmup_steps)
         return o.lr * (1 - done if o.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+
+# What options of several sections contradict each other, a line each.
+
+
+def sequential_faults(config: Config, budget: int, low: int, high: int) -> Iterator[str]:
+    algorithm, rule = config.algorithm, config.algorithm.sequential
+    if rule is None:
+        return
+    for fault in rule.faults(budget, config.batch_prompts, low, high):
+        yield f"algorithm.sequential.{fault}"
+    if algorithm.dynamic_sampling is not None:
+        yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"
+    if config.data.selection.kind == "greso":
+        yield (
+            "data.selection.kind: greso counts a prompt's groups of equal rewards, and algorithm.sequential makes "
+            "several of them in a step; use another kind"
+        )
+    if (kind := algorithm.allocation.kind) != "uniform":
+        yield f"algorithm.sequential: has counts of its own; set algorithm.allocation.kind to uniform, not {kind}"
+    what = "explore" if rule.explore else rule.kind
+    advantage = algorithm.advantage
+    if what != "pilot" and advantage.kind not in ("rloo", "history"):
+        yield (
+            f"algorithm.sequential: {what} needs a baseline of other rollouts than the own one; set "
+            f"algorithm.advantage.kind to rloo or history, not {advantage.kind}"
+        )
+    if what == "reinforce_ada" and advantage.overlong_buffer is not None:
+        yield "algorithm.advantage.overlong_buffer: reinforce_ada has rollouts without its penalty; set it to null"
+    if what == "explore" and algorithm.loss.mini_batches > 1:
+        yield (
+            "algorithm.sequential.explore: its weights hold for the mean over the whole step, and with "
+            "algorithm.loss.mini_batches above 1 second rounds would make updates of their own; set it to 1"
+        )
+    if what == "explore" and (mode := algorithm.loss.aggregation) != "prompt_mean":
+        yield f"algorithm.sequential.explore: set algorithm.loss.aggregation to prompt_mean, not {mode}"
+
+
+def staleness_faults(config: Config) -> Iterator[str]:
+    rollout, algorithm, loss = config.rollout, config.algorithm, config.algorithm.loss
+    if loss.old == "engine" and algorithm.rollout_correction is not None:
+        yield (
+            "algorithm.rollout_correction: corrects from the engine's logprobs to the old policy's, and with "
+            "algorithm.loss.old engine the loss does so; set one of them to its default"
+        )
+    if rollout.max_staleness == 0:
+        return
+    what = f"rollout.max_staleness: {rollout.max_staleness}"
+    for key in ("dynamic_sampling", "sequential"):
+        if getattr(algorithm, key) is not None:
+            yield f"{what} samples in advance, and algorithm.{key} needs the outcomes of the same step; set it to null"
+    if rollout.stop and rollout.at_sync == "partial":
+        yield (
+            f"{what} interrupts responses at a weight sync, and a server does not detect a stop text (rollout.stop) "
+            "that begins before it and ends after it; set rollout.at_sync to drain"
+        )
+    if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
+        yield (
+            f"{what} trains on tokens of older weights, which the loss has to correct for; set "
+            "algorithm.rollout_correction to {level: sequence}, or to {level: token} for long responses"
+            f"{', or algorithm.loss.old to engine' if rollout.max_staleness == 1 else ''} (docs/concepts.md)"
+        )
+
+
+def quantization_faults(config: Config) -> Iterator[str]:
+    algorithm, loss, quantization = config.algorithm, config.algorithm.loss, config.rollout.quantization
+    if quantization is None:
+        return
+    if config.model.dtype != "bfloat16":
+        yield (
+            f"rollout.quantization: SGLang computes {quantization} layers in bfloat16, and model.dtype is "
+            f"{config.model.dtype}; set model.dtype to bfloat16, or leave rollout.quantization out"
+        )
+    if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
+        yield (
+            f"rollout.quantization: {quantization} samples from rounded weights, and the loss has to correct that; set "
+            "algorithm.rollout_correction to {level: token} or {level: sequence}, or algorithm.loss.old to engine"
+        )

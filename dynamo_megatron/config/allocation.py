@@ -13,6 +13,7 @@ ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cure
 
 
 class AllocationConfig(Section):
+    of_kinds = {"cost": ("neyman",)}
     # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
     kind: Annotated[str, built_in(ALLOCATORS)] = "neyman"
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
@@ -33,8 +34,6 @@ class AllocationConfig(Section):
     def _bounds(self) -> AllocationConfig:
         if self.rollout_n_min > self.rollout_n_max:
             raise ValueError(f"rollout_n_min: {self.rollout_n_min} is above rollout_n_max {self.rollout_n_max}")
-        if self.cost == "tokens" and self.kind != "neyman":
-            raise ValueError(f"cost: tokens is for kind: neyman alone, not {self.kind}")
         return self
 
     def fit(self, prompts: int, budget: int) -> tuple[int, int, int]:
@@ -65,6 +64,10 @@ class DynamicSamplingConfig(Section):
 class SequentialConfig(Section):
     """Rounds of a step that look at its own outcomes, `round_n` rollouts of every prompt in the first."""
 
+    of_kinds = {
+        **dict.fromkeys(("lower", "upper", "explore"), ("pilot",)),
+        **dict.fromkeys(("exit", "keep"), ("reinforce_ada",)),
+    }
     # pilot (Pilot-Commit, arXiv 2605.26606): the rest of the budget to the prompts of middling success rates;
     # reinforce_ada (Reinforce-Ada, arXiv 2510.04996): rounds until a prompt has right and wrong rollouts
     kind: Literal["pilot", "reinforce_ada"] = "pilot"
@@ -78,9 +81,7 @@ class SequentialConfig(Section):
     keep: Annotated[int, Field(ge=2)] = 4  # reinforce_ada: rollouts of a prompt that are trained on
 
     @model_validator(mode="after")
-    def _used(self) -> SequentialConfig:
-        other = ("exit", "keep") if self.kind == "pilot" else ("lower", "upper", "explore")
-        self.unused(other, f"no option of kind {self.kind}")
+    def _shares(self) -> SequentialConfig:
         if self.lower + self.upper > 1:
             raise ValueError(f"lower: {self.lower:g} right and upper: {self.upper:g} wrong are more than 1; lower one")
         return self

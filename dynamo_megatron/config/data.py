@@ -9,18 +9,17 @@ from pydantic import Field, field_validator, model_validator
 from dynamo_megatron.config.method import Positive, Section
 from dynamo_megatron.runtime.user_code import SPEC
 
-SELECTION_OPTIONS = {  # of data.selection: option -> the kinds that have it
-    "candidates": ("priority", "thompson"),
-    "exploration": ("priority",),
-    "weights": ("priority",),
-    "target": ("thompson",),
-    "zero_variance": ("greso",),
-}
-
 
 class SelectionConfig(Section):
     """Which of the data's next prompts a step draws, by their earlier rollouts; a text is the kind."""
 
+    of_kinds = {
+        "candidates": ("priority", "thompson"),
+        "exploration": ("priority",),
+        "weights": ("priority",),
+        "target": ("thompson",),
+        "zero_variance": ("greso",),
+    }
     # uniform: all of them in turn. priority (SPO, arXiv 2509.13232): in proportion to sqrt(p(1-p)) + exploration.
     # thompson (MoPPS, arXiv 2507.04632): those whose sampled success rate is nearest to target. greso (GRESO, arXiv
     # 2506.02177): skips at random prompts whose last groups were all right or all wrong
@@ -30,16 +29,6 @@ class SelectionConfig(Section):
     weights: bool = False  # priority: a prompt's loss times its uniform probability over its own, which is unbiased
     target: Annotated[float, Field(ge=0, le=1)] = 0.5  # thompson: success rate
     zero_variance: Annotated[float, Field(ge=0, le=1)] = 0.25  # greso: share of groups of equal rewards aimed at
-
-    @model_validator(mode="after")
-    def _used(self) -> SelectionConfig:
-        if self.weights and self.kind in ("thompson", "greso"):
-            raise ValueError(
-                f"weights: {self.kind} draws with unknown probabilities; set it to false or kind to priority"
-            )
-        others = tuple(name for name, kinds in SELECTION_OPTIONS.items() if self.kind not in kinds)
-        self.unused(others, f"not an option of kind {self.kind}")
-        return self
 
 
 class DataConfig(Section):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.config.peer_keys import PREFIX, ours
@@ -64,7 +64,7 @@ def _merge(
         path = (*at, str(name))
         if str(name) not in _fields(_type_at(at)):
             # Of a pasted section of verl each key that has a name here is answered.
-            inner = {".".join(leaf): _peer(leaf) for leaf in _leaves(value, path)}
+            inner = {".".join(leaf): _peer(leaf) for leaf, _ in _leaves(value, path)}
             known = {key: hint for key, hint in inner.items() if hint is not None}
             for key, hint in (known or {".".join(path): _nearest(path)}).items():
                 yield f"{origin}: unknown key {key}; {hint}"
@@ -82,12 +82,12 @@ def _peer(path: tuple[str, ...]) -> str | None:
     return ours(".".join(path))
 
 
-def _leaves(value: Any, at: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _leaves(value: Any, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _leaves(inner, (*at, str(name)))
     else:
-        yield at
+        yield at, value
 
 
 def _file_layers(word: str) -> list[Layer]:
@@ -161,7 +161,7 @@ def _override(word: str) -> list[Layer]:
 def _parse(text: str, what: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date such as 2026-99-99
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date such as 2026-99-99
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark and "=" not in what else ""
         problem = getattr(error, "problem", None) or str(error)
@@ -239,7 +239,7 @@ def _key(loc: Sequence[str | int]) -> str:
 
 def to_plain(config: Config) -> dict[str, Any]:
     """The config as plain data, as `config.yaml` holds it."""
-    return TypeAdapter(Config).dump_python(config, mode="json")
+    return config.model_dump(mode="json")
 
 
 def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, Any]) -> str:
@@ -277,19 +277,11 @@ def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[
     """dotted key -> value of all that `keys` names, by default what may not change when a run is resumed, without
     the settings of rewards that are none of `reward.functions`; `plain` as from `to_plain`."""
     found: dict[str, Any] = {}
-
-    def walk(node: Any, path: tuple[str, ...]) -> None:
-        if isinstance(node, Mapping) and node:
-            for name, value in node.items():
-                walk(value, (*path, name))
-        else:
-            found[".".join(path)] = node
-
     for key in keys:
         node: Any = plain
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
-        walk(node, tuple(key.split(".")))
+        found |= {".".join(path): value for path, value in _leaves(node, (key,))}
     if isinstance(functions := found.get("reward.functions"), list):
         unused = tuple(f"reward.{name}." for name in _REWARDS_WITH_SETTINGS if name not in functions)
         found = {key: value for key, value in found.items() if not key.startswith(unused)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+import json
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -15,15 +17,22 @@ Seconds = Annotated[float, Field(gt=0, le=1e6)]  # of a wait: the system's own e
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+    of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # option -> the kinds of the section that have it
+
+    @model_validator(mode="after")
+    def _options_of_the_kind(self) -> Section:
+        kind = getattr(self, "kind", None)
+        others = tuple(name for name, kinds in self.of_kinds.items() if kind not in kinds)
+        self.unused(others, f"no option of kind {kind}")
+        return self
 
     def unused(self, names: tuple[str, ...], why: str) -> None:
         """Raises ValueError, a line each, for options `names` that are not at their defaults and would do nothing."""
         defaults = {name: type(self).model_fields[name].default for name in names}
-        changed = [name for name in names if getattr(self, name) != defaults[name]]
+        changed = {name: value for name, value in defaults.items() if getattr(self, name) != value}
         if changed:
-            yaml = {None: "null", True: "true", False: "false"}
-            texts = {n: yaml[d] if isinstance(d := defaults[n], bool | None) else f"{d}" for n in changed}
-            raise ValueError("\n".join(f"{name}: {why}; set it to {texts[name]}" for name in changed))
+            texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in changed.items()}
+            raise ValueError("\n".join(f"{name}: {why}; set it to {text}" for name, text in texts.items()))
 
 
 class EntropyShapingConfig(Section):
@@ -57,6 +66,10 @@ def built_in(names: tuple[str, ...]) -> AfterValidator:
 
 
 class AdvantageConfig(Section):
+    of_kinds = {
+        **dict.fromkeys(("singleton", "eps"), (*GROUP_ADVANTAGES, "otb")),
+        "prior_strength": ("history",),
+    }
     # grpo, dr_grpo, rloo, reinforce, otb, history or module:function
     kind: Annotated[str, built_in(ADVANTAGES)] = "rloo"
     singleton: Literal["zero", "raw"] = "zero"
@@ -82,16 +95,11 @@ class AdvantageConfig(Section):
 
     @model_validator(mode="after")
     def _used(self) -> AdvantageConfig:
-        if self.of_the_user:
-            self.unused(("singleton", "eps"), f"an option of the built-in kinds, which {self.kind} is not given")
         if self.kind == "otb":
             of_rollouts = ("positive_weight", "normalise")
             self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
-        if self.kind == "history":
-            self.unused(("singleton", "eps"), "an option of baselines from the group alone, which kind history is not")
-        else:
-            names = ("prior_strength",) if self.score_ratio in ("auto", 1) else ("prior_strength", "score_ratio")
-            self.unused(names, f"an option of kind history, and kind is {self.kind}")
+        if self.kind != "history" and self.score_ratio not in ("auto", 1):
+            self.unused(("score_ratio",), f"no option of kind {self.kind}")
         if self.kind in ("reinforce", "history") and self.overlong_buffer is not None:
             raise ValueError(f"overlong_buffer: its penalty is not in the rewards that kind {self.kind} is made for")
         return self

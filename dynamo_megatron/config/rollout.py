@@ -55,7 +55,7 @@ class RolloutConfig(Section):
     # steps between the weights that a token is sampled from and the step that trains on it; above 0 servers generate
     # for later steps while the ranks train (docs/rollouts.md)
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    # what a push does with responses under way: partial, they go on under the new weights; drain, it waits for them
+    # what a weight sync does with responses under way: partial, they go on under the new weights; drain, it waits
     at_sync: Literal["partial", "drain"] = "partial"
     concurrency: Positive = 256  # requests under way at once, at each server
     # per rollout, from its dispatch; then aborted and counted; None: 0.1 for each token of max_new_tokens, at least 600
@@ -77,7 +77,7 @@ class RolloutConfig(Section):
     agent_episodes: Positive = 64  # under way at once; an evaluation beside training has as many of its own
     tool_parser: str = "qwen25"  # SGLang's name of the form in which the model calls tools
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
-    # of the servers' linear layers, whose weights each push quantises; None: none (docs/rollouts.md)
+    # of the servers' linear layers, whose weights each weight sync quantises; None: none (docs/rollouts.md)
     quantization: Literal["fp8"] | None = None
     sync: SyncConfig = SyncConfig()
     proof: ProofConfig = ProofConfig()

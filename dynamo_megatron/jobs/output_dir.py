@@ -80,11 +80,7 @@ class OutputDir:
         return True
 
     def check_start(self) -> None:
-        """Raises ConfigError where the folder cannot be made or written, or another process trains in it."""
-        there = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            why = "cannot be written to" if there.is_dir() else "is no folder"
-            raise ConfigError(f"output_dir: {there} {why}; name another folder")
+        """Raises ConfigError where another process trains in the folder."""
         if is_held(self.path):
             raise ConfigError(self._held())
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.layout_checks import check_layout, describe_layout, missing_data
 from dynamo_megatron.jobs.output_dir import OutputDir
-from dynamo_megatron.jobs.start_checks import check_room
+from dynamo_megatron.jobs.start_checks import check_layout, check_room, describe_layout, missing_data
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.policy import backend
 from dynamo_megatron.policy.non_finite import NonFiniteError
@@ -49,29 +48,27 @@ LOST = "ConnectionError: lost the connection to another rank"
 class Job:
     """What a command does; the same calls on every rank, in this order, except where said."""
 
+    generates = True  # rollouts
     code = 0  # exit code of a rank on which nothing has failed
     journal: Journal | None = None  # rank 0's, from `prepare` on, of a command that keeps one
 
     def __init__(self, config: Config, output: OutputDir | None = None):
         self.config, self.output = config, output
 
-    def check(self, ranks: int, *, generates: bool = True) -> dict[str, Any]:
+    def check(self, ranks: int) -> dict[str, Any]:
         """What can be checked in a moment and without writing anything; returns the derived values. Not called in
-        order. `generates`: the run makes rollouts. Raises ConfigError."""
+        order. Raises InputError."""
         faults = missing_data(self.config)
         try:
             spec = check_layout(self.config, ranks)
-        except ConfigError as error:
+        except InputError as error:
             faults.insert(0, str(error))
         if faults:
-            raise ConfigError("\n".join(faults))
+            raise InputError("\n".join(faults))
         derived = describe_layout(self.config, spec, ranks)
         if self.output is not None:
             check_trackers(self.config)
-            try:
-                derived["disk"] = check_room(self.config, spec, generates=generates)
-            except InputError as error:
-                raise ConfigError(str(error)) from None
+            derived["disk"] = check_room(self.config, spec, generates=self.generates)
         return derived
 
     def check_start(self) -> None:

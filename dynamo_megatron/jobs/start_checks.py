@@ -1,17 +1,25 @@
-"""What this node and the model's folder must have before a run starts: free ports, room on the disk, a vocabulary."""
+"""What is checked before a run starts: model, layout and ranks; data; ports and disk of this node; the vocabulary."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
+from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
+from dynamo_megatron.config.rollout import RolloutConfig
+from dynamo_megatron.data.readers import DATASETS
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models import ModelSpec, load_model_config
+from dynamo_megatron.models.fp8 import check_fp8_shapes
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.rollout.retention import stored_step
 from dynamo_megatron.rollout.servers.fleet import training_nodes
@@ -20,6 +28,118 @@ from dynamo_megatron.runtime.listening import check_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MOST_ON_A_CORE = 8  # ranks of servers, where there are no GPUs
+
+
+def check_layout(config: Config, world_size: int) -> ModelSpec:
+    """Raises InputError where model, layout and the number of ranks do not fit."""
+    spec = load_model_config(config.model.path, config.model.family)
+    for key, folder in config.frozen_models.items():
+        if folder != config.model.path:
+            check_reference(spec, folder, key)
+    check_ranks(config, spec, world_size, gpus=torch.cuda.is_available())
+    return spec
+
+
+def missing_data(config: Config) -> list[str]:
+    """A line for each file of problems that a training would read and that is not there."""
+    sources = {"data.source": config.data.source, "eval.data": config.eval.data if config.eval.every else None}
+    return [
+        f"{key}: there is no file {source}"
+        for key, source in sources.items()
+        if source and not source.startswith(DATASETS) and source.endswith((".jsonl", ".parquet"))
+        if not os.path.isfile(source)
+    ]
+
+
+def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool = True) -> None:
+    """Raises InputError where the layout fits the model or not the number of ranks. `gpus`: it is for a machine that
+    has some."""
+    p = config.parallel
+    if world_size % p.model_ranks:
+        raise InputError(
+            f"parallel: {world_size} ranks can't be cut into tp {p.tp} x pp {p.pp} x cp {p.cp} = {p.model_ranks}; "
+            "start a multiple of that"
+        )
+    if (world_size // p.pp) % p.ep:
+        raise InputError(
+            f"parallel.ep: {p.ep} does not divide the {world_size // p.pp} ranks of a pipeline stage "
+            f"({world_size} ranks, pp {p.pp})"
+        )
+    spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
+    if config.rollout.quantization is not None:
+        check_fp8_shapes(spec, config.rollout.tp)
+    if config.rollout.max_staleness and config.rollout.placement == "colocated" and gpus:
+        raise InputError(
+            f"rollout.max_staleness: {config.rollout.max_staleness} has servers generate while the ranks train, and "
+            "colocated ones have the same GPUs; set rollout.placement to split, or max_staleness to 0"
+        )
+    if spec.num_experts and p.tp > 1 and not p.sequence_parallel:
+        raise InputError(
+            "parallel.sequence_parallel: a mixture of experts under tensor parallelism needs it; set it to true"
+        )
+
+
+def check_reference(spec: ModelSpec, folder: str, key: str) -> None:
+    """Raises InputError where the model that `key` names is none, or not of the policy's shape."""
+    try:
+        if is_torch_dist(folder):  # a run's checkpoint, or a converted model
+            open_weights(folder, spec)
+            return
+        reference = load_model_config(folder, spec.family).dimensions()
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from None
+    for name, own in spec.dimensions().items():
+        if reference[name] != own and name != "max_positions":
+            raise InputError(
+                f"{key}: {folder} has {name} {reference[name]}, the policy {own}; "
+                "it must be a model of the policy's shape"
+            )
+
+
+def check_servers_here(rollout: RolloutConfig) -> None:
+    """Raises InputError where this node has no room for its share of the colocated servers, or no `python` for
+    them."""
+    if rollout.engine != "sglang" or rollout.placement != "colocated":
+        return
+    ranks, gpus, cores = -(-rollout.servers // training_nodes()) * rollout.tp, torch.cuda.device_count(), os.cpu_count()
+    if ranks > (gpus or MOST_ON_A_CORE * cores):
+        raise InputError(
+            f"rollout.servers: {rollout.servers} servers of {rollout.tp} ranks (rollout.tp) have {ranks} on this "
+            f"machine, which has {f'{gpus} GPUs' if gpus else f'{cores} cores'}; ask for fewer"
+        )
+    if rollout.python is not None and shutil.which(rollout.python) is None:
+        raise InputError(
+            f"rollout.python: there is no program {rollout.python} here; name the python of an environment with SGLang"
+        )
+
+
+def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, Any]:
+    """The derived values that every job shows."""
+    p = config.parallel
+    sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": ranks // p.model_ranks}
+    extra = {"chunks a stage": p.vpp, "expert-parallel": p.ep}
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "cp")
+    layout += "".join(f", {name} {size}" for name, size in extra.items() if size > 1)
+    experts = ""
+    if spec.num_experts:
+        experts = f", {spec.num_experts} experts, {spec.router_topk} a token, routers without auxiliary loss"
+    return {
+        "layout": f"{ranks} ranks = {layout}{', sequence-parallel' if p.sequence_parallel else ''}",
+        "device": "CUDA" if torch.cuda.is_available() else "CPU",
+        "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
+        f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
+    }
+
+
+def on_this_machine(config: Config, ranks: int) -> Config:
+    """With what follows from its GPUs, if it has any; `ranks`: of all nodes of the run."""
+    return config.with_servers(ranks, training_nodes()) if torch.cuda.is_available() else config
+
+
+def default_ranks(config: Config) -> int:
+    return torch.cuda.device_count() or math.lcm(config.parallel.model_ranks, config.parallel.pp * config.parallel.ep)
 
 
 def check_ports(config: Config) -> None:
@@ -42,27 +162,22 @@ def check_ports(config: Config) -> None:
 def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> str:
     """What a run leaves on disk, and what is free. Raises InputError where the disk is too small.
 
-    `keep_last` checkpoints and the one being written, the exports, the weights being sent, those of a step that ends in
-    NaN or infinity, and rollouts at their longest: of one step, or of `rollout.keep_last` and the one that is being
-    made, or without checkpoints of all steps. `generates`: not for sft. What an earlier start has left of checkpoints,
-    exports and weights counts as room, since it will be replaced, and of rollouts where only some steps stay."""
-    output, every, keep = Path(config.output_dir), config.checkpoint.every, config.rollout.keep_last
+    Counted are `keep_last` checkpoints and the one being written, the exports, the weights that are sent and those of a
+    step that fails, and the rollouts at their longest, of one step and of `rollout.keep_last` more. What an earlier
+    start has left counts as room where it will be replaced. `generates`: not for sft."""
+    output, keep = Path(config.output_dir), config.rollout.keep_last
     elements, width = sum(map(math.prod, huggingface_shapes(spec).values())), _WIDTH[config.model.dtype]
-    exports = {"final": 1, "best": 1, "never": 0, "every": -(-config.trainer.steps // (every or config.trainer.steps))}
-    count, checkpoints = exports[config.checkpoint.export_hf], config.checkpoint.keep_last + 1
-    steps = config.trainer.steps if every is None else 1 + (keep or 0)
-    if not generates or config.rollout.engine == "recorded":
-        steps = 0
+    every, checkpoints = config.checkpoint.every or config.trainer.steps, config.checkpoint.keep_last + 1
+    exports = {"every": -(-config.trainer.steps // every), "never": 0}.get(config.checkpoint.export_hf, 1)
+    generates = generates and config.rollout.engine == "sglang"
+    step = stored_step(config.rollout_budget, config.rollout.max_new_tokens) if generates else 0
     needed = {
         f"{checkpoints} checkpoints": checkpoints * elements * (width + 12),  # float32 weights and two moments
-        f"{count} exported folder{'s' * (count != 1)}": count * elements * width,
-        "the weights pushed": elements * width,
-        "the weights of a failed step": elements * width,
-        f"the rollouts of {steps} step{'s' * (steps != 1)}": int(
-            steps * stored_step(config.rollout_budget, config.rollout.max_new_tokens)
-        ),
+        "exported folders": exports * elements * width,
+        "the weights sent and those of a failed step": 2 * elements * width,
+        "rollouts": int(step * (1 + (keep or 0))),
     }
-    replaced = ["checkpoints", "hf*", "push", *(["rollouts"] if keep is not None or every is None else [])]
+    replaced = ["checkpoints", "hf*", "push", *(["rollouts"] if keep is not None else [])]
     there = sum(folder_size(folder) for name in replaced for folder in output.glob(name))
     stat = os.statvfs(existing_folder(output))
     free = stat.f_bavail * stat.f_frsize

@@ -11,19 +11,16 @@ from dynamo_megatron.algorithm.testing import check_loss, check_shaping
 from dynamo_megatron.algorithm.user_functions import load_advantage
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.sources import prompt_strata
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
-from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.jobs.layout_checks import check_servers_here
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
-from dynamo_megatron.jobs.start_checks import check_ports, check_vocabulary
+from dynamo_megatron.jobs.start_checks import check_ports, check_servers_here, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.rollout.recorded import RecordedRollouts
@@ -63,15 +60,12 @@ class TrainJob(Job):
     def check(self, ranks: int) -> dict[str, Any]:
         config = self.config
         derived = super().check(ranks)
-        try:
-            spec = load_model_config(config.model.path, config.model.family)
-            limit = max_prompt_length(config, spec)
-            check_served_rope(spec)
-            check_ports(config)
-            check_servers_here(config.rollout)
-            transport = check_transport(config.rollout)
-        except InputError as error:
-            raise ConfigError(str(error)) from None
+        spec = load_model_config(config.model.path, config.model.family)
+        limit = max_prompt_length(config, spec)
+        check_served_rope(spec)
+        check_ports(config)
+        check_servers_here(config.rollout)
+        transport = check_transport(config.rollout)
         return {
             **derived,
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",

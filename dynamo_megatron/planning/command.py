@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.jobs.layout_checks import check_ranks
+from dynamo_megatron.jobs.start_checks import check_ranks
 from dynamo_megatron.models import FAMILIES, ModelSpec, load_model_config
 from dynamo_megatron.models.published import PUBLISHED, published_config
 from dynamo_megatron.planning.hardware import GPUS, Cluster

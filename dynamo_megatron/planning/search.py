@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dynamo_megatron.config import Config, ParallelConfig
-from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.jobs.layout_checks import check_ranks
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.jobs.start_checks import check_ranks
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GIB, Cluster
 from dynamo_megatron.planning.plan import Plan, Workload, make_plan
@@ -49,7 +49,7 @@ def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) ->
                 }
                 try:
                     options.append(make_plan(config.model_copy(update=updates), spec, ranks, work))
-                except ConfigError:
+                except InputError:
                     continue  # the model's heads cannot be divided among server_tp ranks
             plans += _in_order(options)[:1]
     return _in_order(plans)
@@ -87,7 +87,7 @@ def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[Para
         parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=tp > 1)
         try:
             check_ranks(config.model_copy(update={"parallel": parallel}), spec, cluster.gpus)
-        except ConfigError:
+        except InputError:
             continue
         yield parallel
 

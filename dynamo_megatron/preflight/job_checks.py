@@ -15,10 +15,9 @@ from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps, problem_text
+from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
 from dynamo_megatron.evaluation.problems import load_problems
-from dynamo_megatron.jobs.layout_checks import check_layout, describe_layout
-from dynamo_megatron.jobs.start_checks import check_vocabulary
+from dynamo_megatron.jobs.start_checks import check_layout, check_vocabulary, describe_layout
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.planning.plan import make_plan, workload

@@ -16,8 +16,13 @@ import torch
 
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.layout_checks import check_layout, check_servers_here
-from dynamo_megatron.jobs.start_checks import check_ports, check_room, existing_folder
+from dynamo_megatron.jobs.start_checks import (
+    check_layout,
+    check_ports,
+    check_room,
+    check_servers_here,
+    existing_folder,
+)
 from dynamo_megatron.jobs.start_checks import size_text as _size
 from dynamo_megatron.planning.plan import host_memory as planned_host_memory
 from dynamo_megatron.planning.plan import workload

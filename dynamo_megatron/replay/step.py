@@ -16,8 +16,8 @@ from dynamo_megatron.checkpoint.folder import checkpoint_folders, fault, read_ma
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.jobs.failed_step import PASS_FILE
-from dynamo_megatron.jobs.layout_checks import check_layout
 from dynamo_megatron.jobs.run import Job
+from dynamo_megatron.jobs.start_checks import check_layout
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs
 from dynamo_megatron.runtime.coordination import Coordinator

@@ -278,7 +278,7 @@ def test_a_name_that_is_no_function(load, name, says):
 
 FUNCTION = ["algorithm.loss.kind=my:loss", "algorithm.modulation=null"]
 OF_THE_LOSS = "an option of the built-in losses, which my:loss is not given; set it to"
-OF_THE_KIND = "an option of the built-in kinds, which my:a is not given; set it to"
+OF_THE_KIND = "no option of kind my:a; set it to"
 REFUSED = {
     "modulation={}": "algorithm: modulation: is a part of the built-in loss, which loss.kind my:loss takes",
     "loss.ratio=sequence": f"algorithm.loss: ratio: {OF_THE_LOSS} token",

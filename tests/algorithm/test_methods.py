@@ -280,7 +280,7 @@ def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
         ),
         (
             "algorithm.advantage={kind: rloo, score_ratio: 2}",
-            "score_ratio: an option of kind history, and kind is rloo",
+            "score_ratio: no option of kind rloo",
         ),
         ("algorithm.allocation={budget: 40, on_shortfall: scale}", "rollout_n_min: 1 rollout has no other"),
         (

@@ -171,10 +171,10 @@ def test_greso_goes_on_from_its_state():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "greso", "weights": True}, "weights: greso draws with unknown probabilities"),
-        ({"kind": "thompson", "weights": True}, "weights: thompson draws with unknown probabilities"),
-        ({"kind": "greso", "candidates": 3}, "candidates: not an option of kind greso; set it to 8"),
-        ({"target": 0.3}, "target: not an option of kind uniform; set it to 0.5"),
+        ({"kind": "greso", "weights": True}, "weights: no option of kind greso"),
+        ({"kind": "thompson", "weights": True}, "weights: no option of kind thompson"),
+        ({"kind": "greso", "candidates": 3}, "candidates: no option of kind greso; set it to 8"),
+        ({"target": 0.3}, "target: no option of kind uniform; set it to 0.5"),
         ({"kind": "priority", "exploration": 0.0}, "greater than 0"),
     ],
 )

@@ -5,17 +5,9 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data import encode_prompt, load_prompts, load_tokenizer
-
 TURNS = [
     [{"role": "user", "content": "1+1?"}],
     [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}],
-    [
-        {"role": "user", "content": "3+3?"},
-        {"role": "assistant", "content": "6"},
-        {"role": "user", "content": "And 4+4?"},
-    ],
 ]
 
 
@@ -41,29 +33,10 @@ def folder(tiny_model, tmp_path_factory):
     return folder
 
 
-def test_the_messages_of_either_template_name_a_way_that_works(folder):
-    config = DataConfig(source=str(folder / "train.parquet"))
-    prompts = load_prompts(config)
-    with pytest.raises(ValueError, match=r"no chat template; set data\.chat_template to plain .* to a Jinja file$"):
-        encode_prompt(prompts[0], load_tokenizer(folder / "model"), config)
-    with pytest.raises(
-        ValueError, match=r"row 1: chat messages need data\.template: chat.* set data\.chat_template to"
-    ):
-        load_prompts(config.model_copy(update={"template": "{prompt}"}))
-    config = config.model_copy(update={"chat_template": "plain"})
-    tokenizer = load_tokenizer(folder / "model", config.chat_template)
-    assert [tokenizer.decode(encode_prompt(p, tokenizer, config)) for p in prompts] == [
-        "User: 1+1?\nAssistant:",
-        "Add.\n\nUser: 2+2?\nAssistant:",
-        "User: 3+3?\nAssistant: 6\nUser: And 4+4?\nAssistant:",
-    ]
-    assert [p.answer for p in prompts] == ["2", "4", "6"]
-
-
 @pytest.mark.full
 def test_the_template_goes_with_the_model_and_is_not_changed_in_a_run(folder, command_line):
     (folder / "mine.jinja").write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
-    keys = ["model.path=model", "model.dtype=float32", "data.source=train.parquet", "data.batch_prompts=3"]
+    keys = ["model.path=model", "model.dtype=float32", "data.source=train.parquet", "data.batch_prompts=2"]
     keys += ["data.chat_template=mine.jinja", "optimizer.warmup_steps=0", "output_dir=run"]
     code, said = command_line(folder, "sft", *keys, "trainer.steps=1", "--ranks", 1)
     assert code == 0, said[-3000:]

@@ -16,7 +16,7 @@ from dynamo_megatron.checkpoint.convert import mcore2hf
 from dynamo_megatron.checkpoint.inspection import differences, inspect
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.jobs.sft_examples import examples_of
+from dynamo_megatron.jobs.sft import examples_of
 from dynamo_megatron.types import Prompt
 
 pytestmark = pytest.mark.full
@@ -116,13 +116,6 @@ def test_a_checkpoint_converts_to_what_was_exported(sft):
     mcore2hf(output, output.parent / "converted")
     assert list(differences(inspect(output / "hf"), inspect(output.parent / "converted"))) == []
     assert AutoTokenizer.from_pretrained(output.parent / "converted").eos_token == "<|im_end|>"
-
-
-def test_ranks_share_the_examples_and_not_the_result(sft):
-    output, run = sft
-    code, text = run("output_dir=alone", ranks=1)
-    assert code == 0, text[-3000:]
-    assert losses(output.parent / "alone") == pytest.approx(losses(output), abs=1e-5)
 
 
 def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):

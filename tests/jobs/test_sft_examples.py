@@ -8,7 +8,7 @@ from agents_chat import make_tokenizer
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.templates import PLAIN
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.sft_examples import examples_of
+from dynamo_megatron.jobs.sft import examples_of
 from dynamo_megatron.types import Prompt
 
 TOKENIZER = make_tokenizer()

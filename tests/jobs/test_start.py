@@ -10,12 +10,7 @@ import psutil
 import pytest
 
 PROBLEMS = """
-import ctypes, itertools, pathlib, time
-
-def sleeps():
-    pathlib.Path("reached").touch()
-    time.sleep(600)
-    yield {"problem": "1+1?", "answer": "2"}
+import ctypes, itertools, pathlib
 
 def endless():
     for number in itertools.count():
@@ -63,8 +58,7 @@ def signalled(folder, model, source, number):
 @pytest.mark.parametrize(
     ("source", "number", "code"),
     [
-        ("endless", signal.SIGTERM, 75),
-        ("sleeps", signal.SIGINT, 130),
+        ("endless", signal.SIGINT, 130),
         ("holds_the_interpreter", signal.SIGUSR1, 75),
     ],
 )

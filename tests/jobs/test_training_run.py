@@ -60,8 +60,6 @@ SECOND = {
     "no room for the save under way": {"settles": OSError("disk full")},
     "servers that cannot be ended": {"frees": RuntimeError("no answer")},
     "no memory for the weights": {"enters": torch.OutOfMemoryError("CUDA out of memory")},
-    "a save that fails otherwise": {"writes": RuntimeError("a collective")},
-    "no memory on the host": {"writes": MemoryError("no more")},
 }
 
 

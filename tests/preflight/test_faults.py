@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.models import load_model_config
 from dynamo_megatron.preflight import machine_checks
 from dynamo_megatron.preflight.job_checks import Subject, data, evaluation, vocabulary
 from dynamo_megatron.runtime.free_ports import free_port
@@ -245,32 +244,6 @@ def test_the_plan_for_the_gpus_here(check, failure, monkeypatch, two_h100s):
 def test_a_full_disk(small_disk, failure):
     said = failure("disk", f"output_dir={small_disk}/run")
     assert "free, the run needs" in said and "checkpoint.keep_last" in said
-
-
-def sparse(file: Path) -> None:
-    file.parent.mkdir(parents=True)
-    with file.open("wb") as opened:
-        opened.truncate(1 << 30)
-
-
-def test_only_what_will_be_replaced_counts_as_room(small_disk, base, check, failure):
-    place = f"output_dir={small_disk}/run"
-    sparse(small_disk / "run" / "rollouts" / "file")
-    failure("disk", place)
-    # of 51 steps that stay and are replaced
-    assert "51 steps" in failure("disk", place, "rollout.keep_last=50", "rollout.max_new_tokens=9000000")
-    assert check("disk", place, "rollout.keep_last=50", "trainer.steps=100")[0][0] == "ok"
-    sparse(small_disk / "run" / "checkpoints" / "file")
-    assert "the rollouts of 1 step" in check("disk", place)[0][1]
-
-
-def test_without_checkpoints_all_rollouts_need_room(base, check, failure):
-    ((level, text),) = check("disk", "checkpoint.every=null", "trainer.steps=10")
-    assert level == "ok" and "the rollouts of 10 steps" in text
-    keys = ["checkpoint.every=null", "trainer.steps=1000000000000"]
-    assert "the rollouts of 1000000000000 steps" in failure("disk", *keys)
-    config, _ = compose([str(base / "config.yaml")], keys)
-    assert "rollouts" not in machine_checks.check_room(config, load_model_config(config.model.path), generates=False)
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
