@@ -94,7 +94,10 @@ def check_round_trip(chunks, spec, case, layout):
     source, mine = {}, []
     for file in Path(case["folder"]).glob("*.safetensors"):
         source |= load_file(file)
-    speaks, speaks_for_experts = layout.tp.rank() == layout.dp_cp.rank() == 0, layout.expert_dp.rank() == 0
+    speaks, speaks_for_experts = (
+        layout.tp.rank() == layout.dp_cp.rank() == 0,
+        parallel_state.get_expert_data_parallel_group().rank() == 0,
+    )
     first_expert = spec.experts_of(layout.ep.rank(), layout.ep.size()).start
     for chunk in chunks:
         for local, parameter in chunk.named_parameters():

@@ -97,7 +97,7 @@ def test_counts_that_cost_the_budget_exactly_fit_in_spite_of_rounding():
 
 
 def test_cost_tokens_is_for_neyman():
-    with pytest.raises(ValueError, match="cost: tokens is for kind: neyman alone, not uniform"):
+    with pytest.raises(ValueError, match="cost: no option of kind uniform"):
         RolloutAllocator({"kind": "uniform", "cost": "tokens"})
 
 
