@@ -30,13 +30,16 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 from head_cases import Case, Inputs, accuracy_inputs, all_cases, errors, in_float64, make_inputs, tiny_cases
 from head_contenders import PACKAGES, Contender, contenders, peer_errors, why_not
-from head_report import markdown
 from measure import clocks, interleaved, machine, peak_bytes
+
+from dynamo_megatron.evaluation.results import markdown_row
 
 HERE = Path(__file__).parent
 TINY = {"warm_up": 0, "rounds": (2, 2)}
 # Of our own heads against float64: nats, and relative ones of which a rounding to bfloat16 is 2^-9 of an element.
 BARS = {"logprobs": 2e-4, "entropy": 2e-4, "loss": 1e-3, "hidden_grad": 4e-3, "weight_grad": 4e-3}
+
+COLUMNS = ("ms", "p10", "p90", "of floor", "GB", "logprob", "entropy", "dX", "dW")
 
 
 def our_backends(device: torch.device) -> list[str]:
@@ -126,6 +129,60 @@ def wrong(result: Mapping[str, Any]) -> list[str]:
         if count:
             found.append(f"{name}: other bits in place than out of place, {count} times")
     return found
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    lines = ["# The policy head", ""]
+    if result["tiny"]:
+        lines += ["Tiny shapes: this shows that the benchmark runs. Its times and bytes say nothing.", ""]
+    lines += [
+        "Milliseconds (median, p10, p90); the floor's share of them; peak gigabytes (10^9) beyond the inputs; largest "
+        "error of log-probabilities and entropy in nats, relative errors of the gradients, against float64.",
+    ]
+    for case in result["cases"]:
+        lines += [
+            "",
+            f"## {case['case']}",
+            "",
+            f"{case['tokens']} tokens ({case['trained']:.0%} trained), hidden size {case['hidden']}, "
+            f"{case['columns']} columns, temperature {case['temperature']:g}, mean entropy {case['entropy']:.2f} nats.",
+            "",
+            markdown_row(["contender", "GEMMs", "computes", *COLUMNS]),
+            markdown_row(["---", "---:", "---", *["---:"] * len(COLUMNS)]),
+        ]
+        lines += [markdown_row(_row(name, figures)) for name, figures in case["contenders"].items()]
+    if "kernels" in result:
+        lines += _kernels(result["kernels"])
+    machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items() if value is not None)
+    return "\n".join([*lines, "", f"Measured on: {machine}."])
+
+
+def _row(name: str, figures: Mapping[str, Any]) -> list[str]:
+    start = [name, str(figures["gemms"]), figures["target"] or ""]
+    if "skipped" in figures:
+        return [*start, figures["skipped"], *[""] * (len(COLUMNS) - 1)]
+    seconds, errors = figures["seconds"], figures.get("errors", {})
+    accuracy = [errors.get(key) for key in ("logprobs", "entropy", "hidden_grad", "weight_grad")]
+    return [
+        *start,
+        *(f"{1000 * seconds[key]:.2f}" for key in ("median", "p10", "p90")),
+        f"{figures['of floor']:.2f}" if "of floor" in figures else "",
+        f"{figures['peak bytes'] / 1e9:.2f}",
+        *("" if value is None else f"{value:.1e}" for value in accuracy),
+    ]
+
+
+def _kernels(kernels: Mapping[str, Any]) -> list[str]:
+    head = ["kernel", "tokens", "columns", "microseconds", "GB/s", "of copy"]
+    lines = ["", "## Single kernels", "", markdown_row(head), markdown_row(["---", *["---:"] * 5])]
+    for row in kernels["speed"]:
+        rate, share = row["GB/s"], row["of copy"]
+        cells = ["", ""] if rate is None else [f"{rate:.0f}", f"{share:.2f}"]
+        size = [str(row["tokens"]), str(row["columns"])]
+        lines.append(markdown_row([row["kernel"], *size, f"{1e6 * row['seconds']['median']:.0f}", *cells]))
+    repeated = kernels["in place"]
+    found = ", ".join(f"{name} {count} times" for name, count in repeated["different"].items())
+    return [*lines, "", f"Other bits in place than out of place, of {repeated['repeats']} times: {found}."]
 
 
 def main() -> int:
