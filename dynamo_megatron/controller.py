@@ -132,7 +132,7 @@ class Controller:
 
     def generate(self, step: int, now: Round) -> RolloutBatch:
         """Returns the scored rollouts of the round's prompts, possibly none; all are on disk. Raises SyncNeeded if no
-        server is left that has the weights; after a push it may be called again."""
+        server is left that has the weights; after a weight sync it may be called again."""
         progress, counts = self._journal.progress, now.allocation.counts
         self._coordinator.check_stop()
         progress.phase("generate", int(counts.sum()))
@@ -253,7 +253,7 @@ class Controller:
         """Records the evaluation under way. Returns False if its servers were lost."""
         step, _ = self._evaluation.under_way
         try:
-            # The push has waited for all responses. `check` does not raise StopRequested, which would lose them.
+            # The weight sync has waited for all responses. `check` does not raise StopRequested, which would lose them.
             self._journal.evaluation(self._evaluation.end(self._coordinator.check))
         except SyncNeeded as lost:
             self._journal.say(f"the evaluation of step {step} was lost: {lost}; the next one takes its place")
@@ -262,7 +262,7 @@ class Controller:
 
     def evaluate(self, step: int) -> StepEnd:
         """Has the servers, which have the weights of `step`, answer the problems of `eval.data`. Raises SyncNeeded if
-        none of them is left; after a push it may be called again."""
+        none of them is left; after a weight sync it may be called again."""
         evaluation, journal = self._evaluation, self._journal
         journal.progress.phase("evaluate", evaluation.responses)
         journal.evaluation(evaluation.run(step, self._coordinator.check_stop, journal.progress.count, journal.say))

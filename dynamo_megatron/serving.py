@@ -1,5 +1,5 @@
-"""Pushes of the weights to the servers, in which every rank takes part, and rank 0's requests to the servers. Only this
-module handles lost servers."""
+"""Weight sync, in which every rank takes part, and rank 0's requests to the servers. A request during which all servers
+are lost is made again after a weight sync; rollout/servers/fleet.py handles the loss of one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
 
 T = TypeVar("T")
-TRIES = 5  # pushes or requests in a row that may lose all servers before the run fails
+TRIES = 5  # weight syncs or requests in a row that may lose all servers before the run fails
 
 
 class Serving:
@@ -31,21 +31,21 @@ class Serving:
     ):
         self._weight_sync, self._coordinator, self._layout, self._say = weight_sync, coordinator, layout, say
         self._phases = phases
-        self._spent = SyncReport()  # total of the pushes since `push` last returned
+        self._spent = SyncReport()  # total of the weight syncs since `sync` last returned
 
     def sync(self, version: int, on_wait: Callable[[], None] | None = None) -> SyncReport:
-        """Gives the servers the weights of `version`. Returns the report of all pushes since the last call, including
-        those that reached no server and those that `ask` needed. Raises RolloutError.
+        """Gives the servers the weights of `version`. Returns the report of all weight syncs since the last call,
+        including those that reached no server and those that `ask` needed. Raises RolloutError.
 
         `on_wait` is called during the wait for a server to start, and may raise. None: only a failed rank ends the
         wait. A requested stop does not, since the step whose weights are synced would be lost.
         """
-        self._push(version, on_wait or self._coordinator.check)
+        self._sync(version, on_wait or self._coordinator.check)
         spent, self._spent = self._spent, SyncReport()
         return spent
 
-    def _push(self, version: int, on_wait: Callable[[], None]) -> None:
-        """If no server takes the weights, pushes them again to the servers that were restarted. Raises RolloutError."""
+    def _sync(self, version: int, on_wait: Callable[[], None]) -> None:
+        """If no server takes the weights, sends them again to the servers that were restarted. Raises RolloutError."""
         for _ in range(TRIES):
             self._phases.begin("weight sync")
             self._spent += self._weight_sync.sync(version, self._coordinator.check, on_wait)
@@ -53,7 +53,7 @@ class Serving:
                 if self._phases.memory is not None:
                     self._phases.memory.set_servers(self._weight_sync.endpoints)
                 return
-        raise RolloutError(f"{TRIES} pushes in a row reached no server; {self._spent.needed}")
+        raise RolloutError(f"{TRIES} weight syncs in a row reached no server; {self._spent.needed}")
 
     def close(self) -> None:
         self._weight_sync.close()
@@ -79,5 +79,5 @@ class Serving:
             if needed is None:
                 return made
             # The step before is saved or can be saved, so a stop need not wait for a server.
-            self._push(version, self._coordinator.check_stop)
+            self._sync(version, self._coordinator.check_stop)
         raise RolloutError(f"waited for {what}, and lost the servers {TRIES} times in a row: {needed}")

@@ -11,7 +11,7 @@ before the optimizer's step, or if the weights are after it, before they are sen
 After a kill the same command resumes from the last checkpoint: policy, optimizer, position in the data, the allocator's
 history. A rollout is on disk once it is scored, and those after the checkpoint are used again (with
 `rollout.max_staleness` the parts of them that the checkpoint's weights can have sampled). If a setting that the weights
-depend on has changed, only those of the first step after the checkpoint are.
+depend on has changed, only the rollouts of the first step after the checkpoint are used again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RunContext(Protocol):
         """To be called when the policy has the weights of `step`."""
 
     def save(self) -> None:
-        """Saves the step reached, unless it is saved."""
+        """Saves the step reached, unless it is saved, and finishes an interrupted export."""
 
     def save_if_due(self, step: int, stop_reason: str | None) -> None:
         """Saves every `checkpoint.every` steps and after the last step."""
@@ -89,7 +89,7 @@ class Trainer:
         if self.controller is not None:
             self.controller.begin(run.start)
         self.phases.clock.restart()
-        run.save()  # finishes an interrupted export
+        run.save()
         stop_reason = self.evaluate_if_due(run.start)
         for step in range(run.start + 1, self.config.trainer.steps + 1):
             if stop_reason is not None:
@@ -171,7 +171,7 @@ class Trainer:
 
     def update(self, step: int, sampled: Sampled, batch: TrainBatch) -> list[dict[str, float]]:
         """Makes an optimizer step on each mini-batch. Each token's advantage is scaled by the entropy of the policy
-        there (algorithm.modulation). Returns the sums of each update."""
+        there, with algorithm.modulation. Returns the sums of each update."""
         reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)

@@ -61,7 +61,7 @@ def test_the_report_of_a_step_has_all_its_pushes():
 
 
 def test_pushes_that_reach_no_server_end_the_run():
-    with pytest.raises(RolloutError, match=f"{TRIES} pushes in a row reached no server; server-0: killed"):
+    with pytest.raises(RolloutError, match=f"{TRIES} weight syncs in a row reached no server; server-0: killed"):
         serving(TRIES).sync(1)
 
 

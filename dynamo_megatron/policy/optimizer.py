@@ -16,7 +16,8 @@ from dynamo_megatron.policy.model import PolicyModel
 
 def overlaps(layout: Layout) -> bool:
     """Whether gradients are reduced while the last micro-batch's backward pass still runs. Parameters are gathered with
-    the optimizer's step, never in the next forward pass: pushes, saves and the head read them outside of any module."""
+    the optimizer's step, never in the next forward pass: weight syncs, saves and the head read them outside of any
+    module."""
     return torch.cuda.is_available() and layout.dp_cp.size() > 1
 
 

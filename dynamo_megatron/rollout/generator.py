@@ -76,8 +76,8 @@ class Generator:
         self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
         self._dispatched: dict[tuple[int, int], Dispatched] = {}  # by step and position of the first prompt
         self._evaluation: asyncio.Task[list[ProblemResult]] | None = None
-        self._waited = 0.0  # seconds that pushes have waited for an evaluation, since the last `collect`
-        self._first_push: int | None = None  # the version of this process's first push
+        self._waited = 0.0  # seconds that weight syncs have waited for an evaluation, since the last `collect`
+        self._first_sync: int | None = None  # the version of this process's first weight sync
         self._counted: StepSession | None = None  # the session whose responses `done` counts
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
@@ -144,8 +144,8 @@ class Generator:
         raise RolloutError(f"the task that runs the rollout servers has ended: {error!r}") from error
 
     async def begin_sync(self, version: int) -> list[Endpoint]:
-        if self._first_push is None:
-            self._first_push = version
+        if self._first_sync is None:
+            self._first_sync = version
             if staleness := self._config.rollout.max_staleness:
                 await self._in_thread(self._store.remove_after, version + 1 + staleness)
         if self._evaluation is not None:  # it evaluates the weights that the servers still have
@@ -168,7 +168,7 @@ class Generator:
     async def end_sync(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
         await self._fleet.end_sync(version, outcomes)
         for dispatched in self._dispatched.values():
-            dispatched.pushed()
+            dispatched.synced()
         give_back_freed_memory()  # altered or very long replies leave holes in the heap
 
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
@@ -177,7 +177,7 @@ class Generator:
 
     async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
         """See RolloutWorker.generate."""
-        if (step, first) not in self._dispatched:  # else it goes on after a push
+        if (step, first) not in self._dispatched:  # else it goes on after a weight sync
             await self.dispatch(step, prompts, counts, first)
             self._fleet.take_use()  # what an evaluation has used is not the step's
             session = self._dispatched[step, first].session
@@ -294,8 +294,8 @@ class Generator:
         self._fleet.rejected({server: count / whole[server] for server, count in part.items()})
 
     async def evaluate(self, prompts: Sequence[Prompt], beside: bool = False) -> list[ProblemResult]:
-        """`beside`: other commands are carried out meanwhile, and `done` counts their responses only; a push waits for
-        the evaluation."""
+        """`beside`: other commands are carried out meanwhile, and `done` counts their responses only; a weight sync
+        waits for the evaluation."""
         samples, call = self._config.eval.samples, uuid.uuid4().hex[:8]
         outcomes: dict[str, Evaluated] = {}
         by_group = {f"eval-{call}-{position}": prompt for position, prompt in enumerate(prompts)}
@@ -334,8 +334,8 @@ class Generator:
         """Returns what an interrupted run left of these groups, and removes everything else of them from the file."""
         rollout, version = self._config.rollout, self._fleet.version or 0
         versions = range(version, version + 1)
-        if rollout.max_staleness:  # versions after the first push may not come again with the same weights
-            versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_push or 0) + 1)
+        if rollout.max_staleness:  # versions after the first weight sync may not come again with the same weights
+            versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_sync or 0) + 1)
         lines, limits = self._store.lines(step), (self._vocab_size, rollout.max_new_tokens)
         prompts = {name: prompt for name, (prompt, _) in wanted.items()}
         reuse = reusable(lines, prompts, groups, versions, *limits, continues=rollout.max_staleness > 0)

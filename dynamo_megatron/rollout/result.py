@@ -20,9 +20,9 @@ class RolloutError(RuntimeError):
 
 
 class SyncNeeded(Exception):
-    """No server is left that has the current weights; restarted ones wait for a push.
+    """No server is left that has the current weights; restarted ones wait for a weight sync.
 
-    The step's finished rollouts are on disk: the same request, repeated after a push, continues from there.
+    The step's finished rollouts are on disk: the same request, repeated after a weight sync, continues from there.
     """
 
 
@@ -78,7 +78,7 @@ class FunctionScores:
 class Ahead:
     """In a run whose servers work ahead of its ranks, the state when a step's rollouts were complete: how many groups
     of later steps were complete and how many were not. `uses` of the result are then those of the `seconds` since the
-    step before was complete; `waited`: the seconds of these in which a push waited for an evaluation."""
+    step before was complete; `waited`: the seconds of these in which a weight sync waited for an evaluation."""
 
     ready: int
     under_way: int

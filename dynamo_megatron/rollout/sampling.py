@@ -35,7 +35,7 @@ class Request:
     refused: list[str] = field(default_factory=list)  # servers that refused it
     limit: float | None = None  # monotonic seconds: when it is aborted; set when first sent
     begun: Response | None = None  # the part of the response that older weights sampled
-    pushes: int = 0  # pushes that interrupted it
+    syncs: int = 0  # weight syncs that interrupted it
     task: asyncio.Task | None = None  # waits for a server's response
 
 
@@ -110,7 +110,8 @@ class Sampling:
 
     @property
     def begun(self) -> dict[str, Response]:
-        """The partial responses, by name of the request, that a push interrupted and that wait for the new weights."""
+        """The partial responses, by name of the request, that a weight sync interrupted and that wait for the new
+        weights."""
         return {request.name: request.begun for request in self._pending if request.begun is not None}
 
     async def _ask_all(self, tasks: asyncio.TaskGroup) -> None:
@@ -125,7 +126,7 @@ class Sampling:
                 request.task = tasks.create_task(self._one(request, member))
             if waiting and not self._pending:
                 fleet.wake()  # the Samplings that wait for this one
-            if not self._under_way and not (self._pending and (servers or fleet.pushing)):
+            if not self._under_way and not (self._pending and (servers or fleet.syncing)):
                 return
             await self._wake.wait()
 
@@ -167,7 +168,7 @@ class Sampling:
         finally:
             self._leave(request, member)
         if response.finish_reason == "abort" and member.version is None and time.monotonic() < request.limit:
-            request.pushes += 1  # a push interrupted it: it is sent again, and continues under the new weights
+            request.syncs += 1  # a weight sync interrupted it: it is sent again, and continues under the new weights
             if response.tokens:
                 request.begun = response if request.begun is None else request.begun.continued(response)
             self._pending.appendleft(request)
@@ -187,7 +188,7 @@ class Sampling:
         """Returns one server's response. Raises ServerLost also where the server leaves the rotation meanwhile."""
         now = time.monotonic()
         request.limit = request.limit or now + self._config.timeout_of(request.max_new_tokens)
-        attempts = len(request.lost) + len(request.refused) + request.pushes
+        attempts = len(request.lost) + len(request.refused) + request.syncs
         most, begun = request.max_new_tokens, request.begun.tokens if request.begun else []
         inputs = request.tokens
         if begun:

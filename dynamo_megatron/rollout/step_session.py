@@ -168,7 +168,7 @@ class Dispatched:
     def __init__(self, session: StepSession, sampling: Sampling):
         self.session, self.sampling = session, sampling
         self._needed: asyncio.Future[SyncNeeded] = asyncio.get_running_loop().create_future()
-        self._pushed = asyncio.Event()
+        self._synced = asyncio.Event()
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -176,19 +176,19 @@ class Dispatched:
             try:
                 return await self.sampling.run()
             except SyncNeeded as needed:
-                self._pushed.clear()
+                self._synced.clear()
                 self._needed.set_result(needed)
-            await self._pushed.wait()
+            await self._synced.wait()
 
-    def pushed(self) -> None:
-        """Continues after a push, even one in which no server took the weights."""
+    def synced(self) -> None:
+        """Continues after a weight sync, even one in which no server took the weights."""
         if self._needed.done():
             self._needed = asyncio.get_running_loop().create_future()
-            self._pushed.set()
+            self._synced.set()
 
     async def wait(self) -> None:
         """Waits until `task` has ended: each request has its outcome, or the sampling failed. Raises SyncNeeded where a
-        push is needed for that."""
+        weight sync is needed for that."""
         await asyncio.wait({self.task, self._needed}, return_when=asyncio.FIRST_COMPLETED)
         if not self.task.done():
             raise self._needed.result()

@@ -110,8 +110,8 @@ class RolloutWorker:
 
     def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None) -> None:
         """Starts what `generate` does, and returns; `collect` waits for it. Steps are dispatched in order, and the
-        requests of a step are sent after those of all earlier steps. `rollout.at_sync` decides what a push does to
-        responses under way. Rollouts of an interrupted run are reused if the weights that sampled them are recent
+        requests of a step are sent after those of all earlier steps. `rollout.at_sync` decides what a weight sync does
+        to responses under way. Rollouts of an interrupted run are reused if the weights that sampled them are recent
         enough for the step (`rollout.max_staleness`) and no newer than those that this run began with."""
         self._call(Generator.dispatch, step, list(prompts), [int(n) for n in counts], on_poll=on_poll)
 
@@ -129,7 +129,7 @@ class RolloutWorker:
         return self._call(Generator.evaluate, list(prompts), on_poll=on_poll, on_count=on_count)
 
     def begin_evaluation(self, prompts: Sequence[Prompt], on_poll: OnPoll = None) -> None:
-        """Starts what `evaluate` does, and returns; `end_evaluation` waits for it, and so does the next push."""
+        """Starts what `evaluate` does, and returns; `end_evaluation` waits for it, and so does the next weight sync."""
         self._call(Generator.begin_evaluation, list(prompts), on_poll=on_poll)
 
     def end_evaluation(self, on_poll: OnPoll = None) -> list[ProblemResult]:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 TAGS = ("weights", *CACHES)  # in the order in which they come back
 # What is on the device in each phase: the server's tags, the training side's parts. A server that releases its
-# weights has lost them: after "train" it needs a push.
+# weights has lost them: after "train" it needs a weight sync.
 PHASES = {
     "generate": (TAGS, ()),
-    "weights": (("weights",), ("weights",)),  # logprobs, while more may be generated; and a push
+    "weights": (("weights",), ("weights",)),  # logprobs, while more may be generated; and a weight sync
     "train": ((), PARTS),
     "save": (("weights",), PARTS),
     "failed step": ((), ("weights",)),  # written without the optimizer, after the servers have ended

@@ -160,7 +160,7 @@ class World:
                 await self.fleet.end_sync(version, outcomes)
                 break
         for dispatched in ahead.values():
-            dispatched.pushed()
+            dispatched.synced()
 
 
 class Client:

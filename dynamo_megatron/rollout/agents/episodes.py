@@ -50,7 +50,8 @@ class Agents:
         self.pool = AgentPool(rollout.agent, rollout.agent_python, rollout.agent_workers)
         self.service = SessionService()
         self.free = asyncio.Semaphore(rollout.agent_episodes)
-        # An evaluation beside training would else wait for all episodes of the steps ahead, and a push waits for it.
+        # An evaluation beside training would else wait for all episodes of the steps ahead, and a weight sync for
+        # the evaluation.
         self.free_for_evaluation = asyncio.Semaphore(rollout.agent_episodes)
         self.starts: Counter[str] = Counter()  # of each episode that has no outcome yet, by its request's name
         stops = rollout.max_staleness == 0 or rollout.at_sync == "drain"

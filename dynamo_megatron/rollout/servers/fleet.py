@@ -1,7 +1,7 @@
 """The servers of a run as rank 0's rollout process knows them: which may answer, with which weights, and which are out.
 
-A server is stale (healthy, with other weights than the policy's), serving, or being pushed to; it is out while it
-starts. Until the first push all servers serve the weights of model.path, version 0.
+A server is stale (healthy, with other weights than the policy's), serving, or in a weight sync; it is out while it
+starts. Until the first weight sync all servers serve the weights of model.path, version 0.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class Fleet:
     """Keeps the clients of the servers that are up, and decides which may answer. `session` has to stay open until
     `run`, which keeps the servers, has ended.
 
-    `listeners` are called when a server joins or leaves, or can take another request. A push is `begin_sync` and then
-    `end_sync`; between them no server may answer. A `begin_sync` that is cancelled or fails leaves the fleet in that
-    state: `wait_serving` then returns after the next push only.
+    `listeners` are called when a server joins or leaves, or can take another request. A weight sync is `begin_sync`
+    and then `end_sync`; between them no server may answer. A `begin_sync` that is cancelled or fails leaves the fleet in that
+    state: `wait_serving` then returns after the next weight sync only.
     """
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
@@ -115,8 +115,8 @@ class Fleet:
         self._missing: dict[str, str] = {}  # name -> why it is out; only servers that were up or failed to start
         self._final: set[str] = set()  # names of servers that are not started again
         self._changed = asyncio.Event()
-        self.version: int | None = None  # the policy's; None before the first push
-        self.pushing = False
+        self.version: int | None = None  # the policy's; None before the first weight sync
+        self.syncing = False
         self.listeners: list[Callable[[], None]] = []
         self._used_since: float | None = None
         self.restarts: Counter[str] = Counter()  # since the last report
@@ -214,11 +214,11 @@ class Fleet:
             self.notes.append(f"{', '.join(silent)} did not come up within rollout.start_timeout ({limit:g} s)")
 
     async def wait_serving(self) -> None:
-        """Waits until a server may answer. Raises SyncNeeded where a push is needed for that, RolloutError where no
-        server comes up."""
+        """Waits until a server may answer. Raises SyncNeeded where a weight sync is needed for that, RolloutError where
+        no server comes up."""
         deadline = time.monotonic() + self.config.rollout.start_timeout
         while not self.serving():
-            if self.pushing:
+            if self.syncing:
                 await self._changed.wait()
             elif self.version is not None:
                 raise SyncNeeded(f"no server has the weights of step {self.version}: {self._causes()}")
@@ -227,7 +227,7 @@ class Fleet:
 
     async def begin_sync(self, version: int) -> list[Endpoint]:
         """See RolloutWorker.begin_sync."""
-        self.version, self.pushing = version, True
+        self.version, self.syncing = version, True
         deadline = time.monotonic() + self.config.rollout.start_timeout
         while True:
             servers = list(self._servers.values())
@@ -246,7 +246,7 @@ class Fleet:
                 self.mark_failed(endpoint, f"weight version {version} did not arrive: {failure}")
             elif (server := self._at(endpoint)) is not None:
                 server.version = version
-        self.pushing = False
+        self.syncing = False
         self._announce()
         if not self.serving():
             raise SyncNeeded(f"no server took the weights of step {version}: {self._causes()}")
@@ -278,7 +278,7 @@ class Fleet:
     # -- watching --------------------------------------------------------------------------------------------------
     async def _watch(self) -> None:
         """Checks the servers with requests under way. An idle server generates a token for each check, which fails
-        during a push and on a restarted server, whose memory may be released."""
+        during a weight sync and on a restarted server, whose memory may be released."""
         while True:
             await asyncio.sleep(min(HEALTH_EVERY, self.config.rollout.health_timeout / 4))
             busy = [server for server in self.serving().values() if server.load.requests]
@@ -288,7 +288,7 @@ class Fleet:
         try:
             await self._check(server)
         except RolloutError as error:
-            if server.version is not None:  # else a push has begun meanwhile
+            if server.version is not None:  # else a weight sync has begun meanwhile
                 self.mark_failed(server.endpoint, str(error))
             return
         with contextlib.suppress(RolloutError):

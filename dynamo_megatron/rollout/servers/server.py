@@ -292,7 +292,7 @@ class SGLangServer:
         arguments = config.server_args
         if config.quantization is not None:
             arguments = with_override(arguments, {"quantization_config": FP8_CONFIG})
-        # Where SGLang cannot read the folder, or would not quantise it, the first push brings the weights.
+        # Where SGLang cannot read the folder, or would not quantise it, the first weight sync brings the weights.
         # (checkpoint/torch_dist.py imports torch.)
         if config.quantization is not None or (Path(self._model.path) / ".metadata").is_file():
             command += ["--load-format", "dummy"]
@@ -310,8 +310,9 @@ class SGLangServer:
         return [*command, *self._context(), *arguments]
 
     def _context(self) -> list[str]:
-        """Arguments by which a sequence may have all of `model.max_length`, wherever a push interrupts it; [] where it
-        may without them. No position beyond the model's is ever computed: prompt and response are limited by ours."""
+        """Arguments by which a sequence may have all of `model.max_length`, wherever a weight sync interrupts it; []
+        where it may without them. No position beyond the model's is ever computed: prompt and response are limited by
+        ours."""
         file = Path(self._model.path) / "config.json"
         most = plain_json.read_object(file).get("max_position_embeddings") if file.is_file() else None
         if type(most) is not int or any(argument.startswith(CONTEXT) for argument in self._config.server_args):

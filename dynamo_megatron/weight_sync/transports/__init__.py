@@ -96,7 +96,7 @@ def check_segments(key: str) -> None:
 
 def check_quantization(config: RolloutConfig) -> None:
     """Raises ValueError where SGLang has no FP8 layers for this machine, or changes their weights when it has loaded
-    them: the next push would not fit. Servers on other nodes are taken to have GPUs like the ones here."""
+    them: the next weight sync would not fit. Servers on other nodes are taken to have GPUs like the ones here."""
     if config.quantization is None or config.engine != "sglang" or config.placement == "external":
         return
     key = f"rollout.quantization: {config.quantization}"

@@ -32,7 +32,7 @@ class IpcTransport(Streamed):
         self._copy: torch.Tensor | None = None  # what servers read: it must not move as long as they do
         self._ranks: dict[Endpoint, list[int]] = {}  # the training rank on the GPU of each of a server's ranks
         self._handles: list[str] = []  # by training rank, of the bucket of this turn
-        self._failed: set[Endpoint] = set()  # in this push
+        self._failed: set[Endpoint] = set()  # in this weight sync
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
         self._staged.fill(tensors)

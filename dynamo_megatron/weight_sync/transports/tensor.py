@@ -29,7 +29,7 @@ class TensorTransport(Streamed):
         # scheduler dies of it.
         torch.multiprocessing.set_sharing_strategy("file_system")
         with keeping(*FOR_THE_RANKS):
-            _shared(1)  # starts torch's shared-memory manager: these signals would kill it and break later pushes
+            _shared(1)  # starts torch's shared-memory manager: these signals would kill it and break later weight syncs
         self._buffer = FlatBuffer(_shared)
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:

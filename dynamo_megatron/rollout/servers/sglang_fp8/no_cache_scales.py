@@ -1,7 +1,7 @@
 """A plugin of SGLang's: a server with FP8 weights has no scales of its KV cache, which is not quantised.
 
-SGLang gives every attention layer of such a model two, parameters that no push sends. They lie with the weights, and
-are lost with them where servers and ranks take turns with memory; SGLang reads them again after every push.
+SGLang gives every attention layer of such a model two, parameters that no weight sync sends. They lie with the weights,
+and are lost with them where servers and ranks take turns with memory; SGLang reads them again after every weight sync.
 """
 
 
