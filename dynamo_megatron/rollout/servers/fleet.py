@@ -104,8 +104,8 @@ class Fleet:
     `run`, which keeps the servers, has ended.
 
     `listeners` are called when a server joins or leaves, or can take another request. A weight sync is `begin_sync`
-    and then `end_sync`; between them no server may answer. A `begin_sync` that is cancelled or fails leaves the fleet in
-    that state: `wait_serving` then returns after the next weight sync only.
+    and then `end_sync`; between them no server may answer. A `begin_sync` that is cancelled or fails leaves the fleet
+    in that state: `wait_serving` then returns after the next weight sync only.
     """
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
