@@ -8,13 +8,11 @@ same decisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.algorithm.allocators.solvers import spread
 from dynamo_megatron.config.allocation import SequentialConfig
 
 
@@ -130,24 +128,3 @@ class SequentialRule:
             place = np.arange(len(rows)) - np.searchsorted(prompt, prompt)  # among those of its prompt and kind
             kept[rows[place < most[prompt]]] = True
         return kept
-
-
-def simulated(
-    rule: SequentialRule, prompts: int, chance: np.ndarray, draw: Callable[[np.ndarray], np.ndarray]
-) -> Outcomes:
-    """Simulates a step of `prompts` prompts. `draw` samples rollouts: prompt of each, int64 [M] -> success, bool [M].
-
-    `chance`: as in `SequentialRule.next_round`.
-    """
-    asked, counts = np.zeros(prompts, np.int64), np.full(prompts, rule.config.round_n)
-    rounds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    while True:
-        prompt = np.repeat(np.arange(prompts), counts)
-        rounds.append((prompt, np.full(len(prompt), len(rounds)), draw(prompt)))
-        asked += counts
-        seen = Outcomes(asked, len(rounds), *(np.concatenate(parts) for parts in zip(*rounds, strict=True)))
-        further = rule.next_round(seen, chance)
-        if further is None:
-            return seen
-        counts = np.zeros(prompts, np.int64)
-        counts[further.prompts] = spread(len(further.prompts), further.budget)

@@ -12,7 +12,6 @@ from dynamo_megatron.reports.run_record import Revisits, RunRecord
 
 Figure = dict[str, Any]  # `data` (plotly's traces), `layout`, and `note`: a text below the title
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")  # of Okabe and Ito
-GREY = "#666666"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 RATE_BINS = 10

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-LOOPBACK = "127.0.0.1"
 ANOTHER_HOST = "192.0.2.1"  # RFC 5737: no host has it
 
 

@@ -49,7 +49,7 @@ class Run:
         for process in self.family:
             try:
                 words = process.cmdline()
-                if "dynamo_megatron.runtime.guard" in words:
+                if "dynamo_megatron.runtime.guard" in words and "--served-model-name" in words:
                     name = words[words.index("--served-model-name") + 1].rpartition("-")[0]
                     found[name] = process.children(recursive=True)
             except psutil.NoSuchProcess:

@@ -18,7 +18,6 @@ from dynamo_megatron.rollout.client import Response
 # Why a turn begins a segment. branched: another turn has continued the same one already (parallel requests, an answer
 # asked for again). history: the messages do not begin with those of any turn (edited, dropped, compacted, or of another
 # conversation). template: they do, and the chat template renders them differently now. tools: other tools are offered.
-REASONS = ("branched", "history", "template", "tools")
 
 
 @dataclass(frozen=True, eq=False)
