@@ -44,8 +44,10 @@ def main(log: str | None, folders: list[str], command: list[str]) -> int:
     the command.
     """
     adopt_orphans()
-    for number in (signal.SIGCHLD, *FOR_THE_RANKS):
-        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in FOR_THE_RANKS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits what is ignored; a handler would undo it
+            signal.signal(number, lambda *_: None)
     listed = os.listdir("/proc/self/fd")  # through a descriptor that is closed again
     inherited = [int(number) for number in listed if int(number) > 2 and os.path.lexists(f"/proc/self/fd/{number}")]
     output = os.pipe() if log is not None else None
