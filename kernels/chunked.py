@@ -50,7 +50,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, summed in total's dtype."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -202,7 +202,7 @@ class _Gradients:
         dz = head.backend.logits_gradient_(logits, head.labels[chunk], head.shard, *row, head.temperature, head.operand)
         dx = _product(dz, weight, head.dtype)
         reduced = dist.all_reduce(dx, group=head.group, async_op=True) if head.size > 1 else None
-        _add_product_(self.weight, dz.t(), x)
+        add_product_(self.weight, dz.t(), x)
         if reduced is not None:
             reduced.wait()
         self.hidden.index_copy_(0, head.rows[chunk], dx.to(self.hidden.dtype))

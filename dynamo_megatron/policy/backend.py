@@ -9,12 +9,15 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.kernels import layers
+from dynamo_megatron.kernels.chunked import add_product_
 from dynamo_megatron.runtime.plain_text import error_line
 
 CPU = torch.device("cpu")
@@ -57,11 +60,18 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self._slow_bfloat16 = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.in_layers = True
+
+    def leave_layers(self, dtype: torch.dtype) -> None:
+        """Layers of `dtype` run without this mode where they do not need it: it costs the host as much as a small
+        layer's operators."""
+        self.in_layers = dtype == torch.bfloat16 and self._slow_bfloat16
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.autograd.backward:
-            with self:  # Megatron's own backward functions run inside this call, where the mode would be off
+            # Megatron's own backward functions run inside this call, where the mode is off.
+            with self if self.in_layers else contextlib.nullcontext():
                 return _run_backward(*args, **kwargs)
         if self._slow_bfloat16 and func in _MATMULS and not kwargs and args[0].dtype == args[1].dtype == torch.bfloat16:
             return func(*(None if a is None else a.float() for a in args)).bfloat16()
@@ -119,6 +129,11 @@ def enable_cpu() -> None:
     _mode.__enter__()
 
 
+def layer_calls() -> contextlib.AbstractContextManager:
+    """Around a pass through layers: without the stand-in for CUDA where they do not need it."""
+    return contextlib.nullcontext() if _mode is None or _mode.in_layers else torch._C.DisableTorchFunction()
+
+
 def _let_experts_run() -> None:
     """Megatron's all-to-all needs numpy split sizes and makes them only of tensors that were on a GPU."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -130,25 +145,62 @@ def _let_experts_run() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = to_cpu
 
 
-def rotate_whole_batches() -> None:
-    """Megatron's plain RoPE of a packed batch takes the table's rows sequence by sequence, in Python: on a CPU a third
-    of the time of a pass over many short sequences, on a GPU two host synchronisations and more. One gather takes the
-    same rows, from a table of each sequence's positions."""
+def use_layer_functions(dtype: torch.dtype, transformer_engine: bool) -> None:
+    """Puts `kernels.layers` in place of Megatron's SwiGLU, and without TransformerEngine also of its RoPE of packed
+    sequences, whose `freqs` is then a `rotary_table`; weight gradients are added to main_grad by their GEMM, as Apex's
+    extension would, and gradient norms and clipping take all tensors at once."""
+    from megatron.core.fusions import fused_bias_swiglu
+
+    if _mode is not None:
+        _mode.leave_layers(dtype)
+    for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back"):
+        assert hasattr(fused_bias_swiglu, name), f"megatron-core moved {name}"
+    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = layers.swiglu, layers.swiglu_gradient
+    fused_bias_swiglu.weighted_swiglu = _weighted_swiglu
+    fused_bias_swiglu.weighted_swiglu_back = _weighted_swiglu_gradient
+    if transformer_engine:
+        return
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.tensor_parallel import layers as linears
 
     assert hasattr(rope_utils, "_apply_rotary_pos_emb_thd"), "megatron-core moved _apply_rotary_pos_emb_thd"
-    if rope_utils._apply_rotary_pos_emb_thd.__module__ == __name__:
-        return
-    by_sequence = rope_utils._apply_rotary_pos_emb_thd
+    rope_utils._apply_rotary_pos_emb_thd = _rotate
+    if not linears._grad_accum_fusion_available:
+        linears.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient)
+        linears._grad_accum_fusion_available = True
+    if clip_grads.l2_norm_impl.__module__ == "megatron.core.utils":  # neither TransformerEngine's nor Apex's
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm_of_all, _scale_all
 
-    def at_once(t, cu_seqlens, freqs, *, cp_group, **options):  # of which every version of Megatron has others
-        if cp_group.size() > 1:
-            return by_sequence(t, cu_seqlens, freqs, cp_group=cp_group, **options)
-        starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff(), output_size=t.shape[0])
-        rows = freqs[torch.arange(t.shape[0], device=t.device) - starts]
-        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), rows, **options).squeeze(1)
 
-    rope_utils._apply_rotary_pos_emb_thd = at_once
+def _rotate(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **_: object) -> torch.Tensor:
+    return layers.rotate(t, freqs)
+
+
+def _weighted_swiglu(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (layers.swiglu(y) * weights).to(y.dtype)
+
+
+def _weighted_swiglu_gradient(
+    gradient: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    of_weights = (layers.swiglu(y) * gradient.to(weights.dtype)).sum(-1, keepdim=True)
+    return layers.swiglu_gradient((gradient * weights).to(y.dtype), y), of_weights.to(weights.dtype)
+
+
+def _add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+    add_product_(main_grad, gradient.t(), inputs)
+
+
+def _norm_of_all(chunk_size: int, flag: object, lists: list[list[torch.Tensor]], *_) -> tuple[torch.Tensor, None]:
+    return torch.stack(torch._foreach_norm(lists[0])).norm()[None], None
+
+
+def _scale_all(chunk_size: int, flag: object, lists: list[list[torch.Tensor]], scale: float) -> None:
+    source, target = lists
+    if source is not target:
+        torch._foreach_copy_(target, source)
+    torch._foreach_mul_(target, scale)
 
 
 class Fusions(NamedTuple):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,10 +28,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.kernels.layers import rotary_table
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.models.spec import scaled_frequencies
-from dynamo_megatron.policy.backend import Fusions, rotate_whole_batches
+from dynamo_megatron.policy.backend import Fusions, layer_calls, use_layer_functions
 from dynamo_megatron.policy.batch import MicroBatch, context_positions, to_device
 from dynamo_megatron.policy.layout import Layout
 
@@ -48,15 +50,42 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+        if x.is_cuda or x.dtype == torch.float32:  # one kernel, which computes in float32
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class PackedRotary(torch.nn.Module):
+    """In place of GPTModel's RotaryEmbedding: cosines and sines of a micro-batch's positions, once for all layers."""
+
+    def __init__(self, inv_freq: torch.Tensor):
+        super().__init__()
+        self.inv_freq = inv_freq
+        self.table: torch.Tensor | None = None  # float32 [2, t, d / 2] (`rotary_table`)
+
+    def get_rotary_seq_len(self, *_) -> int:
+        return 0
+
+    def forward(self, *_, **__) -> torch.Tensor | None:
+        return self.table
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn  # torch >= 2.11 takes window and scale
+except ImportError:
+    varlen_attn = None
+GROUPED = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class SegmentGroup(NamedTuple):
     """The n segments of one length, and where their positions lie."""
 
     length: int  # positions of each segment, on all context-parallel ranks together
-    rows: torch.Tensor  # int64 [n * length / cp]: indices of their queries among the t positions here
-    sources: torch.Tensor  # int64 [n * length]: indices of their keys, in order, among those gathered rank by rank
+    # int64 [n * length / cp]: indices of their queries among the t positions here; None: all of these, in order
+    rows: torch.Tensor | None
+    sources: (
+        torch.Tensor | None
+    )  # int64 [n * length]: indices of their keys, in order, among those gathered rank by rank
     mask: torch.Tensor | None  # bool [length / cp, length]: which keys a row attends to; None: causal
 
 
@@ -64,7 +93,8 @@ class SegmentPlan(NamedTuple):
     """The groups of a micro-batch. Made on the host, so that no layer waits for a GPU to learn the lengths."""
 
     groups: list[SegmentGroup]  # by length, ascending
-    order: torch.Tensor  # int64 [t]: from the groups' rows, one group after the other, to the positions here
+    # int64 [t]: from the groups' rows, one group after the other, to the positions here; None: they are in order
+    order: torch.Tensor | None
 
     @classmethod
     def of(cls, lengths: np.ndarray, cp_rank: int, cp_size: int, device: torch.device) -> SegmentPlan:
@@ -73,6 +103,8 @@ class SegmentPlan(NamedTuple):
         def on_device(array: np.ndarray) -> torch.Tensor:
             return to_device(torch.from_numpy(array), device)
 
+        if cp_size == 1 and (lengths == lengths[0]).all():
+            return cls([SegmentGroup(int(lengths[0]), None, None, None)], None)
         starts, here = np.cumsum(lengths) - lengths, int(lengths.sum()) // cp_size
         groups, places = [], []
         for length in np.unique(lengths).tolist():
@@ -96,8 +128,8 @@ class Segments(PackedSeqParams):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each segment of a packed (thd) micro-batch, one call for all segments of equal length, on
-    any device, without TransformerEngine.
+    """Causal attention within each segment of a packed (thd) micro-batch, on any device, without TransformerEngine: one
+    call where torch has one for packed sequences, else one for all segments of equal length.
 
     query [t, heads/tp, d], key and value [t, kv heads/tp, d] -> [t, heads/tp * d]; the segments are those of
     `packed_seq_params` (`Segments`). Context-parallel ranks gather each other's keys and values.
@@ -110,9 +142,16 @@ class PackedAttention(MegatronModule):
         assert config.attention_dropout == 0.0, "attention dropout is not supported by PackedAttention"
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp = pg_collection.cp
+        # torch's own kernel for packed sequences: 16-bit types on a GPU
+        half, small = config.params_dtype != torch.float32, config.kv_channels <= 256
+        self.at_once = varlen_attn is not None and torch.cuda.is_available() and half and small and self.cp.size() == 1
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params, **_) -> torch.Tensor:
         q, k, v = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (query, key, value))
+        if self.at_once:
+            ends, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            bounds = (ends, ends, longest, longest)
+            return varlen_attn(q, k, v, *bounds, scale=self.scale, window_size=(-1, 0), **GROUPED).flatten(1)
         if self.cp.size() > 1:
             both = tensor_parallel.gather_from_sequence_parallel_region(
                 torch.cat([k, v], dim=-1), tensor_parallel_output_grad=True, group=self.cp
@@ -124,14 +163,14 @@ class PackedAttention(MegatronModule):
         for length, rows, sources, mask in plan.groups:
             # [t, heads, d] -> [segments, heads, length, d]
             same = (
-                x[at].unflatten(0, (-1, size)).transpose(1, 2)
+                (x if at is None else x[at]).unflatten(0, (-1, size)).transpose(1, 2)
                 for x, at, size in ((q, rows, length // self.cp.size()), (k, sources, length), (v, sources, length))
             )
             attended = F.scaled_dot_product_attention(
                 *same, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
             )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs)[plan.order].flatten(1)
+        return (outputs[0] if plan.order is None else torch.cat(outputs)[plan.order]).flatten(1)
 
 
 class PolicyModel(GPTModel):
@@ -167,8 +206,11 @@ class PolicyModel(GPTModel):
         # TransformerEngine would compare the two on the host, in every layer.
         padded = micro_batch.cu_seqlens if self.config.context_parallel_size > 1 else None
         longest, cp, plan = int(micro_batch.lengths.max()), self.pg_collection.cp, None
-        if isinstance(self.decoder.layers[0].self_attention.core_attention, PackedAttention):
-            plan = SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), micro_batch.tokens.device)
+        attention, device = self.decoder.layers[0].self_attention.core_attention, micro_batch.tokens.device
+        if isinstance(attention, PackedAttention) and not attention.at_once:
+            plan = SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), device)
+        if isinstance(self.rotary_pos_emb, PackedRotary):
+            self.rotary_pos_emb.table = rotary_table(micro_batch.positions[0], self.rotary_pos_emb.inv_freq)
         packed = Segments(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
@@ -179,7 +221,8 @@ class PolicyModel(GPTModel):
             max_seqlen_kv=longest,
             plan=plan,
         )
-        return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
+        with layer_calls():
+            return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
@@ -232,7 +275,9 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         batch_p2p_sync=cuda,
         # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
         deallocate_pipeline_outputs=cuda,
-        bias_activation_fusion=cuda,  # SwiGLU
+        bias_activation_fusion=True,  # SwiGLU
+        # TransformerEngine's linears have a switch of their own (`_fuse_weight_gradients`).
+        gradient_accumulation_fusion=not _uses_transformer_engine(),
         # The fused kernel has sines and cosines in float32, as the servers do; the unfused code rounds them to `dtype`.
         apply_rope_fusion=_uses_transformer_engine(),
         deterministic_mode=config.trainer.deterministic and cuda,
@@ -313,9 +358,8 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     """This rank's shard of its pipeline stage, with parameters not loaded yet: one chunk, or `parallel.vpp` of them."""
     if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16.1 without TransformerEngine: all routers read it
         moe_utils.te_general_gemm = None
-    if not _uses_transformer_engine():
-        rotate_whole_batches()
     megatron, count = transformer_config(spec, config), config.parallel.vpp
+    use_layer_functions(megatron.params_dtype, transformer_engine=_uses_transformer_engine())
     layer, norm = _layer_spec(spec, megatron.params_dtype)
     chunks = [
         PolicyModel(
@@ -340,6 +384,8 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     for chunk in chunks:
         if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies
+        if not _uses_transformer_engine():
+            chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb.inv_freq.to(layout.device))
         for name, parameter in chunk.named_parameters():
             if is_expert(name):
                 # Every rank that holds an expert holds it whole and sees tokens of its own, so the gradient must be

@@ -81,7 +81,7 @@ def test_the_largest_chunk_that_fits_in_whole_gemm_tiles():
 
 def test_the_fused_loss_has_three_products_and_a_custom_one_four(monkeypatch):
     made = []
-    for name in ("_product", "_add_product_"):
+    for name in ("_product", "add_product_"):
         stock = getattr(chunked, name)
         monkeypatch.setattr(chunked, name, lambda *given, stock=stock: made.append(1) or stock(*given))
     c = plain.case(tokens=50, vocab=30, rows=30, dtype=torch.float32)

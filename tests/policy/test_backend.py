@@ -1,4 +1,4 @@
-"""What stands in for Megatron's own functions on a CPU: the same values, bit for bit."""
+"""What stands in for Megatron's own functions: the same values."""
 
 import os
 import subprocess
@@ -7,16 +7,17 @@ import sys
 import pytest
 import torch
 
-ROPE = """
+FUNCTIONS = """
 import torch
+from megatron.core.fusions import fused_bias_swiglu as swiglu
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers as linears
+from dynamo_megatron.kernels.layers import rotary_table
 from dynamo_megatron.policy import backend
 
-by_sequence = rope_utils._apply_rotary_pos_emb_thd
+by_sequence, theirs = rope_utils._apply_rotary_pos_emb_thd, vars(swiglu).copy()
 backend.enable_cpu()
-backend.rotate_whole_batches()
-at_once = rope_utils._apply_rotary_pos_emb_thd
-assert at_once is not by_sequence
+backend.use_layer_functions(torch.float32, transformer_engine=False)
 
 
 class Alone:
@@ -25,26 +26,38 @@ class Alone:
 
 
 ends = torch.tensor([0, 5, 6, 13, 16], dtype=torch.int32)  # three sequences and padding
-angles = torch.rand(9, 1, 1, 8)  # of more positions than the longest sequence has
-for dtype in (torch.float32, torch.bfloat16):
-    values, upstream = torch.randn(16, 2, 12).to(dtype), torch.randn(16, 2, 12).to(dtype)  # 4 of 12 are not rotated
-    values[13:] = 0
-    found = []
-    for rotate in (by_sequence, at_once):
-        t = values.clone().requires_grad_()
-        rotated = rotate(t, ends, angles, mscale=1.5, cp_group=Alone())
-        rotated.backward(upstream)
-        found.append((rotated.detach(), t.grad))
-    assert found[0][0].shape == values.shape and not torch.equal(found[0][0], values)
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1]), dtype
+positions = torch.cat([torch.arange(n) for n in ends.diff()])
+frequencies = torch.rand(6)
+angles = torch.outer(torch.arange(9.0), frequencies)[:, None, None].repeat(1, 1, 1, 2)  # of more positions than needed
+found = []
+table = rotary_table(positions, frequencies)
+for rotate, freqs in ((by_sequence, angles), (rope_utils._apply_rotary_pos_emb_thd, table)):
+    t = torch.rand(16, 2, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    rotated = rotate(t, ends, freqs, mscale=1.0, cp_group=Alone())
+    rotated.backward(rotated.detach().flip(0))
+    found.append((rotated.detach(), t.grad))
+assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+y, gradient, weights = torch.randn(4, 10), torch.randn(4, 5), torch.rand(4, 1)
+for name, given in (
+    ("swiglu", (y,)),
+    ("swiglu_back", (gradient, y)),
+    ("weighted_swiglu", (y, weights)),
+    ("weighted_swiglu_back", (gradient, y, weights)),
+):
+    torch.testing.assert_close(getattr(swiglu, name)(*given), theirs[name](*given))
+
+main_grad = torch.ones(3, 2)
+linears.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(y[:, :2].bfloat16(), y[:, 2:5].bfloat16(), main_grad)
+torch.testing.assert_close(main_grad, 1 + y[:, 2:5].bfloat16().float().t() @ y[:, :2].bfloat16().float())
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron's own runs there")
-def test_the_rotation_of_packed_sequences_is_megatrons():
+def test_what_layers_use_is_megatrons():
     """In a process of its own: enabling the CPU changes torch."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     job = subprocess.run(
-        [sys.executable, "-P", "-c", ROPE], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-P", "-c", FUNCTIONS], env=environment, capture_output=True, text=True, timeout=120
     )
     assert job.returncode == 0, job.stderr[-3000:]

@@ -1,0 +1,70 @@
+"""RoPE and SwiGLU, forward and backward: one Triton launch each on a GPU (`layer_kernels`), torch elsewhere.
+
+Megatron's own take 8 to 20 launches each where TransformerEngine is missing, and the guards of torch.compile cost the
+host more than the launches.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rotary_table(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """float32 [2, t, d / 2]: cosines and sines of the angles of positions [t] at inverse frequencies [d / 2]."""
+    angles = positions.float()[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, table):
+        ctx.save_for_backward(table)
+        return _rotated(x, table, 1.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return _rotated(gradient, *ctx.saved_tensors, -1.0), None
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """RoPE (arXiv 2104.09864) by halves of x [t, heads, d]: (a, b) -> (a cos - b sin, b cos + a sin), in x's dtype.
+
+    table: float32 [2, t, d / 2], of `rotary_table`. On a GPU in float32, rounded once.
+    """
+    return _Rotate.apply(x, table)
+
+
+def _rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
+    if x.is_cuda:
+        from dynamo_megatron.kernels import layer_kernels
+
+        return layer_kernels.rotated(x, table, sign)
+    cosine, sine = table[:, :, None]
+    a, b = x.chunk(2, -1)
+    left, right = b * sine, a * sine
+    return torch.cat([torch.sub(a * cosine, left, alpha=sign), torch.add(b * cosine, right, alpha=sign)], -1).to(
+        x.dtype
+    )
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """silu(a) * b of y [t, 2 f] = (a, b), [t, f]; on a GPU in float32, rounded once."""
+    if y.is_cuda:
+        from dynamo_megatron.kernels import layer_kernels
+
+        return layer_kernels.swiglu(y)
+    a, b = y.chunk(2, -1)
+    return F.silu(a) * b
+
+
+def swiglu_gradient(gradient: Tensor, y: Tensor) -> Tensor:
+    """The gradient of y, [t, 2 f], for that of `swiglu(y)`, [t, f]."""
+    if y.is_cuda:
+        from dynamo_megatron.kernels import layer_kernels
+
+        return layer_kernels.swiglu_gradient(gradient, y)
+    a, b = y.chunk(2, -1)
+    return torch.cat([torch.ops.aten.silu_backward(gradient * b, a), gradient * F.silu(a)], -1)
