@@ -1,5 +1,5 @@
-"""What the host pays for one layer of a micro-batch: operators, copies, autograd nodes, and milliseconds of 28 layers that
-are too small for their arithmetic to take time. Ours beside transformers' layer of the same shape.
+"""What the host pays for one layer of a micro-batch: operators, copies, autograd nodes, and milliseconds of 28 layers
+that are too small for their arithmetic to take time. Ours beside transformers' layer of the same shape.
 
     python -P benchmarks/launches.py [--label NAME]
 

@@ -22,6 +22,7 @@ if os.environ.get("KERNEL_TESTS_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.experimental.gluon  # noqa: F401  what the interpreter would import with its first kernel
 
+    import dynamo_megatron.kernels.layer_kernels
     import dynamo_megatron.kernels.triton_kernels  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]

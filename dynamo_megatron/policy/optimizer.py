@@ -63,6 +63,8 @@ def optimizer_step(optimizer: MegatronOptimizer, config: OptimizerConfig, learni
     for group in optimizer.param_groups:
         decay = config.weight_decay * group["wd_mult"]
         group.update(lr=learning_rate, weight_decay=decay, betas=config.betas, eps=config.eps)
+        if "fused" in group:  # torch's Adam
+            group.update(fused=True, foreach=False)
     optimizer.step()
 
 
@@ -93,13 +95,13 @@ def _fix_torch_adam_checkpoints() -> None:
             for p in group["params"]:
                 if "step" not in self.optimizer.state[p]:
                     zeros = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
-                    self.optimizer.state[p].update(step=torch.tensor(0.0), **zeros)
+                    self.optimizer.state[p].update(step=torch.zeros((), device=p.device), **zeros)
         return stock_sharded(self, *args, **kwargs)
 
     def load_state_dict(self, state_dict):
         stock_load(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
+        for p, state in self.optimizer.state.items():
+            state["step"] = state["step"].to(p.device, torch.float32, copy=True)
 
     optimizer_class._set_main_param_and_optimizer_states = set_states
     optimizer_class.sharded_state_dict = sharded_state_dict

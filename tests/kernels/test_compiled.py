@@ -1,4 +1,4 @@
-"""Every launch of `triton_backend`, up to the compiled kernel, as on an H100 that is not there.
+"""Every launch of `triton_backend` and `layer_kernels`, up to the compiled kernel, as on an H100 that is not there.
 
 What the interpreter does not show: how Triton binds arguments (None, 1, odd sizes) and types the code with them.
 """
@@ -17,7 +17,7 @@ def test_every_launch_binds_and_compiles():
     """In a process of its own: in one with the interpreter there is nothing to compile."""
     run = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout == "26\n"
+    assert run.stdout == "38\n"
 
 
 LEAST = PolicyLossConfig()
@@ -30,6 +30,7 @@ def main() -> int:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from dynamo_megatron.kernels import layer_kernels
     from dynamo_megatron.kernels import triton_backend as backend
     from dynamo_megatron.kernels.types import Shard, Tokens
 
@@ -58,6 +59,12 @@ def main() -> int:
         for operand in (torch.float32, torch.bfloat16):
             for grad_entropy in (None, v):
                 backend.logits_gradient_(logits, labels, shard, v, v, v, v, grad_entropy, 0.7, operand)
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens, heads, width in ((1, 1, 1), (3, 12, 20)):
+            x, table = torch.zeros(tokens, 2 * heads, 2 * width, dtype=dtype)[:, heads:], torch.zeros(2, tokens, width)
+            y = torch.zeros(tokens, 2 * width, dtype=dtype)
+            layer_kernels.rotated(x, table, -1.0)
+            layer_kernels.swiglu_gradient(layer_kernels.swiglu(y), y)
     assert all("cubin" in kernel.asm for kernel in compiled)
     return len(compiled)
 

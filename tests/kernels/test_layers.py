@@ -34,13 +34,13 @@ def test_rotation_and_its_gradient(functions, dtype):
     frequencies = 10.0 ** -torch.arange(6.0)
     table = layers.rotary_table(positions, frequencies)
     turned = torch.polar(torch.ones(7, 1, 6), positions[:, None, None] * frequencies)
-    at = x.float().requires_grad_()
+    at = x.float().detach().clone().requires_grad_()
     complexes = torch.complex(*at.chunk(2, -1)) * turned
     wanted = torch.cat([complexes.real, complexes.imag], -1)
     wanted.backward(gradient.float())
     close(functions[0](x, table, 1.0), wanted.detach(), dtype)
     close(functions[0](gradient, table, -1.0), at.grad, dtype)
-    other = x.clone().requires_grad_()
+    other = x.detach().clone().requires_grad_()
     layers.rotate(other, table).backward(gradient)
     close(other.grad, at.grad, dtype)
 
@@ -51,7 +51,7 @@ def test_swiglu_and_its_gradient(functions, dtype, width):
     generator = torch.Generator().manual_seed(1)
     y = 3 * torch.randn(4, 2 * width, generator=generator).to(dtype)
     gradient = torch.randn(4, width, generator=generator).to(dtype)
-    at = y.float().requires_grad_()
+    at = y.float().clone().requires_grad_()
     a, b = at.chunk(2, -1)
     wanted = F.silu(a) * b
     wanted.backward(gradient.float())

@@ -1,0 +1,42 @@
+"""Attention of packed sequences on a GPU without TransformerEngine: torch's one call against one for each length."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dynamo_megatron.policy.model import PackedAttention, SegmentPlan, Segments
+
+
+class Alone:
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_call_gives_what_a_call_for_each_length_gives():
+    lengths, device = np.array([5, 300, 1, 300, 64]), torch.device("cuda")
+    config = SimpleNamespace(attention_dropout=0.0, kv_channels=64, params_dtype=torch.bfloat16)
+    attention = PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=Alone()))
+    assert attention.at_once
+    by_length = copy.copy(attention)
+    by_length.at_once = False
+    ends = torch.tensor(np.append(0, lengths.cumsum()), dtype=torch.int32, device=device)
+    packed = Segments(cu_seqlens_q=ends, max_seqlen_q=300, plan=SegmentPlan.of(lengths, 0, 1, device))
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.randn(670, n, 64, generator=generator, device=device) for n in (6, 2, 2))
+    upstream = torch.randn(670, 6 * 64, generator=generator, device=device)
+
+    def run(layer, dtype):
+        given = [x.to(dtype).requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+        out = layer(*given, None, packed_seq_params=packed)
+        return [out.detach().float(), *(g.float() for g in torch.autograd.grad(out, given, upstream.to(dtype)))]
+
+    exact = run(by_length, torch.float32)
+    for name, got, want in zip(("output", "q", "k", "v"), run(attention, torch.bfloat16), exact, strict=True):
+        assert (got - want).norm() <= 1e-2 * want.norm(), name
