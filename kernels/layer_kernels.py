@@ -9,7 +9,7 @@ from torch import Tensor
 BLOCK = 1024  # columns of a SwiGLU program
 
 
-@triton.jit(do_not_specialize=("row_stride", "head_stride"))
+@triton.jit
 def rotate_kernel(
     x, table, out, sign, heads, half, row_stride, head_stride, sines, HEADS: tl.constexpr, HALF: tl.constexpr
 ):
