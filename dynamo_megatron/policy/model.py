@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from dataclasses import dataclass
@@ -276,7 +277,7 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
         deallocate_pipeline_outputs=cuda,
         bias_activation_fusion=True,  # SwiGLU
-        # TransformerEngine's linears have a switch of their own (`_fuse_weight_gradients`).
+        # TransformerEngine's linears have a switch of their own (`_set_up_transformer_engine`).
         gradient_accumulation_fusion=not _uses_transformer_engine(),
         # The fused kernel has sines and cosines in float32, as the servers do; the unfused code rounds them to `dtype`.
         apply_rope_fusion=_uses_transformer_engine(),
@@ -344,14 +345,17 @@ def _layer_spec(spec: ModelSpec, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
     return layer, RMSNorm
 
 
-def _fuse_weight_gradients(chunks: list[PolicyModel]) -> None:
-    """TransformerEngine's linears add their weight gradients to main_grad inside the GEMM, without Apex."""
+def _set_up_transformer_engine(chunks: list[PolicyModel]) -> None:
+    """Its linears add their weight gradients to main_grad inside the GEMM, without Apex. Its attention, which has no
+    dropout here, saves and restores no random state in each layer."""
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
                 # Else a first micro-batch, by Megatron's count, would overwrite main_grad, which DDP sets to zero.
                 module.disable_parameter_transpose_cache = True
+            if hasattr(module, "attention_dropout_ctx"):
+                module.attention_dropout_ctx = contextlib.nullcontext
 
 
 def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[PolicyModel]:
@@ -380,7 +384,7 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         for chunk in range(count)
     ]
     if _uses_transformer_engine():
-        _fuse_weight_gradients(chunks)
+        _set_up_transformer_engine(chunks)
     for chunk in chunks:
         if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies
