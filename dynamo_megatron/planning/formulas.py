@@ -132,10 +132,9 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str) -> float:
     """Saved bytes of one layer for each token that this context-parallel rank has, without recomputation.
 
     [K] counts 34 h + 5 a s (a heads, sequences of s tokens) of a GELU layer. Here it is, with w bytes an element, of
-    Megatron's own modules as policy/model.py configures them (float32 RMSNorm, attention by torch), on CUDA:
-    both norms' float32 input 2 (4 h) and output 2 (w h); q, k, v, their attention's output twice (w each); the fused
-    SwiGLU's input, fc1's output 2 f, and its result f, in w each; RoPE's cosines and sines. TransformerEngine keeps its
-    norms' input in w bytes, the attention's output once and its own k and v alone.
+    Megatron's modules as policy/model.py configures them on CUDA: both norms' input 2 (w h) and output 2 (w h); q, k, v
+    and their attention's output; SwiGLU's input, fc1's output 2 f, and its result f. Context-parallel ranks gather k and
+    v, and a call for each length has its output twice.
 
     Of experts it is what their rows make of it, if every rank gets as many rows as it sends.
     """
@@ -143,12 +142,12 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str) -> float:
     spread = t if p.sequence_parallel else 1
     h, d = spec.hidden_size, spec.kv_channels
     q, kv = spec.num_attention_heads * d / t, spec.num_query_groups * d / t
-    norms = 2 * (4 * h + 4) / spread + 2 * w * h / spread  # the input itself, which the residual keeps
-    # q, its output twice; k and v, which the context-parallel ranks gather; log-sum-exp in float32
-    attention = w * (3 * q + 2 * kv * p.cp) + 4 * q / d
-    attention += 4 * d * w + 8 + 16 * p.cp  # cos and sin, of q and of k; int64 indices of the packed rows
+    norms = 2 * (2 * w * h + 4) / spread
+    attention = w * (2 * q + 2 * kv * p.cp) + 4 * q / d  # log-sum-exp in float32
+    if p.cp > 1:
+        attention += w * q + 8 + 16 * p.cp  # int64 indices of the packed rows
     if spec.qk_norm:
-        attention += 4 * (q + kv) + 4 * (q + kv) / d
+        attention += w * (q + kv) + 4 * (q + kv) / d
     if not spec.num_experts:
         return norms + attention + w * 3 * spec.ffn_hidden_size / t
     row = w * h + w * 3 * spec.moe_ffn_hidden_size + 24  # the routed token; the parts of SwiGLU; indices

@@ -152,6 +152,7 @@ class PackedAttention(MegatronModule):
         if self.at_once:
             ends, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             bounds = (ends, ends, longest, longest)
+            v = v.contiguous()  # saved as a view it would keep queries, keys and values before RoPE
             return varlen_attn(q, k, v, *bounds, scale=self.scale, window_size=(-1, 0), **GROUPED).flatten(1)
         if self.cp.size() > 1:
             both = tensor_parallel.gather_from_sequence_parallel_region(
@@ -164,7 +165,7 @@ class PackedAttention(MegatronModule):
         for length, rows, sources, mask in plan.groups:
             # [t, heads, d] -> [segments, heads, length, d]
             same = (
-                (x if at is None else x[at]).unflatten(0, (-1, size)).transpose(1, 2)
+                (x.contiguous() if at is None else x[at]).unflatten(0, (-1, size)).transpose(1, 2)
                 for x, at, size in ((q, rows, length // self.cp.size()), (k, sources, length), (v, sources, length))
             )
             attended = F.scaled_dot_product_attention(

@@ -69,7 +69,7 @@ def saved_bytes(policy: Policy, tokens: int = 256) -> int:
     here = torch.cat([places[:, policy.layout.cp.rank()], places[:, -1 - policy.layout.cp.rank()]], 1).view(1, -1)
     none = torch.zeros(0, dtype=torch.int64)
     bounds = torch.arange(0, tokens * cp + 1, tokens * cp // 4, dtype=torch.int32)
-    batch = MicroBatch(torch.zeros_like(here), here, bounds, none, none, none, none, [], bounds.diff().numpy())
+    batch = MicroBatch(torch.zeros_like(here), here, bounds, none, none, none, none, bounds.diff().numpy())
     backend._mode._slow_bfloat16 = False
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         chunk.forward_packed(batch)
@@ -91,16 +91,13 @@ def run(case: dict, number: int, store: dist.Store) -> None:
         "planned parameters": planned.dense + planned.experts,
     }
     if p.pp == 1:
-        for module in policy.chunks[0].modules():  # as on CUDA
-            if hasattr(module, "config"):
-                module.config.bias_activation_fusion = True
         h, width = spec.hidden_size, formulas.WIDTH[config.model.dtype]
         spread, heads = p.tp if p.sequence_parallel else 1, spec.num_attention_heads + spec.num_query_groups
         norms = 2 * h / spread + spec.qk_norm * heads * spec.kv_channels / p.tp
-        kept = formulas.layer_activations(spec, p, config.model.dtype) + 4 * norms  # a CPU's norm saves a tensor more
+        kept = formulas.layer_activations(spec, p, config.model.dtype) + (8 - width) * norms  # a CPU's norm saves two in float32
         if config.trainer.recompute == "full":
             kept = width * h / spread
-        angles = 2 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's
+        angles = 4 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's
         row["saved"], row["planned saved"] = saved_bytes(policy), (kept * spec.num_layers + angles) * 256
     Path(case["out"]).joinpath(f"{case['name']}-{layout.rank}.json").write_text(json.dumps(row))
     dist.barrier()
