@@ -51,7 +51,7 @@ def fetch(requirements: Path) -> list[Path]:
     folder = WORK / hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
     if not folder.exists():
         platforms = [f"manylinux_2_{n}_x86_64" for n in range(5, 40)] + ["manylinux2014_x86_64", "linux_x86_64"]
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
         command += ["--python-version", PYTHON, "--implementation", "cp", "-d", f"{folder}.part"]
         command += [word for name in platforms for word in ("--platform", name)]
         subprocess.run([*command, "-r", str(requirements)], check=True)
