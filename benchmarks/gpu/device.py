@@ -82,7 +82,7 @@ ATTENTION = ("--attention-backend", "triton", "--sampling-backend", "pytorch")
 GRAPHS = (*ATTENTION, "--cuda-graph-max-bs-decode", "64", "--disable-prefill-cuda-graph")
 # If a server does not start with these: no graphs, and torch's operators in place of SGLang's compiled ones.
 PLAIN = (*ATTENTION, "--disable-cuda-graph")
-PLAIN_ENVIRONMENT = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "SGLANG_CRASH_ON_JIT_COMPILE": "1"}
+PLAIN_ENVIRONMENT = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
 ARCHIVE_ENVIRONMENT = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",  # 0.4.5 is what loads with torch 2.11; 0.5.23 asks for 0.4.9
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # the Rust one is built for torch 2.14
@@ -140,7 +140,7 @@ def unpacked(name: str, work: Path) -> str | None:
     archive, folder = KIT / f"{name}.tar.xz", work / name
     if not archive.exists() or sys.version_info[:2] != (3, 12):
         return None
-    mark, state = folder.with_suffix(".unpacked"), f"{archive.stat().st_size} {archive.stat().st_mtime}"
+    mark, state = folder.with_suffix(".unpacked"), str(archive.stat().st_size)
     if not mark.exists() or mark.read_text() != state:
         shutil.rmtree(folder, ignore_errors=True)
         with tarfile.open(archive, "r:xz") as tar:

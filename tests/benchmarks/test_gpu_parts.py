@@ -72,7 +72,7 @@ def test_mfu_is_of_the_device():
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 def test_every_part_at_tiny_size(tmp_path):
-    """Under KIT_PYTHON, which has a GPU machine's versions and gets the rest from .kit; else under this interpreter."""
+    """Under KIT_PYTHON, with a GPU machine's versions and the rest from .kit, or else under this interpreter."""
     python = os.environ.get("KIT_PYTHON", sys.executable)
     words = ["--tiny", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     done = subprocess.run([python, "-P", device.__file__, "all", *words], capture_output=True, text=True, timeout=2900)
