@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -111,6 +112,9 @@ def add_compiled_kernels(site: Path, base: Path) -> None:
 
 def main() -> int:
     wanted = sys.argv[1:] or ["base", "sglang", "te"]
+    if wanted != ["base"] and (sys.version_info[:2] != (3, 12) or importlib.util.find_spec("torch") is None):
+        print(f"gpu-kit: {sys.executable} is no Python {PYTHON} with torch; set KIT_PYTHON", file=sys.stderr)
+        return 2
     for folder in (KIT, WORK):
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORK) as scratch:
