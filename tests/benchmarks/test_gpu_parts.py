@@ -21,7 +21,6 @@ def test_a_part_that_fails_hangs_or_lacks_something_stops_no_other(monkeypatch, 
         "sys.exit(int(name == 'probe'))\n"
     )
     monkeypatch.setattr(device, "HERE", tmp_path)
-    monkeypatch.setattr(device, "SPARE", 0.0)
     monkeypatch.setitem(device.PARTS, "head", device.Part(1.0, 0.0))
     monkeypatch.setitem(device.PARTS, "tests", device.Part(100.0, 0.0, ("no_such_module",)))
     words = ["device.py", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out"), "--seconds", "100000"]
