@@ -9,9 +9,12 @@
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
 # make lint       ruff, mypy over the pure packages, and the budgets of lines and words (tools/house.py)
 # make docs       rewrites the tables of docs/configuration.md from the configuration
-# make gpu-check  kernel tests, head benchmark, three training steps on one GPU, and with SERVER_PYTHON=PYTHON, that has
-#                 SGLang, steps with a server; on several GPUs also on all of them; RESUME=1 leaves out what has passed;
-#                 no network, sets nothing up; PART=NAME runs one part, TINY=1 all without a GPU, OUT=FOLDER takes the JSON
+# make gpu-setup  on a machine with a GPU and a network: .venv, and .venv-sglang for the servers
+# make gpu-check  what a machine with GPUs makes of this tree (docs/gpu.md); no network, sets nothing up. PARTS=NAME,NAME
+#                 runs some of it, RESUME=1 leaves out what has passed, TINY=1 runs it without a GPU, OUT=FOLDER takes the
+#                 figures, SERVER_PYTHON=PYTHON is an interpreter with SGLang
+# make gpu-kit    .kit: archives of what a GPU machine without a network lacks. KIT_PYTHON=PYTHON is such a machine's
+#                 Python 3.12 with its torch, here; TransformerEngine is built for it in a quarter of an hour
 # make extra      .venv-extra: nemo-run and verifiers, whose pins conflict with SGLang's, for `launch nemo` and agents of
 #                 verifiers environments; and the other supported megatron-core, whose code tests put in front of .venv's
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
@@ -37,7 +40,7 @@ MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-figures compare test test-all lint docs gpu-check extra peers te clean
+.PHONY: setup demo demo-figures compare test test-all lint docs gpu-setup gpu-check gpu-kit extra peers te clean
 setup: $(INSTALLED)
 
 GPU_REQUIREMENTS := requirements/gpu_server.txt requirements/gpu_trainer.txt
@@ -136,12 +139,24 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	@.venv/bin/python -P tools/configuration_table.py
 
+gpu-setup: $(INSTALLED) .venv-sglang/.installed
+.venv-sglang/.installed: requirements/gpu_server.txt
+	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
+	@test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+SERVER_PYTHON ?= $(wildcard .venv-sglang/bin/python)
 gpu-check:
 	@for p in .venv/bin/python python3 python; do \
-		$$p -c 'import torch' 2>/dev/null && exec $$p -P benchmarks/gpu_check.py \
-		$(SERVER_PYTHON:%=--server-python %) $(if $(RESUME),--resume) $(PART:%=--part %) \
-		$(if $(TINY),--tiny) $(OUT:%=--out %); done; \
+		$$p -c 'import torch' 2>/dev/null && exec $$p -P benchmarks/gpu/device.py $(PARTS) \
+		$(SERVER_PYTHON:%=--server-python %) $(if $(RESUME),--resume) $(if $(TINY),--tiny) \
+		$(OUT:%=--out %); done; \
 		echo "gpu-check: neither .venv/bin/python nor python3 has torch" >&2; exit 2
 
+KIT_PYTHON ?= $(PYTHON)
+gpu-kit:
+	@$(KIT_PYTHON) -P benchmarks/gpu/prepare.py
+
 clean:
-	rm -rf .venv .venv-extra .venv-peers .venv-te models runs
+	rm -rf .venv .venv-extra .venv-peers .venv-sglang .venv-te .kit models runs

@@ -36,6 +36,7 @@ from dynamo_megatron.evaluation.results import markdown_row
 
 HERE = Path(__file__).parent
 TINY = {"warm_up": 0, "rounds": (2, 2)}
+QUICK = {"warm_up": 2, "rounds": (3, 12), "seconds": 1.5}
 # Of our own heads against float64: nats, and relative ones of which a rounding to bfloat16 is 2^-9 of an element.
 BARS = {"logprobs": 2e-4, "entropy": 2e-4, "loss": 1e-3, "hidden_grad": 4e-3, "weight_grad": 4e-3}
 
@@ -190,6 +191,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes, a few rounds; runs on a CPU")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name, such as '14B/8192/tp1*'")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: benchmarks/results; runs/head with --tiny")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: two shapes in about a minute")
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a contender to leave out")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
         return _refused("benchmarks/head.py: needs a GPU; --tiny shows on a CPU that it works")
@@ -201,7 +204,8 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     one_rank(device)
     backends = our_backends(device)
-    field = contenders(backends, device)
+    field = [contender for contender in contenders(backends, device) if contender.name not in options.without]
+    rounds = TINY if options.tiny else QUICK if options.quick else {}
     result: dict[str, Any] = {
         "machine": machine(["torch", "triton", "megatron-core", "numpy", *PACKAGES]),
         "tiny": options.tiny,
@@ -209,7 +213,7 @@ def main() -> int:
     }
     for case in cases:
         print(case.name, file=sys.stderr, flush=True)
-        result["cases"].append(run_case(case, field, device, TINY if options.tiny else {}))
+        result["cases"].append(run_case(case, field, device, rounds))
         accuracy_inputs.cache_clear()
         (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # a killed run keeps it
     if "triton" in backends:

@@ -1,5 +1,5 @@
 """Steps of `dynamo-megatron train` with a real SGLang server beside one rank, in the ways that a bring-up tries one
-after the other (docs/kernels.md): weights through files, through the rank's memory, and memory in turns.
+after the other (docs/gpu.md): weights through files, through the rank's memory, and memory in turns.
 
 The model is random, so that no response ends before its limit; the reward is of its text's length. No network.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from planned import Tokens, compared
 from training_steps import TEMPLATE, Work, start_here, write_model
 
 GAP_BAR = 0.05  # nats, mean |policy - engine logprob| of a step, in bfloat16
-STEPS, MEMORY_FRACTION = 5, 0.3
+STEPS = 5
 REWARD = "def parity(prompt, response):\n    return float(len(response) % 2)\n"
 WAYS = {  # transport on a GPU, on a CPU; whether server and rank take turns with memory
     "live-disk": ("disk", "disk", False),
@@ -28,13 +29,22 @@ WAYS = {  # transport on a GPU, on a CPU; whether server and rank take turns wit
 }
 
 
+@dataclass(frozen=True)
+class Servers:
+    """`python`: an interpreter that has SGLang; None: this one. `arguments`: of sglang.launch_server, on a GPU."""
+
+    python: str | None = None
+    arguments: tuple[str, ...] = ()
+    memory_fraction: float = 0.3
+
+
 def servers_of(way: str) -> int | None:
     """How many servers a run has; None: as many as fill the ranks' GPUs."""
     return None if way == "live-ranks" else 1
 
 
-def prepare(way: str, work: Work, folder: Path, server_python: str | None) -> Path:
-    """Model, problems, reward and config of a run, in an empty folder; returns the config's path."""
+def prepare(way: str, work: Work, folder: Path, server: Servers) -> Path:
+    """Problems, reward and config of a run, in an empty folder; returns the config's path."""
     on_gpu, on_cpu, turns = WAYS[way]
     servers = servers_of(way)
     model, problems = write_model(work, folder)
@@ -44,9 +54,10 @@ def prepare(way: str, work: Work, folder: Path, server_python: str | None) -> Pa
         "data": {"source": str(problems), "template": TEMPLATE, "batch_prompts": work.prompts},
         "rollout": {
             **({} if servers is None else {"servers": servers}),
-            "python": server_python,
+            "python": server.python,
+            "server_args": list(server.arguments) if torch.cuda.is_available() else [],
             "max_new_tokens": max(work.response_tokens),
-            "memory_fraction": MEMORY_FRACTION,
+            "memory_fraction": server.memory_fraction,
             "offload": turns,
             "sync": {"transport": on_gpu if torch.cuda.is_available() else on_cpu},
         },
@@ -54,7 +65,7 @@ def prepare(way: str, work: Work, folder: Path, server_python: str | None) -> Pa
         "algorithm": {"allocation": {"kind": "uniform", "budget": work.prompts * work.rollouts}},
         "optimizer": {"warmup_steps": 0},
         "trainer": {"steps": STEPS, "micro_batch_tokens": work.micro_batch_tokens},
-        "checkpoint": {"every": None, "export_hf": "never"},
+        "checkpoint": {"every": None, "export_hf": "never", "keep_last": 1},
         "output_dir": str(folder / "run"),
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -107,7 +118,7 @@ def run(
     way: str,
     work: Work,
     folder: Path,
-    server_python: str | None,
+    server: Servers,
     timeout: float,
     ranks: int = 1,
 ) -> dict[str, Any]:
@@ -115,7 +126,7 @@ def run(
     figures. "headline" is the last step: the first ones compile and fill caches."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    config = prepare(way, work, folder, server_python)
+    config = prepare(way, work, folder, server)
     ended = start_here(["train", str(config)], folder, timeout, ranks)
     metrics = folder / "run" / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
@@ -127,6 +138,5 @@ def run(
         tokens = Tokens(work.prompt_tokens, most, work.prompt_tokens + most)
         flops = 3 * dataclasses.replace(work, response_tokens=(most,)).forward_flops
         of_last = {"headline": steps[-1], "plan": compared(config, tokens, flops, steps[-1], ranks)}
-    shutil.rmtree(folder / "model")
     shutil.rmtree(folder / "run" / "push", ignore_errors=True)
     return {**ended, "way": way, "ranks": ranks, "steps": steps, **of_last, "wrong": wrong}

@@ -113,22 +113,23 @@ def interleaved(
     before: Callable[[], Any] = lambda: None,
     warm_up: int = WARM_UP,
     rounds: tuple[int, int] = ROUNDS,
+    seconds: float = SECONDS,
 ) -> dict[str, dict[str, float]]:
     """`summary` of every call's seconds, taken in turns (ABAB), so that a drifting clock meets all alike.
 
-    `before` runs untimed ahead of each. A call that has had its time sits out the rounds it need not take.
+    `before` runs untimed ahead of each. A call that has had its `seconds` sits out the rounds it need not take.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
     for number in range(-warm_up, rounds[1]):
         for name, call in calls.items():
-            if spent[name] > SECONDS and not 0 <= number < rounds[0]:
+            if spent[name] > seconds and not 0 <= number < rounds[0]:
                 continue
             before()
-            seconds = seconds_once(call, device)
-            spent[name] += seconds
+            took = seconds_once(call, device)
+            spent[name] += took
             if number >= 0:
-                samples[name].append(seconds)
+                samples[name].append(took)
     return {name: summary(taken) for name, taken in samples.items()}
 
 

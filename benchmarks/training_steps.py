@@ -10,9 +10,10 @@ import itertools
 import json
 import math
 import os
-import runpy
 import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,21 +157,22 @@ def write_rollouts(work: Work, folder: Path, source: Path, model: Path) -> None:
 
 
 def write_model(work: Work, folder: Path) -> tuple[Path, Path]:
-    """A random model, and problems of `prompt_tokens` tokens each; returns their paths in `folder`."""
-    model, problems = folder / "model", folder / "problems.jsonl"
-    runpy.run_path(str(ROOT / "tools" / "tiny_model.py"))["make_tiny_model"](
-        model,
-        family="qwen2",
-        dtype=work.dtype,
-        layers=work.layers,
-        hidden=work.hidden,
-        heads=work.heads,
-        kv_heads=work.kv_heads,
-        ffn=work.ffn,
-        vocab=work.vocab,
-        tied=work.tied,
-    )
-    _fill_vocabulary(model / "tokenizer.json", work.vocab)
+    """Paths of a random model, which is made once, on the GPU where there is one, in the folder models beside `folder`,
+    and of problems of `prompt_tokens` tokens each, in `folder`."""
+    problems = folder / "problems.jsonl"
+    model = folder.parent / "models" / f"qwen2-{work.layers}x{work.hidden}-{work.dtype}"
+    if not model.exists():
+        shape = {
+            name: getattr(work, name) for name in ("dtype", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        }
+        shape["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        words = [word for name, value in shape.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        making = model.with_name(f"{model.name}.{os.getpid()}")
+        # A process of its own: this one would keep the GPU's memory.
+        command = [sys.executable, "-P", str(ROOT / "tools" / "tiny_model.py"), str(making), *words]
+        subprocess.run([*command, *(["--tied"] if work.tied else [])], check=True)
+        _fill_vocabulary(making / "tokenizer.json", work.vocab)
+        making.rename(model)
     # The tokenizer makes a token of every character; the template adds the newline.
     rows = [{"id": f"p{i}", "problem": f"{i:0{work.prompt_tokens - 1}d}", "answer": "0"} for i in range(work.prompts)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -185,8 +187,10 @@ def _fill_vocabulary(file: Path, rows: int) -> None:
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-def prepare(work: Work, folder: Path, backend: str, parallel: dict[str, int] | None = None) -> Path:
-    """Model, problems, rollouts and config of a run, in an empty folder; returns the config's path."""
+def prepare(
+    work: Work, folder: Path, backend: str, parallel: dict[str, int] | None = None, profile_steps: Sequence[int] = ()
+) -> Path:
+    """Problems, rollouts and config of a run, in an empty folder; returns the config's path."""
     model, problems = write_model(work, folder)
     write_rollouts(work, folder / "recorded", problems, model)
     config = {
@@ -209,7 +213,8 @@ def prepare(work: Work, folder: Path, backend: str, parallel: dict[str, int] | N
         "trainer": {"steps": work.steps, "micro_batch_tokens": work.micro_batch_tokens},
         "kernels": {"backend": backend},
         "parallel": parallel or {},
-        "checkpoint": {"every": None, "export_hf": "never"},
+        "checkpoint": {"every": None, "export_hf": "never", "keep_last": 1},  # free disk is checked for those kept
+        "tracking": {"profile_steps": list(profile_steps)},
         "output_dir": str(folder / "run"),
     }
     Config(**config)  # refuses here what the run would refuse
@@ -263,16 +268,17 @@ def run(
     timeout: float,
     ranks: int = 1,
     parallel: dict[str, int] | None = None,
+    profile_steps: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Runs the steps on `ranks` ranks in the layout `parallel`, in `folder`, which is emptied first and left with the
-    log, and returns the figures.
+    log, and returns the figures. The profiler's events of `profile_steps` stay in `folder`/profile.
 
     "headline" is the last step: the first ones compile and fill caches. A run that fails, or takes more than `timeout`
     seconds, gives what `run_logged` does.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    config = prepare(work, folder, backend, parallel)
+    config = prepare(work, folder, backend, parallel, profile_steps)
     ended = start_here(["train", str(config)], folder, timeout, ranks)
     result: dict[str, Any] = {
         "parameters": work.parameters,
@@ -285,7 +291,9 @@ def run(
     }
     if ended["exit code"] == 0:
         result |= _figures(work, folder, config, ranks)
-        for heavy in ("model", "run", "recorded"):
+        if profile_steps:
+            (folder / "run" / "profile").rename(folder / "profile")
+        for heavy in ("run", "recorded"):
             shutil.rmtree(folder / heavy, ignore_errors=True)
     return result
 

@@ -17,7 +17,7 @@ CODE = r"\.(py|js|css|html|sh)$"
 BUDGETS = {
     "product": (37_070, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
     "tests": (29_510, "lines", r"^tests/.*\.py$"),
-    "benchmarks": (3_000, "lines", r"^benchmarks/.*\.py$"),
+    "benchmarks": (3_800, "lines", r"^benchmarks/.*\.py$"),
     "docs": (38_000, "words", r"^(docs/.*|README|CONTRIBUTING|CHANGELOG)\.md$|^(README|CONTRIBUTING|CHANGELOG)\.md$"),
 }
 

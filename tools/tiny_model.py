@@ -45,13 +45,14 @@ def make_tiny_model(
     max_positions: int = 2048,
     tied: bool = False,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Path:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer into folder `out`; returns it.
 
     One token a character (printable ASCII and newline) besides five special ones; `vocab` counts embedding rows, at
     least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe. A response ends
-    with <|im_end|>. The same arguments give the same weights. Raises ValueError for a vocabulary too small for the
-    tokenizer.
+    with <|im_end|>. The same arguments give the same weights; `device` draws them. Raises ValueError for a vocabulary
+    too small for the tokenizer.
     """
     tokens = SPECIAL_TOKENS + CHARACTERS
     if vocab < len(tokens):
@@ -82,7 +83,7 @@ def make_tiny_model(
         eos_token_id=ids["<|im_end|>"],
         pad_token_id=ids["<|pad|>"],
     )
-    _random_model(config, seed).to(getattr(torch, dtype)).save_pretrained(out)
+    _random_model(config, seed, device).to(getattr(torch, dtype)).save_pretrained(out)
     _tokenizer(ids).save_pretrained(out)
     return Path(out)
 
@@ -105,8 +106,8 @@ def _tokenizer(ids: dict[str, int]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
+def _random_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():

@@ -1,0 +1,115 @@
+"""The head's three matrix products in the forms that cuBLAS may be given, and the head itself by kernel and by chunk.
+
+python -P benchmarks/gpu/gemms.py [TOKENS COLUMNS HIDDEN]      # the head a few times and no figures, for ncu
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # python -P leaves this folder out
+from head_cases import Case, Inputs, make_inputs
+from head_contenders import ours
+from measure import interleaved, peak_bytes
+
+from dynamo_megatron.kernels import policy_loss
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKEND = "triton" if DEVICE.type == "cuda" else "torch"
+ROUNDS = {"warm_up": 2, "rounds": (3, 7), "seconds": 1.0}
+KERNELS = 24
+
+
+def products(tokens: int, columns: int, hidden: int) -> dict[str, dict[str, Any]]:
+    """Of one chunk. `strided`: the logits' gradient as the in-place kernel leaves it, with a row stride of 2 columns.
+    "failed" has the reason where there is no such product on this device."""
+    half, single = torch.bfloat16, torch.float32
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=half)
+    w = (torch.randn(columns, hidden, device=DEVICE) / hidden**0.5).to(half)
+    strided = torch.empty(tokens, columns, device=DEVICE).view(half)[:, :columns]
+    dz = torch.randn(tokens, columns, device=DEVICE, dtype=half)
+    strided.copy_(dz)
+    main = torch.zeros(columns, hidden, device=DEVICE)
+    calls: dict[str, Callable[[], Any]] = {
+        "logits, bf16": lambda: x @ w.t(),
+        "logits, fp32": lambda: torch.mm(x, w.t(), out_dtype=single),
+        "dX, bf16": lambda: dz @ w,
+        "dX, bf16 of strided": lambda: strided @ w,
+        "dX, fp32 of strided": lambda: torch.mm(strided, w, out_dtype=single),
+        "dW, bf16": lambda: dz.t() @ x,
+        "dW, fp32": lambda: torch.mm(dz.t(), x, out_dtype=single),
+        "dW += fp32": lambda: torch.addmm(main, dz.t(), x, out_dtype=single, out=main),
+        "dW += fp32 of strided": lambda: torch.addmm(main, strided.t(), x, out_dtype=single, out=main),
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, call in calls.items():
+        try:
+            seconds = interleaved({name: call}, DEVICE, **ROUNDS)[name]["median"]
+            found[name] = {"ms": 1000 * seconds, "TFLOP/s": 2 * tokens * columns * hidden / seconds / 1e12}
+        except (RuntimeError, TypeError) as error:
+            found[name] = {"failed": f"{type(error).__name__}: {str(error)[:160]}"}
+    return found
+
+
+def by_kernel(inputs: Inputs) -> dict[str, Any]:
+    """Milliseconds of a pass of the head by kernel, on a CPU by operator."""
+    run = ours(BACKEND, "eager")
+    run(inputs)
+    inputs.forget_gradients()
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if DEVICE.type == "cuda" else activity.CPU]) as profiler:
+        run(inputs)
+    rows: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type == getattr(torch.autograd.DeviceType, DEVICE.type.upper()):
+            rows.setdefault(event.name[:110], []).append(event.time_range.elapsed_us() / 1000)
+    longest = sorted(rows.items(), key=lambda row: -sum(row[1]))[:KERNELS]
+    kernels = [{"kernel": name, "count": len(taken), "ms": sum(taken)} for name, taken in longest]
+    return {"kernels": kernels, "ms of all": sum(sum(taken) for taken in rows.values())}
+
+
+def by_chunk(inputs: Inputs) -> dict[str, dict[str, float]]:
+    """Milliseconds and peak gigabytes of a pass in chunks of that many tokens."""
+
+    def run(size: int) -> None:
+        policy_loss(
+            inputs.hidden,
+            inputs.main_weight,
+            inputs.labels,
+            inputs.advantages,
+            inputs.old_logprobs,
+            inputs.weights,
+            inputs.case.loss,
+            ranges=inputs.ranges,
+            backend=BACKEND,
+            gradient="eager",
+            chunk_tokens=size,
+        ).loss.backward()
+
+    found, tokens = {}, inputs.case.tokens
+    for size in (tokens // 8, tokens // 4, tokens // 2, tokens):
+        call = {"head": lambda size=size: run(size)}
+        seconds = interleaved(call, DEVICE, before=inputs.forget_gradients, **ROUNDS)["head"]["median"]
+        found[str(size)] = {"ms": 1000 * seconds, "peak GB": peak_bytes(call["head"], DEVICE) / 1e9}
+    return found
+
+
+def figures(tokens: int, columns: int, hidden: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"tokens": tokens, "columns": columns, "hidden": hidden}
+    for chunk in (tokens // 2, tokens, tokens // 8):
+        found[f"chunk of {chunk}"] = products(chunk, columns, hidden)
+    inputs = make_inputs(Case("gemms", tokens, hidden, columns), DEVICE)
+    return {**found, "head by kernel": by_kernel(inputs), "head by chunk": by_chunk(inputs)}
+
+
+if __name__ == "__main__":
+    shape = [int(word) for word in sys.argv[1:]] or [4096, 152064, 1024]
+    for_ncu = make_inputs(Case("ncu", shape[0], shape[2], shape[1]), DEVICE)
+    for _ in range(3):
+        for_ncu.forget_gradients()
+        ours(BACKEND, "eager")(for_ncu)

@@ -1,0 +1,139 @@
+"""Makes .kit: archives of what a GPU machine without a network lacks. `make gpu-kit`.
+
+    PYTHON -P benchmarks/gpu/prepare.py [base] [sglang] [te]     # default: all of them
+
+For a machine with a Hopper GPU, Python 3.12, torch 2.11.0 for CUDA 13.0 and its triton and transformers. Runs on a
+machine with a network and without a GPU. PYTHON: the same Python and torch, for the archives sglang (some kernels) and
+te (the extension), which also need g++ and a CUDA toolkit 13.0 (CUDA_TOOLKIT). What was fetched and built stays in
+runs/gpu-kit.
+
+base: what trainer, tests and benchmarks import besides. sglang: SGLang without what a text model does not need, of its
+kernels those for this GPU, and those that it would compile when it first needs them. te: TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
+from keep_arch import keep_architecture
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+KIT, WORK = ROOT / ".kit", ROOT / "runs" / "gpu-kit"
+PYTHON, ARCHITECTURE = "3.12", 90
+DROPPED = (
+    *("sglang/multimodal_gen/*", "sglang/test/*", "sglang/srt/configs/*_benchmark*", "*/__pycache__/*"),
+    *("sglang/srt/rust_extensions/*.so", "sglang/srt/mem_cache/rust_tree_core/*.so"),
+    *("sgl_kernel/sm100/*", "sgl_kernel/flash_ops*.so", "sgl_kernel/flashmla_ops*.so", "sgl_kernel/infllm_ops*.so"),
+    *("torch_memory_saver_hook*_cu12*", "torch_memory_saver_hook_mode_preload.abi3.so"),
+    "torch_memory_saver_hook_mode_torch.abi3.so",
+)
+ONE_ARCHITECTURE = (
+    *("sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so"),
+    "transformer_engine/wheel_lib/libtransformer_engine.so",
+)
+DUAL_GEMM = "sglang/kernels/ops/gemm/cutedsl_dual_gemm.py"
+PLUGIN = {"METADATA": "Metadata-Version: 2.1\nName: kit-jit-plugin\nVersion: 1\n"}
+PLUGIN["entry_points.txt"] = "[sglang.srt.plugins]\nkit_jit = kit_jit_plugin:register\n"
+
+
+def fetch(requirements: Path) -> list[Path]:
+    """The wheels, from the package registry or, once they were fetched, from runs/gpu-kit."""
+    folder = WORK / hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
+    if not folder.exists():
+        platforms = [f"manylinux_2_{n}_x86_64" for n in range(5, 40)] + ["manylinux2014_x86_64", "linux_x86_64"]
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
+        command += ["--python-version", PYTHON, "--implementation", "cp", "-d", f"{folder}.part"]
+        command += [word for name in platforms for word in ("--platform", name)]
+        subprocess.run([*command, "-r", str(requirements)], check=True)
+        Path(f"{folder}.part").rename(folder)
+    return sorted(folder.glob("*.whl"))
+
+
+def install(requirements: str, site: Path) -> None:
+    for wheel in fetch(ROOT / "requirements" / requirements):
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.namelist():
+                target = member
+                if member.partition("/")[0].endswith(".data"):
+                    _, kind, target = member.split("/", 2)
+                    if kind not in ("purelib", "platlib"):
+                        continue
+                dropped = any(fnmatch.fnmatch(target, pattern) for pattern in DROPPED)
+                if dropped or member.endswith("/"):
+                    continue
+                (site / target).parent.mkdir(parents=True, exist_ok=True)
+                (site / target).write_bytes(archive.read(member))
+
+
+def pack(site: Path, archive: Path) -> None:
+    """Of each library the code for one GPU; sorted by suffix, so that like lies beside like."""
+    for name in ONE_ARCHITECTURE:
+        if (site / name).exists():
+            keep_architecture(site / name, ARCHITECTURE)
+    files = sorted((f for f in site.rglob("*") if f.is_file()), key=lambda f: (f.suffix, f.name, f))
+    with tarfile.open(archive, "w:xz", preset=6) as tar:
+        for file in files:
+            tar.add(file, str(file.relative_to(site)))
+
+
+def built(script: str, folder: Path, *arguments: str) -> Path:
+    """What `script` has built into `folder`, now or before."""
+    if not folder.exists():
+        making = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(making, ignore_errors=True)
+        subprocess.run(["sh", str(HERE / script), sys.executable, *arguments, str(making)], check=True)
+        making.rename(folder)
+    return folder
+
+
+def add_compiled_kernels(site: Path, base: Path) -> None:
+    """The kernels that SGLang compiles when it first needs them, and a plugin that hands them out."""
+    kernels = site / "kit_jit"
+    kernels.mkdir()
+    for library in built("build_jit.sh", WORK / "jit", os.pathsep.join(map(str, (base, site)))).rglob("*.so"):
+        shutil.copy(library, kernels / library.name)
+    shutil.copy(HERE / "hooks" / "kit_jit_plugin.py", site)
+    information = site / "kit_jit_plugin-1.dist-info"
+    information.mkdir()
+    for name, text in PLUGIN.items():
+        (information / name).write_text(text)
+
+
+def main() -> int:
+    wanted = sys.argv[1:] or ["base", "sglang", "te"]
+    if wanted != ["base"] and (sys.version_info[:2] != (3, 12) or importlib.util.find_spec("torch") is None):
+        print(f"gpu-kit: {sys.executable} is no Python {PYTHON} with torch; set KIT_PYTHON", file=sys.stderr)
+        return 2
+    for folder in (KIT, WORK):
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WORK) as scratch:
+        base, sglang, te = (Path(scratch) / name for name in ("base", "sglang", "te"))
+        install("gpu_kit_base.txt", base)
+        if "base" in wanted:
+            pack(base, KIT / "base.tar.xz")
+        if "sglang" in wanted:
+            install("gpu_kit_sglang.txt", sglang)
+            shutil.copy(HERE / "hooks" / "no_cutlass_dual_gemm.py", sglang / DUAL_GEMM)
+            add_compiled_kernels(sglang, base)
+            pack(sglang, KIT / "sglang.tar.xz")
+        if "te" in wanted:
+            shutil.copytree(built("build_te.sh", WORK / "te"), te)
+            pack(te, KIT / "te.tar.xz")
+    for file in sorted(KIT.glob("*.tar.xz")):
+        print(f"{file.relative_to(ROOT)}: {file.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+import json
+import os
+import subprocess
+import sys
+
+import device
+import live_steps
+import pytest
+import torch
+import training_steps
+from training_steps import QWEN_1_5B, TINY, peak_flops, step_figures
+
+
+def test_a_part_that_fails_hangs_or_lacks_something_stops_no_other(monkeypatch, capsys, tmp_path):
+    (tmp_path / "parts.py").write_text(
+        "import json, pathlib, sys, time\n"
+        "name, folder = sys.argv[1], pathlib.Path(sys.argv[2])\n"
+        "time.sleep(3600 * (name == 'head'))\n"
+        "(folder / 'result.json').write_text(json.dumps({'said': ['fast']}))\n"
+        "(folder / 'out' / 'events.json.gz').write_bytes(bytes(10))\n"
+        "sys.exit(int(name == 'probe'))\n"
+    )
+    monkeypatch.setattr(device, "HERE", tmp_path)
+    monkeypatch.setitem(device.PARTS, "head", device.Part(1.0, 0.0))
+    monkeypatch.setitem(device.PARTS, "tests", device.Part(100.0, 0.0, ("no_such_module",)))
+    words = ["device.py", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out"), "--seconds", "100000"]
+    monkeypatch.setattr(sys, "argv", words)
+    if not torch.cuda.is_available():
+        assert device.main() == 2 and capsys.readouterr().err.startswith("gpu-check: needs a GPU")
+    monkeypatch.setattr(sys, "argv", [*words, "probe,head,tests,syncs", "--tiny"])
+    assert device.main() == 1
+    found = json.loads((tmp_path / "out" / "device.json").read_text())
+    assert [found[name].get("exit code") for name in ("probe", "head", "tests", "syncs")] == [1, None, None, 0]
+    assert "no no_such_module" in found["tests"]["left out"]
+    assert found["syncs"]["figures"] == {"said": ["fast"]} and "  fast\n" in capsys.readouterr().out
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"device.json", "logs.txt", "events.json.gz"}
+    monkeypatch.setattr(sys, "argv", [*words, "syncs", "--tiny", "--resume"])
+    assert device.main() == 0 and "syncs: " not in capsys.readouterr().out
+
+
+def test_parameters_are_the_models():
+    biases = 28 * (1536 + 2 * 2 * 128)
+    norms = 28 * 2 * 1536 + 1536
+    assert QWEN_1_5B.parameters + biases + norms == 1_543_714_304  # what Qwen2.5-1.5B has
+
+
+def test_flops_are_those_of_the_products():
+    """A model of one layer, product by product: 2 m n k each; attention sees half of a sequence in the mean."""
+    work = training_steps.Work(1, 8, 16, 2, 1, 32, "float32", 1, 2, 3, (3, 5), 64)
+    assert work.lengths == [5, 7]
+    total = 0
+    for n in work.lengths:
+        projections = 2 * n * 8 * (8 + 4 + 4) + 2 * n * 8 * 8
+        mlp = 3 * 2 * n * 8 * 16
+        attention = 2 * (2 * n * n * 8) / 2
+        total += projections + mlp + attention + 2 * n * 8 * 32
+    assert work.forward_flops == total
+
+
+def test_mfu_is_of_the_device():
+    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989.4e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and peak_flops("some GPU") is None
+    line = dict.fromkeys(("step", "time/step", "time/weight_sync", "policy/loss", "policy/grad_norm"), 1.0)
+    line |= {"time/update": 2.0, "time/logprobs": 1.0, "resources/gpu_memory_max": 7}
+    figures = step_figures(TINY, line, 1e9)
+    assert figures["update MFU"] == pytest.approx(3 * TINY.forward_flops / 2e9)
+    assert figures["update and logprobs MFU"] == pytest.approx(4 * TINY.forward_flops / 3e9)
+    assert step_figures(TINY, line, None)["update MFU"] is None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_every_part_at_tiny_size(tmp_path):
+    """Under KIT_PYTHON, with a GPU machine's versions and the rest from .kit, or else under this interpreter."""
+    python = os.environ.get("KIT_PYTHON", sys.executable)
+    words = ["--tiny", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    done = subprocess.run([python, "-P", device.__file__, "all", *words], capture_output=True, text=True, timeout=2900)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    result = json.loads((tmp_path / "out" / "device.json").read_text())
+    assert list(result) == list(device.PARTS)
+    left_out = {name for name, entry in result.items() if "left out" in entry}
+    assert left_out <= (set() if "KIT_PYTHON" in os.environ else {"training_te", "trace_te"})
+    figures = {name: entry["figures"] for name, entry in result.items() if name not in left_out}
+    assert figures["tests"]["tests"] > 0 and figures["tests"]["failures"] == 0
+    assert figures["head"]["cases"][0]["contenders"]["eager, torch"]["seconds"]["samples"] > 0
+    training = figures["training"]
+    assert [step["step"] for step in training["steps"]] == [1, 2, 3] and training["tokens a step"] == sum(TINY.lengths)
+    assert figures["trace"]["operators"]["aten::view"] > 0
+    for way in live_steps.WAYS:
+        assert len(figures[way]["steps"]) == live_steps.STEPS and figures[way]["wrong"] == []
+        assert all(0 < s["push seconds"] < s["seconds"] and s["gap"] < 1e-4 for s in figures[way]["steps"])
+    assert figures["live-turns"]["headline"]["released bytes"] > 0 and figures["live-ranks"]["ranks"] == 2
+    assert len(figures["demo"]["metrics"]) == 3
+    dp, tp2 = (figures["layouts"]["layouts"][name] for name in ("dp", "tp2"))
+    assert dp["headline"]["gradient norm"] == pytest.approx(tp2["headline"]["gradient norm"], rel=1e-3)
+    assert {"head.md", "trace.events.json.gz"} <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+LIVE_STEP = {"gap": 0.01, "rejected": 0, "released bytes": 1, "server released bytes": 1}
+
+
+@pytest.mark.parametrize(
+    ("way", "cuda", "change", "said"),
+    [
+        ("live-turns", False, {"server released bytes": 0}, None),
+        ("live-disk", True, {"gap": float("nan")}, "gap nan is above"),
+        ("live-memory", True, {"rejected": 2.0}, "2 rollouts rejected"),
+        ("live-turns", True, {"server released bytes": 0}, "server released bytes 0"),
+        ("live-turns", False, {"released bytes": 0}, "released bytes 0"),
+    ],
+)
+def test_what_a_live_step_must_be(way, cuda, change, said):
+    steps = [{**LIVE_STEP, **change, "step": i + 1} for i in range(live_steps.STEPS)]
+    found = live_steps.wrong_with(way, steps, cuda)
+    assert all(said in line for line in found) and len(found) == live_steps.STEPS if said else found == []
+    assert live_steps.wrong_with(way, [], cuda) == [f"0 steps of {live_steps.STEPS}"]
