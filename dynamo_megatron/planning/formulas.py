@@ -133,8 +133,8 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str) -> float:
 
     [K] counts 34 h + 5 a s (a heads, sequences of s tokens) of a GELU layer. Here it is, with w bytes an element, of
     Megatron's modules as policy/model.py configures them on CUDA: both norms' input 2 (w h) and output 2 (w h); q, k, v
-    and their attention's output; SwiGLU's input, fc1's output 2 f, and its result f. Context-parallel ranks gather k and
-    v, and a call for each length has its output twice.
+    and their attention's output; SwiGLU's input, fc1's output 2 f, and its result f. Context-parallel ranks gather k
+    and v, and a call for each length has its output twice.
 
     Of experts it is what their rows make of it, if every rank gets as many rows as it sends.
     """

@@ -94,7 +94,8 @@ def run(case: dict, number: int, store: dist.Store) -> None:
         h, width = spec.hidden_size, formulas.WIDTH[config.model.dtype]
         spread, heads = p.tp if p.sequence_parallel else 1, spec.num_attention_heads + spec.num_query_groups
         norms = 2 * h / spread + spec.qk_norm * heads * spec.kv_channels / p.tp
-        kept = formulas.layer_activations(spec, p, config.model.dtype) + (8 - width) * norms  # a CPU's norm saves two in float32
+        # A CPU's norm saves two tensors in float32.
+        kept = formulas.layer_activations(spec, p, config.model.dtype) + (8 - width) * norms
         if config.trainer.recompute == "full":
             kept = width * h / spread
         angles = 4 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's
