@@ -86,9 +86,9 @@ class SFTJob(Job):
             self.output.keep_chat_template(self._tokenizer.chat_template)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
-        from dynamo_megatron.jobs.training_run import open_run  # it needs Megatron
+        from dynamo_megatron.jobs.training_run import TrainingRun  # it needs Megatron
 
-        self._run = open_run(self, policy, coordinator, {"stream": self._stream})
+        self._run = TrainingRun(self, policy, coordinator, {"stream": self._stream})
 
     def run(self) -> None:
         self._run.carry_out(self._train)

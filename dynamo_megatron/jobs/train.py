@@ -146,7 +146,7 @@ class TrainJob(Job):
     def set_up(self, policy: Any, coordinator: Coordinator) -> None:
         # These need Megatron, which may only be imported once the backend is set up.
         from dynamo_megatron.controller import Controller
-        from dynamo_megatron.jobs.training_run import open_run
+        from dynamo_megatron.jobs.training_run import TrainingRun
         from dynamo_megatron.policy.backend import Fusions
         from dynamo_megatron.serving import Serving
         from dynamo_megatron.train import Trainer
@@ -166,7 +166,7 @@ class TrainJob(Job):
             if config.rollout.max_staleness:
                 state["ahead"] = controller.ahead
         self._memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
-        self._training = open_run(self, policy, coordinator, state, self._memory, self._free_memory)
+        self._training = TrainingRun(self, policy, coordinator, state, self._memory, self._free_memory)
         weight_sync, phases = WeightSync(policy, rollout, coordinator), self._training.phases
         self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
         self._trainer = Trainer(self._training, self._serving, controller)
