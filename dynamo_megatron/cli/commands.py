@@ -96,7 +96,7 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     if (why := job.nothing_left()) is not None:
         print(why)
         return 0
-    job.check_start()
+    job.output.check_start()
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # until the launcher handles them

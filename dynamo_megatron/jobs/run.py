@@ -26,7 +26,6 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
-from dynamo_megatron.runtime.process_signals import LAUNCHER_PIPE, tell_launcher
 from dynamo_megatron.runtime.user_code import UserCodeError
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.trackers import check_trackers
@@ -41,8 +40,8 @@ FORESEEN = (InputError, RolloutError, NonFiniteError, GradientSpike, OSError)
 LOST_CONNECTION = re.compile(
     r"(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)", re.DOTALL
 )
-ANOTHERS_END = ("ConnectionError: lost the connection to another rank", "RolloutError: ", "NonFiniteError: the update")
 LOST = "ConnectionError: lost the connection to another rank"
+ANOTHERS_END = (LOST, "RolloutError: ", "NonFiniteError: the update")
 
 
 class Job:
@@ -70,11 +69,6 @@ class Job:
             check_trackers(self.config)
             derived["disk"] = check_room(self.config, spec, generates=self.generates)
         return derived
-
-    def check_start(self) -> None:
-        """On the node of rank 0, once and before any process is started: what takes seconds. Raises ConfigError."""
-        if self.output is not None:
-            self.output.check_start()
 
     def nothing_left(self) -> str | None:
         """Says so where an earlier run has done all that is asked for. Raises ConfigError."""
@@ -183,8 +177,6 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
     spec = load_model_config(model.path, model.family)
     if rank == 0:
         job.check(int(os.environ["WORLD_SIZE"]))
-        if LAUNCHER_PIPE not in os.environ:  # else the command that has started the ranks has done it
-            job.check_start()
         job.prepare(spec)
     elif os.environ.get("LOCAL_RANK") == "0":
         job.prepare_node()
@@ -225,6 +217,6 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_s
         show(details)
     if next_start is not None and any(kind in first for kind in ANOTHERS_END):
         first += next_start()
-    if (rank == 0 or coordinator is None) and not (LOST in first and tell_launcher(first)):
+    if rank == 0 or coordinator is None:
         show(first)
     return 2 if refused else 1

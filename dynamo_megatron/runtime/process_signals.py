@@ -11,7 +11,6 @@ from collections.abc import Iterator
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)  # the ranks; SLURM sends them to every process of a job
 FOR_THE_RANKS = (signal.SIGINT, *ASK_TO_STOP)
 END = signal.SIGUSR2  # ends the processes between a rank and its servers; SIGHUP would not: nohup ignores it
-LAUNCHER_PIPE = "DYNAMO_MEGATRON_LAUNCHER_PIPE"  # environment variable of ranks: the number of a file descriptor
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,15 +29,6 @@ def die_with_parent(number: int, parent: int) -> None:
 def adopt_orphans() -> None:
     """From now on a descendant of this process whose parent ends becomes a child of this process and not of init."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def tell_launcher(message: str) -> bool:
-    """Leaves it to the launcher to print `message`, a consequence of another rank's end, or instead the cause, which
-    the launcher may know. Returns False where the launcher does not listen: only `launch local` does."""
-    if (pipe := os.environ.get(LAUNCHER_PIPE)) is None:
-        return False
-    os.write(int(pipe), f"{message}\n".encode())
-    return True
 
 
 def _prctl(option: int, value: int) -> None:
