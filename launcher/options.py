@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import sys
+from typing import Any
 
 from dynamo_megatron.config.files import ConfigError
 
@@ -51,42 +52,6 @@ class JobOptions:
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--nodes", type=positive, default=1, help="nodes that train (default 1)")
-        parser.add_argument("--gpus-per-node", type=_count_or_0, default=0, metavar="N", help="default 0: a CPU run")
-        parser.add_argument("--ranks-per-node", type=positive, metavar="N", help="default: a node's GPUs, at least 1")
-        parser.add_argument("--partition", help="default: the cluster's")
-        parser.add_argument("--account", help="default: the user's")
-        parser.add_argument("--time", metavar="LIMIT", help="minutes, HH:MM:SS, D-HH ...; default: the partition's")
-        parser.add_argument(
-            "--stop-before",
-            type=positive,
-            metavar="SECONDS",
-            help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter "
-            "of --time; what `plan` asks for, if `launch slurm` has --gpu)",
-        )
-        parser.add_argument("--container-image", metavar="IMAGE", help="for pyxis/enroot")
-        parser.add_argument(
-            "--container-mounts",
-            metavar="SRC:DST,...",
-            help="besides the current folder and output_dir, which are mounted where they are",
-        )
-        parser.add_argument(
-            "--venv",
-            metavar="DIR",
-            help="virtual environment of the ranks (default: this command's own; with --container-image: none, the "
-            "image's python3)",
-        )
-        parser.add_argument(
-            "--sbatch",
-            action="append",
-            default=[],
-            metavar="=--OPTION[=value]",
-            help=f"any option of sbatch, as in --sbatch=--mem=500G; repeatable; --cpus-per-task is {CORES} with GPUs",
-        )
-        parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
-
     @classmethod
     def from_arguments(cls, options: argparse.Namespace) -> JobOptions:
         names = {field.name for field in dataclasses.fields(cls)}
@@ -116,49 +81,6 @@ def _seconds(time: str) -> int:
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that only `launch slurm` has."""
-    parser.add_argument(
-        "--gpu",
-        metavar="KIND",
-        help="of the nodes, as for `plan` (h100-80, ...): --stop-before and --mem are what the plan asks for",
-    )
-    parser.add_argument(
-        "--rollout-nodes",
-        type=_count_or_0,
-        default=0,
-        metavar="K",
-        help="further nodes that only run SGLang servers, for rollout.placement=split (default 0: none)",
-    )
-
-
-def add_nemo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that only `launch nemo` has."""
-    parser.add_argument(
-        "--executor", choices=("local", "slurm"), default="local", help="where the tasks run (default: this machine)"
-    )
-    parser.add_argument(
-        "--tasks",
-        type=_tasks,
-        default=("train",),
-        metavar="convert,train,eval",
-        help="one after the other, each only if the one before succeeded (default: train)",
-    )
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="key=value,value,...",
-        help="a training for each value, of each combination where given several times; output_dir gets a folder each",
-    )
-    parser.add_argument(
-        "--retries", type=_count_or_0, default=3, help="restarts of a SLURM job, of whatever cause (default 3)"
-    )
-    parser.add_argument("--ssh", metavar="USER@HOST", help="a login node of the cluster (default: this machine is one)")
-    parser.add_argument("--job-dir", metavar="DIR", help="with --ssh: nemo-run's folder on the cluster")
-    parser.add_argument("--detach", action="store_true", help="return once submitted (--executor slurm)")
-
-
 TASKS = ("convert", "train", "eval")
 
 
@@ -177,3 +99,83 @@ def positive(text: str) -> int:
 
 def _count_or_0(text: str) -> int:
     return 0 if text == "0" else positive(text)
+
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **how: Any) -> Option:
+    """The arguments of a parser's `add_argument`."""
+    return names, how
+
+
+JOB = (  # of slurm and nemo
+    option("--nodes", type=positive, default=1, help="nodes that train (default 1)"),
+    option("--gpus-per-node", type=_count_or_0, default=0, metavar="N", help="default 0: a CPU run"),
+    option("--ranks-per-node", type=positive, metavar="N", help="default: a node's GPUs, at least 1"),
+    option("--partition", help="default: the cluster's"),
+    option("--account", help="default: the user's"),
+    option("--time", metavar="LIMIT", help="minutes, HH:MM:SS, D-HH ...; default: the partition's"),
+    option(
+        "--stop-before",
+        type=positive,
+        metavar="SECONDS",
+        help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter of "
+        "--time; what `plan` asks for, if `launch slurm` has --gpu)",
+    ),
+    option("--container-image", metavar="IMAGE", help="for pyxis/enroot"),
+    option(
+        "--container-mounts",
+        metavar="SRC:DST,...",
+        help="besides the current folder and output_dir, which are mounted where they are",
+    ),
+    option(
+        "--venv",
+        metavar="DIR",
+        help="virtual environment of the ranks (default: this command's own; with --container-image: none, the image's "
+        "python3)",
+    ),
+    option(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="=--OPTION[=value]",
+        help=f"any option of sbatch, as in --sbatch=--mem=500G; repeatable; --cpus-per-task is {CORES} with GPUs",
+    ),
+    option("--dry-run", action="store_true", help="print the script, submit nothing"),
+)
+SLURM = (
+    option(
+        "--gpu",
+        metavar="KIND",
+        help="of the nodes, as for `plan` (h100-80, ...): --stop-before and --mem are what the plan asks for",
+    ),
+    option(
+        "--rollout-nodes",
+        type=_count_or_0,
+        default=0,
+        metavar="K",
+        help="further nodes that only run SGLang servers, for rollout.placement=split (default 0: none)",
+    ),
+)
+NEMO = (
+    option("--executor", choices=("local", "slurm"), default="local", help="of the tasks (default: this machine)"),
+    option(
+        "--tasks",
+        type=_tasks,
+        default=("train",),
+        metavar="convert,train,eval",
+        help="one after the other, each only if the one before succeeded (default: train)",
+    ),
+    option(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="key=value,value,...",
+        help="a training for each value, of each combination where given several times; output_dir gets a folder each",
+    ),
+    option("--retries", type=_count_or_0, default=3, help="restarts of a SLURM job, of whatever cause (default 3)"),
+    option("--ssh", metavar="USER@HOST", help="a login node of the cluster (default: this machine is one)"),
+    option("--job-dir", metavar="DIR", help="with --ssh: nemo-run's folder on the cluster"),
+    option("--detach", action="store_true", help="return once submitted (--executor slurm)"),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.cli import main
+from dynamo_megatron.cli.options import parser
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.launcher.slurm import adopt_rank, render
@@ -150,13 +150,10 @@ def test_a_rank_takes_its_place_from_srun():
 
 
 def test_defaults_of_the_options():
-    parser = argparse.ArgumentParser()
-    JobOptions.add_arguments(parser)
-    job = JobOptions.from_arguments(parser.parse_args(["--gpus-per-node", "8", "--nodes", "3"]))
-    assert (job.ranks_per_node, job.ranks) == (8, 24)
-    assert JobOptions.from_arguments(parser.parse_args([])).ranks == 1
+    def job(*words: str) -> JobOptions:
+        return JobOptions.from_arguments(parser().parse_args(["launch", "slurm", "c.yaml", *words]))
+
+    assert (job("--gpus-per-node", "8", "--nodes", "3").ranks, job().ranks) == (24, 1)
     for time, seconds in ((None, 1800), ("1-0", 1800), ("1:00:00", 900), ("8", 120), ("8:08", 122), ("0-0:10:04", 151)):
-        words = ["--time", time] if time else []
-        assert JobOptions.from_arguments(parser.parse_args(words)).stop_before == seconds
-    inside = JobOptions.from_arguments(parser.parse_args(["--container-image", "i", "--venv", "env"]))
-    assert inside.python == "env/bin/python"
+        assert job(*(["--time", time] if time else [])).stop_before == seconds
+    assert job("--container-image", "i", "--venv", "env").python == "env/bin/python"
