@@ -5,34 +5,37 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.preflight import job_checks, machine_checks
-from dynamo_megatron.preflight.findings import Check, Finding, run_checks
-from dynamo_megatron.preflight.job_checks import Subject
-from dynamo_megatron.runtime.plain_text import show
+from dynamo_megatron.preflight import checks as checking
+from dynamo_megatron.preflight.checks import Finding, Subject, failed, skipped
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 
 # Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
 OF_THE_JOB = {
-    "layout": job_checks.layout,
-    "plan": job_checks.plan,
-    "model config": job_checks.model_config,
-    "weights": job_checks.weights,
-    "vocabulary": job_checks.vocabulary,
-    "data": job_checks.data,
-    "reward": job_checks.reward,
-    "evaluation": job_checks.evaluation,
+    "layout": checking.layout,
+    "plan": checking.plan,
+    "model config": checking.model_config,
+    "weights": checking.weights,
+    "vocabulary": checking.vocabulary,
+    "data": checking.data,
+    "reward": checking.reward,
+    "evaluation": checking.evaluation,
 }
 OF_A_NODE = {
-    "devices": machine_checks.devices,
-    "network": machine_checks.network,
-    "disk": machine_checks.disk,
-    "host memory": machine_checks.host_memory,
+    "devices": checking.devices,
+    "network": checking.network,
+    "disk": checking.disk,
+    "host memory": checking.host_memory,
+    "GPU server": checking.gpu_server,
 }
 MOST_ON_A_CPU = 4  # ranks that are taken to be on this node
+Check = Callable[[], Iterator[Finding]]
 
 
 def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
@@ -49,7 +52,7 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         checks |= OF_A_NODE
         if with_server:
-            checks["server"] = machine_checks.server
+            checks["server"] = checking.server
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
     failures: list[str] = []
 
@@ -67,3 +70,31 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     elif leads:
         print(f"{prefix}all {len(checks)} checks passed")
     return 1 if count else 0
+
+
+def run_checks(checks: Sequence[tuple[str, Check]], say: Callable[[str, Finding, float], None]) -> int:
+    """Runs all (name, check). Returns the number of checks that failed.
+
+    `say` is called with the check's name, each finding and the check's seconds so far. A check fails if it yields a
+    `failed` finding or raises an exception. If it raises the same error as an earlier check, since both need the same
+    thing, it counts as skipped.
+    """
+    failures: set[str] = set()
+    count = 0
+    for name, check in checks:
+        start = time.monotonic()
+        bad = False
+        try:
+            for finding in check():
+                say(name, finding, time.monotonic() - start)
+                bad |= finding.level == "FAILED"
+        except Exception as error:  # also the user's own data source and reward: the other checks must still run
+            text = on_one_line(str(error)) if isinstance(error, ValueError) else error_line(error)
+            if text in failures:
+                finding = skipped("not checked: it needs what failed above")
+            else:
+                failures.add(text)
+                finding, bad = failed(text), True
+            say(name, finding, time.monotonic() - start)
+        count += bad
+    return count

@@ -11,11 +11,10 @@ import pytest
 import yaml
 
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.preflight import command, machine_checks
-from dynamo_megatron.preflight.findings import run_checks
-from dynamo_megatron.preflight.job_checks import Subject
+from dynamo_megatron.preflight import checks
+from dynamo_megatron.preflight.command import OF_A_NODE, OF_THE_JOB, run_checks
 
-CHECKS = {**command.OF_THE_JOB, **command.OF_A_NODE, "server": machine_checks.server}
+CHECKS = {**OF_THE_JOB, **OF_A_NODE, "server": checks.server}
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def check(base):
     def one(name: str, *keys: str, ranks: int = 1) -> list[tuple[str, str]]:
         config, _ = compose([str(base / "config.yaml")], keys)
         found = []
-        subject = Subject(config, ranks, ranks)
+        subject = checks.Subject(config, ranks, ranks)
         run_checks([(name, partial(CHECKS[name], subject))], lambda _, f, seconds: found.append((f.level, f.text)))
         return found
 
