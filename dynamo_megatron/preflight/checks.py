@@ -289,8 +289,8 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
     if needed > available:
         raise InputError(
             f"host memory: {size_text(available)} available on this node, the run needs about {size_text(needed)} at "
-            f"its peak ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set checkpoint.async: false "
-            "or rollout.offload: false"
+            f"its peak ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set checkpoint.async or "
+            "rollout.offload to false"
         )
     shared = os.statvfs("/dev/shm")
     if (room := shared.f_bavail * shared.f_frsize) < SHARED_MEMORY:
