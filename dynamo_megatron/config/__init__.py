@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
 from dynamo_megatron.config.data import DataConfig
@@ -21,15 +21,13 @@ from dynamo_megatron.config.method import (
     Seconds,
     Section,
     built_in_or_function,
-    check_loss_fits,
+    loss_faults,
 )
 from dynamo_megatron.config.reward import COMPARING, RewardConfig
 from dynamo_megatron.config.rollout import RolloutConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-
-EVALUATION = "evaluation"  # context of the validation: nothing is trained, so only evaluation's options are to fit
 
 
 class ModelConfig(Section):
@@ -54,13 +52,11 @@ class ParallelConfig(Section):
         """Ranks that hold one replica of the model and work on the same sequences."""
         return self.tp * self.pp * self.cp
 
-    @model_validator(mode="after")
-    def _fits(self) -> ParallelConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence_parallel: needs tp above 1")
+            yield "sequence_parallel: needs tp above 1"
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp: {self.vpp} chunks a stage need pp above 1")
-        return self
+            yield f"vpp: {self.vpp} chunks a stage need pp above 1"
 
 
 class AlgorithmConfig(Section):
@@ -80,11 +76,9 @@ class AlgorithmConfig(Section):
             self.sequential is not None and self.sequential.kind == "reinforce_ada"
         )
 
-    @model_validator(mode="after")
-    def _loss_fits(self, info: ValidationInfo) -> AlgorithmConfig:
-        if info.context != EVALUATION:
-            check_loss_fits(self.loss, self.modulation, self.kl)
-        return self
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if training:
+            yield from loss_faults(self.loss, self.modulation, self.kl)
 
 
 class SpikeConfig(Section):
@@ -118,14 +112,12 @@ class StopConfig(Section):
     mode: Literal["max", "min"] = "max"
     wall_time: Annotated[float, Field(gt=0)] | None = None  # seconds of this process; then save and exit 75, resumable
 
-    @model_validator(mode="after")
-    def _complete(self) -> StopConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         asked = [n for n in ("above", "below", "patience") if getattr(self, n) is not None]
         if asked and self.metric is None:
-            raise ValueError(f"metric: name the metric that {', '.join(asked)} is about")
+            yield f"metric: name the metric that {', '.join(asked)} is about"
         if self.metric is not None and not asked:
-            raise ValueError(f"metric: say with above, below or patience when {self.metric} ends the run")
-        return self
+            yield f"metric: say with above, below or patience when {self.metric} ends the run"
 
 
 class TrainerConfig(Section):
@@ -165,13 +157,11 @@ class EvalConfig(Section):
     cache: bool = True  # responses of the evaluation before training are kept for other runs of the same model
     every: Positive | None = None  # steps of training between evaluations, with one before and after; None: none
 
-    @model_validator(mode="after")
-    def _enough_samples(self) -> EvalConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if max(self.k) > self.samples:
-            raise ValueError(f"k: pass@{max(self.k)} needs that many samples a problem, samples is {self.samples}")
+            yield f"k: pass@{max(self.k)} needs that many samples a problem, samples is {self.samples}"
         if self.every and self.data is None:
-            raise ValueError("data: name the problems to evaluate on")
-        return self
+            yield "data: name the problems to evaluate on"
 
 
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
@@ -251,18 +241,11 @@ class Config(Section):
             if asked and (high == 1 or (uniform and budget <= prompts)):
                 yield f"{key}: goes by groups of equal rewards, and one rollout a prompt makes none; ask for 2 or more"
 
-    @model_validator(mode="after")
-    def _across_sections(self, info: ValidationInfo) -> Config:
-        faults = list(self._contradictions()) if info.context != EVALUATION else []
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.rollout.agent is not None and self.data.template != "chat":
-            faults.append(
-                "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
-            )
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
-
-    def _contradictions(self) -> Iterator[str]:
+            yield "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
+        if not training:
+            return
         yield from staleness_faults(self)
         yield from quantization_faults(self)
         prompts = self.batch_prompts
@@ -353,7 +336,7 @@ def sequential_faults(config: Config, budget: int, low: int, high: int) -> Itera
     algorithm, rule = config.algorithm, config.algorithm.sequential
     if rule is None:
         return
-    for fault in rule.faults(budget, config.batch_prompts, low, high):
+    for fault in rule.faults_in(budget, config.batch_prompts, low, high):
         yield f"algorithm.sequential.{fault}"
     if algorithm.dynamic_sampling is not None:
         yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"

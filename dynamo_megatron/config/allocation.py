@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dynamo_megatron.config.method import Positive, Section, built_in
 
@@ -30,11 +30,9 @@ class AllocationConfig(Section):
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
     on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]
 
-    @model_validator(mode="after")
-    def _bounds(self) -> AllocationConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.rollout_n_min > self.rollout_n_max:
-            raise ValueError(f"rollout_n_min: {self.rollout_n_min} is above rollout_n_max {self.rollout_n_max}")
-        return self
+            yield f"rollout_n_min: {self.rollout_n_min} is above rollout_n_max {self.rollout_n_max}"
 
     def fit(self, prompts: int, budget: int) -> tuple[int, int, int]:
         """(budget, rollout_n_min, rollout_n_max) for `prompts` prompts, with min * prompts <= budget <= max * prompts.
@@ -80,13 +78,11 @@ class SequentialConfig(Section):
     exit: Literal["balanced", "positive"] = "balanced"  # reinforce_ada: keep / 2 right and wrong ones, or 1 right one
     keep: Annotated[int, Field(ge=2)] = 4  # reinforce_ada: rollouts of a prompt that are trained on
 
-    @model_validator(mode="after")
-    def _shares(self) -> SequentialConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.lower + self.upper > 1:
-            raise ValueError(f"lower: {self.lower:g} right and upper: {self.upper:g} wrong are more than 1; lower one")
-        return self
+            yield f"lower: {self.lower:g} right and upper: {self.upper:g} wrong are more than 1; lower one"
 
-    def faults(self, budget: int, prompts: int, low: int, high: int) -> Iterator[str]:
+    def faults_in(self, budget: int, prompts: int, low: int, high: int) -> Iterator[str]:
         """Why rounds do not fit a step of `budget` rollouts, `low` to `high` of each of `prompts`, one line each."""
         n = self.round_n
         if not low <= n <= high:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from dynamo_megatron.config.method import Positive, Section
 from dynamo_megatron.runtime.user_code import SPEC
@@ -55,27 +56,20 @@ class DataConfig(Section):
     def _kind_alone(cls, value: object) -> object:
         return {"kind": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _whole_pool(self) -> DataConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.streamed and self.selection.candidates is None:
-            raise ValueError(
+            yield (
                 f"selection.candidates: null needs all problems at the start, and those of {self.source} are read "
                 "while the run goes on; give a number, or set limit to read that number at the start"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _template(self) -> DataConfig:
-        if self.template != "chat" and "{prompt}" not in self.template:
-            raise ValueError("template: give 'chat' or a text that contains {prompt}")
         if taken := {"messages", "tools", "add_generation_prompt"} & self.template_args.keys():
-            raise ValueError(f"template_args: {min(taken)} is not for the configuration to set")
-        if self.template == "chat" and self.few_shot:
-            raise ValueError("few_shot: goes with a plain template; put chat examples into the messages")
-        for key in ("system_prompt", "chat_template", "template_args"):
-            if self.template != "chat" and getattr(self, key):
-                raise ValueError(f"{key}: goes with template 'chat'")
-        return self
+            yield f"template_args: {min(taken)} is not for the configuration to set"
+        if self.template == "chat":
+            yield from self.unused(["few_shot"], "goes with a plain template; put chat examples into the messages")
+            return
+        if "{prompt}" not in self.template:
+            yield "template: give 'chat' or a text that contains {prompt}"
+        yield from self.unused(["system_prompt", "chat_template", "template_args"], "goes with template 'chat'")
 
     @property
     def streamed(self) -> bool:

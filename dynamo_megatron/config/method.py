@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from dynamo_megatron.runtime.user_code import SPEC
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]  # of a wait: the system's own end at 24 days
+EVALUATION = "evaluation"  # context of the validation: nothing is trained
 
 
 class Section(BaseModel):
@@ -20,19 +21,24 @@ class Section(BaseModel):
     of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # option -> the kinds of the section that have it
 
     @model_validator(mode="after")
-    def _options_of_the_kind(self) -> Section:
+    def _whole(self, info: ValidationInfo) -> Section:
         kind = getattr(self, "kind", None)
-        others = tuple(name for name, kinds in self.of_kinds.items() if kind not in kinds)
-        self.unused(others, f"no option of kind {kind}")
+        others = [name for name, kinds in self.of_kinds.items() if kind not in kinds]
+        faults = [*self.unused(others, f"no option of kind {kind}"), *self.faults(training=info.context != EVALUATION)]
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
-    def unused(self, names: tuple[str, ...], why: str) -> None:
-        """Raises ValueError, a line each, for options `names` that are not at their defaults and would do nothing."""
-        defaults = {name: type(self).model_fields[name].default for name in names}
-        changed = {name: value for name, value in defaults.items() if getattr(self, name) != value}
-        if changed:
-            texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in changed.items()}
-            raise ValueError("\n".join(f"{name}: {why}; set it to {text}" for name, text in texts.items()))
+    def faults(self, *, training: bool) -> Iterator[str]:
+        """What is wrong with the section whose values are each valid, "key: why" each. `training`: else only the
+        options of an evaluation are to fit."""
+        yield from ()
+
+    def unused(self, names: Iterable[str], why: str) -> Iterator[str]:
+        """A fault for each of the options `names` that is not at its default and would do nothing."""
+        for name in names:
+            if getattr(self, name) != (default := type(self).model_fields[name].default):
+                yield f"{name}: {why}; set it to {default if isinstance(default, str) else json.dumps(default)}"
 
 
 class EntropyShapingConfig(Section):
@@ -93,16 +99,14 @@ class AdvantageConfig(Section):
             raise ValueError(f"{value!r} is no module:function; name one, or give keys (alpha, kappa)")
         return value
 
-    @model_validator(mode="after")
-    def _used(self) -> AdvantageConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.kind == "otb":
             of_rollouts = ("positive_weight", "normalise")
-            self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
+            yield from self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
         if self.kind != "history" and self.score_ratio not in ("auto", 1):
-            self.unused(("score_ratio",), f"no option of kind {self.kind}")
+            yield from self.unused(["score_ratio"], f"no option of kind {self.kind}")
         if self.kind in ("reinforce", "history") and self.overlong_buffer is not None:
-            raise ValueError(f"overlong_buffer: its penalty is not in the rewards that kind {self.kind} is made for")
-        return self
+            yield f"overlong_buffer: its penalty is not in the rewards that kind {self.kind} is made for"
 
     @property
     def of_the_user(self) -> bool:
@@ -148,11 +152,9 @@ class ClipCovConfig(Section):
     low: float = 1.0  # the covariance of those to choose from
     high: float = 5.0
 
-    @model_validator(mode="after")
-    def _band(self) -> ClipCovConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.low >= self.high:
-            raise ValueError(f"low: {self.low} is not below high {self.high}")
-        return self
+            yield f"low: {self.low} is not below high {self.high}"
 
 
 class KLCovConfig(Section):
@@ -187,17 +189,13 @@ class LossConfig(Section):
     clip_cov: ClipCovConfig | None = None
     kl_cov: KLCovConfig | None = None
 
-    @model_validator(mode="after")
-    def _fits(self) -> LossConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.function is not None:
-            self.unused(BUILT_IN_LOSS, f"an option of the built-in losses, which {self.kind} is not given")
+            yield from self.unused(BUILT_IN_LOSS, f"an option of the built-in losses, which {self.kind} is not given")
         if self.kind == "cispo" and self.clip_ratio_c is not None:
-            raise ValueError(
-                f"clip_ratio_c: {self.clip_ratio_c:g} is a dual clip, which kind cispo lacks; set it to null"
-            )
+            yield f"clip_ratio_c: {self.clip_ratio_c:g} is a dual clip, which kind cispo lacks; set it to null"
         if self.kl_cov is not None and self.ratio != "token":
-            raise ValueError(f"kl_cov: is about the ratio of a token, and ratio is {self.ratio}; set ratio to token")
-        return self
+            yield f"kl_cov: is about the ratio of a token, and ratio is {self.ratio}; set ratio to token"
 
     @property
     def function(self) -> str | None:
@@ -217,33 +215,24 @@ class KLConfig(Section):
     where: Literal["loss", "function"] = "loss"
     reference: str | None = None  # folder of the reference policy, as model.path; None: model.path, the run's start
 
-    @model_validator(mode="after")
-    def _used(self) -> KLConfig:
-        if self.reference is not None and self.coef == 0:
-            raise ValueError("reference: only a coef above 0 uses it")
-        if self.where == "function" and self.coef == 0:
-            raise ValueError("where: function is about the KL term, which only a coef above 0 turns on")
-        return self
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if self.coef == 0:
+            yield from self.unused(["reference", "where"], "only a coef above 0 turns the KL term on")
 
 
-def check_loss_fits(loss: LossConfig, modulation: ModulationConfig | None, kl: KLConfig) -> None:
-    """Raises ValueError for sections that contradict each other."""
+def loss_faults(loss: LossConfig, modulation: ModulationConfig | None, kl: KLConfig) -> Iterator[str]:
+    """Which sections contradict each other."""
     if modulation is not None and loss.function is not None:
-        raise ValueError(
-            f"modulation: is a part of the built-in loss, which loss.kind {loss.kind} takes the place of; "
-            "set it to null"
-        )
-    for key, only in (("kind", "clip"), ("ratio", "token"), ("old", "policy")):
-        if modulation is not None and (value := getattr(loss, key)) != only:
-            raise ValueError(
-                f"loss.{key}: {value} does not go with modulation, which is defined by {only}; "
-                "set algorithm.modulation to null"
-            )
+        yield f"modulation: a part of the built-in loss, in whose place is loss.kind {loss.kind}; set it to null"
+    elif modulation is not None:
+        for key, only in (("kind", "clip"), ("ratio", "token"), ("old", "policy")):
+            if (value := getattr(loss, key)) != only:
+                yield (
+                    f"loss.{key}: {value} does not go with modulation, which is defined by {only}; set "
+                    "algorithm.modulation to null"
+                )
     if kl.where == "function" and loss.function is None:
-        raise ValueError(
-            "kl.where: function leaves the KL term to a function of yours, "
-            f"and loss.kind {loss.kind} is none; set it to loss"
-        )
+        yield f"kl.where: function leaves the KL term to yours, and loss.kind {loss.kind} is none; set it to loss"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -268,8 +257,6 @@ class RolloutCorrectionConfig(Section):
     low: Annotated[float, Field(ge=0)] = 0.0
     high: Annotated[float, Field(gt=0)] = 2.0
 
-    @model_validator(mode="after")
-    def _bounds(self) -> RolloutCorrectionConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.low >= self.high:
-            raise ValueError(f"low: {self.low} is not below high {self.high}")
-        return self
+            yield f"low: {self.low} is not below high {self.high}"

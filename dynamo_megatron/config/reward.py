@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import regex
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from dynamo_megatron.config.method import Positive, Seconds, Section
 from dynamo_megatron.runtime.user_code import spec_fault
@@ -200,39 +201,30 @@ class RewardConfig(Section):
                 raise ValueError(fault)
         return value
 
-    @model_validator(mode="after")
-    def _key_of_one_host(self) -> RewardConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         hosts = sorted({urlsplit(name).netloc for name in self.functions if name.startswith(URLS)})
         if self.api_key_env is not None and len(hosts) != 1:
-            raise ValueError(
-                f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _functions_have_their_settings(self) -> RewardConfig:
+            yield f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"
         if self.functions[0] == "prime":
-            raise ValueError(
+            yield (
                 "functions: prime rewards tokens, and whether a rollout succeeds is the first function's to say; name "
                 "another one before it, such as [math, prime]"
             )
         if self.implicit and self.prime.model is None:
-            raise ValueError("prime.model: name the folder of the implicit process reward model (docs/rewards.md)")
+            yield "prime.model: name the folder of the implicit process reward model (docs/rewards.md)"
         if not self.implicit and self.prime != PrimeConfig():
-            raise ValueError("prime: is about the reward prime; put it into functions, such as [math, prime]")
-
+            yield "prime: is about the reward prime; put it into functions, such as [math, prime]"
         if "judge" in self.functions and (self.judge.url is None or self.judge.model is None):
-            raise ValueError("judge: name the endpoint's url and the model that it is asked for")
+            yield "judge: name the endpoint's url and the model that it is asked for"
         model, used = self.reward_model, "reward_model" in self.functions
         if used and model.path is None:
-            raise ValueError("reward_model.path: name the reward model's folder")
+            yield "reward_model.path: name the reward model's folder"
         if used and bool(model.urls) == (self.servers is not None):
-            raise ValueError("servers: the run starts servers of the reward model, or reward_model.urls names them")
+            yield "servers: the run starts servers of the reward model, or reward_model.urls names them"
         if self.servers is not None and not used:
-            raise ValueError("servers: are those of the reward model; put reward_model into functions")
+            yield "servers: are those of the reward model; put reward_model into functions"
         if "code" in self.functions and self.code.seconds >= self.deadline:
-            raise ValueError(
+            yield (
                 f"code.seconds: a test may take {self.code.seconds:g} s and the whole sample {self.deadline:g} s "
                 "(reward.deadline); raise the deadline"
             )
-        return self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dynamo_megatron.config.method import Positive, Seconds, Section
 from dynamo_megatron.config.reward import Url
@@ -97,24 +98,16 @@ class RolloutConfig(Section):
             return self.timeout
         return max(SHORTEST_TIMEOUT, TOKEN_TIMEOUT * (max_new_tokens or self.max_new_tokens))
 
-    @model_validator(mode="after")
-    def _sampling_contract(self) -> RolloutConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.top_p != 1.0:
-            raise ValueError("top_p: training needs 1.0, since the engine's logprobs are of the full softmax")
+            yield "top_p: training needs 1.0, since the engine's logprobs are of the full softmax"
         if (self.engine == "recorded") != (self.recorded is not None):
-            raise ValueError("recorded: name a run's folder together with engine: recorded, and only then")
-        return self
-
-    @model_validator(mode="after")
-    def _servers(self) -> RolloutConfig:
+            yield "recorded: name a run's folder together with engine: recorded, and only then"
         if (self.placement == "external") != bool(self.urls):
-            raise ValueError("urls: name running servers together with placement: external, and only then")
+            yield "urls: name running servers together with placement: external, and only then"
         if self.api_key_env is not None and self.placement != "external":
-            raise ValueError("api_key_env: goes with placement: external; our own servers get a key of their own")
+            yield "api_key_env: goes with placement: external; our own servers get a key of their own"
         if self.host in EVERY_INTERFACE:
-            raise ValueError(
-                f"host: {self.host} opens the servers to every network of the node; name an address or interface"
-            )
+            yield f"host: {self.host} opens the servers to every network of the node; name an address or interface"
         if self.offload is True and self.placement != "colocated":
-            raise ValueError(f"offload: servers and ranks share no memory where placement is {self.placement}")
-        return self
+            yield f"offload: servers and ranks share no memory where placement is {self.placement}"
