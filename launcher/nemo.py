@@ -20,8 +20,7 @@ import nemo_run as run
 from nemo_run.config import get_nemorun_home
 
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.launcher.command import check_servers, checked_config, program
-from dynamo_megatron.launcher.options import JobOptions
+from dynamo_megatron.launcher.options import JobOptions, check_servers, checked_config, program
 
 # nemo-run's sbatch script has `set -vx`, which prints a line for each of its own, and requeues whatever has failed. Its
 # head_node_ip is the address of the node's name on the node itself, 127.0.1.1 on many. The rest is as in slurm.sh.

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.launcher.command import check_servers, checked_config, program
+from dynamo_megatron.launcher.options import check_servers, checked_config, program
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launcher.command import check_servers, checked_config, program
-from dynamo_megatron.launcher.options import JobOptions
+from dynamo_megatron.launcher.options import JobOptions, check_servers, checked_config, program
 
 BODY = Path(__file__).with_name("slurm.sh")
 SHELLCHECK = "# shellcheck disable=SC2016  # values are not for bash to expand"
@@ -39,8 +38,14 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
         print(script, end="")
         return 0
     (output / "logs").mkdir(parents=True, exist_ok=True)  # SLURM creates no folder for a job's output
-    (output / "train.sbatch").write_text(script, encoding="utf-8")
-    return submit(output / "train.sbatch")
+    file = output / "train.sbatch"
+    file.write_text(script, encoding="utf-8")
+    if shutil.which("sbatch") is None:
+        raise ConfigError(f"sbatch: not found here; submit {file} on a machine of the cluster, or use --dry-run")
+    if subprocess.run(["sbatch", str(file)], check=False).returncode:  # it prints one line to stdout
+        return 1
+    print(f"script: {file}\nlogs: {output / 'logs'}", flush=True)
+    return 0
 
 
 def _planned(config: Config, job: JobOptions, options: argparse.Namespace) -> JobOptions:
@@ -59,16 +64,6 @@ def _planned(config: Config, job: JobOptions, options: argparse.Namespace) -> Jo
     return dataclasses.replace(job, stop_before=stop_before, mem=mem)
 
 
-def submit(script: Path) -> int:
-    """Runs sbatch, which prints one line to stdout; returns an exit code. Raises ConfigError where there is none."""
-    if shutil.which("sbatch") is None:
-        raise ConfigError(f"sbatch: not found here; submit {script} on a machine of the cluster, or use --dry-run")
-    done = subprocess.run(["sbatch", str(script)], check=False)
-    if done.returncode == 0:
-        print(f"script: {script}\nlogs: {script.parent / 'logs'}", flush=True)
-    return 1 if done.returncode else 0
-
-
 def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: Path) -> str:
     """Returns the script that trains into `output` (absolute), run in the current folder. Raises ConfigError for a path
     that SLURM cannot write to."""
@@ -83,8 +78,7 @@ def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: P
             f"--container-mounts={','.join(dict.fromkeys(mounts))}",
             f"--container-workdir={folder}",
         ]
-    commands = {"train": program(job.python, "train", words)}
-    commands["serve"] = []
+    commands = {"train": program(job.python, "train", words), "serve": []}
     if job.rollout_nodes:
         servers = program(job.python, "serve", ["--nodes", str(job.rollout_nodes), *words])
         commands["serve"] = ["bash", "-c", 'exec "$@" --node "$SLURM_PROCID"', "serve", *servers]
@@ -121,12 +115,8 @@ def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
         "output": f"{pattern}/logs/slurm-%j.out",
     }
     lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in options.items() if value is not None]
-    return [*lines, "--requeue", *map(sbatch_option, job.sbatch)]
-
-
-def sbatch_option(option: str) -> str:
-    name, equals, value = option.partition("=")
-    return f"{name}={sbatch_quote(value)}" if equals else name
+    own = (option.partition("=") for option in job.sbatch)
+    return [*lines, "--requeue", *(f"{name}={sbatch_quote(value)}" if equals else name for name, equals, value in own)]
 
 
 def sbatch_quote(value: str) -> str:

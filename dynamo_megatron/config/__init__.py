@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
 from dynamo_megatron.config.data import DataConfig
@@ -20,7 +20,7 @@ from dynamo_megatron.config.method import (
     RolloutCorrectionConfig,
     Seconds,
     Section,
-    built_in_or_function,
+    built_in,
     loss_faults,
 )
 from dynamo_megatron.config.reward import COMPARING, RewardConfig
@@ -168,18 +168,15 @@ TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
 
 
 class TrackingConfig(Section):
-    # metrics.jsonl is always written
-    backends: list[str] = ["jsonl"]  # jsonl, tensorboard, wandb, mlflow, or module:Class of yours
+    """metrics.jsonl is always written."""
+
+    # jsonl, tensorboard, wandb, mlflow, or module:Class of yours
+    backends: list[Annotated[str, built_in(TRACKERS)]] = ["jsonl"]
     project: str = "dynamo-megatron"  # of wandb; mlflow's experiment
     name: str | None = None  # of the run there; None: the name of output_dir
     # Steps that torch's profiler records, on the ranks of one replica of the model: Chrome traces in output_dir/profile
     profile_steps: list[Positive] = []
     token_rollouts: Annotated[int, Field(ge=0)] = 0  # rollouts of a step whose tokens' statistics are kept, in tokens/
-
-    @field_validator("backends")
-    @classmethod
-    def _known(cls, backends: list[str]) -> list[str]:
-        return [built_in_or_function(name, TRACKERS) for name in backends]
 
 
 class Config(Section):

@@ -60,15 +60,15 @@ ADVANTAGES = (*GROUP_ADVANTAGES, "otb", "history")
 LOSSES = ("clip", "cispo")
 
 
-def built_in_or_function(value: str, built_in: tuple[str, ...]) -> str:
-    """Raises ValueError for what is neither."""
-    if value not in built_in and not SPEC.fullmatch(value):
-        raise ValueError(f"{value!r} is unknown; give {', '.join(built_in)} or module:function")
-    return value
-
-
 def built_in(names: tuple[str, ...]) -> AfterValidator:
-    return AfterValidator(lambda value: built_in_or_function(value, names))
+    """Of one of `names`, or a function of the user's."""
+
+    def known(value: str) -> str:
+        if value not in names and not SPEC.fullmatch(value):
+            raise ValueError(f"{value!r} is unknown; give {', '.join(names)} or module:function")
+        return value
+
+    return AfterValidator(known)
 
 
 class AdvantageConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo_megatron.checkpoint.exports import every_export, exported_step
 from dynamo_megatron.checkpoint.folder import choose_checkpoint, read_state
@@ -17,25 +17,16 @@ from dynamo_megatron.policy.spikes import SPIKES
 from dynamo_megatron.weight_sync.folder import export_huggingface
 
 
-class HasState(Protocol):
-    def state_dict(self) -> dict[str, Any]:
-        """Returns plain data and arrays that are not modified later. Called at every step."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if `state` is not what `state_dict` of this class returns."""
-
-
 class Checkpoints:
-    """Saves, loads and exports the policy, with the state of `parts`. Only rank 0 uses `parts` and `say`, which prints
-    a line for the user.
+    """Saves, loads and exports the policy, with the state of `parts`: their state_dict, of plain data and arrays that
+    are not modified later, goes to load_state_dict. Only rank 0 uses `parts` and `say`, which prints a line for the
+    user.
 
     All methods are collective over all ranks. Those that save raise OSError if the disk is full. With
     `checkpoint.async` a later call than the one that began the save may raise it.
     """
 
-    def __init__(
-        self, policy: Policy, config: Config, parts: Mapping[str, HasState], say: Callable[[str], None] | None
-    ):
+    def __init__(self, policy: Policy, config: Config, parts: Mapping[str, Any], say: Callable[[str], None] | None):
         self.config, self.policy, self._say = config, policy, say
         self._parts = parts if policy.layout.rank == 0 else None
         self._output = Path(config.output_dir)

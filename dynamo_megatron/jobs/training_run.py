@@ -5,19 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dynamo_megatron.checkpoint.folder import checkpoint_folders
 from dynamo_megatron.checkpoint.policy_state import begin_save
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.jobs.checkpoints import Checkpoints, HasState
+from dynamo_megatron.jobs.checkpoints import Checkpoints
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.policy.spikes import SPIKES, GradientSpike
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
-from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.runtime.plain_text import error_line, show
+from dynamo_megatron.runtime.process_signals import give_back_freed_memory
 from dynamo_megatron.runtime.run_folder import FAILED_STEPS, PASS_FILE
 from dynamo_megatron.tracking.phases import Phases
 from dynamo_megatron.tracking.profiler import StepProfiler
@@ -34,7 +34,7 @@ class TrainingRun(Checkpoints):
         job: Job,
         policy: Policy,
         coordinator: Coordinator,
-        state: Mapping[str, HasState],
+        state: Mapping[str, Any],
         memory: DeviceMemory | None = None,
         free_memory: Callable[[], None] = lambda: None,
     ):

@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.runtime.array_sharing import Ranks, share
+from dynamo_megatron.runtime.array_sharing import share
 from dynamo_megatron.runtime.listening import serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
@@ -155,7 +155,7 @@ class Coordinator:
         if (by := _value(self._store, STOP)) is not None:
             raise StopRequested(by)
 
-    def on_rank_0(self, what: str, make: Callable[[], T], layout: Ranks, timeout: float = math.inf) -> T:
+    def on_rank_0(self, what: str, make: Callable[[], T], layout: Any, timeout: float = math.inf) -> T:
         """Returns on every rank what `make` returns on rank 0, passed on by `share`. All ranks make the same calls in
         the same order.
 

