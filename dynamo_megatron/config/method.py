@@ -217,13 +217,16 @@ class KLConfig(Section):
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.coef == 0:
-            yield from self.unused(["reference", "where"], "only a coef above 0 turns the KL term on")
+            yield from self.unused(["reference"], "only a coef above 0 uses it")
+            why = "function is about the KL term, which only a coef above 0 turns on"
+            yield from self.unused(["where"], why)
 
 
 def loss_faults(loss: LossConfig, modulation: ModulationConfig | None, kl: KLConfig) -> Iterator[str]:
     """Which sections contradict each other."""
     if modulation is not None and loss.function is not None:
-        yield f"modulation: a part of the built-in loss, in whose place is loss.kind {loss.kind}; set it to null"
+        kind = f"loss.kind {loss.kind}"
+        yield f"modulation: is a part of the built-in loss, which {kind} takes the place of; set it to null"
     elif modulation is not None:
         for key, only in (("kind", "clip"), ("ratio", "token"), ("old", "policy")):
             if (value := getattr(loss, key)) != only:
@@ -232,7 +235,10 @@ def loss_faults(loss: LossConfig, modulation: ModulationConfig | None, kl: KLCon
                     "algorithm.modulation to null"
                 )
     if kl.where == "function" and loss.function is None:
-        yield f"kl.where: function leaves the KL term to yours, and loss.kind {loss.kind} is none; set it to loss"
+        yield (
+            "kl.where: function leaves the KL term to a function of yours, "
+            f"and loss.kind {loss.kind} is none; set it to loss"
+        )
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))

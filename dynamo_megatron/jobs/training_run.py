@@ -114,6 +114,7 @@ class TrainingRun(Checkpoints):
 
     # -- called by the loop ----------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
+        """Begins the step's time limit and profile."""
         self.coordinator.end_step()
         self.coordinator.begin_step(step)
         self._profiler.begin(step)
