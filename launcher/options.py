@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import sys
@@ -20,58 +19,32 @@ EARLY = 60  # seconds by which SLURM may send a signal too soon
 TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """A job on a SLURM cluster. Raises ConfigError for values that no cluster accepts."""
-
-    nodes: int = 1  # nodes that train; rollout_nodes come on top
-    rollout_nodes: int = 0
-    gpus_per_node: int = 0
-    ranks_per_node: int = 1
-    cpus_per_task: int | None = None
-    mem: str | None = None  # of a node, in sbatch's format: what `plan` asks for
-    partition: str | None = None
-    account: str | None = None
-    time: str | None = None  # in sbatch's format
-    stop_before: int = 1800  # seconds
-    container_image: str | None = None
-    container_mounts: str | None = None
-    python: str = sys.executable
-    sbatch: tuple[str, ...] = ()
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        if self.time is not None and _seconds(self.time) <= self.stop_before + EARLY:
-            raise ConfigError(
-                f"--stop-before: {self.stop_before} s before the end of --time {self.time}, or a minute earlier, there "
-                "is nothing left to train in; give more time or a smaller number"
-            )
-        if self.container_mounts and not self.container_image:
-            raise ConfigError("--container-mounts: goes with --container-image")
-        for option in self.sbatch:
-            if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option):
-                raise ConfigError(f"--sbatch: {option!r} is no --option or --option=value")
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @classmethod
-    def from_arguments(cls, options: argparse.Namespace) -> JobOptions:
-        names = {field.name for field in dataclasses.fields(cls)}
-        given = {name: value for name, value in vars(options).items() if name in names and value is not None}
-        given.setdefault("ranks_per_node", options.gpus_per_node or 1)
-        if options.gpus_per_node and not any(option.startswith("--cpus-per-") for option in options.sbatch):
-            given.setdefault("cpus_per_task", CORES)
-        if options.time is not None:
-            given.setdefault("stop_before", min(1800, _seconds(options.time) // 4))
-        if options.venv is not None:
-            given["python"] = os.path.join(options.venv, "bin", "python")
-            if options.container_image is None:
-                given["python"] = os.path.abspath(given["python"])
-        elif options.container_image is not None:
-            given["python"] = "python3"
-        return cls(**{**given, "sbatch": tuple(options.sbatch)})
+def completed(options: argparse.Namespace) -> argparse.Namespace:
+    """The options of a job on a SLURM cluster (JOB), with what follows from them: `ranks`, `cpus_per_task`, `mem` (of a
+    node, in sbatch's format; None), the ranks' `python`, and whether the user has `stop_asked`. Raises ConfigError for
+    values that no cluster accepts."""
+    own = options.sbatch
+    options.ranks_per_node = options.ranks_per_node or options.gpus_per_node or 1
+    options.ranks, options.mem = options.nodes * options.ranks_per_node, None
+    given = not options.gpus_per_node or any(option.startswith("--cpus-per-") for option in own)
+    options.cpus_per_task = None if given else CORES
+    limit, options.stop_asked = _seconds(options.time) if options.time else None, options.stop_before is not None
+    if not options.stop_asked:
+        options.stop_before = 1800 if limit is None else min(1800, limit // 4)
+    if limit is not None and limit <= options.stop_before + EARLY:
+        raise ConfigError(
+            f"--stop-before: {options.stop_before} s before the end of --time {options.time}, or a minute earlier, "
+            "there is nothing left to train in; give more time or a smaller number"
+        )
+    if options.container_mounts and not options.container_image:
+        raise ConfigError("--container-mounts: goes with --container-image")
+    if wrong := [option for option in own if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
+        raise ConfigError(f"--sbatch: {wrong[0]!r} is no --option or --option=value")
+    options.python = "python3" if options.container_image else sys.executable
+    if options.venv is not None:
+        python = os.path.join(options.venv, "bin", "python")
+        options.python = python if options.container_image else os.path.abspath(python)
+    return options
 
 
 def _seconds(time: str) -> int:

@@ -116,7 +116,7 @@ class Coordinator:
         self.rank, self.stop, self._heartbeat_timeout = rank, stop, heartbeat_timeout
         self._step_timeout = step_timeout
         self._store = _of_this_start(store)
-        self._step, self._step_began = 0, None
+        self.step, self._step_began = 0, None  # the step under way; 0 before the first one
         # Held while a step's time is checked, and until the process ends where it has passed.
         self._ending = threading.Lock()
         self._calls = 0  # of `on_rank_0`
@@ -126,11 +126,6 @@ class Coordinator:
         self._watch_store = _of_this_start(watch)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    @property
-    def step(self) -> int:
-        """The step under way; 0 before the first one."""
-        return self._step
-
     def end_step(self) -> None:
         """On rank 0: does not return where the step took longer than `step_timeout`; all ranks then exit with 75."""
         with self._ending:
@@ -139,7 +134,7 @@ class Coordinator:
 
     def begin_step(self, number: int) -> None:
         """Sets the step that messages name from now on, and restarts the time limit of a step."""
-        self._step, self._step_began = number, time.monotonic()
+        self.step, self._step_began = number, time.monotonic()
 
     # -- waiting -------------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -237,7 +232,7 @@ class Coordinator:
             return
         if time.monotonic() - self._step_began > self._step_timeout:
             print(
-                f"step {self._step} took longer than trainer.step_timeout ({self._step_timeout:g} s); the same command "
+                f"step {self.step} took longer than trainer.step_timeout ({self._step_timeout:g} s); the same command "
                 "resumes from the last checkpoint, or starts from step 0 if there is none",
                 file=sys.stderr,
                 flush=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 import yaml
 
+from dynamo_megatron.cli.options import parser
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+from dynamo_megatron.launcher.options import completed
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.free_ports import free_port
@@ -94,6 +97,17 @@ def logs(output: Path) -> str:
     return "\n".join(
         f"== {file}\n{file.read_text()[-3000:]}" for file in sorted(output.rglob("logs/**/*")) if file.is_file()
     )
+
+
+@pytest.fixture(scope="session")
+def job():
+    """job(nodes=2, ...) -> the completed options of `launch slurm --nodes=2 ...`."""
+
+    def made(*words: str, **options: object) -> argparse.Namespace:
+        words = (*words, *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
+        return completed(parser().parse_args(["launch", "slurm", "c.yaml", *words]))
+
+    return made
 
 
 @pytest.fixture(scope="session")
