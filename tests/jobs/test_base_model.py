@@ -10,7 +10,7 @@ TURNS = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2
 
 
 @pytest.mark.full
-def test_the_template_goes_with_the_model_and_is_not_changed_in_a_run(tiny_model, tmp_path, command_line):
+def test_the_template_goes_with_the_model(tiny_model, tmp_path, command_line):
     shutil.copytree(tiny_model, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()
     rows = [{"prompt": turns, "answer": "4"} for turns in (TURNS, TURNS[1:])]
@@ -24,6 +24,3 @@ def test_the_template_goes_with_the_model_and_is_not_changed_in_a_run(tiny_model
     for exported in (tmp_path / "run" / "hf", tmp_path / "converted"):
         tokenizer = AutoTokenizer.from_pretrained(exported)
         assert tokenizer.apply_chat_template(TURNS, tokenize=False) == "<Add.><2+2?>"
-    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
-    code, said = command_line(tmp_path, "sft", *keys, "trainer.steps=2", "--ranks", 1)
-    assert code == 2 and said.splitlines()[-1].startswith("data.chat_template: mine.jinja is not what the run in run")
