@@ -146,13 +146,6 @@ def _connect(address: str | None, actors: int) -> None:
         raise ConfigError(f"--address: no Ray cluster at {address}: {text}; start one with `ray start`") from None
 
 
-def _serving_gpus(config: Config, servers: int) -> list[int]:
-    """Returns, for each actor that serves, the GPUs of its rollout server and of the reward model's servers that it
-    starts."""
-    names = (reward_servers.server_names(config, servers, i) for i in range(servers))
-    return [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
-
-
 class RayRun:
     """The actors of one run, from their placement to their end."""
 
@@ -160,8 +153,10 @@ class RayRun:
         self._config = config
         self._output = Path(config.output_dir).absolute()
         self._words, self._ranks, self._servers = list(words), ranks, servers
-        self._bundles = [{"CPU": 1, **({"GPU": 1} if gpu else {})}] * ranks
-        self._bundles += [{"CPU": 1, **({"GPU": n} if gpu else {})} for n in _serving_gpus(config, servers)]
+        # An actor that serves has the GPUs of its rollout server, and of the reward model's servers that it starts.
+        names = (reward_servers.server_names(config, servers, i) for i in range(servers))
+        serving = [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
+        self._bundles = [{"CPU": 1, **({"GPU": n} if gpu else {})} for n in (*[1] * ranks, *serving)]
         self._placed: list[Placed] = []
         self._asked: set[int] = set()
 

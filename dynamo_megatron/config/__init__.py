@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from dynamo_megatron.config.method import (
     AdvantageConfig,
@@ -60,6 +60,10 @@ class SelectionConfig(Section):
     zero_variance: Annotated[float, Field(ge=0, le=1)] = 0.25  # greso: share of groups of equal rewards aimed at
 
 
+def _by_kind(value: object) -> object:
+    return {"kind": value} if isinstance(value, str) else value
+
+
 class DataConfig(Section):
     source: str  # file.jsonl | file.parquet | datasets:NAME?split=S | reasoning_gym:NAME?size=N&key=value | module:fn
     prompt_key: str | None = None  # dotted; text or chat messages; None: problem, question or prompt
@@ -73,16 +77,11 @@ class DataConfig(Section):
     few_shot: str = ""  # text before the plain template
     shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
     batch_prompts: Positive = 32
-    selection: SelectionConfig = SelectionConfig()
+    selection: Annotated[SelectionConfig, BeforeValidator(_by_kind)] = SelectionConfig()
     max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
     on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
     # of a row that is no problem, or lacks the answer that a reward needs; skipped rows are counted
     on_bad_row: Literal["skip", "error"] = "skip"
-
-    @field_validator("selection", mode="before")
-    @classmethod
-    def _kind_alone(cls, value: object) -> object:
-        return {"kind": value} if isinstance(value, str) else value
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.streamed and self.selection.candidates is None:
@@ -367,8 +366,13 @@ class Config(Section):
         return variables
 
     def with_servers(self, ranks: int, nodes: int) -> Config:
-        """As `RolloutConfig.with_servers`."""
-        return self.model_copy(update={"rollout": self.rollout.with_servers(ranks, nodes)})
+        """Of a run with a GPU for each of its ranks: colocated servers, where their number is unset, are as many as the
+        GPUs of the ranks have room for, an equal number on each node and at least one."""
+        rollout = self.rollout
+        if "servers" in rollout.model_fields_set or rollout.placement != "colocated":
+            return self
+        servers = nodes * max(1, ranks // nodes // rollout.tp)
+        return self.model_copy(update={"rollout": rollout.model_copy(update={"servers": servers})})
 
     def policy_loss(self) -> PolicyLossConfig:
         """Of the built-in losses; `kind` says nothing where the loss is a function of the user's."""

@@ -53,16 +53,14 @@ def _ascending(value: list[float]) -> list[float]:
     return value
 
 
-def _expression(library: Any, groups: int) -> AfterValidator:
-    """Of a regular expression of `library` with at least `groups` groups."""
+def _expression(library: Any) -> AfterValidator:
+    """Of a regular expression of `library`."""
 
     def compiles(value: str) -> str:
         try:
-            found = library.compile(value).groups
+            library.compile(value)
         except library.error as error:
             raise ValueError(f"not a regular expression: {error}") from None
-        if found < groups:
-            raise ValueError(f"{value!r} has no group; put the number in parentheses")
         return value
 
     return AfterValidator(compiles)
@@ -78,7 +76,7 @@ class FormatConfig(Section):
     # each once, in this order, nothing outside
     tags: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]], Field(min_length=1)] = ["think", "answer"]
     # regular expression of the whole response (. matches line ends); then tags are not used
-    pattern: Annotated[str, _expression(re, 0)] | None = None
+    pattern: Annotated[str, _expression(re)] | None = None
 
 
 class CodeConfig(Section):
@@ -109,7 +107,7 @@ class JudgeConfig(Section):
     api_key_env: str | None = None  # environment variable with the key sent as Authorization: Bearer
     template: str = JUDGE_TEMPLATE  # what the judge is asked; {prompt}, {response} and {answer} are replaced
     # regular expression; the first group of its last match in the reply is the number
-    pattern: Annotated[str, _expression(regex, 1)] = (
+    pattern: Annotated[str, _expression(regex)] = (
         r'(?i)score[\s*_"]*[:\uff1a][\s*_"]*([-+\u2212]?\d*\.?\d+(?:e[-+]?\d+)?)'
     )
     range: Range = [0.0, 10.0]  # lowest and highest number of the judge, which become 0 and 1
@@ -117,12 +115,11 @@ class JudgeConfig(Section):
     concurrency: Positive = 32  # requests under way at once
     requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
 
-    @field_validator("template")
-    @classmethod
-    def _has_the_response(cls, value: str) -> str:
-        if "{response}" not in value:
-            raise ValueError("has no {response}: the judge would not see what it scores")
-        return value
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if "{response}" not in self.template:
+            yield "template: has no {response}: the judge would not see what it scores"
+        if not regex.compile(self.pattern).groups:
+            yield f"pattern: {self.pattern!r} has no group; put the number in parentheses"
 
 
 class RewardModelConfig(Section):

@@ -85,13 +85,6 @@ class RolloutConfig(Section):
     offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU
     server_args: list[str] = []  # passed to sglang.launch_server as they are
 
-    def with_servers(self, ranks: int, nodes: int) -> RolloutConfig:
-        """Of a run with a GPU for each of its ranks: colocated servers, where their number is unset, are as many as the
-        GPUs of the ranks have room for, an equal number on each node and at least one."""
-        if "servers" in self.model_fields_set or self.placement != "colocated":
-            return self
-        return self.model_copy(update={"servers": nodes * max(1, ranks // nodes // self.tp)})
-
     def timeout_of(self, max_new_tokens: int | None = None) -> float:
         """Seconds from a rollout's dispatch until it is aborted; `max_new_tokens` None: the config's."""
         if self.timeout is not None:

@@ -183,15 +183,15 @@ def _overlap_warnings(
 
 def _with_servers(config: Config, url: str | None) -> Config:
     """The server at `url`, else as many as this machine has GPUs for, of a number that is given no more than that."""
-    rollout, gpus = config.rollout, torch.cuda.device_count()
+    rollout = config.rollout
     if url is not None:
-        rollout = rollout.model_copy(update={"placement": "external", "urls": [url]})
+        own = {"placement": "external", "urls": [url]}
     else:
+        room = torch.cuda.device_count() // rollout.tp
+        servers = max(1, min(rollout.servers if "servers" in rollout.model_fields_set else room, room))
         # There are no ranks to take turns with, and no weight sync: the servers have the folder's own weights.
-        own = {"placement": "colocated", "urls": [], "offload": False, "quantization": None}
-        rollout = rollout.model_copy(update=own).with_servers(gpus, 1)
-        rollout = rollout.model_copy(update={"servers": max(1, min(rollout.servers, gpus // rollout.tp))})
-    return config.model_copy(update={"rollout": rollout})
+        own = {"placement": "colocated", "urls": [], "offload": False, "quantization": None, "servers": servers}
+    return config.model_copy(update={"rollout": rollout.model_copy(update=own)})
 
 
 def _prepared(
