@@ -81,14 +81,12 @@ def test_a_second_failure_is_one_warning(failing, what):
     assert order.index(SAID) < order.index(warning) == len(order) - 1
 
 
-def test_another_rank_warns_of_what_rank_0_cannot_know(failing, capsys):
-    for error, said in (
-        (RuntimeError("here"), "rank 5: warning: saving after this error failed: RuntimeError: here\n"),
-        (OSError("on all"), ""),
-    ):
-        with pytest.raises(NonFiniteError):
-            failing(rank=5, writes=error)[0]()
-        assert capsys.readouterr().err == said
+@pytest.mark.parametrize("error", [RuntimeError("here"), OSError("on all")])
+def test_another_rank_warns_of_what_rank_0_cannot_know(failing, capsys, error):
+    with pytest.raises(NonFiniteError):
+        failing(rank=5, writes=error)[0]()
+    said = "rank 5: warning: saving after this error failed: RuntimeError: here\n"
+    assert capsys.readouterr().err == (said if isinstance(error, RuntimeError) else "")
 
 
 @pytest.mark.parametrize("error", [GradientSpike("gradient norm 9"), NonFiniteError("ruined weights", None)])
