@@ -6,8 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -35,7 +34,6 @@ OF_A_NODE = {
     "GPU server": checking.gpu_server,
 }
 MOST_ON_A_CPU = 4  # ranks that are taken to be on this node
-Check = Callable[[], Iterator[Finding]]
 
 
 def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
@@ -54,47 +52,29 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
         if with_server:
             checks["server"] = checking.server
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
-    failures: list[str] = []
-
-    def say(name: str, finding: Finding, seconds: float) -> None:
-        if finding.level == "FAILED":
-            failures.append(name)
-        elif not leads and finding.level == "ok":
-            return  # other ranks report only problems
-        show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
-
-    of_subject: list[tuple[str, Check]] = [(name, partial(check, subject)) for name, check in checks.items()]
-    count = run_checks(of_subject, say)
-    if count:
-        print(f"{prefix}{count} of {len(checks)} checks failed: {', '.join(dict.fromkeys(failures))}", file=sys.stderr)
+    bad: dict[str, None] = {}
+    raised: set[str] = set()
+    for name, check in checks.items():
+        start = time.monotonic()
+        for finding in findings(check, subject, raised):
+            if finding.level == "FAILED":
+                bad[name] = None
+            if leads or finding.level != "ok":  # other ranks report only problems
+                seconds = time.monotonic() - start
+                show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
+    if bad:
+        print(f"{prefix}{len(bad)} of {len(checks)} checks failed: {', '.join(bad)}", file=sys.stderr)
     elif leads:
         print(f"{prefix}all {len(checks)} checks passed")
-    return 1 if count else 0
+    return 1 if bad else 0
 
 
-def run_checks(checks: Sequence[tuple[str, Check]], say: Callable[[str, Finding, float], None]) -> int:
-    """Runs all (name, check). Returns the number of checks that failed.
-
-    `say` is called with the check's name, each finding and the check's seconds so far. A check fails if it yields a
-    `failed` finding or raises an exception. If it raises the same error as an earlier check, since both need the same
-    thing, it counts as skipped.
-    """
-    failures: set[str] = set()
-    count = 0
-    for name, check in checks:
-        start = time.monotonic()
-        bad = False
-        try:
-            for finding in check():
-                say(name, finding, time.monotonic() - start)
-                bad |= finding.level == "FAILED"
-        except Exception as error:  # also the user's own data source and reward: the other checks must still run
-            text = on_one_line(str(error)) if isinstance(error, ValueError) else error_line(error)
-            if text in failures:
-                finding = skipped("not checked: it needs what failed above")
-            else:
-                failures.add(text)
-                finding, bad = failed(text), True
-            say(name, finding, time.monotonic() - start)
-        count += bad
-    return count
+def findings(check: Callable[[Subject], Iterator[Finding]], subject: Subject, raised: set[str]) -> Iterator[Finding]:
+    """What a check finds. It fails if it raises an exception, and counts as skipped if that has `raised` before, since
+    both need the same thing."""
+    try:
+        yield from check(subject)
+    except Exception as error:  # also the user's own data source and reward: the other checks must still run
+        text = on_one_line(str(error)) if isinstance(error, ValueError) else error_line(error)
+        yield skipped("not checked: it needs what failed above") if text in raised else failed(text)
+        raised.add(text)
