@@ -16,53 +16,19 @@ depend on has changed, only the rollouts of the first step after the checkpoint 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
-from dynamo_megatron.config import Config
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches, loss_divisors
-from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.rounds import Round, Selection
-from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.serving import Serving
-from dynamo_megatron.tracking.phases import Phases
 from dynamo_megatron.tracking.resources import rank_memory, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.memory import memory_metrics
 from dynamo_megatron.weight_sync.sync import SyncReport
-
-T = TypeVar("T")
-
-
-class RunContext(Protocol):
-    """What the loop is given by the job that runs it (jobs/training_run.py). Its methods are collective."""
-
-    config: Config
-    policy: Policy
-    coordinator: Coordinator
-    phases: Phases
-    start: int  # the last step that is done when this process starts
-
-    def begin_step(self, step: int) -> None:
-        """Begins the step's time limit and profile."""
-
-    def reached(self, step: int) -> None:
-        """To be called when the policy has the weights of `step`."""
-
-    def save(self) -> None:
-        """Saves the step reached, unless it is saved, and finishes an interrupted export."""
-
-    def save_if_due(self, step: int, stop_reason: str | None) -> None:
-        """Saves every `checkpoint.every` steps and after the last step."""
-
-    def export_best(self) -> None:
-        """Exports the step reached, the best so far, with `checkpoint.export_hf: best`."""
-
-    def on_rank_0(self, what: str, make: Callable[[], T]) -> T:
-        """Calls `make` on rank 0 and returns its result on every rank. `what`: what messages say is waited for."""
 
 
 class Sampled(NamedTuple):
@@ -76,9 +42,11 @@ class Sampled(NamedTuple):
 
 
 class Trainer:
-    """One rank of a run. `controller`: rank 0's, None on the other ranks."""
+    """One rank of a run. `run`: jobs/training_run.py's TrainingRun, which stops, saves and exports; its methods are
+    collective, `run.start` is the last step that was done before, and `run.on_rank_0` calls a function on rank 0 and
+    returns its result on every rank. `controller`: rank 0's, None on the other ranks."""
 
-    def __init__(self, run: RunContext, serving: Serving, controller: Controller | None):
+    def __init__(self, run: Any, serving: Serving, controller: Controller | None):
         self.run, self.config, self.policy, self.phases = run, run.config, run.policy, run.phases
         self.serving, self.controller = serving, controller
 

@@ -336,12 +336,11 @@ class RolloutBatch(Sequences):
         batches: Sequence[RolloutBatch],
         concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
     ) -> RolloutBatch:
-        """The rollouts of all of `batches`, in order; `concatenate` says where the arrays go. A single batch is
-        returned as it is."""
-        if not batches:
-            return cls.from_rollouts([])
-        if len(batches) == 1:
-            return batches[0]
+        """The rollouts of all of `batches`, in order; `concatenate` says where the arrays go. A single batch that has
+        any is returned as it is."""
+        batches = [b for b in batches if b.prompt_ids]
+        if len(batches) < 2:
+            return batches[0] if batches else cls.from_rollouts([])
         starts = np.cumsum([0, *(len(b.tokens) for b in batches)])
         offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
         fields: dict[str, Any] = {name: [x for b in batches for x in getattr(b, name)] for name in LISTS}
@@ -352,11 +351,10 @@ class RolloutBatch(Sequences):
             none = (np.full(len(b.engine_logprobs), np.nan) for b in batches)
             steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
             fields["step_rewards"] = concatenate(steps)
-        if agents := [(b, start) for b, start in zip(batches, starts, strict=False) if b.trained is not None]:
-            if any(len(b.tokens) for b in batches if b.trained is None):
-                raise InputError("rollouts of an agent and others are not trained together")
-            fields["trained"] = concatenate([b.trained for b, _ in agents if b.trained is not None])
-            fields["segment_starts"] = np.concatenate([b.segment_starts + start for b, start in agents])
+        if batches[0].trained is not None:  # of an agent, as all others are
+            fields["trained"] = concatenate([b.trained for b in batches if b.trained is not None])
+            places = zip(batches, starts, strict=False)
+            fields["segment_starts"] = np.concatenate([b.segment_starts + start for b, start in places])
         return cls(**fields)
 
     def take(self, members: np.ndarray) -> RolloutBatch:

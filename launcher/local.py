@@ -19,8 +19,7 @@ from pathlib import Path
 
 from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.guard import below, end_below
-from dynamo_megatron.runtime.plain_text import show
-from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, LAUNCHER_PIPE, adopt_orphans, die_with_parent
+from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
 GRACE = 6.0  # seconds the other ranks have to end on their own once one has failed or Ctrl-C came
 START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step gets SIGTERM
@@ -55,10 +54,8 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
         print(stopped_early(next(iter(received)), output_dir), file=sys.stderr, flush=True)
         return 130 if signal.SIGINT in received else 75
     port = free_port()
-    heard, told = os.pipe()
     for rank in range(ranks):
-        processes.append(_start(arguments, rank, ranks, port, told))
-    os.close(told)
+        processes.append(_start(arguments, rank, ranks, port))
     deadline = first_bad = None
     insisted: list[subprocess.Popen] = []
     while any(p.poll() is None for p in processes):
@@ -78,19 +75,10 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
                     p.kill()
         time.sleep(0.05)
     _end_orphans()
-    consequence = _all_of(heard)
-    return _exit_code([p.returncode for p in processes], first_bad, list(received), output_dir, consequence)
+    return _exit_code([p.returncode for p in processes], first_bad, list(received), output_dir)
 
 
-def _all_of(pipe: int) -> str:
-    """Returns what the ranks have written to `pipe`. They have ended, but a process that they started may hold the pipe
-    open."""
-    os.set_blocking(pipe, False)
-    with open(pipe, "rb", buffering=0) as file:
-        return (file.read(1 << 16) or b"").decode(errors="replace").strip()
-
-
-def _start(arguments: Sequence[str], rank: int, ranks: int, port: int, told: int) -> subprocess.Popen:
+def _start(arguments: Sequence[str], rank: int, ranks: int, port: int) -> subprocess.Popen:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -101,27 +89,20 @@ def _start(arguments: Sequence[str], rank: int, ranks: int, port: int, told: int
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        LAUNCHER_PIPE: str(told),
     }
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "dynamo_megatron.cli", *arguments],
         env=environment,
         preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
         process_group=0,
-        pass_fds=(told,),
     )
 
 
 def _exit_code(
-    codes: Sequence[int],
-    first_bad: tuple[int, int] | None,
-    received: Sequence[int],
-    output_dir: Path,
-    consequence: str,
+    codes: Sequence[int], first_bad: tuple[int, int] | None, received: Sequence[int], output_dir: Path
 ) -> int:
     """Returns the exit code of ranks that have ended with `codes`; prints to stderr what no rank could. `first_bad`:
-    (code, rank) of the first rank that failed; `received`: the signals that arrived, in order; `consequence`: what a
-    rank has reported of another rank's end, printed where the cause is not known."""
+    (code, rank) of the first rank that failed; `received`: the signals that arrived, in order."""
     if signal.SIGINT in received:
         if codes[0] not in (0, 75, 130):  # else it has said so itself; it may have died of another rank's end
             print(f"interrupted; {_after_a_stop(output_dir)}", file=sys.stderr, flush=True)
@@ -135,8 +116,6 @@ def _exit_code(
         next_start = _after_a_stop(output_dir)
         print(f"rank {rank} was ended by {signal.Signals(-code).name}; {next_start}", file=sys.stderr, flush=True)
         return 1
-    if consequence:
-        show(consequence)
     return 2 if 2 in codes else code or max(codes)  # where one rank refuses, the others fail
 
 

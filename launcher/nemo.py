@@ -20,8 +20,7 @@ import nemo_run as run
 from nemo_run.config import get_nemorun_home
 
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.launcher.command import check_servers, checked_config, program
-from dynamo_megatron.launcher.options import JobOptions
+from dynamo_megatron.launcher.options import check_servers, checked_config, completed, program
 
 # nemo-run's sbatch script has `set -vx`, which prints a line for each of its own, and requeues whatever has failed. Its
 # head_node_ip is the address of the node's name on the node itself, 127.0.1.1 on many. The rest is as in slurm.sh.
@@ -141,12 +140,12 @@ def _guarded(task: Task, done: Path) -> str:
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
     """Runs the experiment, or prints what would be run. Returns an exit code: 0 if all tasks succeeded or, detached,
     were submitted. Raises ConfigError."""
-    job = JobOptions.from_arguments(options)
+    job = completed(options)
     if options.venv is None and not options.container_image:
         raise ConfigError("--venv: name the trainer's virtual environment; this command's own has nemo-run, not torch")
     on_slurm = options.executor == "slurm"
     output = Path(compose(files, keys)[0].output_dir).absolute()
-    executor = _slurm_executor(job, options, str(output)) if on_slurm else run.LocalExecutor()
+    executor = _slurm_executor(job, str(output)) if on_slurm else run.LocalExecutor()
     tasks = recipe(files, keys, job.python, executor, options.tasks, options.sweep)
     with experiment(output.name, tasks, executor) as opened:
         if job.dry_run:
@@ -162,7 +161,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     return 0 if all(state.endswith("SUCCEEDED") for state in states.values()) else 1
 
 
-def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -> run.SlurmExecutor:
+def _slurm_executor(job: argparse.Namespace, output: str) -> run.SlurmExecutor:
     for option, value in (("--account", job.account), ("--time", job.time)):
         if value is None:
             raise ConfigError(f"{option}: nemo-run needs it for a SLURM job")
@@ -178,7 +177,7 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
         cpus_per_task=job.cpus_per_task,
         time=job.time,
         signal=f"USR1@{job.stop_before}",
-        retries=options.retries,
+        retries=job.retries,
         additional_parameters={"requeue": True},
         srun_args=["--mpi=none", "--cpu-bind=none"],
         setup_lines=setup,
@@ -193,7 +192,7 @@ def _slurm_executor(job: JobOptions, options: argparse.Namespace, output: str) -
         mounts += filter(None, (job.container_mounts or "").split(","))
         executor.container_image = shlex.quote(job.container_image)  # nemo-run does not
         executor.container_mounts = [shlex.quote(mount) for mount in mounts]
-    if options.ssh:
-        user, _, host = options.ssh.rpartition("@")
-        executor.tunnel = run.SSHTunnel(host=host, user=user, job_dir=options.job_dir)
+    if job.ssh:
+        user, _, host = job.ssh.rpartition("@")
+        executor.tunnel = run.SSHTunnel(host=host, user=user, job_dir=job.job_dir)
     return executor

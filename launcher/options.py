@@ -1,108 +1,50 @@
-"""The options of `dynamo-megatron launch slurm` and `launch nemo`, without nemo-run and without torch."""
+"""What the launchers share: options, the argument list to start, checks; without nemo-run and without torch."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from dynamo_megatron.config.files import ConfigError
+from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import ConfigError, compose
+from dynamo_megatron.runtime.run_folder import refuse_foreign
 
 CORES = 8  # of a rank on a GPU: itself, the processes of its server, reward workers; nodes have 12 or more for each
 EARLY = 60  # seconds by which SLURM may send a signal too soon
 TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """A job on a SLURM cluster. Raises ConfigError for values that no cluster accepts."""
-
-    nodes: int = 1  # nodes that train; rollout_nodes come on top
-    rollout_nodes: int = 0
-    gpus_per_node: int = 0
-    ranks_per_node: int = 1
-    cpus_per_task: int | None = None
-    mem: str | None = None  # of a node, in sbatch's format: what `plan` asks for
-    partition: str | None = None
-    account: str | None = None
-    time: str | None = None  # in sbatch's format
-    stop_before: int = 1800  # seconds
-    container_image: str | None = None
-    container_mounts: str | None = None
-    python: str = sys.executable
-    sbatch: tuple[str, ...] = ()
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        if self.time is not None and _seconds(self.time) <= self.stop_before + EARLY:
-            raise ConfigError(
-                f"--stop-before: {self.stop_before} s before the end of --time {self.time}, or a minute earlier, there "
-                "is nothing left to train in; give more time or a smaller number"
-            )
-        if self.container_mounts and not self.container_image:
-            raise ConfigError("--container-mounts: goes with --container-image")
-        for option in self.sbatch:
-            if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option):
-                raise ConfigError(f"--sbatch: {option!r} is no --option or --option=value")
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--nodes", type=positive, default=1, help="nodes that train (default 1)")
-        parser.add_argument("--gpus-per-node", type=_count_or_0, default=0, metavar="N", help="default 0: a CPU run")
-        parser.add_argument("--ranks-per-node", type=positive, metavar="N", help="default: a node's GPUs, at least 1")
-        parser.add_argument("--partition", help="default: the cluster's")
-        parser.add_argument("--account", help="default: the user's")
-        parser.add_argument("--time", metavar="LIMIT", help="minutes, HH:MM:SS, D-HH ...; default: the partition's")
-        parser.add_argument(
-            "--stop-before",
-            type=positive,
-            metavar="SECONDS",
-            help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter "
-            "of --time; what `plan` asks for, if `launch slurm` has --gpu)",
+def completed(options: argparse.Namespace) -> argparse.Namespace:
+    """The options of a job on a SLURM cluster (JOB), with what follows from them: `ranks`, `cpus_per_task`, `mem` (of a
+    node, in sbatch's format; None), the ranks' `python`, and whether the user has `stop_asked`. Raises ConfigError for
+    values that no cluster accepts."""
+    own = options.sbatch
+    options.ranks_per_node = options.ranks_per_node or options.gpus_per_node or 1
+    options.ranks, options.mem = options.nodes * options.ranks_per_node, None
+    given = not options.gpus_per_node or any(option.startswith("--cpus-per-") for option in own)
+    options.cpus_per_task = None if given else CORES
+    limit, options.stop_asked = _seconds(options.time) if options.time else None, options.stop_before is not None
+    if not options.stop_asked:
+        options.stop_before = 1800 if limit is None else min(1800, limit // 4)
+    if limit is not None and limit <= options.stop_before + EARLY:
+        raise ConfigError(
+            f"--stop-before: {options.stop_before} s before the end of --time {options.time}, or a minute earlier, "
+            "there is nothing left to train in; give more time or a smaller number"
         )
-        parser.add_argument("--container-image", metavar="IMAGE", help="for pyxis/enroot")
-        parser.add_argument(
-            "--container-mounts",
-            metavar="SRC:DST,...",
-            help="besides the current folder and output_dir, which are mounted where they are",
-        )
-        parser.add_argument(
-            "--venv",
-            metavar="DIR",
-            help="virtual environment of the ranks (default: this command's own; with --container-image: none, the "
-            "image's python3)",
-        )
-        parser.add_argument(
-            "--sbatch",
-            action="append",
-            default=[],
-            metavar="=--OPTION[=value]",
-            help=f"any option of sbatch, as in --sbatch=--mem=500G; repeatable; --cpus-per-task is {CORES} with GPUs",
-        )
-        parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
-
-    @classmethod
-    def from_arguments(cls, options: argparse.Namespace) -> JobOptions:
-        names = {field.name for field in dataclasses.fields(cls)}
-        given = {name: value for name, value in vars(options).items() if name in names and value is not None}
-        given.setdefault("ranks_per_node", options.gpus_per_node or 1)
-        if options.gpus_per_node and not any(option.startswith("--cpus-per-") for option in options.sbatch):
-            given.setdefault("cpus_per_task", CORES)
-        if options.time is not None:
-            given.setdefault("stop_before", min(1800, _seconds(options.time) // 4))
-        if options.venv is not None:
-            given["python"] = os.path.join(options.venv, "bin", "python")
-            if options.container_image is None:
-                given["python"] = os.path.abspath(given["python"])
-        elif options.container_image is not None:
-            given["python"] = "python3"
-        return cls(**{**given, "sbatch": tuple(options.sbatch)})
+    if options.container_mounts and not options.container_image:
+        raise ConfigError("--container-mounts: goes with --container-image")
+    if wrong := [option for option in own if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
+        raise ConfigError(f"--sbatch: {wrong[0]!r} is no --option or --option=value")
+    options.python = "python3" if options.container_image else sys.executable
+    if options.venv is not None:
+        python = os.path.join(options.venv, "bin", "python")
+        options.python = python if options.container_image else os.path.abspath(python)
+    return options
 
 
 def _seconds(time: str) -> int:
@@ -114,49 +56,6 @@ def _seconds(time: str) -> int:
     parts = [int(part) for part in (match["rest"] or time).split(":")]
     hours, minutes, seconds = [*parts, 0, 0][:3] if match["days"] or len(parts) == 3 else [0, *parts, 0][:3]
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that only `launch slurm` has."""
-    parser.add_argument(
-        "--gpu",
-        metavar="KIND",
-        help="of the nodes, as for `plan` (h100-80, ...): --stop-before and --mem are what the plan asks for",
-    )
-    parser.add_argument(
-        "--rollout-nodes",
-        type=_count_or_0,
-        default=0,
-        metavar="K",
-        help="further nodes that only run SGLang servers, for rollout.placement=split (default 0: none)",
-    )
-
-
-def add_nemo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that only `launch nemo` has."""
-    parser.add_argument(
-        "--executor", choices=("local", "slurm"), default="local", help="where the tasks run (default: this machine)"
-    )
-    parser.add_argument(
-        "--tasks",
-        type=_tasks,
-        default=("train",),
-        metavar="convert,train,eval",
-        help="one after the other, each only if the one before succeeded (default: train)",
-    )
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="key=value,value,...",
-        help="a training for each value, of each combination where given several times; output_dir gets a folder each",
-    )
-    parser.add_argument(
-        "--retries", type=_count_or_0, default=3, help="restarts of a SLURM job, of whatever cause (default 3)"
-    )
-    parser.add_argument("--ssh", metavar="USER@HOST", help="a login node of the cluster (default: this machine is one)")
-    parser.add_argument("--job-dir", metavar="DIR", help="with --ssh: nemo-run's folder on the cluster")
-    parser.add_argument("--detach", action="store_true", help="return once submitted (--executor slurm)")
 
 
 TASKS = ("convert", "train", "eval")
@@ -177,3 +76,123 @@ def positive(text: str) -> int:
 
 def _count_or_0(text: str) -> int:
     return 0 if text == "0" else positive(text)
+
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **how: Any) -> Option:
+    """The arguments of a parser's `add_argument`."""
+    return names, how
+
+
+JOB = (  # of slurm and nemo
+    option("--nodes", type=positive, default=1, help="nodes that train (default 1)"),
+    option("--gpus-per-node", type=_count_or_0, default=0, metavar="N", help="default 0: a CPU run"),
+    option("--ranks-per-node", type=positive, metavar="N", help="default: a node's GPUs, at least 1"),
+    option("--partition", help="default: the cluster's"),
+    option("--account", help="default: the user's"),
+    option("--time", metavar="LIMIT", help="minutes, HH:MM:SS, D-HH ...; default: the partition's"),
+    option(
+        "--stop-before",
+        type=positive,
+        metavar="SECONDS",
+        help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter of "
+        "--time; what `plan` asks for, if `launch slurm` has --gpu)",
+    ),
+    option("--container-image", metavar="IMAGE", help="for pyxis/enroot"),
+    option(
+        "--container-mounts",
+        metavar="SRC:DST,...",
+        help="besides the current folder and output_dir, which are mounted where they are",
+    ),
+    option(
+        "--venv",
+        metavar="DIR",
+        help="virtual environment of the ranks (default: this command's own; with --container-image: none, the image's "
+        "python3)",
+    ),
+    option(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="=--OPTION[=value]",
+        help=f"any option of sbatch, as in --sbatch=--mem=500G; repeatable; --cpus-per-task is {CORES} with GPUs",
+    ),
+    option("--dry-run", action="store_true", help="print the script, submit nothing"),
+)
+SLURM = (
+    option(
+        "--gpu",
+        metavar="KIND",
+        help="of the nodes, as for `plan` (h100-80, ...): --stop-before and --mem are what the plan asks for",
+    ),
+    option(
+        "--rollout-nodes",
+        type=_count_or_0,
+        default=0,
+        metavar="K",
+        help="further nodes that only run SGLang servers, for rollout.placement=split (default 0: none)",
+    ),
+)
+NEMO = (
+    option("--executor", choices=("local", "slurm"), default="local", help="of the tasks (default: this machine)"),
+    option(
+        "--tasks",
+        type=_tasks,
+        default=("train",),
+        metavar="convert,train,eval",
+        help="one after the other, each only if the one before succeeded (default: train)",
+    ),
+    option(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="key=value,value,...",
+        help="a training for each value, of each combination where given several times; output_dir gets a folder each",
+    ),
+    option("--retries", type=_count_or_0, default=3, help="restarts of a SLURM job, of whatever cause (default 3)"),
+    option("--ssh", metavar="USER@HOST", help="a login node of the cluster (default: this machine is one)"),
+    option("--job-dir", metavar="DIR", help="with --ssh: nemo-run's folder on the cluster"),
+    option("--detach", action="store_true", help="return once submitted (--executor slurm)"),
+)
+
+
+def program(python: str | Path, command: str, words: Sequence[str]) -> list[str]:
+    """Returns the argument list of `dynamo-megatron COMMAND WORDS` under that interpreter."""
+    return [str(python), "-P", "-m", "dynamo_megatron.cli", command, *words]
+
+
+def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Config:
+    """Returns the composed config; errors in it are found now and not after hours in a queue. Needs neither torch nor
+    the model.
+
+    Raises ConfigError as `compose` does, for an output_dir with files that are not of a run, and for a number of ranks
+    that the layout does not divide.
+    """
+    config, _ = compose(files, keys)
+    refuse_foreign(Path(config.output_dir))
+    p = config.parallel
+    if ranks % p.model_ranks:
+        raise ConfigError(
+            f"parallel: {ranks} ranks can't be cut into tp {p.tp} x pp {p.pp} x cp {p.cp} = {p.model_ranks}; "
+            "change --nodes, --ranks-per-node or the layout"
+        )
+    return config
+
+
+def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
+    """Raises ConfigError where the run's own servers are not an equal share for each of `server_nodes`, or cannot be
+    reached from the other ones of all its `nodes`."""
+    rollout = config.rollout
+    if rollout.engine == "recorded" or rollout.placement == "external":
+        return
+    if rollout.servers % server_nodes:
+        raise ConfigError(
+            f"rollout.servers: {rollout.servers} servers are not an equal share for each of {server_nodes} nodes"
+        )
+    if nodes > 1 and "host" not in rollout.model_fields_set:
+        raise ConfigError(
+            f"rollout.host: its default, {rollout.host}, is out of the other nodes' reach, and there are {nodes}; name "
+            "a network interface of all of them, as in rollout.host=ib0"
+        )

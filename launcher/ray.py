@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.launcher.command import check_servers, checked_config, program
+from dynamo_megatron.launcher.options import check_servers, checked_config, program
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard
@@ -134,23 +134,14 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
 
 def _connect(address: str | None, actors: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet = {"log_to_driver": False, "logging_level": "error"}  # the children's lines come through `poll`
+    how = {"address": address}
+    if address is None:  # `num_cpus` is only for Ray's own count: it binds nothing to cores
+        how = {"address": "local", "include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, actors)}
     try:
-        if address is None:
-            cpus = max(os.cpu_count() or 1, actors)  # only for Ray's own count: it binds nothing to cores
-            ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
-        else:
-            ray.init(address=address, **quiet)
+        ray.init(**how, log_to_driver=False, logging_level="error")  # the children's lines come through `poll`
     except (ConnectionError, RuntimeError, ValueError) as error:
         text = on_one_line(str(error), 200)
         raise ConfigError(f"--address: no Ray cluster at {address}: {text}; start one with `ray start`") from None
-
-
-def _serving_gpus(config: Config, servers: int) -> list[int]:
-    """Returns, for each actor that serves, the GPUs of its rollout server and of the reward model's servers that it
-    starts."""
-    names = (reward_servers.server_names(config, servers, i) for i in range(servers))
-    return [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
 
 
 class RayRun:
@@ -160,8 +151,10 @@ class RayRun:
         self._config = config
         self._output = Path(config.output_dir).absolute()
         self._words, self._ranks, self._servers = list(words), ranks, servers
-        self._bundles = [{"CPU": 1, **({"GPU": 1} if gpu else {})}] * ranks
-        self._bundles += [{"CPU": 1, **({"GPU": n} if gpu else {})} for n in _serving_gpus(config, servers)]
+        # An actor that serves has the GPUs of its rollout server, and of the reward model's servers that it starts.
+        names = (reward_servers.server_names(config, servers, i) for i in range(servers))
+        serving = [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
+        self._bundles = [{"CPU": 1, **({"GPU": n} if gpu else {})} for n in (*[1] * ranks, *serving)]
         self._placed: list[Placed] = []
         self._asked: set[int] = set()
 
@@ -289,31 +282,30 @@ class RayRun:
         """Prints what the children have written and notes which have ended. Raises RunFailed for an actor that is
         gone."""
         asked = [(p, p.actor.poll.remote()) for p in self._placed if p.code is None]
-        dead: RunFailed | None = None
+        dead: list[RunFailed] = []
         for placed, reference in asked:
             try:
                 placed.code, text = self._get(placed, reference)
             except RunFailed as failure:
-                dead = dead or failure
+                dead.append(failure)
                 continue
             prefix = "" if placed is self._placed[0] else f"[{placed.name}] "
             for line in text.splitlines():
                 print(prefix + line, flush=True)
-        if dead is not None:
-            raise dead
+        for failure in dead[:1]:
+            raise failure
 
     def _get(self, placed: Placed, reference: ray.ObjectRef) -> object:
+        where = f"{placed.name} on {placed.address or placed.node}"
         try:
             return ray.get(reference, timeout=SILENCE)
         except GetTimeoutError:
-            raise RunFailed(f"{placed.name} on {placed.address or placed.node}: no answer in {SILENCE:g} s") from None
+            raise RunFailed(f"{where}: no answer in {SILENCE:g} s") from None
         except RayActorError as error:
             text = on_one_line(str(error))
             detail = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text)
-            raise RunFailed(
-                f"{placed.name} on {placed.address or placed.node}: its actor died "
-                f"({detail[1] if detail else text[:300]}); {after_a_stop(self._output)}"
-            ) from None
+            why = detail[1] if detail else text[:300]
+            raise RunFailed(f"{where}: its actor died ({why}); {after_a_stop(self._output)}") from None
 
 
 def _unplaceable(bundles: Sequence[Mapping[str, int]], wait: float) -> str:

@@ -6,7 +6,6 @@ The script is a head of #SBATCH lines and variables, rendered here, and `slurm.s
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import shutil
 import subprocess
@@ -16,8 +15,7 @@ from pathlib import Path
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launcher.command import check_servers, checked_config, program
-from dynamo_megatron.launcher.options import JobOptions
+from dynamo_megatron.launcher.options import check_servers, checked_config, completed, program
 
 BODY = Path(__file__).with_name("slurm.sh")
 SHELLCHECK = "# shellcheck disable=SC2016  # values are not for bash to expand"
@@ -25,11 +23,11 @@ SHELLCHECK = "# shellcheck disable=SC2016  # values are not for bash to expand"
 
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
     """Writes output_dir/train.sbatch and submits it, or prints it. Raises ConfigError; returns an exit code."""
-    job = JobOptions.from_arguments(options)
+    job = completed(options)
     config = checked_config(files, keys, job.ranks)
     if job.gpus_per_node:
         config = config.with_servers(job.ranks, job.nodes)
-        job = _planned(config, job, options)
+        _plan(config, job)
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
         raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
     check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes)
@@ -39,37 +37,33 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
         print(script, end="")
         return 0
     (output / "logs").mkdir(parents=True, exist_ok=True)  # SLURM creates no folder for a job's output
-    (output / "train.sbatch").write_text(script, encoding="utf-8")
-    return submit(output / "train.sbatch")
+    file = output / "train.sbatch"
+    file.write_text(script, encoding="utf-8")
+    if shutil.which("sbatch") is None:
+        raise ConfigError(f"sbatch: not found here; submit {file} on a machine of the cluster, or use --dry-run")
+    if subprocess.run(["sbatch", str(file)], check=False).returncode:  # it prints one line to stdout
+        return 1
+    print(f"script: {file}\nlogs: {output / 'logs'}", flush=True)
+    return 0
 
 
-def _planned(config: Config, job: JobOptions, options: argparse.Namespace) -> JobOptions:
-    """Returns the job with what `plan` asks for where the user has not: host memory, and at least the default of
-    --stop-before. Without --gpu returns it as it is, with a line on stderr. Raises ConfigError where there is no
-    plan."""
-    if options.gpu is None:
+def _plan(config: Config, job: argparse.Namespace) -> None:
+    """Gives the job what `plan` asks for where the user has not: host memory, and at least the default of
+    --stop-before; without --gpu prints a line on stderr. Raises ConfigError where there is no plan."""
+    if job.gpu is None:
         default = f"--stop-before: {job.stop_before} s; --mem: the cluster's default, unless --sbatch has it"
         print(f"{default}; with --gpu KIND they are what `plan` asks for", file=sys.stderr)
-        return job
+        return
     from dynamo_megatron.planning.command import cluster_of, plan_of
 
-    plan = plan_of(config, cluster_of(options.gpu, job.nodes * job.gpus_per_node, job.gpus_per_node))
-    stop_before = job.stop_before if options.stop_before is not None else max(job.stop_before, plan.stop_before)
-    mem = None if any(option.startswith("--mem") for option in job.sbatch) else plan.memory_asked
-    return dataclasses.replace(job, stop_before=stop_before, mem=mem)
+    plan = plan_of(config, cluster_of(job.gpu, job.nodes * job.gpus_per_node, job.gpus_per_node))
+    if not job.stop_asked:
+        job.stop_before = max(job.stop_before, plan.stop_before)
+    if not any(option.startswith("--mem") for option in job.sbatch):
+        job.mem = plan.memory_asked
 
 
-def submit(script: Path) -> int:
-    """Runs sbatch, which prints one line to stdout; returns an exit code. Raises ConfigError where there is none."""
-    if shutil.which("sbatch") is None:
-        raise ConfigError(f"sbatch: not found here; submit {script} on a machine of the cluster, or use --dry-run")
-    done = subprocess.run(["sbatch", str(script)], check=False)
-    if done.returncode == 0:
-        print(f"script: {script}\nlogs: {script.parent / 'logs'}", flush=True)
-    return 1 if done.returncode else 0
-
-
-def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: Path) -> str:
+def render(job: argparse.Namespace, files: Sequence[str], keys: Sequence[str], output: Path) -> str:
     """Returns the script that trains into `output` (absolute), run in the current folder. Raises ConfigError for a path
     that SLURM cannot write to."""
     if set(str(output)) & set('\\\n"'):
@@ -83,8 +77,7 @@ def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: P
             f"--container-mounts={','.join(dict.fromkeys(mounts))}",
             f"--container-workdir={folder}",
         ]
-    commands = {"train": program(job.python, "train", words)}
-    commands["serve"] = []
+    commands = {"train": program(job.python, "train", words), "serve": []}
     if job.rollout_nodes:
         servers = program(job.python, "serve", ["--nodes", str(job.rollout_nodes), *words])
         commands["serve"] = ["bash", "-c", 'exec "$@" --node "$SLURM_PROCID"', "serve", *servers]
@@ -102,7 +95,7 @@ def render(job: JobOptions, files: Sequence[str], keys: Sequence[str], output: P
     return "\n".join(head) + "\n\n" + BODY.read_text(encoding="utf-8")
 
 
-def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
+def sbatch_lines(job: argparse.Namespace, folder: Path, output: Path) -> list[str]:
     """Returns what follows #SBATCH on each line; the user's own options come last, and so take precedence."""
     pattern = str(output).replace("%", "%%")
     options = {
@@ -121,12 +114,8 @@ def sbatch_lines(job: JobOptions, folder: Path, output: Path) -> list[str]:
         "output": f"{pattern}/logs/slurm-%j.out",
     }
     lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in options.items() if value is not None]
-    return [*lines, "--requeue", *map(sbatch_option, job.sbatch)]
-
-
-def sbatch_option(option: str) -> str:
-    name, equals, value = option.partition("=")
-    return f"{name}={sbatch_quote(value)}" if equals else name
+    own = (option.partition("=") for option in job.sbatch)
+    return [*lines, "--requeue", *(f"{name}={sbatch_quote(value)}" if equals else name for name, equals, value in own)]
 
 
 def sbatch_quote(value: str) -> str:

@@ -1,4 +1,4 @@
-"""A wheel, an editable install and pytest from the root import the same dynamo_megatron.kernels."""
+"""A wheel has all that the checkout has."""
 
 import os
 import shutil
@@ -11,15 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-
-
-def test_the_editable_install_and_pytest_import_the_trees_kernels():
-    from dynamo_megatron import kernels
-
-    assert Path(kernels.__file__) == ROOT / "kernels" / "__init__.py"
-    command = [sys.executable, "-P", "-c", "import dynamo_megatron.kernels as k; print(k.__file__)"]
-    seen = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    assert seen == kernels.__file__
 
 
 @pytest.mark.full

@@ -49,19 +49,6 @@ def test_a_pilots_budget_goes_to_the_prompts_that_are_sometimes_solved(tmp_path)
         assert [row.get("round", 0) for row in record.allocation_rows()] == [0] * BATCH + [1] * len(mixed)
 
 
-def test_reinforce_ada_samples_until_it_has_both_or_the_most(tmp_path):
-    live = make_controller(tmp_path, 30, Answering(RolloutStore(tmp_path)), algorithm(ADA))
-    batch, record = batch_of(live, 1)
-    ids = record.allocations[0].prompt_ids
-    unfinished = [p for p in ids if kinds([p]) != {2}]
-    assert [a.prompt_ids for a in record.allocations] == [ids, unfinished, unfinished]
-    assert record.result.counts["requested"] == 16 + 8 * len(unfinished)
-    assert Counter(batch.rollouts.prompt_ids) == dict.fromkeys(ids, 4)
-    mixed = np.array([kinds([p]) == {2} for p in batch.rollouts.prompt_ids])
-    assert mixed.any() and not batch.advantages[~mixed].any()
-    np.testing.assert_allclose(np.abs(batch.advantages[mixed]), 2 / 3, rtol=1e-12)
-
-
 def test_what_is_left_out_is_in_the_baseline(tmp_path):
     """Every fourth is right: 3 of 12, of which 2 and 2 wrong ones are kept."""
 

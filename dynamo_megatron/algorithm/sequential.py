@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.config.allocation import SequentialConfig
+from dynamo_megatron.config.method import SequentialConfig
 
 
 @dataclass(frozen=True)

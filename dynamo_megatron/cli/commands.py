@@ -1,4 +1,4 @@
-"""The functions that carry out the commands of `command_options`."""
+"""The functions that carry out the commands of `cli/options.py`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dynamo_megatron.cli.options import parser
 from dynamo_megatron.config import shipped
@@ -21,9 +20,10 @@ from dynamo_megatron.config.files import ConfigError, compose, describe
 from dynamo_megatron.config.peer_keys import ours
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.launcher.local import stopped_early
+from dynamo_megatron.launcher.slurm import adopt_rank
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
-from dynamo_megatron.tracking.progress import Progress
+from dynamo_megatron.tracking.progress import Progress, terminal_width, wrapped
 
 
 def carry_out(arguments: list[str]) -> int:
@@ -33,8 +33,11 @@ def carry_out(arguments: list[str]) -> int:
     if unknown := [word for word in rest if word.startswith("-") or not hasattr(options, "config")]:
         print("\n".join(_unknown(word, options.subparser) for word in unknown), file=sys.stderr)
         return 2
+    options.arguments, words = arguments, [*getattr(options, "config", []), *rest]
+    options.keys = [word for word in words if "=" in word and not os.path.exists(word)]
+    options.files = [word for word in words if word not in options.keys]
     try:
-        return _COMMANDS[options.command](options, rest, arguments)
+        return _COMMANDS[options.command](options)
     except InputError as error:
         show(str(error))
         return 2
@@ -61,11 +64,9 @@ def _loading_packages() -> contextlib.closing[Progress]:
     return contextlib.closing(progress)
 
 
-def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.launcher.slurm import adopt_rank
-
+def _train(options: argparse.Namespace) -> int:
     adopt_rank(os.environ)
-    config, origins = compose(*_files_and_keys(options.config + rest))
+    config, origins = compose(options.files, options.keys)
     import dynamo_megatron.rollout.retention  # noqa: F401  the handler uses it, and must not find it half imported
 
     # There is nothing to save yet. A rank keeps the default action of SIGTERM: launchers also send SIGTERM because
@@ -96,11 +97,11 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     if (why := job.nothing_left()) is not None:
         print(why)
         return 0
-    job.check_start()
+    job.output.check_start()
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # until the launcher handles them
-    os.execv(sys.executable, _local_ranks(ranks, config.output_dir, arguments))
+    _become_launcher(ranks, config.output_dir, options)
 
 
 def _end_start(output_dir: Path, number: int, _frame: Any) -> None:
@@ -109,7 +110,14 @@ def _end_start(output_dir: Path, number: int, _frame: Any) -> None:
     os._exit(130 if number == signal.SIGINT else 75)
 
 
-def _configs(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _become_launcher(ranks: int, output_dir: str, options: argparse.Namespace) -> NoReturn:
+    """Replaces this process, which has imported torch for its checks, and would hold 0.2 GB for as long as the ranks
+    run."""
+    words = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", str(ranks), output_dir, *options.arguments]
+    os.execv(sys.executable, words)
+
+
+def _configs(options: argparse.Namespace) -> int:
     if options.name is None:
         print(shipped.listing())
         return 0
@@ -119,11 +127,9 @@ def _configs(options: argparse.Namespace, rest: list[str], arguments: list[str])
     return 0
 
 
-def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.launcher.slurm import adopt_rank
-
+def _preflight(options: argparse.Namespace) -> int:
     adopt_rank(os.environ)
-    config, _ = compose(*_files_and_keys(options.config + rest))
+    config, _ = compose(options.files, options.keys)
     from dynamo_megatron.jobs.start_checks import default_ranks, on_this_machine
     from dynamo_megatron.preflight.command import preflight
 
@@ -131,10 +137,10 @@ def _preflight(options: argparse.Namespace, rest: list[str], arguments: list[str
     return preflight(on_this_machine(config, ranks), ranks, with_server=not options.no_server)
 
 
-def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    words = options.config + rest
+def _launch(options: argparse.Namespace) -> int:
     if options.launcher == "local":
-        return carry_out(["train", *words, *(["--ranks", str(options.ranks)] if options.ranks else [])])
+        ranks = ["--ranks", str(options.ranks)] if options.ranks else []
+        return carry_out(["train", *options.files, *options.keys, *ranks])
     try:
         launch = importlib.import_module(f"dynamo_megatron.launcher.{options.launcher}").launch
     except ModuleNotFoundError as error:
@@ -142,14 +148,14 @@ def _launch(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
         raise ConfigError(
             f"launch {options.launcher}: this interpreter has no {error.name}; {where.get(options.launcher)}"
         ) from None
-    return launch(options, *_files_and_keys(words))
+    return launch(options, options.files, options.keys)
 
 
-def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _serve(options: argparse.Namespace) -> int:
     # SIGUSR1 tells the ranks to save, for which they need the servers, and SLURM may send it to every process of a job.
     # Processes that are started here and the threads of libraries ignore it, too.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    config, _ = compose(*_files_and_keys(options.config + rest))
+    config, _ = compose(options.files, options.keys)
     if not 0 <= options.node < options.nodes:
         raise ConfigError(f"--node: {options.node} is not one of 0 to {options.nodes - 1}")
     from dynamo_megatron.rollout.servers.serve import serve
@@ -157,14 +163,14 @@ def _serve(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     return serve(config, options.nodes, options.node)
 
 
-def _eval(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _eval(options: argparse.Namespace) -> int:
     with _loading_packages():
         from dynamo_megatron.jobs.eval import evaluate
 
-    return evaluate(*_files_and_keys(options.config + rest), options.model, options.suite, options.out)
+    return evaluate(options.files, options.keys, options.model, options.suite, options.out)
 
 
-def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _convert(options: argparse.Namespace) -> int:
     from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf
 
     try:
@@ -179,17 +185,20 @@ def _convert(options: argparse.Namespace, rest: list[str], arguments: list[str])
     return 0
 
 
-def _inspect(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _inspect(options: argparse.Namespace) -> int:
     from dynamo_megatron.checkpoint.inspection import inspect_command
 
+    if (options.path is None) == (options.diff is None):
+        options.subparser.error("give one PATH, or --diff A B")
     return inspect_command(options.path, options.diff)
 
 
-def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _plan(options: argparse.Namespace) -> int:
     from dynamo_megatron.planning.command import plan
 
     return plan(
-        *_files_and_keys(options.config + rest),
+        options.files,
+        options.keys,
         gpu=options.gpu,
         gpus=options.gpus,
         gpus_per_node=options.gpus_per_node,
@@ -198,23 +207,20 @@ def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
     )
 
 
-def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _report(options: argparse.Namespace) -> int:
     from dynamo_megatron.reports.page import watch, write_report
-    from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     out = options.out or options.run[0]
     if options.watch is not None:
         watch(options.run, out, options.watch, options.rollout, lambda line: show(line, sys.stdout))
         return 0
     text = write_report(options.run, out, options.rollout)
-    text += (
-        f"\n\nThe page with all charts and rollouts is {out / 'report.html'}; report.md and report.png are beside it."
-    )
-    print(wrapped(printable(text), terminal_width(sys.stdout)))
+    page = f"The page with all charts and rollouts is {out / 'report.html'}; report.md and report.png are beside it."
+    print(wrapped(printable(f"{text}\n\n{page}"), terminal_width(sys.stdout)))
     return 0
 
 
-def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _samples(options: argparse.Namespace) -> int:
     from dynamo_megatron.reports.samples import Choice, read_samples
 
     choice = Choice(options.step, options.prompt, options.best, options.worst, options.limit)
@@ -228,26 +234,22 @@ def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str])
     return 0
 
 
-def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _replay(options: argparse.Namespace) -> int:
     if options.step is not None:
-        return _replay_step(options, arguments)
+        return _replay_step(options)
     if options.ranks is not None or not options.run:
         raise ConfigError("replay: name a RUN, or with --step RUN N one of its steps")
-    if more := options.run[1:]:
+    run, *more = options.run
+    if more:
         raise ConfigError(_unknown(more[0], options.subparser))
     from dynamo_megatron.replay.command import write_replay
-    from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
-    text = write_replay(
-        Path(options.run[0]), options.allocator, options.success_threshold, options.reward_key, options.out
-    )
+    text = write_replay(Path(run), options.allocator, options.success_threshold, options.reward_key, options.out)
     print(wrapped(printable(text), terminal_width(sys.stdout)))
     return 0
 
 
-def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
-    from dynamo_megatron.launcher.slurm import adopt_rank
-
+def _replay_step(options: argparse.Namespace) -> int:
     adopt_rank(os.environ)
     run, number = options.step
     if not number.isdecimal():
@@ -265,16 +267,10 @@ def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
     ranks = options.ranks or had
     check_gpus(ranks)
     StepReplay(config).check(ranks)
-    os.execv(sys.executable, _local_ranks(ranks, config.output_dir, arguments))
+    _become_launcher(ranks, config.output_dir, options)
 
 
-def _local_ranks(ranks: int, output_dir: str, arguments: Sequence[str]) -> list[str]:
-    """Returns the command line of the launcher that replaces this process. This process has imported torch for its
-    checks, and would hold 0.2 GB for as long as the ranks run."""
-    return [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", str(ranks), output_dir, *arguments]
-
-
-def _compare(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
+def _compare(options: argparse.Namespace) -> int:
     from dynamo_megatron.comparison.runs import compare
 
     return compare(options)
@@ -296,8 +292,3 @@ _COMMANDS = {
     "replay": _replay,
     "compare": _compare,
 }
-
-
-def _files_and_keys(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    keys = [word for word in words if "=" in word and not os.path.exists(word)]
-    return [word for word in words if word not in keys], keys

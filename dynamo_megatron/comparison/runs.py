@@ -24,7 +24,7 @@ from dynamo_megatron.comparison.spec import PlannedRun, RunOutcome, planned_runs
 from dynamo_megatron.comparison.table import write_comparison
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launcher.command import program
+from dynamo_megatron.launcher.options import program
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import server_names

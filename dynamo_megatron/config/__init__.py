@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field
 
-from dynamo_megatron.config.allocation import AllocationConfig, DynamicSamplingConfig, SequentialConfig
-from dynamo_megatron.config.data import DataConfig
 from dynamo_megatron.config.method import (
     AdvantageConfig,
+    AllocationConfig,
+    DynamicSamplingConfig,
     KLConfig,
     LossConfig,
     ModulationConfig,
@@ -20,16 +20,16 @@ from dynamo_megatron.config.method import (
     RolloutCorrectionConfig,
     Seconds,
     Section,
-    built_in_or_function,
-    check_loss_fits,
+    SequentialConfig,
+    built_in,
+    loss_faults,
 )
 from dynamo_megatron.config.reward import COMPARING, RewardConfig
 from dynamo_megatron.config.rollout import RolloutConfig
+from dynamo_megatron.runtime.user_code import SPEC
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-
-EVALUATION = "evaluation"  # context of the validation: nothing is trained, so only evaluation's options are to fit
 
 
 class ModelConfig(Section):
@@ -37,6 +37,72 @@ class ModelConfig(Section):
     family: str | None = None  # None: from config.json's model_type, which it cannot contradict
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # float16 needs loss scaling, which the policy head lacks
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
+
+
+class SelectionConfig(Section):
+    """Which of the data's next prompts a step draws, by their earlier rollouts; a text is the kind."""
+
+    of_kinds = {
+        "candidates": ("priority", "thompson"),
+        "exploration": ("priority",),
+        "weights": ("priority",),
+        "target": ("thompson",),
+        "zero_variance": ("greso",),
+    }
+    # uniform: all of them in turn. priority (SPO, arXiv 2509.13232): in proportion to sqrt(p(1-p)) + exploration.
+    # thompson (MoPPS, arXiv 2507.04632): those whose sampled success rate is nearest to target. greso (GRESO, arXiv
+    # 2506.02177): skips at random prompts whose last groups were all right or all wrong
+    kind: Literal["uniform", "priority", "thompson", "greso"] = "uniform"
+    candidates: Positive | None = 8  # priority, thompson: prompts that one is chosen from; None: all of the data
+    exploration: Annotated[float, Field(gt=0)] = 0.05  # priority: what a prompt of p = 0 or 1 has
+    weights: bool = False  # priority: a prompt's loss times its uniform probability over its own, which is unbiased
+    target: Annotated[float, Field(ge=0, le=1)] = 0.5  # thompson: success rate
+    zero_variance: Annotated[float, Field(ge=0, le=1)] = 0.25  # greso: share of groups of equal rewards aimed at
+
+
+def _by_kind(value: object) -> object:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class DataConfig(Section):
+    source: str  # file.jsonl | file.parquet | datasets:NAME?split=S | reasoning_gym:NAME?size=N&key=value | module:fn
+    prompt_key: str | None = None  # dotted; text or chat messages; None: problem, question or prompt
+    answer_key: str | None = None  # dotted; None: answer, or verl's reward_model.ground_truth
+    limit: Positive | None = None  # the first N problems; None: all, of module:fn read as the run goes on
+    id_key: str = "id"  # rows without it get an id from their content
+    template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
+    chat_template: str | None = None  # None: the tokenizer's; "plain": lines of User: and Assistant:; or a Jinja file
+    template_args: dict[str, Any] = {}  # chat only: variables of the chat template, such as {enable_thinking: false}
+    system_prompt: str | None = None  # chat only
+    few_shot: str = ""  # text before the plain template
+    shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
+    batch_prompts: Positive = 32
+    selection: Annotated[SelectionConfig, BeforeValidator(_by_kind)] = SelectionConfig()
+    max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
+    on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
+    # of a row that is no problem, or lacks the answer that a reward needs; skipped rows are counted
+    on_bad_row: Literal["skip", "error"] = "skip"
+
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if self.streamed and self.selection.candidates is None:
+            yield (
+                f"selection.candidates: null needs all problems at the start, and those of {self.source} are read "
+                "while the run goes on; give a number, or set limit to read that number at the start"
+            )
+        if taken := {"messages", "tools", "add_generation_prompt"} & self.template_args.keys():
+            yield f"template_args: {min(taken)} is not for the configuration to set"
+        if self.template == "chat":
+            yield from self.unused(["few_shot"], "goes with a plain template; put chat examples into the messages")
+            return
+        if "{prompt}" not in self.template:
+            yield "template: give 'chat' or a text that contains {prompt}"
+        yield from self.unused(["system_prompt", "chat_template", "template_args"], "goes with template 'chat'")
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the problems are read while the run goes on, and not all at its start."""
+        libraries = ("datasets:", "reasoning_gym:")
+        return self.limit is None and not self.source.startswith(libraries) and bool(SPEC.fullmatch(self.source))
 
 
 class ParallelConfig(Section):
@@ -54,13 +120,11 @@ class ParallelConfig(Section):
         """Ranks that hold one replica of the model and work on the same sequences."""
         return self.tp * self.pp * self.cp
 
-    @model_validator(mode="after")
-    def _fits(self) -> ParallelConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence_parallel: needs tp above 1")
+            yield "sequence_parallel: needs tp above 1"
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp: {self.vpp} chunks a stage need pp above 1")
-        return self
+            yield f"vpp: {self.vpp} chunks a stage need pp above 1"
 
 
 class AlgorithmConfig(Section):
@@ -80,11 +144,9 @@ class AlgorithmConfig(Section):
             self.sequential is not None and self.sequential.kind == "reinforce_ada"
         )
 
-    @model_validator(mode="after")
-    def _loss_fits(self, info: ValidationInfo) -> AlgorithmConfig:
-        if info.context != EVALUATION:
-            check_loss_fits(self.loss, self.modulation, self.kl)
-        return self
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if training:
+            yield from loss_faults(self.loss, self.modulation, self.kl)
 
 
 class SpikeConfig(Section):
@@ -118,14 +180,12 @@ class StopConfig(Section):
     mode: Literal["max", "min"] = "max"
     wall_time: Annotated[float, Field(gt=0)] | None = None  # seconds of this process; then save and exit 75, resumable
 
-    @model_validator(mode="after")
-    def _complete(self) -> StopConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         asked = [n for n in ("above", "below", "patience") if getattr(self, n) is not None]
         if asked and self.metric is None:
-            raise ValueError(f"metric: name the metric that {', '.join(asked)} is about")
+            yield f"metric: name the metric that {', '.join(asked)} is about"
         if self.metric is not None and not asked:
-            raise ValueError(f"metric: say with above, below or patience when {self.metric} ends the run")
-        return self
+            yield f"metric: say with above, below or patience when {self.metric} ends the run"
 
 
 class TrainerConfig(Section):
@@ -165,31 +225,26 @@ class EvalConfig(Section):
     cache: bool = True  # responses of the evaluation before training are kept for other runs of the same model
     every: Positive | None = None  # steps of training between evaluations, with one before and after; None: none
 
-    @model_validator(mode="after")
-    def _enough_samples(self) -> EvalConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if max(self.k) > self.samples:
-            raise ValueError(f"k: pass@{max(self.k)} needs that many samples a problem, samples is {self.samples}")
+            yield f"k: pass@{max(self.k)} needs that many samples a problem, samples is {self.samples}"
         if self.every and self.data is None:
-            raise ValueError("data: name the problems to evaluate on")
-        return self
+            yield "data: name the problems to evaluate on"
 
 
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
 
 
 class TrackingConfig(Section):
-    # metrics.jsonl is always written
-    backends: list[str] = ["jsonl"]  # jsonl, tensorboard, wandb, mlflow, or module:Class of yours
+    """metrics.jsonl is always written."""
+
+    # jsonl, tensorboard, wandb, mlflow, or module:Class of yours
+    backends: list[Annotated[str, built_in(TRACKERS)]] = ["jsonl"]
     project: str = "dynamo-megatron"  # of wandb; mlflow's experiment
     name: str | None = None  # of the run there; None: the name of output_dir
     # Steps that torch's profiler records, on the ranks of one replica of the model: Chrome traces in output_dir/profile
     profile_steps: list[Positive] = []
     token_rollouts: Annotated[int, Field(ge=0)] = 0  # rollouts of a step whose tokens' statistics are kept, in tokens/
-
-    @field_validator("backends")
-    @classmethod
-    def _known(cls, backends: list[str]) -> list[str]:
-        return [built_in_or_function(name, TRACKERS) for name in backends]
 
 
 class Config(Section):
@@ -251,18 +306,11 @@ class Config(Section):
             if asked and (high == 1 or (uniform and budget <= prompts)):
                 yield f"{key}: goes by groups of equal rewards, and one rollout a prompt makes none; ask for 2 or more"
 
-    @model_validator(mode="after")
-    def _across_sections(self, info: ValidationInfo) -> Config:
-        faults = list(self._contradictions()) if info.context != EVALUATION else []
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.rollout.agent is not None and self.data.template != "chat":
-            faults.append(
-                "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
-            )
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
-
-    def _contradictions(self) -> Iterator[str]:
+            yield "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
+        if not training:
+            return
         yield from staleness_faults(self)
         yield from quantization_faults(self)
         prompts = self.batch_prompts
@@ -318,8 +366,13 @@ class Config(Section):
         return variables
 
     def with_servers(self, ranks: int, nodes: int) -> Config:
-        """As `RolloutConfig.with_servers`."""
-        return self.model_copy(update={"rollout": self.rollout.with_servers(ranks, nodes)})
+        """Of a run with a GPU for each of its ranks: colocated servers, where their number is unset, are as many as the
+        GPUs of the ranks have room for, an equal number on each node and at least one."""
+        rollout = self.rollout
+        if "servers" in rollout.model_fields_set or rollout.placement != "colocated":
+            return self
+        servers = nodes * max(1, ranks // nodes // rollout.tp)
+        return self.model_copy(update={"rollout": rollout.model_copy(update={"servers": servers})})
 
     def policy_loss(self) -> PolicyLossConfig:
         """Of the built-in losses; `kind` says nothing where the loss is a function of the user's."""
@@ -353,7 +406,7 @@ def sequential_faults(config: Config, budget: int, low: int, high: int) -> Itera
     algorithm, rule = config.algorithm, config.algorithm.sequential
     if rule is None:
         return
-    for fault in rule.faults(budget, config.batch_prompts, low, high):
+    for fault in rule.faults_in(budget, config.batch_prompts, low, high):
         yield f"algorithm.sequential.{fault}"
     if algorithm.dynamic_sampling is not None:
         yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"

@@ -1,18 +1,19 @@
-"""The sections of the configuration that make a method: advantages, modulation, loss, correction. Without torch."""
+"""The sections of the configuration that make a method: allocation, advantages, modulation, loss, correction."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from dynamo_megatron.runtime.user_code import SPEC
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]  # of a wait: the system's own end at 24 days
+EVALUATION = "evaluation"  # context of the validation: nothing is trained
 
 
 class Section(BaseModel):
@@ -20,19 +21,24 @@ class Section(BaseModel):
     of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # option -> the kinds of the section that have it
 
     @model_validator(mode="after")
-    def _options_of_the_kind(self) -> Section:
+    def _whole(self, info: ValidationInfo) -> Section:
         kind = getattr(self, "kind", None)
-        others = tuple(name for name, kinds in self.of_kinds.items() if kind not in kinds)
-        self.unused(others, f"no option of kind {kind}")
+        others = [name for name, kinds in self.of_kinds.items() if kind not in kinds]
+        faults = [*self.unused(others, f"no option of kind {kind}"), *self.faults(training=info.context != EVALUATION)]
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
-    def unused(self, names: tuple[str, ...], why: str) -> None:
-        """Raises ValueError, a line each, for options `names` that are not at their defaults and would do nothing."""
-        defaults = {name: type(self).model_fields[name].default for name in names}
-        changed = {name: value for name, value in defaults.items() if getattr(self, name) != value}
-        if changed:
-            texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in changed.items()}
-            raise ValueError("\n".join(f"{name}: {why}; set it to {text}" for name, text in texts.items()))
+    def faults(self, *, training: bool) -> Iterator[str]:
+        """What is wrong with the section whose values are each valid, "key: why" each. `training`: else only the
+        options of an evaluation are to fit."""
+        yield from ()
+
+    def unused(self, names: Iterable[str], why: str) -> Iterator[str]:
+        """A fault for each of the options `names` that is not at its default and would do nothing."""
+        for name in names:
+            if getattr(self, name) != (default := type(self).model_fields[name].default):
+                yield f"{name}: {why}; set it to {default if isinstance(default, str) else json.dumps(default)}"
 
 
 class EntropyShapingConfig(Section):
@@ -54,15 +60,15 @@ ADVANTAGES = (*GROUP_ADVANTAGES, "otb", "history")
 LOSSES = ("clip", "cispo")
 
 
-def built_in_or_function(value: str, built_in: tuple[str, ...]) -> str:
-    """Raises ValueError for what is neither."""
-    if value not in built_in and not SPEC.fullmatch(value):
-        raise ValueError(f"{value!r} is unknown; give {', '.join(built_in)} or module:function")
-    return value
-
-
 def built_in(names: tuple[str, ...]) -> AfterValidator:
-    return AfterValidator(lambda value: built_in_or_function(value, names))
+    """Of one of `names`, or a function of the user's."""
+
+    def known(value: str) -> str:
+        if value not in names and not SPEC.fullmatch(value):
+            raise ValueError(f"{value!r} is unknown; give {', '.join(names)} or module:function")
+        return value
+
+    return AfterValidator(known)
 
 
 class AdvantageConfig(Section):
@@ -93,16 +99,14 @@ class AdvantageConfig(Section):
             raise ValueError(f"{value!r} is no module:function; name one, or give keys (alpha, kappa)")
         return value
 
-    @model_validator(mode="after")
-    def _used(self) -> AdvantageConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.kind == "otb":
             of_rollouts = ("positive_weight", "normalise")
-            self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
+            yield from self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
         if self.kind != "history" and self.score_ratio not in ("auto", 1):
-            self.unused(("score_ratio",), f"no option of kind {self.kind}")
+            yield from self.unused(["score_ratio"], f"no option of kind {self.kind}")
         if self.kind in ("reinforce", "history") and self.overlong_buffer is not None:
-            raise ValueError(f"overlong_buffer: its penalty is not in the rewards that kind {self.kind} is made for")
-        return self
+            yield f"overlong_buffer: its penalty is not in the rewards that kind {self.kind} is made for"
 
     @property
     def of_the_user(self) -> bool:
@@ -148,11 +152,9 @@ class ClipCovConfig(Section):
     low: float = 1.0  # the covariance of those to choose from
     high: float = 5.0
 
-    @model_validator(mode="after")
-    def _band(self) -> ClipCovConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.low >= self.high:
-            raise ValueError(f"low: {self.low} is not below high {self.high}")
-        return self
+            yield f"low: {self.low} is not below high {self.high}"
 
 
 class KLCovConfig(Section):
@@ -187,17 +189,13 @@ class LossConfig(Section):
     clip_cov: ClipCovConfig | None = None
     kl_cov: KLCovConfig | None = None
 
-    @model_validator(mode="after")
-    def _fits(self) -> LossConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.function is not None:
-            self.unused(BUILT_IN_LOSS, f"an option of the built-in losses, which {self.kind} is not given")
+            yield from self.unused(BUILT_IN_LOSS, f"an option of the built-in losses, which {self.kind} is not given")
         if self.kind == "cispo" and self.clip_ratio_c is not None:
-            raise ValueError(
-                f"clip_ratio_c: {self.clip_ratio_c:g} is a dual clip, which kind cispo lacks; set it to null"
-            )
+            yield f"clip_ratio_c: {self.clip_ratio_c:g} is a dual clip, which kind cispo lacks; set it to null"
         if self.kl_cov is not None and self.ratio != "token":
-            raise ValueError(f"kl_cov: is about the ratio of a token, and ratio is {self.ratio}; set ratio to token")
-        return self
+            yield f"kl_cov: is about the ratio of a token, and ratio is {self.ratio}; set ratio to token"
 
     @property
     def function(self) -> str | None:
@@ -217,30 +215,27 @@ class KLConfig(Section):
     where: Literal["loss", "function"] = "loss"
     reference: str | None = None  # folder of the reference policy, as model.path; None: model.path, the run's start
 
-    @model_validator(mode="after")
-    def _used(self) -> KLConfig:
-        if self.reference is not None and self.coef == 0:
-            raise ValueError("reference: only a coef above 0 uses it")
-        if self.where == "function" and self.coef == 0:
-            raise ValueError("where: function is about the KL term, which only a coef above 0 turns on")
-        return self
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if self.coef == 0:
+            yield from self.unused(["reference"], "only a coef above 0 uses it")
+            why = "function is about the KL term, which only a coef above 0 turns on"
+            yield from self.unused(["where"], why)
 
 
-def check_loss_fits(loss: LossConfig, modulation: ModulationConfig | None, kl: KLConfig) -> None:
-    """Raises ValueError for sections that contradict each other."""
+def loss_faults(loss: LossConfig, modulation: ModulationConfig | None, kl: KLConfig) -> Iterator[str]:
+    """Which sections contradict each other."""
     if modulation is not None and loss.function is not None:
-        raise ValueError(
-            f"modulation: is a part of the built-in loss, which loss.kind {loss.kind} takes the place of; "
-            "set it to null"
-        )
-    for key, only in (("kind", "clip"), ("ratio", "token"), ("old", "policy")):
-        if modulation is not None and (value := getattr(loss, key)) != only:
-            raise ValueError(
-                f"loss.{key}: {value} does not go with modulation, which is defined by {only}; "
-                "set algorithm.modulation to null"
-            )
+        kind = f"loss.kind {loss.kind}"
+        yield f"modulation: is a part of the built-in loss, which {kind} takes the place of; set it to null"
+    elif modulation is not None:
+        for key, only in (("kind", "clip"), ("ratio", "token"), ("old", "policy")):
+            if (value := getattr(loss, key)) != only:
+                yield (
+                    f"loss.{key}: {value} does not go with modulation, which is defined by {only}; set "
+                    "algorithm.modulation to null"
+                )
     if kl.where == "function" and loss.function is None:
-        raise ValueError(
+        yield (
             "kl.where: function leaves the KL term to a function of yours, "
             f"and loss.kind {loss.kind} is none; set it to loss"
         )
@@ -268,8 +263,100 @@ class RolloutCorrectionConfig(Section):
     low: Annotated[float, Field(ge=0)] = 0.0
     high: Annotated[float, Field(gt=0)] = 2.0
 
-    @model_validator(mode="after")
-    def _bounds(self) -> RolloutCorrectionConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.low >= self.high:
-            raise ValueError(f"low: {self.low} is not below high {self.high}")
-        return self
+            yield f"low: {self.low} is not below high {self.high}"
+
+
+ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cures")
+
+
+class AllocationConfig(Section):
+    of_kinds = {"cost": ("neyman",)}
+    # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
+    kind: Annotated[str, built_in(ALLOCATORS)] = "neyman"
+    budget: Positive | None = None  # rollouts a step; None: 8 a prompt
+    rollout_n_min: Positive = 2
+    rollout_n_max: Positive = 24
+    initial_budget: Positive = 8
+    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits in which a rollout's weight halves; not waterfill, cero
+    static: bool = False  # learn from a prompt's first visit alone
+    # energy: of the gradient by the logits; empirical: of the rewards, not 0/1 alone
+    variance: Literal["bernoulli", "surprise", "energy", "empirical"] = "bernoulli"
+    cost: Literal["rollouts", "tokens"] = "rollouts"  # neyman: what is held to the budget; tokens: expected ones
+    prior_by: str | None = None  # data column (dotted) or `source`: its values have a prior each; None: one for all
+    variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
+    power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
+    on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]
+
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if self.rollout_n_min > self.rollout_n_max:
+            yield f"rollout_n_min: {self.rollout_n_min} is above rollout_n_max {self.rollout_n_max}"
+
+    def fit(self, prompts: int, budget: int) -> tuple[int, int, int]:
+        """(budget, rollout_n_min, rollout_n_max) for `prompts` prompts, with min * prompts <= budget <= max * prompts.
+
+        A budget outside the bounds is an error, is clipped to them (`on_shortfall: clip`), or moves the bound that is
+        in its way (`scale`). Raises ValueError.
+        """
+        low, high = self.rollout_n_min, self.rollout_n_max
+        if prompts == 0 or prompts * low <= budget <= prompts * high:
+            return budget if prompts else 0, low, high
+        if self.on_shortfall == "clip":
+            return min(max(budget, prompts * low), prompts * high), low, high
+        if self.on_shortfall == "scale" and budget >= prompts:
+            return budget, min(low, budget // prompts), max(high, -(-budget // prompts))
+        raise ValueError(
+            f"budget: {budget} rollouts for {prompts} prompts is outside [{prompts * low}, {prompts * high}] "
+            "(data.batch_prompts times rollout_n_min and rollout_n_max); change one of them or set on_shortfall: clip"
+        )
+
+
+class DynamicSamplingConfig(Section):
+    """Groups of equal rewards are replaced by those of further prompts (DAPO, arXiv 2503.14476)."""
+
+    rounds: Positive = 4  # of replacement a step, at most
+
+
+class SequentialConfig(Section):
+    """Rounds of a step that look at its own outcomes, `round_n` rollouts of every prompt in the first."""
+
+    of_kinds = {
+        **dict.fromkeys(("lower", "upper", "explore"), ("pilot",)),
+        **dict.fromkeys(("exit", "keep"), ("reinforce_ada",)),
+    }
+    # pilot (Pilot-Commit, arXiv 2605.26606): the rest of the budget to the prompts of middling success rates;
+    # reinforce_ada (Reinforce-Ada, arXiv 2510.04996): rounds until a prompt has right and wrong rollouts
+    kind: Literal["pilot", "reinforce_ada"] = "pilot"
+    round_n: Positive = 8  # rollouts of a prompt in the first round; reinforce_ada: in every round
+    lower: Annotated[float, Field(ge=0, le=1)] = 0.125  # pilot: least share of right rollouts for a second round
+    upper: Annotated[float, Field(ge=0, le=1)] = 0.25  # pilot: least share of wrong ones
+    # pilot: chance of a second round for a prompt without these; above 0: both rounds are groups of their own, with
+    # weights that make the gradient unbiased
+    explore: Annotated[float, Field(ge=0, le=1)] = 0.0
+    exit: Literal["balanced", "positive"] = "balanced"  # reinforce_ada: keep / 2 right and wrong ones, or 1 right one
+    keep: Annotated[int, Field(ge=2)] = 4  # reinforce_ada: rollouts of a prompt that are trained on
+
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if self.lower + self.upper > 1:
+            yield f"lower: {self.lower:g} right and upper: {self.upper:g} wrong are more than 1; lower one"
+
+    def faults_in(self, budget: int, prompts: int, low: int, high: int) -> Iterator[str]:
+        """Why rounds do not fit a step of `budget` rollouts, `low` to `high` of each of `prompts`, one line each."""
+        n = self.round_n
+        if not low <= n <= high:
+            yield f"round_n: {n} is outside allocation.rollout_n_min and rollout_n_max, {low} to {high}"
+        elif self.kind == "reinforce_ada":
+            if high % n:
+                yield f"round_n: {n} does not divide allocation.rollout_n_max, {high}, the most that a prompt gets"
+            if self.keep > n:
+                yield f"keep: {self.keep} rollouts of a prompt, and a first round has {n}; raise round_n or lower keep"
+        elif high - n < low:
+            yield f"round_n: {n} leaves no second round of allocation.rollout_n_min {low} below rollout_n_max {high}"
+        else:
+            least = prompts * (n + low) if self.explore else prompts * n + low
+            if budget < least:
+                yield (
+                    f"round_n: {n} rollouts for each of {prompts} prompts leave {max(0, budget - prompts * n)} of the "
+                    f"budget of {budget}; give allocation.budget {least} or more"
+                )

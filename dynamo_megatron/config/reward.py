@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import regex
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from dynamo_megatron.config.method import Positive, Seconds, Section
 from dynamo_megatron.runtime.user_code import spec_fault
@@ -52,16 +53,14 @@ def _ascending(value: list[float]) -> list[float]:
     return value
 
 
-def _expression(library: Any, groups: int) -> AfterValidator:
-    """Of a regular expression of `library` with at least `groups` groups."""
+def _expression(library: Any) -> AfterValidator:
+    """Of a regular expression of `library`."""
 
     def compiles(value: str) -> str:
         try:
-            found = library.compile(value).groups
+            library.compile(value)
         except library.error as error:
             raise ValueError(f"not a regular expression: {error}") from None
-        if found < groups:
-            raise ValueError(f"{value!r} has no group; put the number in parentheses")
         return value
 
     return AfterValidator(compiles)
@@ -77,7 +76,7 @@ class FormatConfig(Section):
     # each once, in this order, nothing outside
     tags: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]], Field(min_length=1)] = ["think", "answer"]
     # regular expression of the whole response (. matches line ends); then tags are not used
-    pattern: Annotated[str, _expression(re, 0)] | None = None
+    pattern: Annotated[str, _expression(re)] | None = None
 
 
 class CodeConfig(Section):
@@ -108,7 +107,7 @@ class JudgeConfig(Section):
     api_key_env: str | None = None  # environment variable with the key sent as Authorization: Bearer
     template: str = JUDGE_TEMPLATE  # what the judge is asked; {prompt}, {response} and {answer} are replaced
     # regular expression; the first group of its last match in the reply is the number
-    pattern: Annotated[str, _expression(regex, 1)] = (
+    pattern: Annotated[str, _expression(regex)] = (
         r'(?i)score[\s*_"]*[:\uff1a][\s*_"]*([-+\u2212]?\d*\.?\d+(?:e[-+]?\d+)?)'
     )
     range: Range = [0.0, 10.0]  # lowest and highest number of the judge, which become 0 and 1
@@ -116,12 +115,11 @@ class JudgeConfig(Section):
     concurrency: Positive = 32  # requests under way at once
     requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
 
-    @field_validator("template")
-    @classmethod
-    def _has_the_response(cls, value: str) -> str:
-        if "{response}" not in value:
-            raise ValueError("has no {response}: the judge would not see what it scores")
-        return value
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if "{response}" not in self.template:
+            yield "template: has no {response}: the judge would not see what it scores"
+        if not regex.compile(self.pattern).groups:
+            yield f"pattern: {self.pattern!r} has no group; put the number in parentheses"
 
 
 class RewardModelConfig(Section):
@@ -200,39 +198,30 @@ class RewardConfig(Section):
                 raise ValueError(fault)
         return value
 
-    @model_validator(mode="after")
-    def _key_of_one_host(self) -> RewardConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         hosts = sorted({urlsplit(name).netloc for name in self.functions if name.startswith(URLS)})
         if self.api_key_env is not None and len(hosts) != 1:
-            raise ValueError(
-                f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _functions_have_their_settings(self) -> RewardConfig:
+            yield f"api_key_env: the key is for services of one host, and functions has {', '.join(hosts) or 'none'}"
         if self.functions[0] == "prime":
-            raise ValueError(
+            yield (
                 "functions: prime rewards tokens, and whether a rollout succeeds is the first function's to say; name "
                 "another one before it, such as [math, prime]"
             )
         if self.implicit and self.prime.model is None:
-            raise ValueError("prime.model: name the folder of the implicit process reward model (docs/rewards.md)")
+            yield "prime.model: name the folder of the implicit process reward model (docs/rewards.md)"
         if not self.implicit and self.prime != PrimeConfig():
-            raise ValueError("prime: is about the reward prime; put it into functions, such as [math, prime]")
-
+            yield "prime: is about the reward prime; put it into functions, such as [math, prime]"
         if "judge" in self.functions and (self.judge.url is None or self.judge.model is None):
-            raise ValueError("judge: name the endpoint's url and the model that it is asked for")
+            yield "judge: name the endpoint's url and the model that it is asked for"
         model, used = self.reward_model, "reward_model" in self.functions
         if used and model.path is None:
-            raise ValueError("reward_model.path: name the reward model's folder")
+            yield "reward_model.path: name the reward model's folder"
         if used and bool(model.urls) == (self.servers is not None):
-            raise ValueError("servers: the run starts servers of the reward model, or reward_model.urls names them")
+            yield "servers: the run starts servers of the reward model, or reward_model.urls names them"
         if self.servers is not None and not used:
-            raise ValueError("servers: are those of the reward model; put reward_model into functions")
+            yield "servers: are those of the reward model; put reward_model into functions"
         if "code" in self.functions and self.code.seconds >= self.deadline:
-            raise ValueError(
+            yield (
                 f"code.seconds: a test may take {self.code.seconds:g} s and the whole sample {self.deadline:g} s "
                 "(reward.deadline); raise the deadline"
             )
-        return self

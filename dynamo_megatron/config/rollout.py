@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dynamo_megatron.config.method import Positive, Seconds, Section
 from dynamo_megatron.config.reward import Url
@@ -84,37 +85,22 @@ class RolloutConfig(Section):
     offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU
     server_args: list[str] = []  # passed to sglang.launch_server as they are
 
-    def with_servers(self, ranks: int, nodes: int) -> RolloutConfig:
-        """Of a run with a GPU for each of its ranks: colocated servers, where their number is unset, are as many as the
-        GPUs of the ranks have room for, an equal number on each node and at least one."""
-        if "servers" in self.model_fields_set or self.placement != "colocated":
-            return self
-        return self.model_copy(update={"servers": nodes * max(1, ranks // nodes // self.tp)})
-
     def timeout_of(self, max_new_tokens: int | None = None) -> float:
         """Seconds from a rollout's dispatch until it is aborted; `max_new_tokens` None: the config's."""
         if self.timeout is not None:
             return self.timeout
         return max(SHORTEST_TIMEOUT, TOKEN_TIMEOUT * (max_new_tokens or self.max_new_tokens))
 
-    @model_validator(mode="after")
-    def _sampling_contract(self) -> RolloutConfig:
+    def faults(self, *, training: bool) -> Iterator[str]:
         if self.top_p != 1.0:
-            raise ValueError("top_p: training needs 1.0, since the engine's logprobs are of the full softmax")
+            yield "top_p: training needs 1.0, since the engine's logprobs are of the full softmax"
         if (self.engine == "recorded") != (self.recorded is not None):
-            raise ValueError("recorded: name a run's folder together with engine: recorded, and only then")
-        return self
-
-    @model_validator(mode="after")
-    def _servers(self) -> RolloutConfig:
+            yield "recorded: name a run's folder together with engine: recorded, and only then"
         if (self.placement == "external") != bool(self.urls):
-            raise ValueError("urls: name running servers together with placement: external, and only then")
+            yield "urls: name running servers together with placement: external, and only then"
         if self.api_key_env is not None and self.placement != "external":
-            raise ValueError("api_key_env: goes with placement: external; our own servers get a key of their own")
+            yield "api_key_env: goes with placement: external; our own servers get a key of their own"
         if self.host in EVERY_INTERFACE:
-            raise ValueError(
-                f"host: {self.host} opens the servers to every network of the node; name an address or interface"
-            )
+            yield f"host: {self.host} opens the servers to every network of the node; name an address or interface"
         if self.offload is True and self.placement != "colocated":
-            raise ValueError(f"offload: servers and ranks share no memory where placement is {self.placement}")
-        return self
+            yield f"offload: servers and ranks share no memory where placement is {self.placement}"

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.checkpoint.convert import find_checkpoint, run_config
-from dynamo_megatron.config import EVALUATION, Config
+from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose, to_plain
+from dynamo_megatron.config.method import EVALUATION
 from dynamo_megatron.config.reward import PrimeConfig
 from dynamo_megatron.runtime import plain_json
 

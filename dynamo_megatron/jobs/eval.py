@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -38,7 +38,7 @@ from dynamo_megatron.runtime.coordination import StopFlag, StopRequested
 from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.runtime.run_folder import NewFolder, model_file
 from dynamo_megatron.tracking.progress import Progress
-from dynamo_megatron.types import ProblemResult, Prompt
+from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 5.0  # seconds
@@ -113,11 +113,21 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done:
         stop.catch_signals()
         for name, (worker, prompts) in zip(subjects, prepared, strict=True):
             own: dict[str, SetScores] = {}
-            with contextlib.closing(_answers(worker, prompts, config.eval.samples, stop, progress)) as answers:
-                for set_name, results in answers:
+            try:
+                worker.start()
+                progress.phase("starting server")
+                worker.wait_ready(stop.check)
+                for set_name, each in prompts.items():
+                    what = f"evaluate {set_name}" if len(prompts) > 1 else "evaluate"
+                    progress.phase(what, len(each) * config.eval.samples)
+                    results = worker.evaluate(each, stop.check, progress.count)
                     write_results(out / name / f"{set_name}.jsonl", results)
                     done.sets += 1
                     own[set_name] = set_scores(results, config.eval.k)
+            except RewardError as error:
+                raise RolloutError(str(error)) from None
+            finally:
+                worker.close()
             scores[name] = own
             done.text = _write(config, scores, done.warnings, out)
 
@@ -173,16 +183,15 @@ def _overlap_warnings(
 
 def _with_servers(config: Config, url: str | None) -> Config:
     """The server at `url`, else as many as this machine has GPUs for, of a number that is given no more than that."""
-    rollout, gpus = config.rollout, torch.cuda.device_count()
+    rollout = config.rollout
     if url is not None:
-        rollout = rollout.model_copy(update={"placement": "external", "urls": [url]})
+        own = {"placement": "external", "urls": [url]}
     else:
+        room = torch.cuda.device_count() // rollout.tp
+        servers = max(1, min(rollout.servers if "servers" in rollout.model_fields_set else room, room))
         # There are no ranks to take turns with, and no weight sync: the servers have the folder's own weights.
-        own = {"placement": "colocated", "urls": [], "offload": False, "quantization": None}
-        rollout = rollout.model_copy(update=own)
-        rollout = rollout.with_servers(gpus, 1)
-        rollout = rollout.model_copy(update={"servers": max(1, min(rollout.servers, gpus // rollout.tp))})
-    return config.model_copy(update={"rollout": rollout})
+        own = {"placement": "colocated", "urls": [], "offload": False, "quantization": None, "servers": servers}
+    return config.model_copy(update={"rollout": rollout.model_copy(update=own)})
 
 
 def _prepared(
@@ -217,20 +226,3 @@ def _prepared(
     }
     ends = end_token_ids(config.model.path, tokenizer)
     return RolloutWorker(_with_servers(config, subject.url), ends, spec.vocab_size, decoder_of(tokenizer)), prompts
-
-
-def _answers(
-    worker: RolloutWorker, prompts: Mapping[str, Sequence[Prompt]], samples: int, stop: StopFlag, progress: Progress
-) -> Iterator[tuple[str, list[ProblemResult]]]:
-    """(set, results) of each set, from servers that run until the last one. Raises ValueError, RolloutError."""
-    try:
-        worker.start()
-        progress.phase("starting server")
-        worker.wait_ready(stop.check)
-        for name, each in prompts.items():
-            progress.phase(f"evaluate {name}" if len(prompts) > 1 else "evaluate", len(each) * samples)
-            yield name, worker.evaluate(each, stop.check, progress.count)
-    except RewardError as error:
-        raise RolloutError(str(error)) from None
-    finally:
-        worker.close()

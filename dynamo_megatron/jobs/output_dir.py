@@ -6,7 +6,7 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +101,15 @@ class OutputDir:
         self._claimed = folder  # not before: what is there may be of the process that holds the lock
         self.check()
         if has_results(self.path):
-            changes = ", ".join(self._changes())
-            print(f"{self.path}: the run there goes on{f', with {changes}' if changes else ''}", flush=True)
+            changes = self._changes([key for key in to_plain(self._config) if key != "output_dir"])
+            told = ", ".join(f"{key} {_shown(now)} instead of {_shown(old)}" for key, (now, old) in changes.items())
+            print(f"{self.path}: the run there goes on{told and f', with {told}'}", flush=True)
 
-    def _changes(self) -> list[str]:
-        """What a resume changes: each key with its new and its old value."""
-        before, now = (identity(plain, [*plain]) for plain in (self._saved(), to_plain(self._config)))
-        keys = [key for key in dict.fromkeys((*now, *before)) if key != "output_dir"]
-        changed = [key for key in keys if before.get(key) != now.get(key)]
-        return [f"{key} {_shown(now.get(key))} instead of {_shown(before.get(key))}" for key in changed]
+    def _changes(self, *keys: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+        """Each key of `identity` that differs from config.yaml -> its new and its old value. Raises ConfigError."""
+        before, now = identity(self._saved(), *keys), identity(to_plain(self._config), *keys)
+        both = {key: (now.get(key), before.get(key)) for key in (*now, *before)}
+        return {key: values for key, values in both.items() if values[0] != values[1]}
 
     def discard(self, why: str) -> None:
         """The start is refused with the message `why`: a folder that `claim` has made goes again."""
@@ -126,21 +126,16 @@ class OutputDir:
             raise ConfigError(f"output_dir: {self.path} holds a run; name another folder or set trainer.resume=auto")
         if not self._file.is_file():
             raise ConfigError(f"output_dir: {self.path} holds results but no config.yaml; name another folder")
-        before, now = identity(self._saved()), identity(to_plain(self._config))
-        differ = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         last = self._last()
-        if differ:
+        if differ := sorted(self._changes()):
             hint = "it has no checkpoint: delete it, or name another folder" if last is None else "name another folder"
             raise ConfigError(f"output_dir: {self.path} holds a run with another {', '.join(differ)}; {hint}")
         try:
             choose_checkpoint(self.path / "checkpoints", say=lambda line: None)
-        except ValueError as error:
-            raise ConfigError(f"output_dir: {error}") from None
-        for name in STEP_LOGS:
-            try:
+            for name in STEP_LOGS:
                 kept_bytes(self.path / name, last[0] if last is not None else 0)
-            except (ValueError, OSError) as error:
-                raise ConfigError(f"output_dir: {error}") from None
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"output_dir: {error}") from None
 
     def keep_chat_template(self, text: str) -> None:
         """Writes it where exports and conversions find it. Raises ConfigError where the run began with another one."""
@@ -163,7 +158,7 @@ class OutputDir:
         that other settings will not give again, and are dropped if such settings have changed. With
         `rollout.max_staleness` they may come from weights up to `step`; the rollout process drops those that do not."""
         plain, ahead = to_plain(self._config), self._config.rollout.max_staleness > 0
-        if not ahead and self._file.is_file() and identity(self._saved(), _TRAJECTORY) != identity(plain, _TRAJECTORY):
+        if not ahead and self._file.is_file() and self._changes(_TRAJECTORY):
             for later, rollouts in step_files(self.path).items():
                 if later > step + 1:
                     rollouts.unlink()

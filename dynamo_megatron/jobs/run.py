@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
-from dynamo_megatron.runtime.process_signals import LAUNCHER_PIPE, tell_launcher
 from dynamo_megatron.runtime.user_code import UserCodeError
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.trackers import check_trackers
@@ -41,8 +39,8 @@ FORESEEN = (InputError, RolloutError, NonFiniteError, GradientSpike, OSError)
 LOST_CONNECTION = re.compile(
     r"(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)", re.DOTALL
 )
-ANOTHERS_END = ("ConnectionError: lost the connection to another rank", "RolloutError: ", "NonFiniteError: the update")
 LOST = "ConnectionError: lost the connection to another rank"
+ANOTHERS_END = (LOST, "RolloutError: ", "NonFiniteError: the update")
 
 
 class Job:
@@ -70,11 +68,6 @@ class Job:
             check_trackers(self.config)
             derived["disk"] = check_room(self.config, spec, generates=self.generates)
         return derived
-
-    def check_start(self) -> None:
-        """On the node of rank 0, once and before any process is started: what takes seconds. Raises ConfigError."""
-        if self.output is not None:
-            self.output.check_start()
 
     def nothing_left(self) -> str | None:
         """Says so where an earlier run has done all that is asked for. Raises ConfigError."""
@@ -104,15 +97,12 @@ class Job:
             self.journal.progress.phase(phase)
 
     def next_start(self) -> str:
-        """The end of the message of a run that was ended early."""
-        return f"; {after_a_stop(self.output.path)}" if self.output is not None else ""
-
-    def clear_screen(self) -> None:
-        """Takes a live line away, whatever has happened: the next line may be the last one that the user sees. An
-        interrupt may have come between a print and its flush."""
+        """The end of the message of a run that was ended early, whose live line is taken away: the message may be the
+        last line that the user sees. An interrupt may have come between a print and its flush."""
         sys.stdout.flush()
         if self.journal is not None:
             self.journal.progress.close()
+        return f"; {after_a_stop(self.output.path)}" if self.output is not None else ""
 
     def close(self) -> None:
         """Ends what `prepare` started, whatever has happened."""
@@ -153,19 +143,15 @@ def run_rank(job: Job) -> int:
         coordinator.close()
         dist.destroy_process_group()
         return job.code
-    except KeyboardInterrupt:
-        job.clear_screen()
+    except (KeyboardInterrupt, StopRequested) as stopped:
+        next_start, interrupted = job.next_start(), isinstance(stopped, KeyboardInterrupt)
         if rank == 0:
-            print(f"interrupted{job.next_start()}", file=sys.stderr, flush=True)
-        return 130
-    except StopRequested as stopped:
-        job.clear_screen()
-        if rank == 0:
-            print(f"stopped by {stopped}{job.next_start()}", file=sys.stderr, flush=True)
-        return 75
+            why = "interrupted" if interrupted else f"stopped by {stopped}"
+            print(f"{why}{next_start}", file=sys.stderr, flush=True)
+        return 130 if interrupted else 75
     except Exception as error:  # the end of the process: whatever it was, the other ranks and the user are told
-        job.clear_screen()
-        code = _report(error, rank, coordinator, job.next_start if running else None)
+        next_start = job.next_start()
+        code = _report(error, rank, coordinator, next_start if running else None)
         refusal = str(error) if code == 2 else None
         return code
     finally:
@@ -183,8 +169,6 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
     spec = load_model_config(model.path, model.family)
     if rank == 0:
         job.check(int(os.environ["WORLD_SIZE"]))
-        if LAUNCHER_PIPE not in os.environ:  # else the command that has started the ranks has done it
-            job.check_start()
         job.prepare(spec)
     elif os.environ.get("LOCAL_RANK") == "0":
         job.prepare_node()
@@ -202,9 +186,9 @@ def _set_up_backend(deterministic: bool) -> None:
     backend.enable_cpu()
 
 
-def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_start: Callable[[], str] | None) -> int:
-    """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed. `next_start`: the
-    job's; None before it runs."""
+def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_start: str | None) -> int:
+    """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed. `next_start`: None
+    before the job runs."""
     refused = isinstance(error, ConfigError) or (isinstance(error, InputError) and next_start is None)
     details, text = "", str(error)
     if isinstance(error, RewardError):
@@ -224,7 +208,7 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_s
     if details:
         show(details)
     if next_start is not None and any(kind in first for kind in ANOTHERS_END):
-        first += next_start()
-    if (rank == 0 or coordinator is None) and not (LOST in first and tell_launcher(first)):
+        first += next_start
+    if rank == 0 or coordinator is None:
         show(first)
     return 2 if refused else 1

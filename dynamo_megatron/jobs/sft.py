@@ -11,8 +11,8 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -86,9 +86,9 @@ class SFTJob(Job):
             self.output.keep_chat_template(self._tokenizer.chat_template)
 
     def set_up(self, policy: Policy, coordinator: Coordinator) -> None:
-        from dynamo_megatron.jobs.training_run import open_run  # it needs Megatron
+        from dynamo_megatron.jobs.training_run import TrainingRun  # it needs Megatron
 
-        self._run = open_run(self, policy, coordinator, {"stream": self._stream})
+        self._run = TrainingRun(self, policy, coordinator, {"stream": self._stream})
 
     def run(self) -> None:
         self._run.carry_out(self._train)
@@ -172,16 +172,15 @@ class SFTJob(Job):
         return examples_of(prompt, self._tokenizer, self.config.data)
 
 
-@dataclass
-class Example:
+class Example(NamedTuple):
     """One sequence. `trained`: for each token whether it is trained on."""
 
-    tokens: list[int] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)
+    tokens: list[int]
+    trained: list[bool]
 
     def add(self, tokens: list[int], trained: bool) -> None:
-        self.tokens += tokens
-        self.trained += [trained] * len(tokens)
+        self.tokens.extend(tokens)
+        self.trained.extend([trained] * len(tokens))
 
 
 def examples_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
@@ -198,7 +197,7 @@ def examples_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Data
         raise InputError(
             f"data.answer_key: the completion of {prompt.prompt_id!r} is {prompt.answer!r:.40}, not a text"
         )
-    example = Example()
+    example = Example([], [])
     example.add(encode_prompt(prompt, tokenizer, config), False)
     example.add(_sampled(prompt.answer, tokenizer), True)
     return [example]
@@ -217,7 +216,7 @@ def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Da
             if held:
                 context = chat.added(messages[:held], messages[held:number], tools, tokenizer.eos_token_id)
             if context is None:
-                examples.append(Example())
+                examples.append(Example([], []))
                 context = encode_prompt(replace(prompt, messages=before), tokenizer, config, tools)
             text = chat.rendered(before, message, tools) if message.get("tool_calls") else message["content"]
             examples[-1].add(context, False)

@@ -14,7 +14,6 @@ import torch
 from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.data.readers import DATASETS
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.errors import InputError
@@ -25,6 +24,7 @@ from dynamo_megatron.rollout.retention import stored_step
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.server import listening_address
 from dynamo_megatron.runtime.listening import check_port
+from dynamo_megatron.weight_sync.transports import check_transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,23 +98,6 @@ def check_reference(spec: ModelSpec, folder: str, key: str) -> None:
             )
 
 
-def check_servers_here(rollout: RolloutConfig) -> None:
-    """Raises InputError where this node has no room for its share of the colocated servers, or no `python` for
-    them."""
-    if rollout.engine != "sglang" or rollout.placement != "colocated":
-        return
-    ranks, gpus, cores = -(-rollout.servers // training_nodes()) * rollout.tp, torch.cuda.device_count(), os.cpu_count()
-    if ranks > (gpus or MOST_ON_A_CORE * cores):
-        raise InputError(
-            f"rollout.servers: {rollout.servers} servers of {rollout.tp} ranks (rollout.tp) have {ranks} on this "
-            f"machine, which has {f'{gpus} GPUs' if gpus else f'{cores} cores'}; ask for fewer"
-        )
-    if rollout.python is not None and shutil.which(rollout.python) is None:
-        raise InputError(
-            f"rollout.python: there is no program {rollout.python} here; name the python of an environment with SGLang"
-        )
-
-
 def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, Any]:
     """The derived values that every job shows."""
     p = config.parallel
@@ -142,13 +125,26 @@ def default_ranks(config: Config) -> int:
     return torch.cuda.device_count() or math.lcm(config.parallel.model_ranks, config.parallel.pp * config.parallel.ep)
 
 
-def check_ports(config: Config) -> None:
-    """Raises InputError where `rollout.host` is no address or interface of this node, or where `rollout.port`,
-    `reward.servers.port`, or a MASTER_PORT that is set, cannot be listened to here."""
+def check_node(config: Config) -> str:
+    """Returns the name of the transport of weights. Raises InputError where this node has no room for its share of the
+    colocated servers or no `rollout.python` for them, where `rollout.host` is no address or interface here, where
+    `rollout.port`, `reward.servers.port`, or a MASTER_PORT that is set, cannot be listened to, or where the transport
+    cannot work."""
     rollout, rewards = config.rollout, config.reward.servers
     here: list[tuple[str, int | None, int]] = []  # key, first port, ports
     if rollout.engine == "sglang" and rollout.placement == "colocated":
         here.append(("rollout.port", rollout.port, max(1, rollout.servers // training_nodes())))
+        ranks, gpus = -(-rollout.servers // training_nodes()) * rollout.tp, torch.cuda.device_count()
+        if ranks > (gpus or MOST_ON_A_CORE * os.cpu_count()):
+            raise InputError(
+                f"rollout.servers: {rollout.servers} servers of {rollout.tp} ranks (rollout.tp) have {ranks} on this "
+                f"machine, which has {f'{gpus} GPUs' if gpus else f'{os.cpu_count()} cores'}; ask for fewer"
+            )
+        if rollout.python is not None and shutil.which(rollout.python) is None:
+            raise InputError(
+                f"rollout.python: there is no program {rollout.python} here; name the python of an environment with "
+                "SGLang"
+            )
     if rewards is not None and rollout.placement != "split":  # rank 0's node starts all of them
         here.append(("reward.servers.port", rewards.port, rewards.count))
     host = listening_address(rollout.host) if here else ""
@@ -157,22 +153,27 @@ def check_ports(config: Config) -> None:
             check_port(host, port, key)
     if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
         check_port("", int(os.environ["MASTER_PORT"]), "MASTER_PORT")
+    return check_transport(rollout)
 
 
 def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> str:
     """What a run leaves on disk, and what is free. Raises InputError where the disk is too small.
 
-    Counted are `keep_last` checkpoints and the one being written, the exports, the weights that are sent and those of a
-    step that fails, and the rollouts at their longest, of one step and of `rollout.keep_last` more. What an earlier
-    start has left counts as room where it will be replaced. `generates`: not for sft."""
+    Counted are the checkpoints that will be written, at most `keep_last` and one more, the exports, the weights that
+    are sent and those of a step that fails, and the rollouts at their longest, of one step and of `rollout.keep_last`
+    more. What an earlier start has left counts as room where it will be replaced. `generates`: not for sft."""
     output, keep = Path(config.output_dir), config.rollout.keep_last
     elements, width = sum(map(math.prod, huggingface_shapes(spec).values())), _WIDTH[config.model.dtype]
-    every, checkpoints = config.checkpoint.every or config.trainer.steps, config.checkpoint.keep_last + 1
-    exports = {"every": -(-config.trainer.steps // every), "never": 0}.get(config.checkpoint.export_hf, 1)
+    saves = -(-config.trainer.steps // every) if (every := config.checkpoint.every) else 0  # a stop may save one more
+    export = config.checkpoint.export_hf
+    checkpoints = config.checkpoint.keep_last + 1 if export == "best" else min(config.checkpoint.keep_last + 1, saves)
+    exports = {"every": saves, "never": 0}.get(export, 1)
     generates = generates and config.rollout.engine == "sglang"
     step = stored_step(config.rollout_budget, config.rollout.max_new_tokens) if generates else 0
     needed = {
-        f"{checkpoints} checkpoints": checkpoints * elements * (width + 12),  # float32 weights and two moments
+        f"{checkpoints} checkpoint{'s' * (checkpoints > 1)}": checkpoints
+        * elements
+        * (width + 12),  # float32 weights and two moments
         "exported folders": exports * elements * width,
         "the weights sent and those of a failed step": 2 * elements * width,
         "rollouts": int(step * (1 + (keep or 0))),

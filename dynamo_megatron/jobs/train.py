@@ -20,7 +20,7 @@ from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
-from dynamo_megatron.jobs.start_checks import check_ports, check_servers_here, check_vocabulary
+from dynamo_megatron.jobs.start_checks import check_node, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.rollout.recorded import RecordedRollouts
@@ -29,7 +29,6 @@ from dynamo_megatron.rollout.servers.server import check_reachable, shares_memor
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.weight_sync.transports import check_transport
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
@@ -63,9 +62,7 @@ class TrainJob(Job):
         spec = load_model_config(config.model.path, config.model.family)
         limit = max_prompt_length(config, spec)
         check_served_rope(spec)
-        check_ports(config)
-        check_servers_here(config.rollout)
-        transport = check_transport(config.rollout)
+        transport = check_node(config)
         return {
             **derived,
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
@@ -146,7 +143,7 @@ class TrainJob(Job):
     def set_up(self, policy: Any, coordinator: Coordinator) -> None:
         # These need Megatron, which may only be imported once the backend is set up.
         from dynamo_megatron.controller import Controller
-        from dynamo_megatron.jobs.training_run import open_run
+        from dynamo_megatron.jobs.training_run import TrainingRun
         from dynamo_megatron.policy.backend import Fusions
         from dynamo_megatron.serving import Serving
         from dynamo_megatron.train import Trainer
@@ -166,7 +163,7 @@ class TrainJob(Job):
             if config.rollout.max_staleness:
                 state["ahead"] = controller.ahead
         self._memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
-        self._training = open_run(self, policy, coordinator, state, self._memory, self._free_memory)
+        self._training = TrainingRun(self, policy, coordinator, state, self._memory, self._free_memory)
         weight_sync, phases = WeightSync(policy, rollout, coordinator), self._training.phases
         self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
         self._trainer = Trainer(self._training, self._serving, controller)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from dynamo_megatron.config import Config
-from dynamo_megatron.jobs.checkpoints import Checkpoints, HasState
-from dynamo_megatron.jobs.failed_step import write_failed_step
+from dynamo_megatron.checkpoint.folder import checkpoint_folders
+from dynamo_megatron.checkpoint.policy_state import begin_save
+from dynamo_megatron.config.files import to_plain
+from dynamo_megatron.jobs.checkpoints import Checkpoints
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.policy.spikes import SPIKES, GradientSpike
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
-from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.runtime.plain_text import error_line, show
-from dynamo_megatron.tracking.journal import Journal
+from dynamo_megatron.runtime.process_signals import give_back_freed_memory
+from dynamo_megatron.runtime.run_folder import FAILED_STEPS, PASS_FILE
 from dynamo_megatron.tracking.phases import Phases
 from dynamo_megatron.tracking.profiler import StepProfiler
 from dynamo_megatron.weight_sync.memory import DeviceMemory
@@ -24,25 +26,30 @@ from dynamo_megatron.weight_sync.memory import DeviceMemory
 T = TypeVar("T")
 
 
-class TrainingRun:
-    """One rank of a training run. `journal`: rank 0's. `start`: the last step that is done. `free_memory` ends servers
-    that hold device memory which a save needs."""
+class TrainingRun(Checkpoints):
+    """One rank of a training run. `start`: the last step that is done."""
 
     def __init__(
         self,
-        config: Config,
+        job: Job,
         policy: Policy,
         coordinator: Coordinator,
-        checkpoints: Checkpoints,
-        phases: Phases,
-        journal: Journal | None,
-        start: int,
+        state: Mapping[str, Any],
+        memory: DeviceMemory | None = None,
         free_memory: Callable[[], None] = lambda: None,
     ):
-        self.config, self.policy, self.coordinator = config, policy, coordinator
-        self.phases, self.start = phases, start
-        self._checkpoints, self._journal, self._free_memory = checkpoints, journal, free_memory
-        self._profiler = StepProfiler(config, policy.layout)
+        """Loads the last checkpoint, into the policy and on rank 0 into `state`, and writes the output folder's
+        config.yaml. `memory`: None where servers have memory of their own; `free_memory` ends servers that hold device
+        memory which a save needs."""
+        self._journal, self.coordinator, self._free_memory = job.journal, coordinator, free_memory
+        leads = job.journal is not None
+        parts = state if policy.spikes is None else {**state, SPIKES: policy.spikes}
+        self.phases = Phases(job.journal.progress if leads else None, memory)
+        self._profiler = StepProfiler(job.config, policy.layout)
+        super().__init__(policy, job.config, parts, job.journal.say if leads else None)
+        self.start = self.resume()
+        if leads:
+            job.output.take_over(self.start)
 
     def carry_out(self, train: Callable[[], None]) -> None:
         """Trains, saves and exports. Raises StopRequested, after saving, if a stop is requested."""
@@ -54,7 +61,7 @@ class TrainingRun:
         except StopRequested:
             self._free_memory()
             self.save()
-            self._checkpoints.settle()
+            self.settle()
             raise
         except (NonFiniteError, GradientSpike) as error:  # on every rank
             self._keep(error)
@@ -62,52 +69,66 @@ class TrainingRun:
         self.coordinator.end_step()
         self.coordinator.begin_step(max(self.start, self.coordinator.step))  # the export may take as long as a step
         self.phases.begin("export")
-        self._checkpoints.export_final()
+        self.export_final()
         self.coordinator.end_step()
         if self._journal is not None:
             self._journal.ended(self.coordinator.step)
 
     def _keep(self, error: NonFiniteError | GradientSpike) -> None:
-        """Completes a save under way, and writes the batch of a pass that gave NaN or infinity; collective over all
-        ranks. If this fails, the user gets a warning: `error` ends the run and must be the last message."""
-        step, say = self.coordinator.step, None if self._journal is None else self._journal.say
+        """Completes a save under way, and writes the batch of a pass that gave NaN or infinity. If this fails, the user
+        gets a warning: `error` ends the run and must be the last message."""
+        step = self.coordinator.step
         self.coordinator.begin_step(step)  # the files may take as long as a step
-        if say is not None:
-            say(f"step {step}: {error_line(error)}")
+        if self._say is not None:
+            self._say(f"step {step}: {error_line(error)}")
         try:
-            self._checkpoints.settle()
+            self.settle()
             if isinstance(error, NonFiniteError) and error.inputs is not None:
                 self._free_memory()
                 self.phases.begin("failed step")
-                write_failed_step(self.policy, self.config, step, error, say)
+                self._write_failed_step(step, error)
         except (OSError, RuntimeError, MemoryError) as second:
-            if say is not None or not isinstance(second, OSError):  # every rank raises OSError for another's file
-                self._warn(f"saving after this error failed: {error_line(second)}")
+            line = f"warning: saving after this error failed: {error_line(second)}"
+            if self._say is not None:
+                self._say(line)
+            elif not isinstance(second, OSError):  # every rank raises OSError for another's file
+                show(f"rank {self.coordinator.rank}: {line}")
 
-    def _warn(self, line: str) -> None:
-        if self._journal is not None:
-            self._journal.say(f"warning: {line}")
-        else:
-            show(f"rank {self.coordinator.rank}: warning: {line}")
+    def _write_failed_step(self, step: int, error: NonFiniteError) -> None:
+        """Writes the batch that gave NaN or infinity, with the weights of the pass in which it did (the last checkpoint
+        may be many updates older), to FAILED_STEPS/step-NNNNNN, a checkpoint without the optimizer, which no such pass
+        reads. Then removes the folders of earlier failures."""
+        root = self._output / FAILED_STEPS
+        earlier = [folder for other, folder in checkpoint_folders(root) if other != step]
+        leads = self._say is not None
+        state = {"failure": {"message": str(error), "config": to_plain(self.config)}} if leads else None
+        save = begin_save(self.policy, root, step, state, background=False, optimizer=False)
+        # Keeps all: by number this one may be the oldest.
+        save.complete(len(earlier) + 1, self.config.trainer.timeout, self._say)
+        if leads:
+            folder, repeat = root / f"step-{step:06d}", f"dynamo-megatron replay --step {self._output} {step}"
+            error.inputs.save(folder / PASS_FILE)
+            for other in earlier:
+                shutil.rmtree(other, ignore_errors=True)
+            self._say(f"the batch that failed and its weights: {folder}; {repeat} repeats it")
 
     # -- called by the loop ----------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
+        """Begins the step's time limit and profile."""
         self.coordinator.end_step()
         self.coordinator.begin_step(step)
         self._profiler.begin(step)
 
     def reached(self, step: int) -> None:
-        """To be called when the policy has the weights of `step`. Completes a background save whose files have all been
-        written."""
         self._profiler.end(step)
         self.phases.clock.begin("save")
-        self._checkpoints.reached(step)
+        super().reached(step)
         give_back_freed_memory()
         self.phases.clock.begin("")
 
     def save(self) -> None:
         self.phases.begin("save")
-        self._checkpoints.save()
+        super().save()
 
     def save_if_due(self, step: int, stop_reason: str | None) -> None:
         """Saves every `checkpoint.every` steps and after the last step; never if `checkpoint.every` is null."""
@@ -115,29 +136,5 @@ class TrainingRun:
         if every and (stop_reason is not None or step % every == 0 or step == self.config.trainer.steps):
             self.save()
 
-    def export_best(self) -> None:
-        self.phases.begin("save")
-        self._checkpoints.export_best()
-
     def on_rank_0(self, what: str, make: Callable[[], T]) -> T:
         return self.coordinator.on_rank_0(what, make, self.policy.layout)
-
-
-def open_run(
-    job: Job,
-    policy: Policy,
-    coordinator: Coordinator,
-    state: Mapping[str, HasState],
-    memory: DeviceMemory | None = None,
-    free_memory: Callable[[], None] = lambda: None,
-) -> TrainingRun:
-    """Loads the last checkpoint, into the policy and on rank 0 into `state`, and writes the output folder's
-    config.yaml; collective over all ranks. `memory`: None where servers have memory of their own."""
-    config, leads = job.config, policy.layout.rank == 0
-    parts = {**state, SPIKES: policy.spikes} if leads and policy.spikes is not None else state
-    checkpoints = Checkpoints(policy, config, parts, job.journal.say if leads else None)
-    start = checkpoints.resume()
-    if leads:
-        job.output.take_over(start)
-    phases = Phases(job.journal.progress if leads else None, memory)
-    return TrainingRun(config, policy, coordinator, checkpoints, phases, job.journal, start, free_memory)

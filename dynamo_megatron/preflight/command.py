@@ -5,32 +5,33 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from functools import partial
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.preflight import job_checks, machine_checks
-from dynamo_megatron.preflight.findings import Check, Finding, run_checks
-from dynamo_megatron.preflight.job_checks import Subject
-from dynamo_megatron.runtime.plain_text import show
+from dynamo_megatron.preflight import checks as checking
+from dynamo_megatron.preflight.checks import Finding, Subject, failed, skipped
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 
 # Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
 OF_THE_JOB = {
-    "layout": job_checks.layout,
-    "plan": job_checks.plan,
-    "model config": job_checks.model_config,
-    "weights": job_checks.weights,
-    "vocabulary": job_checks.vocabulary,
-    "data": job_checks.data,
-    "reward": job_checks.reward,
-    "evaluation": job_checks.evaluation,
+    "layout": checking.layout,
+    "plan": checking.plan,
+    "model config": checking.model_config,
+    "weights": checking.weights,
+    "vocabulary": checking.vocabulary,
+    "data": checking.data,
+    "reward": checking.reward,
+    "evaluation": checking.evaluation,
 }
 OF_A_NODE = {
-    "devices": machine_checks.devices,
-    "network": machine_checks.network,
-    "disk": machine_checks.disk,
-    "host memory": machine_checks.host_memory,
+    "devices": checking.devices,
+    "network": checking.network,
+    "disk": checking.disk,
+    "host memory": checking.host_memory,
+    "GPU server": checking.gpu_server,
 }
 MOST_ON_A_CPU = 4  # ranks that are taken to be on this node
 
@@ -49,21 +50,31 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         checks |= OF_A_NODE
         if with_server:
-            checks["server"] = machine_checks.server
+            checks["server"] = checking.server
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
-    failures: list[str] = []
-
-    def say(name: str, finding: Finding, seconds: float) -> None:
-        if finding.level == "FAILED":
-            failures.append(name)
-        elif not leads and finding.level == "ok":
-            return  # other ranks report only problems
-        show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
-
-    of_subject: list[tuple[str, Check]] = [(name, partial(check, subject)) for name, check in checks.items()]
-    count = run_checks(of_subject, say)
-    if count:
-        print(f"{prefix}{count} of {len(checks)} checks failed: {', '.join(dict.fromkeys(failures))}", file=sys.stderr)
+    bad: dict[str, None] = {}
+    raised: set[str] = set()
+    for name, check in checks.items():
+        start = time.monotonic()
+        for finding in findings(check, subject, raised):
+            if finding.level == "FAILED":
+                bad[name] = None
+            if leads or finding.level != "ok":  # other ranks report only problems
+                seconds = time.monotonic() - start
+                show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
+    if bad:
+        print(f"{prefix}{len(bad)} of {len(checks)} checks failed: {', '.join(bad)}", file=sys.stderr)
     elif leads:
         print(f"{prefix}all {len(checks)} checks passed")
-    return 1 if count else 0
+    return 1 if bad else 0
+
+
+def findings(check: Callable[[Subject], Iterator[Finding]], subject: Subject, raised: set[str]) -> Iterator[Finding]:
+    """What a check finds. It fails if it raises an exception, and counts as skipped if that has `raised` before, since
+    both need the same thing."""
+    try:
+        yield from check(subject)
+    except Exception as error:  # also the user's own data source and reward: the other checks must still run
+        text = on_one_line(str(error)) if isinstance(error, ValueError) else error_line(error)
+        yield skipped("not checked: it needs what failed above") if text in raised else failed(text)
+        raised.add(text)

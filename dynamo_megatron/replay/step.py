@@ -15,13 +15,12 @@ import torch
 from dynamo_megatron.checkpoint.folder import checkpoint_folders, fault, read_manifest, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
-from dynamo_megatron.jobs.failed_step import PASS_FILE
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.start_checks import check_layout
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs
 from dynamo_megatron.runtime.coordination import Coordinator
-from dynamo_megatron.runtime.run_folder import FAILED_STEPS
+from dynamo_megatron.runtime.run_folder import FAILED_STEPS, PASS_FILE
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy

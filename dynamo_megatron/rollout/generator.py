@@ -43,7 +43,7 @@ from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers
 from dynamo_megatron.rollout.step_session import Dispatched, StepSession, Wanted, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore, step_file
-from dynamo_megatron.runtime.heap import give_back_freed_memory
+from dynamo_megatron.runtime.process_signals import give_back_freed_memory
 from dynamo_megatron.types import ProblemResult, Prompt, Rollout
 
 if TYPE_CHECKING:

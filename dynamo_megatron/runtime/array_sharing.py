@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,23 +19,9 @@ from dynamo_megatron.runtime.arena import Arena, Piece, dump
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """A rank's place and its groups for objects, as policy/layout.py has them."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def host(self) -> dist.ProcessGroup: ...
-    @property
-    def node(self) -> dist.ProcessGroup: ...
-    @property
-    def leaders(self) -> dist.ProcessGroup | None: ...
-
-
-def share(value: T | None, layout: Ranks) -> T:
+def share(value: T | None, layout: Any) -> T:
     """Returns on every rank the `value` of rank 0 (None elsewhere), which must be picklable; collective over all ranks.
+    `layout`: policy/layout.py's.
 
     With several ranks every rank, also rank 0, gets a value of its own. `value` itself must not be changed any more,
     since the other ranks may read its arrays in place. Raises OSError where the system has no memory for a copy.

@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.runtime.array_sharing import Ranks, share
+from dynamo_megatron.runtime.array_sharing import share
 from dynamo_megatron.runtime.listening import serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
@@ -116,7 +116,7 @@ class Coordinator:
         self.rank, self.stop, self._heartbeat_timeout = rank, stop, heartbeat_timeout
         self._step_timeout = step_timeout
         self._store = _of_this_start(store)
-        self._step, self._step_began = 0, None
+        self.step, self._step_began = 0, None  # the step under way; 0 before the first one
         # Held while a step's time is checked, and until the process ends where it has passed.
         self._ending = threading.Lock()
         self._calls = 0  # of `on_rank_0`
@@ -126,11 +126,6 @@ class Coordinator:
         self._watch_store = _of_this_start(watch)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    @property
-    def step(self) -> int:
-        """The step under way; 0 before the first one."""
-        return self._step
-
     def end_step(self) -> None:
         """On rank 0: does not return where the step took longer than `step_timeout`; all ranks then exit with 75."""
         with self._ending:
@@ -139,7 +134,7 @@ class Coordinator:
 
     def begin_step(self, number: int) -> None:
         """Sets the step that messages name from now on, and restarts the time limit of a step."""
-        self._step, self._step_began = number, time.monotonic()
+        self.step, self._step_began = number, time.monotonic()
 
     # -- waiting -------------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -155,7 +150,7 @@ class Coordinator:
         if (by := _value(self._store, STOP)) is not None:
             raise StopRequested(by)
 
-    def on_rank_0(self, what: str, make: Callable[[], T], layout: Ranks, timeout: float = math.inf) -> T:
+    def on_rank_0(self, what: str, make: Callable[[], T], layout: Any, timeout: float = math.inf) -> T:
         """Returns on every rank what `make` returns on rank 0, passed on by `share`. All ranks make the same calls in
         the same order.
 
@@ -237,7 +232,7 @@ class Coordinator:
             return
         if time.monotonic() - self._step_began > self._step_timeout:
             print(
-                f"step {self._step} took longer than trainer.step_timeout ({self._step_timeout:g} s); the same command "
+                f"step {self.step} took longer than trainer.step_timeout ({self._step_timeout:g} s); the same command "
                 "resumes from the last checkpoint, or starts from step 0 if there is none",
                 file=sys.stderr,
                 flush=True,

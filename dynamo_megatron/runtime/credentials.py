@@ -8,16 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-INSTEAD = "give it to the job's environment: HF_TOKEN for datasets, a variable that api_key_env names for services"
 SHORTEST_SECRET = 8  # characters; shorter values are words that messages contain anyway
 # A user alone is a token for HTTP; docker://USER@REGISTRY and the like take the password from elsewhere.
-USER_IN_URL = re.compile(
-    r"\b(([a-z0-9+.-]+\+)?https?://[^/?#\s@]*|[a-z][a-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]*)@", re.IGNORECASE
-)
+USER_IN_URL = re.compile(r"\b([\w.+-]*https?://[^/?#\s@]*|[a-z][a-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]*)@", re.IGNORECASE)
 SECRET_PARAMETER = re.compile(  # by their whole names: max_token, cache_key and sort_key are not secrets
-    r"\b(https?://|datasets:)\S*[?&;](?P<name>key|token|auth|pass|sig|([\w-]+[-_])?"
-    r"(api[-_]?key|(access|secret|private|account|auth)[-_]?key|(access|auth|security|refresh|id|bearer|hf)[-_]?token"
-    r"|secret|password|passwd|passphrase|signature))=",
+    r"(https?://|datasets:)\S*[?&;](?P<name>key|token|auth|pass|sig|([\w-]+[-_])?(secret|password|passphrase|signature"
+    r"|(api|access|secret|private|auth|hf|bearer|id|refresh)[-_]?(key|token)))=",
     re.IGNORECASE,
 )
 
@@ -32,14 +28,6 @@ def without(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def secret_in_url(text: str) -> str:
-    """Returns which secret a URL in `text` has, in words that do not show it; "" for none."""
-    if USER_IN_URL.search(text):
-        return "a user or password"
-    found = SECRET_PARAMETER.search(unquote(text))
-    return f"the parameter {found['name']}" if found else ""
-
-
 def in_urls(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yields (dotted key, what is wrong in words that do not show the secret) for every string in a configuration that
     is a URL with a user, a password or a key in it."""
@@ -49,6 +37,9 @@ def in_urls(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(tree, list):
         for value in tree:
             yield from in_urls(value, key)
-    elif isinstance(tree, str) and (what := secret_in_url(tree)):
-        where = "config.yaml, logs and messages"
-        yield key, f"the URL has {what} in it, which would be written to {where}; {INSTEAD}"
+    elif isinstance(tree, str) and (USER_IN_URL.search(tree) or SECRET_PARAMETER.search(unquote(tree))):
+        yield (
+            key,
+            "the URL has a user, password or key in it, which would be written to config.yaml, logs and messages; give "
+            "it to the job's environment: HF_TOKEN for datasets, a variable that api_key_env names for services",
+        )

@@ -6,12 +6,13 @@ import io
 import re
 import sys
 import traceback
-import unicodedata
 from types import TracebackType
 from typing import TextIO
 
 TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours, cursor
-BIDI_CONTROLS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+# What could control a terminal: control characters except newline and tab, line separators, halves of surrogate pairs,
+# and characters that change the direction of writing.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 def on_one_line(text: str, longest: int | None = None) -> str:
@@ -33,9 +34,8 @@ def error_line(error: BaseException, longest: int | None = None) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns `text` with everything that could control a terminal escaped: control characters except newline and tab,
-    line separators, halves of surrogate pairs, and characters that change the direction of writing."""
-    return "".join(c if c.isprintable() or c in "\n\t" or not _drives(c) else _escape(c) for c in text)
+    """Returns `text` with everything that could control a terminal escaped."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def escaped_line(text: str) -> str:
@@ -60,11 +60,3 @@ class PrintableStream(io.TextIOWrapper):
     def write(self, text: str) -> int:
         super().write(printable(text))
         return len(text)
-
-
-def _drives(c: str) -> bool:
-    return unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(c) in BIDI_CONTROLS
-
-
-def _escape(c: str) -> str:
-    return c.encode("unicode_escape", "surrogatepass").decode()

@@ -1,4 +1,5 @@
-"""Which signals are only for the ranks, and which processes end together. Light, since small processes import it."""
+"""Which signals are only for the ranks, and what is asked of Linux and the C library: which processes end together.
+Light, since small processes import it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from collections.abc import Iterator
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)  # the ranks; SLURM sends them to every process of a job
 FOR_THE_RANKS = (signal.SIGINT, *ASK_TO_STOP)
 END = signal.SIGUSR2  # ends the processes between a rank and its servers; SIGHUP would not: nohup ignores it
-LAUNCHER_PIPE = "DYNAMO_MEGATRON_LAUNCHER_PIPE"  # environment variable of ranks: the number of a file descriptor
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,13 +32,12 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def tell_launcher(message: str) -> bool:
-    """Leaves it to the launcher to print `message`, a consequence of another rank's end, or instead the cause, which
-    the launcher may know. Returns False where the launcher does not listen: only `launch local` does."""
-    if (pipe := os.environ.get(LAUNCHER_PIPE)) is None:
-        return False
-    os.write(int(pipe), f"{message}\n".encode())
-    return True
+def give_back_freed_memory() -> None:
+    """Returns the freed pages of the heap to the system. By itself glibc returns only those at the heap's end. Steps of
+    different lengths leave holes that later ones do not fit in, so that a rank grows by 5 to 10 % in 500 steps without
+    a leak. For 130 MB of holes this takes 11 ms, and the next step, which fills them again, another 46 ms (of 0.87 s,
+    two ranks on a CPU)."""
+    _libc.malloc_trim(0)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from dynamo_megatron.errors import ConfigError
 
 LOCK_FILE = ".lock"  # flock'd by the process that trains in the folder, until it ends (output_dir.py)
-FAILED_STEPS = "nonfinite"  # what steps that ended in NaN or infinity were computed from (failed_step.py)
+FAILED_STEPS, PASS_FILE = "nonfinite", "pass.pt"  # of steps that ended in NaN or infinity, and a pass's inputs there
 # What a run, its launchers and the commands that report on it write; beside it what its shell may have logged.
 _OF_A_RUN = (
     *("config.yaml", "*.tmp", "metrics.jsonl", "allocation.jsonl", "evaluations.jsonl", "eval", "tokens"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -13,33 +14,24 @@ T = TypeVar("T")
 FORESEEN = (RuntimeError, OSError)  # ServerError, errors of torch's groups and stores, and of the network
 
 
-class Call:
+class Call(Future):
     """One function call in a thread of its own."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any):
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(function, arguments), daemon=True)
-        self._thread.start()
+        super().__init__()
+        threading.Thread(target=self._run, args=(function, arguments), daemon=True).start()
 
     def _run(self, function: Callable[..., Any], arguments: tuple) -> None:
         try:
-            self._value = function(*arguments)
+            self.set_result(function(*arguments))
         except BaseException as error:  # raised by `result`
-            self._error = error
+            self.set_exception(error)
 
     def wait(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return bool(wait([self], seconds).done)
 
     def failed(self) -> bool:
-        return not self._thread.is_alive() and self._error is not None
-
-    def result(self) -> Any:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return self.done() and self.exception() is not None
 
 
 def for_each(
@@ -51,10 +43,9 @@ def for_each(
     Only errors of FORESEEN count as failures; others are raised. `on_poll` is called during the wait, and may raise.
     """
     calls = [(thing, Call(function, thing)) for thing in things]
-    for _, call in calls:
-        while not call.wait(POLL_EVERY):
-            if on_poll is not None:
-                on_poll()
+    while wait([call for _, call in calls], POLL_EVERY).not_done:
+        if on_poll is not None:
+            on_poll()
     done, failed = [], []
     for thing, call in calls:
         try:

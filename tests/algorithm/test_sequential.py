@@ -10,7 +10,7 @@ from dynamo_megatron.algorithm.advantages import history_advantages
 from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.sequential import Outcomes, SequentialRule
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.allocation import SequentialConfig
+from dynamo_megatron.config.method import SequentialConfig
 
 
 def seen(*rounds: list[str], asked: list[int] | None = None) -> Outcomes:

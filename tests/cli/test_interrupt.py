@@ -20,10 +20,7 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.mark.parametrize(
     ("module", "word"),
-    [
-        ("pydantic", "train"),
-        ("dynamo_megatron.runtime.free_ports", "dynamo_megatron.launcher.local"),
-    ],
+    [("pydantic", "train"), ("dynamo_megatron.runtime.free_ports", "dynamo_megatron.launcher.local")],
 )
 def test_an_interrupt_while_packages_are_loaded_is_one_line(tiny_model, tmp_path, module, word):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
@@ -31,14 +28,7 @@ def test_an_interrupt_while_packages_are_loaded_is_one_line(tiny_model, tmp_path
     train = [f"model.path={tiny_model}", "data.source=problems.jsonl", "rollout.max_new_tokens=16", "output_dir=run"]
     train += ["data.batch_prompts=2", "model.dtype=float32"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "dynamo_megatron.cli",
-            "train",
-            *train,
-        ],
+        [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *train],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "MODULE": module, "WORD": word},
         capture_output=True,

@@ -116,14 +116,12 @@ def test_several_greedy_samples_are_warned_about(models, caplog):
     assert "warning: eval.temperature=0 is greedy" in (models / "four" / "table.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["trainer.stop_when={metric: eval/pass@16, above: 0.9}", "checkpoint.export_hf=best"],
-    ],
-)
-def test_keys_that_only_training_needs_refuse_no_evaluation(models, capsys, words):
+def test_keys_that_only_training_needs_refuse_no_evaluation(models):
+    """And a run's servers with FP8 weights get them from its ranks; an evaluation has none."""
+    words = ["trainer.stop_when={metric: eval/pass@16, above: 0.9}", "checkpoint.export_hf=best"]
+    words += ["model.dtype=bfloat16", "rollout.quantization=fp8"]
     assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words]) == 0
+    assert [worker.config.rollout.quantization for worker in StandIn.started] == [None]
     with pytest.raises(ConfigError):
         compose([], ["model.path=base", "data.source=sets/hard.jsonl", "output_dir=run", *words])
 
@@ -230,10 +228,3 @@ def test_training_data_is_read_if_it_is_local(models, caplog, source, warned):
     (models / "saved").mkdir()
     assert main([*SUITE, "--model", "base", f"data.source={source}"]) == 0
     assert ["was not compared with the training data" in r.message for r in caplog.records] == [True] * warned
-
-
-def test_servers_have_the_weights_of_the_folder_as_they_are(models, capsys):
-    """A run's servers with FP8 weights get them from its ranks; an evaluation has none."""
-    keys = ["model.dtype=bfloat16", "rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
-    assert main([*SUITE, "--model", "base", *keys]) == 0, capsys.readouterr().err
-    assert [worker.config.rollout.quantization for worker in StandIn.started] == [None]

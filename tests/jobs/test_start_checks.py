@@ -23,6 +23,10 @@ def test_what_a_run_leaves_on_the_disk(room):
     said = room("rollout.keep_last=7", "checkpoint={keep_last: 3, export_hf: every, every: 10}")
     for what in ("4 checkpoints", "exported folders", "those of a failed step", "rollouts"):
         assert what in said
+    for none in ("checkpoint={every: null, export_hf: never}", "checkpoint={every: null, export_hf: every}"):
+        assert "checkpoint" not in room(none) and "exported" not in room(none)
+    assert "1 checkpoint " in room("checkpoint.every=70", "trainer.steps=70")
+    assert "3 checkpoints" in room("checkpoint={every: null, export_hf: best}", "eval={every: 1, data: d}")
     with pytest.raises(ValueError, match="rollouts"):
         room("rollout.keep_last=1000000000000")
     assert "rollouts" not in room("rollout.keep_last=1000000000000", generates=False)

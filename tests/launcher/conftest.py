@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,39 +17,19 @@ import numpy as np
 import pytest
 import yaml
 
+from dynamo_megatron.cli.options import parser
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+from dynamo_megatron.launcher.options import completed
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.types import Prompt, Rollout
 
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "munged")
-PACKAGES = Path(__file__).parents[2] / "tools" / "debian_packages.sh"
 STEPS = 8
 ANSWERS = "aei57o"  # a whole number of batches: no problem twice in one
-
-
-def _install_on_ci() -> None:
-    """A CI machine is thrown away afterwards; on a user's nothing is ever installed."""
-    if os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run([PACKAGES], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600)
-
-
-def _free_ports(count: int) -> int:
-    """The first of `count` free ports in a row."""
-    for first in range(17000 + os.getpid() % 1000 * 8, 32000, count):
-        probes = [socket.socket() for _ in range(count)]
-        try:
-            for i, probe in enumerate(probes):
-                probe.bind(("", first + i))
-            return first
-        except OSError:
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
-    raise AssertionError("no free ports")
 
 
 class Cluster:
@@ -57,7 +37,7 @@ class Cluster:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        command = [SCRIPT, "start", folder, str(_free_ports(8))]
+        command = [SCRIPT, "start", folder, str(free_port(8))]
         # Its output goes to a file: the daemons would hold a pipe for ever.
         with open(folder / "start", "w") as log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=120).returncode
@@ -120,11 +100,20 @@ def logs(output: Path) -> str:
 
 
 @pytest.fixture(scope="session")
+def job():
+    """job(nodes=2, ...) -> the completed options of `launch slurm --nodes=2 ...`."""
+
+    def made(*words: str, **options: object) -> argparse.Namespace:
+        words = (*words, *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
+        return completed(parser().parse_args(["launch", "slurm", "c.yaml", *words]))
+
+    return made
+
+
+@pytest.fixture(scope="session")
 def cluster():
     """Two nodes, partitions `debug` and, above it, `urgent`."""
     path = os.environ["PATH"] + ":/usr/sbin"
-    if not all(shutil.which(program, path=path) for program in PROGRAMS):
-        _install_on_ci()
     for program in PROGRAMS:
         if not shutil.which(program, path=path):
             pytest.skip(f"needs {program}")

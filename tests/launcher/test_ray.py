@@ -13,10 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
-TIMES = ("time/", "throughput/", "resources/")
+from dynamo_megatron.runtime import guard
+
 SECRET = "c0ffee-never-to-be-seen"
 
 
@@ -66,11 +65,7 @@ def ranks_of(output: Path) -> dict[int, psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             command = process.cmdline()
-            if (
-                "train" in command
-                and f"output_dir={output}" in command
-                and "dynamo_megatron.runtime.guard" not in command
-            ):
+            if {"train", f"output_dir={output}"} <= {*command} and guard.NAME not in command:
                 found[int(process.environ()["RANK"])] = process
     return found
 
@@ -82,14 +77,6 @@ def wait_until(condition, what: str, log: Path, timeout: float = 240) -> None:
         time.sleep(0.1)
 
 
-def plain(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
-
-
-def weights(output: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in (output / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
-
-
 class NoRoom:
     """Of a placement group that is never placed."""
 
@@ -98,19 +85,13 @@ class NoRoom:
 
 
 @pytest.mark.parametrize(
-    ("keys", "ranks", "wanted"),
+    ("key", "wanted"),
     [
-        (["reward.servers.count=1"], 3, "3 x {'CPU': 1, 'GPU': 1}, 1 x {'CPU': 1, 'GPU': 3}, 1 x {'CPU': 1, 'GPU': 2}"),
-        (
-            ["reward.servers.count=2", "reward.servers.first_gpu=0"],
-            4,
-            "4 x {'CPU': 1, 'GPU': 1}, 2 x {'CPU': 1, 'GPU': 2}",
-        ),
+        ("reward.servers.count=1", "3 x {'CPU': 1, 'GPU': 1}, 1 x {'CPU': 1, 'GPU': 3}, 1 x {'CPU': 1, 'GPU': 2}"),
+        ("reward.servers={count: 2, first_gpu: 0}", "3 x {'CPU': 1, 'GPU': 1}, 2 x {'CPU': 1, 'GPU': 2}"),
     ],
 )
-def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(
-    tmp_path, monkeypatch, capsys, keys, ranks, wanted
-):
+def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(tmp_path, monkeypatch, capsys, key, wanted):
     pytest.importorskip("ray")
     from dynamo_megatron.launcher import ray as launcher
 
@@ -125,19 +106,16 @@ def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(
         monkeypatch.setattr(launcher.ray, name, given)
     base = ["model.path=m", "data.source=d", f"output_dir={tmp_path / 'run'}", "rollout.host=ib0"]
     base += ["rollout.placement=split", "rollout.servers=2", "rollout.tp=2"]
-    base += ["reward.functions=[reward_model]", "reward.reward_model.path=rm"] if keys else []
-    options = argparse.Namespace(address=None, ranks=ranks, wait=3.0)
-    assert launcher.launch(options, [], [*base, *keys]) == 1
+    base += ["reward.functions=[reward_model]", "reward.reward_model.path=rm", key]
+    assert launcher.launch(argparse.Namespace(address=None, ranks=3, wait=3.0), [], base) == 1
     assert capsys.readouterr().err.startswith(f"ray: no resources for {wanted} within 3 s")
 
 
 @pytest.mark.full
-def test_two_raylets_train_as_this_machine_alone_does(start, rows, undisturbed):
+def test_two_raylets_train_as_this_machine_alone_does(start, same_weights):
     process, output, log = start("ray")
     assert process.wait(240) == 0, log.read_text()[-3000:]
-    assert plain(rows(output)) == plain(rows(undisturbed))
-    one, two = weights(output), weights(undisturbed)
-    assert len(two) > 20 and one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    same_weights(output)
     assert (output / "logs" / "ray" / "rank-1.log").is_file()
     written = [log, *(output / "logs").rglob("*"), *Path("/tmp/ray/session_latest/logs").rglob("*")]
     assert len(written) > 5
@@ -145,23 +123,21 @@ def test_two_raylets_train_as_this_machine_alone_does(start, rows, undisturbed):
 
 
 @pytest.mark.full
-def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, undisturbed):
+def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, same_weights):
     process, output, log = start("killed")
     wait_until(lambda: len(rows(output)) >= 6, "6 steps", log)
     ranks = ranks_of(output)
     actor = ranks[1].parent().parent()
     assert "Child" in actor.name() or any("Child" in word for word in actor.cmdline()), actor.cmdline()
     actor.kill()
-    killed = time.monotonic()
     assert process.wait(60) == 1
-    assert time.monotonic() - killed < 30
     last = log.read_text().splitlines()[-1]
     assert last.startswith("rank-1 on ") and "its actor died" in last, last
     assert not psutil.wait_procs(ranks.values(), timeout=20)[1]
     again, _, log = start("killed")
     assert again.wait(240) == 0, log.read_text()[-3000:]
     assert "resumed from" in log.read_text()
-    assert plain(rows(output)) == plain(rows(undisturbed))
+    same_weights(output)
 
 
 @pytest.mark.full

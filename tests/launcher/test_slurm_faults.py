@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 
-from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.launcher.slurm import render
 
 REAL_SLEEP = "/bin/sleep"
@@ -43,14 +42,14 @@ TOLD = "srun: launch/slurm: _step_signal: Terminating StepId=7.0"
 
 
 @pytest.fixture
-def run(tmp_path):
-    """run(job, **fake) -> (exit code, output, calls of `scontrol requeue`) of the script in a job of number 7."""
+def run(tmp_path, job):
+    """run(options, **fake) -> (exit code, output, calls of `scontrol requeue`) of the script in a job of number 7."""
     for name, body in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/bash{body if body[0] == chr(10) else chr(10) + body}\n")
         (tmp_path / name).chmod(0o755)
 
-    def one(job: JobOptions | None = None, **fake: object) -> tuple[int, str, int]:
-        text = render(job or JobOptions(), ["c.yaml"], [], tmp_path / "out")
+    def one(options: dict[str, int] | None = None, **fake: object) -> tuple[int, str, int]:
+        text = render(job(**(options or {})), ["c.yaml"], [], tmp_path / "out")
         fakes = {"address": "127.0.0.1", "refused_requeues": 0, "state": "RUNNING", "end": "N/A", "servers": OUTLAST}
         fakes["nodes"] = "exit 0"
         given = {f"fake_{name}": value for name, value in (fakes | fake).items()}
@@ -114,7 +113,7 @@ FAILED = "srun: error: n0: tasks 0,2: Exited with exit code {}"
     ],
 )
 def test_a_node_that_has_gone_away_is_no_failure(run, ranks, nodes):
-    code, said, requeues = run(JobOptions(nodes=2), ranks=ranks, nodes=nodes)
+    code, said, requeues = run({"nodes": 2}, ranks=ranks, nodes=nodes)
     assert (code, requeues) == (75, 1) and "and not all nodes answer: requeued" in said, said
 
 
@@ -124,11 +123,11 @@ def test_a_refusal_is_one_whatever_the_nodes_say(run):
 
 def test_servers_have_all_cores_of_their_node(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
-    assert run(JobOptions(ranks_per_node=8, rollout_nodes=1), ranks="exit 0")[0] == 0
+    assert run({"ranks_per_node": 8, "rollout_nodes": 1}, ranks="exit 0")[0] == 0
     servers = [line for line in (tmp_path / "sruns").read_text().splitlines() if "servers-%t" in line]
     assert len(servers) == 1 and " --cpus-per-task=32 " in servers[0]
     monkeypatch.delenv("SLURM_CPUS_PER_TASK")
-    assert run(JobOptions(rollout_nodes=1), ranks="exit 0")[0] == 0
+    assert run({"rollout_nodes": 1}, ranks="exit 0")[0] == 0
     assert (tmp_path / "sruns").read_text().count("--cpus-per-task") == 1
 
 
@@ -166,7 +165,7 @@ def test_ranks_that_are_busy_at_the_limit(run):
 
 
 def test_servers_that_end_before_the_ranks(run):
-    job = JobOptions(rollout_nodes=1)
+    job = {"rollout_nodes": 1}
     refused = "mkdir -p out/logs/slurm-7; echo rollout.host: no such interface >out/logs/slurm-7/servers-0.log; exit 2"
     code, said, _ = run(job, ranks=f"exec {REAL_SLEEP} 20 >/dev/null", servers=refused)
     assert code == 143 and "the servers have ended, and the ranks have not" in said

@@ -11,7 +11,6 @@ import pytest
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.launcher.options import JobOptions
 from dynamo_megatron.launcher.slurm import adopt_rank, render
 
 NASTY = [
@@ -22,12 +21,10 @@ NASTY = [
     "tracking.name=Ünï",
     "",
 ]
-CONTAINER = JobOptions(
-    nodes=2, container_image="/images/it's new.sqsh", container_mounts="/data:/data", python="python3"
-)
+CONTAINER = {"nodes": 2, "container_image": "/images/it's new.sqsh", "container_mounts": "/data:/data"}
 
 
-def script(job: JobOptions, *keys: str, output: str = "/runs/a") -> str:
+def script(job: argparse.Namespace, *keys: str, output: str = "/runs/a") -> str:
     return render(job, ["a config.yaml"], keys, Path(output))
 
 
@@ -39,14 +36,14 @@ def variables(text: str, name: str) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-def test_every_value_survives_bash():
-    text = script(JobOptions(python="/opt/my env/bin/python", rollout_nodes=2), *NASTY)
+def test_every_value_survives_bash(job):
+    text = script(job(venv="/opt/my env", rollout_nodes=2), *NASTY)
     python = ["/opt/my env/bin/python", "-P", "-m", "dynamo_megatron.cli"]
     assert variables(text, "train") == [*python, "train", "a config.yaml", *NASTY]
     assert variables(text, "serve")[-len(NASTY) :] == NASTY
     assert variables(text, "container") == []
     folder = str(Path.cwd())
-    assert variables(script(CONTAINER, output="/runs/a b"), "container") == [
+    assert variables(script(job(**CONTAINER), output="/runs/a b"), "container") == [
         "--container-image=/images/it's new.sqsh",
         f"--container-mounts={folder}:{folder},/runs/a b:/runs/a b,/data:/data",
         f"--container-workdir={folder}",
@@ -54,35 +51,30 @@ def test_every_value_survives_bash():
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
-def test_shellcheck(tmp_path):
-    jobs = [JobOptions(), JobOptions(nodes=2, rollout_nodes=2, ranks_per_node=8, sbatch=("--qos=a b",)), CONTAINER]
+def test_shellcheck(tmp_path, job):
+    jobs = [job(), job(nodes=2, rollout_nodes=2, ranks_per_node=8, sbatch="--qos=a b"), job(**CONTAINER)]
     files = [tmp_path / f"{number}.sh" for number in range(len(jobs))]
-    for job, file in zip(jobs, files, strict=True):
-        file.write_text(script(job, *NASTY))
+    for one, file in zip(jobs, files, strict=True):
+        file.write_text(script(one, *NASTY))
     here = Path(__file__)
     scripts = [*files, here.with_name("slurm_cluster.sh"), here.parents[2] / "tools" / "debian_packages.sh"]
     done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_what_sbatch_is_asked():
-    job = JobOptions(
-        nodes=4,
-        rollout_nodes=2,
-        gpus_per_node=8,
-        ranks_per_node=8,
-        partition="gpu",
-        account="us",
-        time="1-00:00:00",
-        stop_before=600,
-        sbatch=("--qos=high # one", "--exclusive", "--comment=to be"),
-    )
-    lines = [line.removeprefix("#SBATCH ") for line in script(job, output="/r/a % b").splitlines() if "#SBATCH" in line]
+def test_what_sbatch_is_asked(job):
+    own = [f"--sbatch={option}" for option in ("--qos=high # one", "--exclusive", "--comment=to be")]
+    limits = {"partition": "gpu", "account": "us", "time": "1-00:00:00", "stop_before": 600}
+    made = job(*own, nodes=4, rollout_nodes=2, gpus_per_node=8, **limits)
+    lines = [
+        line.removeprefix("#SBATCH ") for line in script(made, output="/r/a % b").splitlines() if "#SBATCH" in line
+    ]
     assert lines == [
         '--job-name="a % b"',
         "--nodes=6",
         "--ntasks-per-node=8",
         "--gpus-per-node=8",
+        "--cpus-per-task=8",
         "--partition=gpu",
         "--account=us",
         "--time=1-00:00:00",
@@ -149,14 +141,8 @@ def test_a_rank_takes_its_place_from_srun():
         adopt_rank(task)
 
 
-def test_defaults_of_the_options():
-    parser = argparse.ArgumentParser()
-    JobOptions.add_arguments(parser)
-    job = JobOptions.from_arguments(parser.parse_args(["--gpus-per-node", "8", "--nodes", "3"]))
-    assert (job.ranks_per_node, job.ranks) == (8, 24)
-    assert JobOptions.from_arguments(parser.parse_args([])).ranks == 1
+def test_defaults_of_the_options(job):
+    assert (job(gpus_per_node=8, nodes=3).ranks, job().ranks) == (24, 1)
     for time, seconds in ((None, 1800), ("1-0", 1800), ("1:00:00", 900), ("8", 120), ("8:08", 122), ("0-0:10:04", 151)):
-        words = ["--time", time] if time else []
-        assert JobOptions.from_arguments(parser.parse_args(words)).stop_before == seconds
-    inside = JobOptions.from_arguments(parser.parse_args(["--container-image", "i", "--venv", "env"]))
-    assert inside.python == "env/bin/python"
+        assert job(**({"time": time} if time else {})).stop_before == seconds
+    assert job(container_image="i", venv="env").python == "env/bin/python"

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.preflight import command, machine_checks
-from dynamo_megatron.preflight.findings import run_checks
-from dynamo_megatron.preflight.job_checks import Subject
+from dynamo_megatron.preflight import checks
+from dynamo_megatron.preflight.command import OF_A_NODE, OF_THE_JOB, findings
 
-CHECKS = {**command.OF_THE_JOB, **command.OF_A_NODE, "server": machine_checks.server}
+CHECKS = {**OF_THE_JOB, **OF_A_NODE, "server": checks.server}
 
 
 @pytest.fixture
@@ -42,10 +40,8 @@ def check(base):
 
     def one(name: str, *keys: str, ranks: int = 1) -> list[tuple[str, str]]:
         config, _ = compose([str(base / "config.yaml")], keys)
-        found = []
-        subject = Subject(config, ranks, ranks)
-        run_checks([(name, partial(CHECKS[name], subject))], lambda _, f, seconds: found.append((f.level, f.text)))
-        return found
+        found = findings(CHECKS[name], checks.Subject(config, ranks, ranks), set())
+        return [(finding.level, finding.text) for finding in found]
 
     return one
 

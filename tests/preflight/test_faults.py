@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.preflight import machine_checks
-from dynamo_megatron.preflight.job_checks import Subject, data, evaluation, vocabulary
+from dynamo_megatron.preflight import checks
+from dynamo_megatron.preflight.checks import Subject, data, evaluation, vocabulary
 from dynamo_megatron.runtime.free_ports import free_port
 
 GIB = 1 << 30
@@ -188,9 +188,9 @@ def test_the_job_s_memory_limit(tmp_path):
     for name, text in texts.items():
         (tmp_path / "job" / name).write_text(text)
     (tmp_path / "own").write_text("12:pids:/job\n0::/job\n")
-    assert machine_checks._cgroup_room(tmp_path, tmp_path / "own") == 800
+    assert checks._cgroup_room(tmp_path, tmp_path / "own") == 800
     (tmp_path / "own").write_text("12:pids:/job\n0::/other\n")
-    assert machine_checks._cgroup_room(tmp_path, tmp_path / "own") == float("inf")
+    assert checks._cgroup_room(tmp_path, tmp_path / "own") == float("inf")
 
 
 @pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", "0,1"), ("SLURM_GPUS_ON_NODE", "2")])
@@ -238,6 +238,21 @@ def test_the_plan_for_the_gpus_here(check, failure, monkeypatch, two_h100s):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
     ((level, text),) = check("plan", ranks=2)
     assert level == "skipped" and "NVIDIA L40S" in text
+
+
+def test_what_a_server_lacks_on_a_machine_with_cuda(base, check, monkeypatch, two_h100s):
+    graphs = "rollout.server_args=[--cuda-graph-max-bs, '8', --attention-backend=triton]"
+    ambiguous, cutlass = check("GPU server", graphs)
+    assert ambiguous[0] == cutlass[0] == "FAILED" and "add -decode or -prefill" in ambiguous[1]
+    assert "pip install nvidia-cutlass-dsl there" in cutlass[1]
+    monkeypatch.setenv("PYTHONPATH", str(base))
+    (base / "cutlass.py").touch()
+    ((level, text),) = check("GPU server")
+    assert level == "FAILED" and "install flashinfer_python there, or give an --attention-backend" in text
+    (base / "flashinfer.py").touch()
+    assert [level for level, _ in check("GPU server")] == ["ok"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [level for level, _ in check("GPU server", graphs)] == ["skipped"]
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Run by test_array_sharing.py: ranks of one node, or of several that are simulated, get values of rank 0.
+"""Run by test_array_sharing.py: ranks of several nodes, which are simulated, get values of rank 0.
 
-    python -P array_sharing_runs.py CASES.json
+    python -P array_sharing_runs.py CASE.json
 
-It imports Megatron once and forks the ranks of one case after the other; each writes what it saw to OUT/rankN.json.
+It imports Megatron once and forks the ranks; each writes what it saw to OUT/rankN.json.
 """
 
 import json
@@ -104,12 +104,8 @@ def run(case: dict) -> None:
     (Path(case["out"]) / f"rank{rank}.json").write_text(json.dumps(found))
 
 
-def main(cases_file: str) -> None:
-    for case in json.loads(Path(cases_file).read_text()):
-        out = Path(case["out"])
-        out.mkdir()
-        wait_for(fork_ranks(len(case["local_ranks"]), lambda case=case: run(case), out), out)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    case = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(case["out"])
+    out.mkdir()
+    wait_for(fork_ranks(len(case["local_ranks"]), lambda: run(case), out), out)

@@ -14,31 +14,23 @@ def test_a_writer_that_fails_leaves_the_older_file_and_nothing_else(tmp_path):
         whole.write(b"half")
         raise OSError(28, "the disk is full")
     assert file.read_text() == "older" and os.listdir(tmp_path) == ["state"]
+    with pytest.raises(OSError, match=str(tmp_path)), naming(tmp_path / "file"), open("/dev/full", "wb") as full:
+        full.write(b"x")
+        full.flush()
 
 
-def test_what_a_kill_has_left_is_replaced_and_a_link_is_not_followed(tmp_path):
+@pytest.mark.parametrize(("mode", "permissions"), [(0o666, 0o640), (0o600, 0o600)])
+def test_what_a_kill_has_left_is_replaced_and_a_link_is_not_followed(tmp_path, mode, permissions):
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     for link in ("state", ".state.tmp"):
         (tmp_path / link).symlink_to(victim)
-    with replacing(tmp_path / "state", sync=True) as whole:
-        whole.write(b"new")
-    assert victim.read_text() == "untouched" and (tmp_path / "state").read_text() == "new"
-    assert sorted(os.listdir(tmp_path)) == ["state", "victim"]
-
-
-def test_the_permissions_are_those_that_were_asked_for(tmp_path):
     umask = os.umask(0o027)
     try:
-        for name, mode in (("open", 0o666), ("secret", 0o600)):
-            with replacing(tmp_path / name, mode) as whole:
-                whole.write(b"x")
+        with replacing(tmp_path / "state", mode, sync=True) as whole:
+            whole.write(b"new")
     finally:
         os.umask(umask)
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("open", "secret")] == [0o640, 0o600]
-
-
-def test_a_file_for_which_there_is_no_room_is_named(tmp_path):
-    with pytest.raises(OSError, match=str(tmp_path)), naming(tmp_path / "file"), open("/dev/full", "wb") as full:
-        full.write(b"x")
-        full.flush()
+    assert victim.read_text() == "untouched" and (tmp_path / "state").read_text() == "new"
+    assert (tmp_path / "state").stat().st_mode & 0o777 == permissions
+    assert sorted(os.listdir(tmp_path)) == ["state", "victim"]

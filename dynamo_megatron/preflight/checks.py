@@ -1,0 +1,379 @@
+"""The checks of `preflight`. Those of what the whole job has in common: layout, model folder, tokenizer, data, reward.
+Those of this node: GPUs, ports and network, disk, host memory, and a server of two layers of random weights."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import psutil
+import torch
+
+from dynamo_megatron.checkpoint.weights import open_weights
+from dynamo_megatron.config import Config, RewardConfig
+from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
+from dynamo_megatron.evaluation.problems import load_problems
+from dynamo_megatron.jobs import start_checks
+from dynamo_megatron.jobs.start_checks import check_layout, size_text
+from dynamo_megatron.models import ModelSpec, load_model_config
+from dynamo_megatron.planning import plan as planning
+from dynamo_megatron.planning.hardware import Cluster, gpu_named
+from dynamo_megatron.planning.report import cautions, verdict
+from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
+from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
+from dynamo_megatron.runtime.listening import ranks_address
+from dynamo_megatron.runtime.run_folder import refuse_foreign
+from dynamo_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MEASURED = 1000  # prompts whose length is measured
+SAMPLES, WRONG = 3, "I do not know."  # prompts that are scored, and what is no answer
+UNUSED_SHARE = 0.2  # of the embedding's rows may belong to no token; published models pad by a few per cent at most
+SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
+LAYERS, TOKENS = 2, 8  # of the server that is tried, and generated
+# Random weights and no CUDA graphs: this tests the interpreter, the kernels, the server's ranks and the protocol.
+SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--context-length", "1024", "--disable-cuda-graph")
+AMBIGUOUS = "--cuda-graph-max-bs"
+MODULES = """
+import importlib.util, json
+print(json.dumps([importlib.util.find_spec(name) is not None for name in ("cutlass", "flashinfer")]))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of output. The text of a failure says what is wrong, where, and how to correct it; a note is worth
+    knowing but does not keep the run from starting."""
+
+    level: Literal["ok", "note", "FAILED", "skipped"]
+    text: str
+
+
+ok, note, failed, skipped = (partial(Finding, level) for level in ("ok", "note", "FAILED", "skipped"))
+
+
+class Subject:
+    """A configuration and the number of its ranks, in all and on this node. Reads model config, tokenizer and prompts
+    once each, at the first access. Raises InputError for bad input."""
+
+    def __init__(self, config: Config, ranks: int, ranks_here: int):
+        self.config, self.ranks, self.ranks_here = config, ranks, ranks_here
+        self.data_notes: list[str] = []  # lines about rows that were left out of `prompts`
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return load_model_config(self.config.model.path, self.config.model.family)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.config.model.path, self.config.data.chat_template)
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """All prompts; of a source that is read during the run, those of a first step."""
+        data = self.config.data
+        if data.streamed:
+            data = data.model_copy(update={"limit": self.config.batch_prompts})
+        return load_prompts(data, needs_answer=self.config.needs_answers, say=self.data_notes.append)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return encode_prompt(prompt, self.tokenizer, self.config.data)
+
+
+def layout(subject: Subject) -> Iterator[Finding]:
+    """Checks model, layout and the number of ranks as `train` does."""
+    spec = check_layout(subject.config, subject.ranks)
+    for what, text in start_checks.describe_layout(subject.config, spec, subject.ranks).items():
+        yield ok(f"{what}: {text}")
+
+
+def plan(subject: Subject) -> Iterator[Finding]:
+    """Plans memory, servers and times of the whole run, on the assumption that all its nodes are like this one."""
+    if not torch.cuda.is_available():
+        yield skipped("no GPU here to reckon with: dynamo-megatron plan takes --gpu and --gpus")
+        return
+    name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+    if (gpu := gpu_named(name, memory)) is None:
+        yield skipped(f"{name} with {memory / 1e9:.0f} GB is not in the planner's table (planning/hardware.py)")
+        return
+    spec = check_layout(subject.config, subject.ranks)
+    cluster = Cluster(gpu, subject.ranks, min(subject.ranks, torch.cuda.device_count()))
+    made = planning.make_plan(subject.config, spec, cluster, planning.workload(subject.config, spec))
+    told = f"{cluster.gpus} x {gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}: {verdict(made)}"
+    yield failed(f"{told}; `dynamo-megatron plan` has all") if made.fault else ok(told)
+    yield from map(note, cautions(made))
+
+
+def model_config(subject: Subject) -> Iterator[Finding]:
+    """What the ranks will build from config.json, which has been read, and with which optional packages."""
+    from dynamo_megatron.policy.backend import Fusions  # takes seconds: it imports Megatron
+
+    fusions = Fusions.detect()  # raises where Megatron would fail on a package that is only half there
+    yield ok(f"{subject.spec.family}, {subject.spec.num_layers} layers; optional packages: {fusions}")
+
+
+def weights(subject: Subject) -> Iterator[Finding]:
+    """Checks every file of the index, and every tensor's name and shape by the files' headers."""
+    with open_weights(subject.config.model.path, subject.spec) as folder:
+        yield ok(f"{len(folder.names)} tensors, every name and shape as Megatron needs it")
+
+
+def vocabulary(subject: Subject) -> Iterator[Finding]:
+    """Checks the tokenizer's size against the embedding."""
+    spec, path, tokenizer = subject.spec, subject.config.model.path, subject.tokenizer
+    start_checks.check_vocabulary(path, spec, tokenizer)
+    size = len(tokenizer.get_vocab())
+    if size < (1 - UNUSED_SHARE) * spec.vocab_size and spec.vocab_size - size > 128:
+        raise InputError(
+            f"model.path: the tokenizer in {path} has {size:,} tokens, the embedding {spec.vocab_size:,} rows, far "
+            "more than a padding; it is another model's tokenizer: copy the model's own tokenizer files there"
+        )
+
+    ends = [f"{i} {tokenizer.convert_ids_to_tokens(i)}" for i in end_token_ids(path, tokenizer)]
+    yield ok(f"{size:,} tokens for {spec.vocab_size:,} rows; a response ends with {', '.join(ends)}")
+
+
+def data(subject: Subject) -> Iterator[Finding]:
+    """Reads all prompts (those of a first step, if the source is read during the run); encodes the first MEASURED."""
+    config, prompts = subject.config, subject.prompts
+    limit = max_prompt_length(config, subject.spec)
+    lengths = {p.prompt_id: len(subject.encode(p)) for p in prompts[:MEASURED]}
+    longest = max(lengths, key=lengths.__getitem__)
+    long = sum(length > limit for length in lengths.values())
+    if long == len(lengths):
+        raise InputError(
+            f"data.max_prompt_length: all of the first {long} prompts of {config.data.source} have more than {limit} "
+            f"tokens (the longest {lengths[longest]}); raise it, or lower rollout.max_new_tokens"
+        )
+    if long and config.data.on_long_prompt == "error":
+        raise InputError(
+            f"data.on_long_prompt: prompt {longest!r} has {lengths[longest]} tokens, above the limit of {limit}; "
+            "raise data.max_prompt_length or set data.on_long_prompt: skip"
+        )
+    which = f"{'the first ' if config.data.streamed else ''}{len(prompts):,} prompts"
+    shown = subject.tokenizer.decode(subject.encode(prompts[0]))
+    shown = shown if len(shown) <= 160 else f"{shown[:80]} ... {shown[-80:]}"
+    yield ok(
+        f"{which} from {config.data.source}, the longest of {len(lengths)} {lengths[longest]} tokens, at most {limit}; "
+        f"the first: {shown!r}"
+    )
+    yield from map(note, subject.data_notes)
+    if long:
+        yield note(f"{long} of {len(lengths)} prompts have more than {limit} tokens and will be skipped")
+    if len(prompts) < config.batch_prompts:
+        yield note(f"data.batch_prompts {config.batch_prompts}: a step has the same prompt more than once")
+
+
+def reward(subject: Subject) -> Iterator[Finding]:
+    """Runs the reward functions on the right answer and on a wrong answer of three prompts, in reward workers and under
+    the deadline. A reward model whose servers start with the run is left out."""
+    config, prompts = subject.config.reward, subject.prompts[:SAMPLES]
+    if config.servers is not None:
+        functions = [name for name in config.outcomes if name != "reward_model"]
+        yield skipped("reward_model: its servers start with the run")
+        if not functions:
+            return
+        config = config.model_copy(update={"functions": functions, "servers": None})
+    try:
+        scores = asyncio.run(_score(config, prompts))
+    except RewardError as error:
+        line = str(error).splitlines()[-1]
+        raise InputError(f"{line}; reward.functions must give a finite number for any response: mend it") from None
+    functions = ", ".join(config.outcomes)
+    for prompt, pair in zip(prompts, scores, strict=True):
+        if "reward_timeout" in [score.status for score in pair]:
+            raise InputError(
+                f"reward.functions: {functions} on prompt {prompt.prompt_id!r}: no score within reward.deadline "
+                f"({config.deadline:g} s), which gives reward 0; make the function faster or raise the deadline"
+            )
+    shown = "; ".join(f"{right.reward:g} and {wrong.reward:g}" for right, wrong in scores)
+    yield ok(f"{functions} on the answer and on {WRONG!r}: {shown}")
+    if all(right.reward == wrong.reward for right, wrong in scores):
+        yield note(
+            "the answer itself scores as the wrong one does: if the reward does not ask for a form of its own (tags, "
+            "\\boxed{}), data.answer_key names the wrong column"
+        )
+    elif not any(right.success for right, _ in scores):
+        yield note(f"no answer reaches reward.success_threshold {config.success_threshold:g}: nothing counts as solved")
+
+
+async def _score(config: RewardConfig, prompts: list[Prompt]) -> list[list[Score]]:
+    pool = RewardPool(config.model_copy(update={"workers": min(config.workers, 2 * SAMPLES), "on_error": "raise"}))
+    try:
+        pool.start()
+        pairs = (asyncio.gather(*(pool.score(p, text) for text in (str(p.answer), WRONG))) for p in prompts)
+        return await asyncio.gather(*pairs)
+    finally:
+        pool.close()
+
+
+def evaluation(subject: Subject) -> Iterator[Finding]:
+    """Checks the evaluation's problems and their lengths, and notes those that are also in the training data."""
+    config = subject.config
+    if config.eval.data is None:
+        yield skipped("eval.data is not set")
+        return
+    problems = load_problems(config, subject.encode, max_prompt_length(config, subject.spec, evaluation=True))
+    yield ok(f"{len(problems):,} problems from {config.eval.data}")
+    if found := overlaps(problems, subject.prompts):
+        warning = overlap_warning(config.eval.data, len(problems), found, config.data.source)
+        yield note(f"{warning}: take them out of data.source or eval.data")
+
+
+def devices(subject: Subject) -> Iterator[Finding]:
+    """Whether torch sees a GPU for each rank, where this process seems to be meant to have some."""
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    given = visible not in ("", "-1", "NoDevFiles") if visible is not None else glob.glob("/dev/nvidia[0-9]*")
+    if count < subject.ranks_here and (count or given or os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0"):
+        raise InputError(
+            f"devices: {subject.ranks_here} ranks on this node, and torch {torch.__version__} sees {count} GPUs "
+            f"(CUDA_VISIBLE_DEVICES={'not set' if visible is None else visible}); ask for a GPU a rank, install "
+            "torch's CUDA build, see that the container gets the GPUs, or set CUDA_VISIBLE_DEVICES= for a run on CPUs"
+        )
+    yield ok(f"{count} x {torch.cuda.get_device_name()}" if count else "no GPU: the ranks run on CPUs")
+
+
+def network(subject: Subject) -> Iterator[Finding]:
+    """The ports and addresses that the configuration or the launcher has fixed, and what brings the servers weights."""
+    config, rewards = subject.config, subject.config.reward.servers
+    transport = start_checks.check_node(config)
+    if "RANK" in os.environ:
+        ranks_address()  # raises where other hosts could not reach this one
+    where = f"rollout.port {config.rollout.port}" if config.rollout.port else "free ones are taken"
+    if rewards is not None and rewards.port is not None:
+        where += f", reward.servers.port {rewards.port}"
+    rendezvous = os.environ.get("MASTER_PORT", "a free one is taken")
+    yield ok(f"ports of servers: {where}; rendezvous: {rendezvous}; weights go by {transport}")
+
+
+def disk(subject: Subject) -> Iterator[Finding]:
+    """Room for the run's files in a folder that can be written."""
+    output = Path(subject.config.output_dir)
+    refuse_foreign(output)
+    told = start_checks.check_room(subject.config, subject.spec)
+    folder = start_checks.existing_folder(output)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-"):
+            yield ok(told)
+    except OSError as error:
+        raise InputError(f"output_dir: {folder} cannot be written ({error.strerror}); name another folder") from None
+
+
+def host_memory(subject: Subject) -> Iterator[Finding]:
+    """What the ranks here keep in host memory against what is available, the job's own limit included."""
+    config, spec = subject.config, subject.spec
+    check_layout(config, subject.ranks)
+    tokens, cuda = planning.workload(config, spec).mean, torch.cuda.is_available()
+    parts = planning.host_memory(config, spec, subject.ranks, subject.ranks_here, tokens, cuda=cuda)
+    needed, available = sum(parts.values()), min(psutil.virtual_memory().available, _cgroup_room())
+    told = ", ".join(f"{what} {size_text(value)}" for what, value in parts.items())
+    if needed > available:
+        raise InputError(
+            f"host memory: {size_text(available)} available on this node, the run needs about {size_text(needed)} at "
+            f"its peak ({told}); ask for more memory (sbatch --mem), fewer ranks a node, or set checkpoint.async or "
+            "rollout.offload to false"
+        )
+    shared = os.statvfs("/dev/shm")
+    if (room := shared.f_bavail * shared.f_frsize) < SHARED_MEMORY:
+        raise InputError(
+            f"/dev/shm has {size_text(room)} free, NCCL and the servers may want {size_text(SHARED_MEMORY)}; start the "
+            "container with --shm-size or --ipc=host, or empty it"
+        )
+    yield ok(f"{size_text(available)} available for {told}")
+
+
+def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes to this process's memory limit (SLURM's or a container's), of cgroups of version 2; infinite without one.
+    Cached pages of files, which the kernel frees first, count as free."""
+    groups = [line[3:] for line in own.read_text(encoding="ascii").splitlines() if line.startswith("0::")]
+    folder, room = root / "".join(groups).strip("/"), float("inf")
+    for level in (folder, *folder.parents):
+        limit = level / "memory.max"
+        if limit.is_file() and (text := limit.read_text().strip()) != "max":
+            counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+            used = int((level / "memory.current").read_text()) - int(counts["inactive_file"])
+            room = min(room, int(text) - used)
+    return room
+
+
+def gpu_server(subject: Subject) -> Iterator[Finding]:
+    """What SGLang 0.5.23 refuses, or lacks in its interpreter, on a machine with CUDA alone."""
+    rollout = subject.config.rollout
+    if not torch.cuda.is_available() or rollout.engine != "sglang" or rollout.placement == "external":
+        yield skipped("this run starts no servers on GPUs here")
+        return
+    given = {argument.partition("=")[0] for argument in rollout.server_args}
+    if AMBIGUOUS in given:
+        yield failed(f"rollout.server_args: SGLang takes {AMBIGUOUS} for none of its options; add -decode or -prefill")
+    python = rollout.python or sys.executable
+    asked = [python, "-P", "-c", MODULES]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TIMEOUT, check=True)
+    cutlass, flashinfer = json.loads(done.stdout)
+    if not cutlass and not subject.spec.num_experts:
+        yield failed(
+            f"{python} has no module cutlass, which SGLang imports for this model: pip install nvidia-cutlass-dsl there"
+        )
+    if not flashinfer and "--attention-backend" not in given:
+        yield failed(
+            f"{python} has no flashinfer, with which SGLang computes attention by default on most GPUs: install "
+            "flashinfer_python there, or give an --attention-backend in rollout.server_args, such as triton"
+        )
+    if cutlass and flashinfer:
+        yield ok(f"{python} has cutlass and flashinfer")
+
+
+def server(subject: Subject) -> Iterator[Finding]:
+    """Checks that SGLang starts in its interpreter and answers a request with tokens and logprobs."""
+    rollout = subject.config.rollout
+    if rollout.engine != "sglang" or rollout.placement == "external":
+        yield skipped("this run starts no servers")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="preflight-"))
+    try:
+        yield ok(asyncio.run(_try(subject, folder / "sglang.log")))
+    except (RolloutError, ServerLost, TimeoutError) as error:
+        # The folder is kept: the message names the log in it.
+        raise InputError(
+            f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
+        ) from None
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _try(subject: Subject, log: Path) -> str:
+    config = subject.config
+    layers = json.dumps({"num_hidden_layers": min(LAYERS, subject.spec.num_layers)})
+    arguments = [*config.rollout.server_args, *SLICE, "--json-model-override-args", layers]
+    changes = {"server_args": arguments, "host": "127.0.0.1", "port": None, "max_new_tokens": TOKENS, "stop": []}
+    rollout = config.rollout.model_copy(update=changes)
+    process = SGLangServer(rollout, config.model, log)
+    process.start()
+    try:
+        await process.wait_ready()
+        async with open_session() as session:
+            ends = end_token_ids(config.model.path, subject.tokenizer)
+            client = SGLangClient(session, process.endpoint, rollout, ends)
+            response = await client.generate("preflight", subject.tokenizer.encode("1 + 1 ="))
+    finally:
+        process.stop()
+    if response.error or not response.tokens or len(response.logprobs) != len(response.tokens):
+        raise RolloutError(f"the server starts but does not generate: {response.error or 'no tokens'}; see {log}")
+    return f"SGLang started with {layers} and generated {len(response.tokens)} tokens with logprobs"
