@@ -215,12 +215,12 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
 
 
 def _samples(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
-    from dynamo_megatron.reports.samples import Choice, read_samples
+    from dynamo_megatron.reports.samples import read_samples
 
-    choice = Choice(options.step, options.prompt, options.best, options.worst, options.limit)
+    choice = options.step, options.prompt, options.best, options.worst, options.limit
     sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        for text in read_samples(options.run, choice, as_json=options.json):
+        for text in read_samples(options.run, *choice, as_json=options.json):
             print(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the user has quit the pager
