@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import shlex
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from dynamo_megatron.comparison.spec import PlannedRun, RunOutcome, planned_runs, read_outcome, read_spec, write_outcome
@@ -26,7 +28,6 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.command import program
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import server_names
 from dynamo_megatron.rollout.servers.server import cuda_available, listening_address
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
@@ -73,9 +74,9 @@ class Stop:
 
     def watch(self) -> None:
         for number in FOR_THE_RANKS:
-            asyncio.get_running_loop().add_signal_handler(number, self._pass_on, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._forward, number)
 
-    def _pass_on(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         self.asked = number
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
@@ -86,34 +87,21 @@ class Stop:
         print("stopped; the same command goes on", file=sys.stderr, flush=True)
         return 130 if self.asked == signal.SIGINT else 75
 
-    async def child(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        output: int | None = None,
-        cores: Sequence[int] = (),
-    ) -> int:
-        """Runs `command` to its end and returns its exit code. stdout and stderr go to the descriptor `output` (None:
-        this process's). The command runs on `cores` (empty: this process's), and is killed when this process ends."""
-        parent = os.getpid()
-
-        def begin() -> None:
-            die_with_parent(signal.SIGKILL, parent)
-            if cores:
-                os.sched_setaffinity(0, cores)
-
-        streams = {"stdin": asyncio.subprocess.DEVNULL, "stdout": output, "stderr": output}
+    async def child(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> int:
+        """Runs `command` to its end and returns its exit code. It is killed when this process ends. `options`: as of
+        `asyncio.create_subprocess_exec`."""
         child = await asyncio.create_subprocess_exec(
             *command,
-            **streams,
+            stdin=asyncio.subprocess.DEVNULL,
             process_group=0,  # this process forwards the terminal's Ctrl-C
             env=environment,
-            preexec_fn=begin,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGKILL, os.getpid()),
+            **options,
         )
         self._children.add(child)
         try:
             if self.asked is not None:  # the signal came while the child was being started
-                self._pass_on(self.asked)
+                self._forward(self.asked)
             return await child.wait()
         finally:
             self._children.discard(child)
@@ -135,7 +123,7 @@ async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int
         for number, run in enumerate(left, len(runs) - len(left) + 1):
             if up_for != run.server_options:
                 await stack.aclose()
-                keys = None
+                up_for, keys = run.server_options, None
                 if keeps_servers(run.config):
                     print("starting the servers for the runs that follow", flush=True)
                     try:
@@ -143,7 +131,6 @@ async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int
                     except RolloutError as error:
                         show(str(error))
                         return 1
-                up_for = run.server_options
             if stop.asked is not None:
                 return stop.code()
             print(f"run {number} of {len(runs)}, {run.name}: started", flush=True)
@@ -162,19 +149,16 @@ async def _train(run: PlannedRun, keys: dict[str, Any] | None, stop: Stop) -> Ru
     await released(run.folder)
     console = run.folder.with_name(f"{run.folder.name}.log")
     run.outcome_file.unlink(missing_ok=True)  # the outcome of an earlier, failed attempt
-    own = [f"rollout.{key}={value}" for key, value in (keys or {}).items()]
-    environment = dict(os.environ)
+    own, environment = [f"rollout.{key}={value}" for key, value in (keys or {}).items()], dict(os.environ)
     if keys is not None and (gpus := visible_gpus()):  # the first ones are of the servers that stay up
         if not (left := gpus[run.config.rollout.servers * run.config.rollout.tp :]):
             raise ConfigError("rollout.servers: no GPU is left to train; use fewer, or rollout.placement=colocated")
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(left)
-    descriptor, start = open_log(console, 0o644), mark(console)
-    try:
-        code = await stop.child(program(sys.executable, "train", [*run.words, *own]), environment, descriptor)
-    finally:
-        os.close(descriptor)
-    lines = [line for line in text_since(console, start).splitlines() if line.strip()]
-    said = lines[-1] if lines else "no output"
+    start = mark(console)
+    with open(open_log(console, 0o644), "ab") as log:
+        command = program(sys.executable, "train", [*run.words, *own])
+        code = await stop.child(command, environment, stdout=log, stderr=log)
+    said = next((line for line in reversed(text_since(console, start).splitlines()) if line.strip()), "no output")
     if stop.asked is not None and code != 0:
         return None
     if code == REFUSED:
@@ -211,16 +195,15 @@ async def side_by_side(command: Sequence[str], jobs: int, ranks: str, stop: Stop
     if jobs > len(gpus or cores):
         raise ConfigError(f"--jobs: {jobs} for {len(gpus or cores)} {'GPUs' if gpus else 'cores'}; give fewer")
     stop.watch()
-
-    async def part(i: int) -> int:
-        environment, share = dict(os.environ), len(gpus) // jobs
+    own, share = [], len(gpus) // jobs
+    for i in range(jobs):
+        # A rank would take a share of all cores.
+        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i * share : (i + 1) * share])
-        else:
-            environment.setdefault("OMP_NUM_THREADS", "1")  # else a rank would take a share of all cores
-        return await stop.child([*command, str(i), str(jobs), ranks], environment, cores=cores[i::jobs])
-
-    codes = await asyncio.gather(*(part(i) for i in range(jobs)))
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])}
+        on = ["taskset", "--cpu-list", ",".join(map(str, cores[i::jobs]))]
+        own.append(stop.child([*on, *command, str(i), str(jobs), ranks], environment))
+    codes = await asyncio.gather(*own)
     return REFUSED if REFUSED in codes else max(codes)
 
 
@@ -232,22 +215,6 @@ def keeps_servers(config: Config) -> bool:
     return rollout.placement == "split" or not cuda_available()
 
 
-class _Listener:
-    """Records which servers are up; the supervisor calls it."""
-
-    def __init__(self) -> None:
-        self.up_now: set[str] = set()
-        self.lost: dict[str, str] = {}  # servers that will not be restarted: name -> reason
-
-    def up(self, endpoint: Endpoint) -> None:
-        self.up_now.add(endpoint.name)
-
-    def down(self, name: str, why: str, final: bool) -> None:
-        print(f"{name} is {'not started again' if final else 'started again'}: {why}", flush=True)
-        self.up_now.discard(name)
-        self.lost |= {name: why} if final else {}
-
-
 @contextlib.asynccontextmanager
 async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dict[str, Any]]:
     """Starts `rollout.servers` servers, with logs in FOLDER/logs, each at an address that it keeps when it is
@@ -257,25 +224,28 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
 
     Raises RolloutError where a server does not come up, ConfigError where host or port cannot be used.
     """
-    names = server_names(config.rollout.servers, 1, 0)
+    up, lost, names = set(), [], server_names(config.rollout.servers, 1, 0)
+
+    def down(name: str, why: str, final: bool) -> None:
+        print(f"{name} is {'not started again' if final else 'started again'}: {why}", flush=True)
+        up.discard(name)
+        lost.extend([f"{name}: {why}"] * final)
+
     try:
         port, host = config.rollout.port or free_port(len(names)), listening_address(config.rollout.host)
         urls = [http_url(host, port + i) for i in range(len(names))]
         keys = {"placement": "external", "urls": urls, "api_key_env": KEY, "port": port}
         os.environ[KEY] = secrets.token_hex(32)
-        rollout, listener = config.rollout.model_copy(update=keys), _Listener()
-        own = config.model_copy(update={"rollout": rollout, "output_dir": str(folder)})
-        supervisor = Supervisor(own, names, listener)
+        own = {"rollout": config.rollout.model_copy(update=keys), "output_dir": str(folder)}
+        listener = SimpleNamespace(up=lambda endpoint: up.add(endpoint.name), down=down)
+        supervisor = Supervisor(config.model_copy(update=own), names, listener)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     running = asyncio.create_task(supervisor.run())
-    limit = config.rollout.start_timeout
-    deadline = time.monotonic() + limit
     try:
-        while (missing := sorted(set(names) - listener.up_now)) and stop.asked is None:
-            if listener.lost or time.monotonic() > deadline:
-                why = next(iter(listener.lost.values()), f"not up within rollout.start_timeout ({limit:g} s)")
-                raise RolloutError(f"{', '.join(missing)}: {why}; see {folder / 'logs'}")
+        while len(up) < len(names) and stop.asked is None:
+            if lost:
+                raise RolloutError(f"{lost[0]}; see {folder / 'logs'}")
             await asyncio.sleep(POLL_EVERY)
         yield keys
     finally:

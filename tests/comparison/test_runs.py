@@ -13,6 +13,7 @@ from dynamo_megatron.comparison.spec import planned_runs, read_outcome, read_spe
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.servers import supervisor
 
 # In place of train: it says what it was given, and ends as its folder's name says.
 TRAIN = """
@@ -108,10 +109,13 @@ def test_whose_servers_stay_up(rollout, on_cpu, on_gpu, tmp_path, monkeypatch):
         assert keeps_servers(config(tmp_path, **rollout)) is kept
 
 
-def test_servers_that_cannot_start_end_it(tmp_path):
+def test_servers_that_cannot_start_end_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
+
     async def start(**rollout) -> None:
         async with servers(config(tmp_path, **rollout), tmp_path, Stop()):
             raise AssertionError("it started")
 
     with pytest.raises(RolloutError, match=r"^server-0: .*; see .*/logs$"):
-        asyncio.run(start(python="/bin/false", start_timeout=2))
+        asyncio.run(start(python="/bin/false"))
+    assert capsys.readouterr().out.count("server-0 is started again: ") == supervisor.FAILED_STARTS - 1

@@ -66,8 +66,11 @@ def test_one_run_for_each_arm_seed_and_rate():
         ({"armz": {}}, "spec.yaml: armz: Extra inputs are not permitted"),
         ({"control": "gpro"}, "control: 'gpro' is none of the arms: grpo, wide"),
         ({"arms": {"grpo": []}}, "spec.yaml: arms: "),
-        ({"arms": {"a/b": [], "grpo": []}}, "spec.yaml: arms: 'a/b' names folders"),
-        ({"arms": {"grpo": ["seed=1"], "b": []}}, "arms: grpo: seed=1: every run has its own seed, from seeds"),
+        ({"arms": {"a/b": [], "grpo": []}}, "spec.yaml: arms.a/b.[key]: String should match"),
+        (
+            {"arms": {"grpo": ["seed=1"], "b": []}},
+            "arms: grpo: seed=1: it differs from run to run and comes from seeds",
+        ),
         ({"arms": {"grpo": [], "b": ["methods/gropo"]}}, "arms.b: methods/gropo: no such config file"),
         (
             {"arms": {"grpo": [], "b": ["model.path=x"]}},

@@ -79,8 +79,7 @@ def usual(run):
 def test_tables_of_five_seeds(made, tmp_path, capsys):
     made([1, 2, 3, 4, 5], usual)
     assert main(["compare", "spec.yaml", "--table"]) == 0
-    text = capsys.readouterr().out
-    lines = text.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert "| grpo | 0 of 10 | 1e-06 | 60.0 | - |" in lines
     assert "| half | 0 of 10 | 1e-06 | 60.0 | +0.0 (+0.0 to +0.0) |" in lines
     assert "| wild | 1 of 10 | 1e-06 | 20.0 | -40.0 (-40.0 to +30.0) |" in lines
@@ -93,7 +92,6 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     assert lines[half + 7] == f"| half | 0 of 5 | {ratios} |"
     assert lines[half + 8].startswith("| wild | 5 of 5 | never | never | never | never |")
     assert f"- 1 run ended with: {NAN}" in lines
-    assert "; try one beyond it" in text  # the best rate is the smallest
 
     assert (tmp_path / "out" / "comparison.md").read_text().startswith("# Comparison of grpo, half, wild: ")
     with Image.open(tmp_path / "out" / "comparison.png") as picture:
