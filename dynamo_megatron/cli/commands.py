@@ -200,7 +200,6 @@ def _plan(options: argparse.Namespace, rest: list[str], arguments: list[str]) ->
 
 def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> int:
     from dynamo_megatron.reports.page import watch, write_report
-    from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     out = options.out or options.run[0]
     if options.watch is not None:
@@ -210,7 +209,7 @@ def _report(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     text += (
         f"\n\nThe page with all charts and rollouts is {out / 'report.html'}; report.md and report.png are beside it."
     )
-    print(wrapped(printable(text), terminal_width(sys.stdout)))
+    print(printable(text))
     return 0
 
 
@@ -236,12 +235,11 @@ def _replay(options: argparse.Namespace, rest: list[str], arguments: list[str]) 
     if more := options.run[1:]:
         raise ConfigError(_unknown(more[0], options.subparser))
     from dynamo_megatron.replay.command import write_replay
-    from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
     text = write_replay(
         Path(options.run[0]), options.allocator, options.success_threshold, options.reward_key, options.out
     )
-    print(wrapped(printable(text), terminal_width(sys.stdout)))
+    print(printable(text))
     return 0
 
 

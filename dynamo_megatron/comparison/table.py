@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import add
@@ -21,7 +20,6 @@ from dynamo_megatron.reports.figures import COLOURS, draw, figure, plain
 from dynamo_megatron.runtime.plain_text import printable, show
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import read_rows
-from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
 LEAST_SEEDS = 5  # for a ratio and its interval
 SHARE_NAMES = {0.5: "half", 0.9: "90 %"}
@@ -56,7 +54,7 @@ def write_comparison(spec: Spec, runs: Sequence[PlannedRun]) -> int:
     text = as_markdown(spec, seeds, arms, found, outcomes)
     _write(output / "comparison.md", f"{text}\n\n![scores over rollouts](comparison.png)\n")
     _draw(spec, seeds, found, curves, output / "comparison.png")
-    print(wrapped(printable(f"{text}\n\nThese tables are in {output / 'comparison.md'}."), terminal_width(sys.stdout)))
+    print(printable(f"{text}\n\nThese tables are in {output / 'comparison.md'}."))
     again = [run.name for run, outcome in outcomes.items() if outcome is not None and not outcome.final]
     if again:
         show(f"{len(again)} runs failed, the first {again[0]}; the same command tries them again")
