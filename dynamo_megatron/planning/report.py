@@ -21,30 +21,37 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def describe(plan: Plan, origin: str) -> str:
     """The whole report; `origin` says where the model's shape is from."""
-    lines = [*_head(plan, origin), "", *_memory(plan), "", *_servers(plan), *_host_and_disk(plan), "", *_times(plan)]
-    return "\n".join([*lines, *cautions(plan), "", verdict(plan)])
-
-
-def _gib(value: float) -> str:
-    return f"{value / GIB:.1f}"
-
-
-def _head(plan: Plan, origin: str) -> list[str]:
     spec, c, work, config, p = plan.spec, plan.cluster, plan.work, plan.config, plan.config.parallel
     total, active = formulas.model_elements(spec), formulas.active_elements(spec)
     mixture = f", {active / 1e9:.2f} billion of them for a token" if active != total else ""
     sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": c.gpus // p.model_ranks}
     layout = [" x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1) or "one rank"]
     layout += [f"{name} {n}" for name, n in (("vpp", p.vpp), ("ep", p.ep)) if n > 1]
-    layout += ["sequence-parallel"] if p.sequence_parallel else []
-    return [
-        f"model: {spec.family}, {spec.num_layers} layers, {total:,} parameters{mixture} ({origin})",
-        f"cluster: {c.gpus} x {c.gpu.name} in {c.nodes} nodes, {_gib(c.gpu.memory)} GiB each",
-        f"layout: {', '.join(layout)}, recompute {config.trainer.recompute}; micro-batches of "
-        f"{config.trainer.micro_batch_tokens} tokens, {plan.micro_batches} an update on each rank",
-        f"a step: {config.batch_prompts} prompts, {config.rollout_budget} rollouts of {work.prompt:g} + "
-        f"{work.response:g} tokens on average, {config.algorithm.loss.mini_batches} updates",
-    ]
+    layout += ["sequence-parallel"] * p.sequence_parallel
+    return "\n".join(
+        [
+            f"model: {spec.family}, {spec.num_layers} layers, {total:,} parameters{mixture} ({origin})",
+            f"cluster: {c.gpus} x {c.gpu.name} in {c.nodes} nodes, {_gib(c.gpu.memory)} GiB each",
+            f"layout: {', '.join(layout)}, recompute {config.trainer.recompute}; micro-batches of "
+            f"{config.trainer.micro_batch_tokens} tokens, {plan.micro_batches} an update on each rank",
+            f"a step: {config.batch_prompts} prompts, {config.rollout_budget} rollouts of {work.prompt:g} + "
+            f"{work.response:g} tokens on average, {config.algorithm.loss.mini_batches} updates",
+            "",
+            *_memory(plan),
+            "",
+            *_servers(plan),
+            *_host_and_disk(plan),
+            "",
+            *_times(plan),
+            *cautions(plan),
+            "",
+            verdict(plan),
+        ]
+    )
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.1f}"
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -62,11 +69,10 @@ def _servers(plan: Plan) -> list[str]:
     if s is None:
         return ["servers: none of this run's own"]
     where = "on the training's GPUs" if rollout.placement == "colocated" else f"on {s.gpus} GPUs more"
-    kind = f"{rollout.quantization} " if rollout.quantization else ""
     return [
-        f"servers: {s.count} of {s.tp} GPUs {where}; on each GPU {_gib(s.weights)} GiB {kind}weights, "
-        f"{_gib(s.pool)} GiB KV cache ({s.kv_bytes_a_token / 1024:.1f} KiB a token), {_gib(SERVER_WORKING)} for graphs "
-        "and activations",
+        f"servers: {s.count} of {s.tp} GPUs {where}; on each GPU {_gib(s.weights)} GiB "
+        f"{rollout.quantization or plan.config.model.dtype} weights, {_gib(s.pool)} GiB KV cache "
+        f"({s.kv_bytes_a_token / 1024:.1f} KiB a token), {_gib(SERVER_WORKING)} for graphs and activations",
         f"  a server holds {s.tokens:,.0f} tokens: {s.longest_sequences:,.1f} sequences of {plan.work.longest}; "
         f"{s.running:,.0f} run at once",
     ]
@@ -94,9 +100,8 @@ def _times(plan: Plan) -> list[str]:
     ]
     if plan.stop_before > STOP_BEFORE:
         lines.append(
-            f"from the end of generation to the end of the step a stop waits at least {t.training:.0f} s, in practice "
-            f"up to {SLOWEST} times as long, and for the save: `launch slurm --gpu {plan.cluster.gpu.name}` sets "
-            f"--stop-before {plan.stop_before}, `launch nemo` needs it as an option"
+            f"a stop waits at least {t.training:.0f} s for the step, in practice up to {SLOWEST} times as long, and "
+            f"for the save: `launch slurm --gpu {plan.cluster.gpu.name}` sets --stop-before {plan.stop_before}"
         )
     return lines
 

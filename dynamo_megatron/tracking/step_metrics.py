@@ -34,20 +34,8 @@ if TYPE_CHECKING:
     from dynamo_megatron.weight_sync.sync import SyncReport
 
 NOT_IN_KEYS = re.compile(r"[^\w.:-]+")  # of a reward function's name: a URL has slashes, which divide keys
-TIMED = (
-    "generate",
-    "logprobs",
-    "update",
-    "save",
-    "evaluate",
-)  # phases that a Clock measures; a weight sync has its report
-
-SHARES = {
-    "clip": "clipped",
-    "clip_c": "clipped_dual",
-    "damped": "damped",
-    "boosted": "boosted",
-}  # of an update's counts
+TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases of a Clock; a weight sync has its report
+SHARES = {"clip": "clipped", "clip_c": "clipped_dual", "damped": "damped", "boosted": "boosted"}  # counts of an update
 OF_EPISODES = (
     *("turns", "segments", "branched", "history", "template", "tools"),
     *("limit_turns", "limit_tokens", "limit_context", "limit_size", "abandoned", "restarts"),

@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,36 +84,28 @@ class MlflowTracker:
     Its parameters are the configuration at the first start. Rows are sent by mlflow's own thread."""
 
     def __init__(self, config: Config, start: int):
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        import mlflow
 
-        self._metric, self._sent = Metric, []
-        default = f"sqlite:///{Path(config.output_dir).resolve() / 'mlflow.db'}"
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", default))
-        self._id = kept_id(config, "mlflow")
-        if self._id is not None:
-            self._client.update_run(self._id, status="RUNNING")
+        self._mlflow, self._sent = mlflow, []
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            mlflow.set_tracking_uri(f"sqlite:///{Path(config.output_dir).resolve() / 'mlflow.db'}")
+        mlflow.set_experiment(config.tracking.project)
+        if (known := kept_id(config, "mlflow")) is not None:
+            mlflow.start_run(known)
             return
-        project = config.tracking.project
-        experiment = self._client.get_experiment_by_name(project)
-        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(project)
-        self._id = self._client.create_run(number, run_name=run_name(config)).info.run_id
-        keep_id(config, "mlflow", self._id)
+        keep_id(config, "mlflow", mlflow.start_run(run_name=run_name(config)).info.run_id)
         plain = to_plain(config)
-        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in identity(plain, list(plain)).items()]
-        for first in range(0, len(params), 100):  # mlflow's limit per request
-            self._client.log_batch(self._id, params=params[first : first + 100])
+        mlflow.log_params({key: str(value)[:LONGEST_PARAM] for key, value in identity(plain, list(plain)).items()})
 
     def write(self, row: Row) -> None:
-        now, step = round(1000 * time.time()), row["step"]
         # mlflow allows only letters, digits and _-. :/ in names: eval/pass@1 becomes eval/pass_1
-        metrics = [self._metric(re.sub(r"[^\w\-. :/]", "_", k), v, now, step) for k, v in numbers(row).items()]
-        self._sent.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
+        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers(row).items()}
+        self._sent.append(self._mlflow.log_metrics(metrics, row["step"], synchronous=False))
 
     def close(self) -> None:
         for sent in self._sent:
             sent.wait()
-        self._client.set_terminated(self._id)
+        self._mlflow.end_run()
 
 
 KINDS: dict[str, Callable[[Config, int], Tracker]] = {
@@ -168,27 +158,23 @@ class Trackers:
     one line to `say`; the run goes on."""
 
     def __init__(self, config: Config, start: int, say: Callable[[str], None]):
-        self._say, self._open = say, {}
-        for name in config.tracking.backends:
-            if name != "jsonl":
-                with self._warning(name):
-                    make = KINDS.get(name) or load_callable(name, "tracking.backends")
-                    self._open[name] = make(config, start)
+        self._say, self._open = say, {name: None for name in config.tracking.backends if name != "jsonl"}
+
+        def start_tracker(name: str, _: None) -> None:
+            self._open[name] = (KINDS.get(name) or load_callable(name, "tracking.backends"))(config, start)
+
+        self._each(start_tracker)
 
     def write(self, row: Row) -> None:
-        for name, tracker in list(self._open.items()):
-            with self._warning(name):
-                tracker.write(row)
+        self._each(lambda name, tracker: tracker.write(row))
 
     def close(self) -> None:
-        for name, tracker in list(self._open.items()):
-            with self._warning(name):
-                tracker.close()
+        self._each(lambda name, tracker: tracker.close())
 
-    @contextmanager
-    def _warning(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # a library may raise anything
-            self._open.pop(name, None)
-            self._say(f"warning: {name} failed ({type(error).__name__}: {error}); metrics.jsonl has all metrics")
+    def _each(self, do: Callable[[str, Any], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                do(name, tracker)
+            except Exception as error:  # a library may raise anything
+                del self._open[name]
+                self._say(f"warning: {name} failed ({type(error).__name__}: {error}); metrics.jsonl has all metrics")

@@ -51,11 +51,6 @@ def test_a_metric_that_will_never_come_is_refused_with_the_nearest(metric, row, 
         rule.observe(row)
 
 
-def test_a_metric_that_has_come_may_be_missing():
-    rule = StopRule(StopConfig(metric="policy/kl", above=1.0))
-    assert observed(rule, [{"step": 1, "policy/kl": 0.0}, {"step": 2, "policy/loss": 0.0}]) == [None, None]
-
-
 def test_a_replayed_rule_gives_the_reason_of_the_last_step_alone():
     rows = [{"step": s, "reward/mean": r} for s, r in ((1, 0.1), (2, 0.9), (3, 0.2))]
     config = StopConfig(metric="reward/mean", above=0.5)
