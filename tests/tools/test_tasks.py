@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 CALCULATOR = runpy.run_path(str(ROOT / "configs" / "calculator" / "agent.py"))
 SUMS = runpy.run_path(str(ROOT / "tools" / "calculator_task.py"))
 GAME = runpy.run_path(str(ROOT / "configs" / "treasure" / "agent.py"))
-TREASURE = runpy.run_path(str(ROOT / "tools" / "treasure_task.py"))
 
 
 @pytest.mark.parametrize(
@@ -59,28 +58,9 @@ def test_the_rules_of_the_treasure_game(moves, told, end):
     assert ([step[0] for step in steps], steps[-1][1:4]) == (told, end)
 
 
-def test_warm_up_examples_are_what_the_template_makes_of_a_game(tmp_path):
-    """Of one that the rules allow."""
-    TREASURE["make_tokenizer"]().save_pretrained(tmp_path)
-    tokenizer, generator = load_tokenizer(tmp_path), random.Random(0)
-    start, treasure = GAME["place"]("b2"), GAME["place"]("d5")
-    for number in range(50):
-        example = TREASURE["example"](number, start, treasure, generator)
-        game = GAME["Treasure"]()
-        game.reset(options={"start": "b2", "treasure": "d5"})
-        messages = [{"role": "user", "content": "b2 d5"}]
-        for move in [part[0] for part in example["problem"].split("\n>")[1:-1]]:
-            told, _, won, lost, _ = game.step(move)
-            assert not won and not lost
-            messages += [{"role": "assistant", "content": move}, {"role": "user", "content": told}]
-        assert example["problem"] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-
 def test_the_parts_of_a_task_have_no_problem_in_common():
     parts = SUMS["problems"](0)
     assert len({pair for pairs in parts.values() for pair in pairs}) == sum(map(len, parts.values()))
-    pairs = [pair for part in TREASURE["tasks"](0).values() for pair in part]
-    assert len(pairs) == len(set(pairs))
 
 
 def test_answers_of_the_class_task_are_by_its_classs_key():
