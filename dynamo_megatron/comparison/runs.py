@@ -1,9 +1,4 @@
-"""`dynamo-megatron compare`: trains what is left of a comparison's runs, each with `dynamo-megatron train`.
-
-    python -P -m dynamo_megatron.comparison.runs SPEC PART JOBS RANKS
-
-is what one of JOBS processes side by side carries out: every JOBS-th run from PART on, with servers of its own.
-"""
+"""`dynamo-megatron compare`: trains what is left of a comparison's runs, each with `dynamo-megatron train`."""
 
 from __future__ import annotations
 
@@ -39,6 +34,7 @@ from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, die_with_pare
 from dynamo_megatron.runtime.run_folder import is_held
 
 KEY = "DYNAMO_MEGATRON_COMPARE_KEY"  # the environment variable with the API key of servers and runs
+PART = "DYNAMO_MEGATRON_COMPARE_PART"  # the environment variable of a process of --jobs: "PART JOBS", from 0
 REFUSED = 2  # exit code of a run whose configuration is refused
 RELEASED_WITHIN = 60.0  # seconds to wait for the ranks of a killed comparison to release a run's folder
 POLL_EVERY = 0.5  # seconds
@@ -46,20 +42,23 @@ POLL_EVERY = 0.5  # seconds
 
 def compare(options: argparse.Namespace) -> int:
     """Returns the exit code. Raises ConfigError."""
-    spec, ranks = read_spec(options.spec), str(options.ranks or "")
-    runs = planned_runs(spec, ["--ranks", ranks] if ranks else [])
+    spec, ranks = read_spec(options.spec), ["--ranks", str(options.ranks)] if options.ranks else []
+    runs, folder = planned_runs(spec, ranks), Path(spec.output_dir) / "servers"
     if options.dry_run:
         for run in runs:
             print(shlex.join(["dynamo-megatron", "train", *run.words]))
         return 0
+    if PART in os.environ:
+        part, jobs = map(int, os.environ[PART].split())
+        return asyncio.run(carry_out(runs[part::jobs], folder / str(part), Stop()))
     if not options.table:
         if options.jobs > 1:
             if any(run.config.rollout.placement == "external" for run in runs):
                 raise ConfigError("rollout.placement: external: runs would share servers; leave --jobs out")
-            command = [sys.executable, "-P", "-m", "dynamo_megatron.comparison.runs", options.spec]
-            code = asyncio.run(side_by_side(command, options.jobs, ranks, Stop()))
+            command = program(sys.executable, "compare", [options.spec, *ranks])
+            code = asyncio.run(side_by_side(command, options.jobs, Stop()))
         else:
-            code = asyncio.run(carry_out(runs, Path(spec.output_dir) / "servers", Stop()))
+            code = asyncio.run(carry_out(runs, folder, Stop()))
         if code:
             return code
     return write_comparison(spec, runs)
@@ -187,23 +186,22 @@ def visible_gpus() -> list[str]:
     return names.split(",") if names else [str(i) for i in range(torch.cuda.device_count())]
 
 
-async def side_by_side(command: Sequence[str], jobs: int, ranks: str, stop: Stop) -> int:
-    """Runs `command PART JOBS RANKS` for every part, each with its share of the GPUs or cores. Returns REFUSED where a
-    part was refused, else the highest exit code. Raises ConfigError where there are fewer GPUs (or, without GPUs,
-    cores) than jobs."""
+async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
+    """Runs `command` once for each of `jobs` parts of the runs, each with its share of the GPUs or cores. Returns
+    REFUSED where a part was refused, else the highest exit code. Raises ConfigError where there are fewer GPUs (or,
+    without GPUs, cores) than jobs."""
     cores, gpus = sorted(os.sched_getaffinity(0)), visible_gpus()
     if jobs > len(gpus or cores):
         raise ConfigError(f"--jobs: {jobs} for {len(gpus or cores)} {'GPUs' if gpus else 'cores'}; give fewer")
     stop.watch()
-    own, share = [], len(gpus) // jobs
+    parts, share = [], len(gpus) // jobs
     for i in range(jobs):
-        # A rank would take a share of all cores.
-        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-        if gpus:
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])}
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])}
+        if not gpus:  # else a rank would take a share of all cores
+            own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         on = ["taskset", "--cpu-list", ",".join(map(str, cores[i::jobs]))]
-        own.append(stop.child([*on, *command, str(i), str(jobs), ranks], environment))
-    codes = await asyncio.gather(*own)
+        parts.append(stop.child([*on, *command], {**os.environ, **own, PART: f"{i} {jobs}"}))
+    codes = await asyncio.gather(*parts)
     return REFUSED if REFUSED in codes else max(codes)
 
 
@@ -251,17 +249,3 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-
-def main(word: str, part: int, jobs: int, ranks: str) -> int:
-    spec = read_spec(word)
-    runs = planned_runs(spec, ["--ranks", ranks] if ranks else [])
-    try:
-        return asyncio.run(carry_out(runs[part::jobs], Path(spec.output_dir) / "servers" / str(part), Stop()))
-    except ConfigError as error:
-        show(str(error))
-        return REFUSED
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
