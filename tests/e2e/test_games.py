@@ -17,7 +17,10 @@ STEPS, BUDGET = 2, 32
 @pytest.fixture(scope="module")
 def ran(workspace, command_line) -> Path:
     output, pairs = workspace / "treasure-run", [("a1", "c3"), ("f6", "d5"), ("b4", "e4"), ("c2", "a5")]
-    rows = [{"id": f"{a}-{b}", "problem": f"{a} {b}", "options": {"start": a, "treasure": b}} for a, b in pairs]
+    rows = [
+        {"id": f"{a}-{b}", "problem": f"{a} {b}", "answer": None, "options": {"start": a, "treasure": b}}
+        for a, b in pairs
+    ]
     (workspace / "treasure.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (workspace / "treasure_agent.py").write_text((ROOT / "configs" / "treasure" / "agent.py").read_text())
     settings = [

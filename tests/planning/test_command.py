@@ -38,11 +38,7 @@ README = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "parallel.tp=2", "
     ("keys", "servers", "idle"),
     [
         ([], "8 of 1", None),
-        (
-            ["rollout.servers=1"],
-            "1 of 1",
-            "7 of 8 GPUs are idle while servers generate: rollout.servers 1 x",
-        ),
+        (["rollout.servers=1"], "1 of 1", "7 of 8 GPUs are idle while servers generate: rollout.servers 1 x"),
         (["rollout.placement=split"], "1 of 1", None),
     ],
 )
@@ -152,10 +148,7 @@ FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
             [*FP8, "rollout.tp=8", "rollout.servers=2"],
             "128 values, and with rollout.tp 8 a server rank has an MLP width",
         ),
-        (
-            [*FP8, "--gpu", "b200-180"],
-            "SGLang takes no fp8 weights in a sync on b200-180; leave it out",
-        ),
+        ([*FP8, "--gpu", "b200-180"], "SGLang takes no fp8 weights in a sync on b200-180; leave it out"),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
         (["--gpus", "12"], "--gpus: 12 do not fill nodes of 8 (--gpus-per-node)"),
         (["--gpu", "h900"], "--gpu: 'h900' is unknown; give one of a100-80, h100-80, h200-141, b200-180"),

@@ -84,16 +84,12 @@ def test_rewards_of_slime_that_are_several(tmp_path):
 )
 def test_a_broken_line_of_verl_is_named(tmp_path, line, says):
     (tmp_path / "7.jsonl").write_text(line and line + "\n")
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=says):
         read_verl(tmp_path, 1.0, None)
-    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"text", None])
-def test_a_broken_file_of_slime_is_named(tmp_path, content):
-    path = write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0, "routed": np.arange(3)}])
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"data_0.pt: no dump of slime's") as error:
+def test_a_broken_file_of_slime_is_named(tmp_path):
+    """What is not among the types that torch.load may make."""
+    write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0, "routed": np.arange(3)}])
+    with pytest.raises(ValueError, match=r"data_0.pt: no dump of slime's .*\)$"):
         read_slime(tmp_path, 1.0, None)
-    assert "\n" not in str(error.value)
