@@ -227,7 +227,8 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
     def down(name: str, why: str, final: bool) -> None:
         print(f"{name} is {'not started again' if final else 'started again'}: {why}", flush=True)
         up.discard(name)
-        lost.extend([f"{name}: {why}"] * final)
+        if final:
+            lost.append(f"{name}: {why}")
 
     try:
         port, host = config.rollout.port or free_port(len(names)), listening_address(config.rollout.host)

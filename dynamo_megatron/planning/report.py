@@ -27,7 +27,7 @@ def describe(plan: Plan, origin: str) -> str:
     sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": c.gpus // p.model_ranks}
     layout = [" x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1) or "one rank"]
     layout += [f"{name} {n}" for name, n in (("vpp", p.vpp), ("ep", p.ep)) if n > 1]
-    layout += ["sequence-parallel"] * p.sequence_parallel
+    layout += ["sequence-parallel"] if p.sequence_parallel else []
     return "\n".join(
         [
             f"model: {spec.family}, {spec.num_layers} layers, {total:,} parameters{mixture} ({origin})",

@@ -95,33 +95,25 @@ def _settings(runs: Mapping[str, RunRecord]) -> Section:
     return Section("Settings that differ", "" if rows[1:] else "None but output_dir.", rows if rows[1:] else ())
 
 
-ENDS_CHECKS = (  # title, metric, does it warn of its first and last mean, what that means
-    (
-        *("entropy collapse", "policy/entropy", lambda first, last: last < 0.25 * first),
-        "nats per token; a warning below a quarter of the beginning",
-    ),
-    (
-        *("gap between policy and engine", "rollout/logprob_gap_mean", lambda first, last: last > max(1e-3, 3 * first)),
-        "nats on average; a warning above 3 times the beginning and 0.001 nats",
-    ),
-)
-
-
 def _findings(runs: Mapping[str, RunRecord]) -> Section:
     """Checks of the metrics with the numbers behind them; a warning asks a person to look."""
+    checks = {
+        "entropy collapse": _entropy,
+        "reward by length": _length,
+        "gap between policy and engine": _gap,
+        "modulation that damps nothing": _damped,
+    }
     rows = [["check", "run", "result", "numbers"]]
     for name, run in runs.items():
-        found = {"reward by length": _length(run), "modulation that damps nothing": _damped(run)}
-        for title, key, warns, meaning in ENDS_CHECKS:
-            if (values := _known(run, key)[0]).size:
-                first, last = values[:ENDS].mean(), values[-ENDS:].mean()
-                found[title] = warns(first, last), f"{first:.3g} -> {last:.3g} {meaning}"
+        for title, check in checks.items():
+            if (found := check(run)) is None:
+                rows.append([title, name, "not measured", ""])
             else:
-                found[title] = None
-        for title, result in found.items():
-            warns, numbers = result or (None, "")
-            rows.append([title, name, "not measured" if warns is None else "WARNING" if warns else "fine", numbers])
+                rows.append([title, name, "WARNING" if found[0] else "fine", found[1]])
     return Section("Findings", f"First and last are means over {ENDS} steps; a check needs {FEWEST} steps.", rows)
+
+
+Found = tuple[bool, str] | None  # of a check: whether it warns, and the numbers behind it; None: not measured
 
 
 def _known(run: RunRecord, *keys: str) -> np.ndarray:
@@ -131,8 +123,15 @@ def _known(run: RunRecord, *keys: str) -> np.ndarray:
     return values if values.shape[1] >= FEWEST else values[:, :0]
 
 
-def _length(run: RunRecord) -> tuple[bool, str] | None:
-    """Whether it warns, and the numbers behind it; None: not measured."""
+def _entropy(run: RunRecord) -> Found:
+    if not (values := _known(run, "policy/entropy")[0]).size:
+        return None
+    first, last = values[:ENDS].mean(), values[-ENDS:].mean()
+    said = f"policy/entropy {first:.3g} -> {last:.3g} nats per token; a warning below a quarter of the beginning"
+    return last < 0.25 * first, said
+
+
+def _length(run: RunRecord) -> Found:
     if not (values := _known(run, "reward/mean", "rollout/response_length_mean")).size:
         return None
     (reward, length), (reward_last, length_last) = values[:, :ENDS].mean(axis=1), values[:, -ENDS:].mean(axis=1)
@@ -145,8 +144,15 @@ def _length(run: RunRecord) -> tuple[bool, str] | None:
     return length_last > 1.2 * length and reward_last > reward and together > 0.8, said
 
 
-def _damped(run: RunRecord) -> tuple[bool, str] | None:
-    """As `_length`."""
+def _gap(run: RunRecord) -> Found:
+    if not (values := _known(run, "rollout/logprob_gap_mean")[0]).size:
+        return None
+    first, last = values[:ENDS].mean(), values[-ENDS:].mean()
+    said = f"{first:.2g} -> {last:.2g} nats on average; a warning above 3 times the beginning and 0.001 nats"
+    return last > max(1e-3, 3 * first), said
+
+
+def _damped(run: RunRecord) -> Found:
     shares = _known(run, "policy/damped_share")[0]
     if run.config["algorithm"].get("modulation") is None or not shares.size:
         return None

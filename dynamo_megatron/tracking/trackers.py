@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -158,23 +159,27 @@ class Trackers:
     one line to `say`; the run goes on."""
 
     def __init__(self, config: Config, start: int, say: Callable[[str], None]):
-        self._say, self._open = say, {name: None for name in config.tracking.backends if name != "jsonl"}
-
-        def start_tracker(name: str, _: None) -> None:
-            self._open[name] = (KINDS.get(name) or load_callable(name, "tracking.backends"))(config, start)
-
-        self._each(start_tracker)
+        self._say, self._open = say, {}
+        for name in config.tracking.backends:
+            if name != "jsonl":
+                with self._warning(name):
+                    make = KINDS.get(name) or load_callable(name, "tracking.backends")
+                    self._open[name] = make(config, start)
 
     def write(self, row: Row) -> None:
-        self._each(lambda name, tracker: tracker.write(row))
+        for name, tracker in list(self._open.items()):
+            with self._warning(name):
+                tracker.write(row)
 
     def close(self) -> None:
-        self._each(lambda name, tracker: tracker.close())
-
-    def _each(self, do: Callable[[str, Any], None]) -> None:
         for name, tracker in list(self._open.items()):
-            try:
-                do(name, tracker)
-            except Exception as error:  # a library may raise anything
-                del self._open[name]
-                self._say(f"warning: {name} failed ({type(error).__name__}: {error}); metrics.jsonl has all metrics")
+            with self._warning(name):
+                tracker.close()
+
+    @contextmanager
+    def _warning(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a library may raise anything
+            self._open.pop(name, None)
+            self._say(f"warning: {name} failed ({type(error).__name__}: {error}); metrics.jsonl has all metrics")

@@ -11,10 +11,9 @@ from PIL import Image
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.reports import page
-from dynamo_megatron.reports.page import rollout_view, token_texts, watch, write_report
+from dynamo_megatron.reports.page import token_texts, watch, write_report
 from dynamo_megatron.rollout.store import tokens_file
 from dynamo_megatron.tracking.token_rows import response_hash, write_token_rows
-from dynamo_megatron.types import EpisodeRecord
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ATTACK = "</script><script nonce='report'>window.owned = 1</script><img src=x onerror='window.owned = 1'>\u2028"
@@ -71,16 +70,6 @@ def test_statistics_of_another_response_are_not_shown(run, tmp_path):
     write_token_rows(tokens_file(run, 4), [row])
     write_report([run], tmp_path)
     assert all("entropy" not in its["values"] for its in tokens_of(tmp_path / "report.html").values())
-
-
-def test_an_episode_has_its_conversation(new_rollout):
-    call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    episode = EpisodeRecord([0], {"turns": 1}, messages)
-    view = rollout_view(new_rollout(1, 0, 0, episode=episode), [], {}, None)
-    texts = [text for _, text in view["before"][1:]]
-    assert texts == ["user:\n1+1?", 'assistant:\n{"name": "add", "arguments": {"a": 1}}']
-    assert view["tokens"]["texts"] == ["[30]", "[31]"]
 
 
 @pytest.mark.parametrize(
