@@ -220,7 +220,7 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
     yields the `rollout` keys for the runs that use them, with `rollout.placement: external`: each run's first
     weight sync gives the servers its weights.
 
-    Raises RolloutError where a server does not come up, ConfigError where host or port cannot be used.
+    Raises RolloutError where a server does not come up, InputError where host or port cannot be used.
     """
     up, lost, names = set(), [], server_names(config.rollout.servers, 1, 0)
 
@@ -230,16 +230,13 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
         if final:
             lost.append(f"{name}: {why}")
 
-    try:
-        port, host = config.rollout.port or free_port(len(names)), listening_address(config.rollout.host)
-        urls = [http_url(host, port + i) for i in range(len(names))]
-        keys = {"placement": "external", "urls": urls, "api_key_env": KEY, "port": port}
-        os.environ[KEY] = secrets.token_hex(32)
-        own = {"rollout": config.rollout.model_copy(update=keys), "output_dir": str(folder)}
-        listener = SimpleNamespace(up=lambda endpoint: up.add(endpoint.name), down=down)
-        supervisor = Supervisor(config.model_copy(update=own), names, listener)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    port, host = config.rollout.port or free_port(len(names)), listening_address(config.rollout.host)
+    urls = [http_url(host, port + i) for i in range(len(names))]
+    keys = {"placement": "external", "urls": urls, "api_key_env": KEY, "port": port}
+    os.environ[KEY] = secrets.token_hex(32)
+    own = {"rollout": config.rollout.model_copy(update=keys), "output_dir": str(folder)}
+    listener = SimpleNamespace(up=lambda endpoint: up.add(endpoint.name), down=down)
+    supervisor = Supervisor(config.model_copy(update=own), names, listener)
     running = asyncio.create_task(supervisor.run())
     try:
         while len(up) < len(names) and stop.asked is None:

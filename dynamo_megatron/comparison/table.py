@@ -13,10 +13,8 @@ import numpy as np
 
 from dynamo_megatron.comparison.spec import PlannedRun, RunOutcome, Spec, read_outcome
 from dynamo_megatron.comparison.statistics import SHARES, UNITS, Arm, Findings, cost_to, find
-from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import markdown
-from dynamo_megatron.reports.figures import COLOURS, draw, figure, plain
 from dynamo_megatron.runtime.plain_text import printable, show
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import read_rows
@@ -29,31 +27,27 @@ Curves = Mapping[PlannedRun, Sequence[Mapping[str, Any]]]
 
 
 def write_comparison(spec: Spec, runs: Sequence[PlannedRun]) -> int:
-    """Writes curves.jsonl of all runs, and comparison.md and .png of the seeds whose runs have all ended; prints the
+    """Writes curves.jsonl of all runs, and comparison.md of the seeds whose runs have all ended; prints the
     tables. Where the runs' folders are gone, the tables are those of curves.jsonl.
 
-    Returns 0, or 1 where a run has failed that might not fail again. Raises ConfigError where files are broken, or no
+    Returns 0, or 1 where a run has failed that might not fail again. Raises InputError where files are broken, or no
     seed is complete.
     """
     output = Path(spec.output_dir)
     file = output / "curves.jsonl"
-    try:
-        if file.is_file() and not (output / "runs").is_dir():
-            outcomes, curves = _recorded(file, runs)
-        else:
-            outcomes, curves = {run: read_outcome(run) for run in runs}, {run: read_curve(run) for run in runs}
-            output.mkdir(parents=True, exist_ok=True)
-            _write(file, "".join(f"{json.dumps(row)}\n" for rows in curves.values() for row in rows))
-        missing = {run.seed for run, outcome in outcomes.items() if outcome is None}
-        if not (seeds := [seed for seed in spec.seeds if seed not in missing]):
-            raise InputError(f"{output}: no seed has runs that have all ended; start it without --table")
-        arms = arrays(spec, seeds, outcomes, curves)
-    except InputError as error:
-        raise ConfigError(str(error)) from None
+    if file.is_file() and not (output / "runs").is_dir():
+        outcomes, curves = _recorded(file, runs)
+    else:
+        outcomes, curves = {run: read_outcome(run) for run in runs}, {run: read_curve(run) for run in runs}
+        output.mkdir(parents=True, exist_ok=True)
+        _write(file, "".join(f"{json.dumps(row)}\n" for rows in curves.values() for row in rows))
+    missing = {run.seed for run, outcome in outcomes.items() if outcome is None}
+    if not (seeds := [seed for seed in spec.seeds if seed not in missing]):
+        raise InputError(f"{output}: no seed has runs that have all ended; start it without --table")
+    arms = arrays(spec, seeds, outcomes, curves)
     found = find(arms, spec.control)
     text = as_markdown(spec, seeds, arms, found, outcomes)
-    _write(output / "comparison.md", f"{text}\n\n![scores over rollouts](comparison.png)\n")
-    _draw(spec, seeds, found, curves, output / "comparison.png")
+    _write(output / "comparison.md", f"{text}\n")
     print(printable(f"{text}\n\nThese tables are in {output / 'comparison.md'}."))
     again = [run.name for run, outcome in outcomes.items() if outcome is not None and not outcome.final]
     if again:
@@ -122,7 +116,7 @@ def arrays(spec: Spec, seeds: Sequence[int], outcomes: Outcomes, curves: Curves)
 
 
 def as_markdown(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], found: Findings, outcomes: Outcomes) -> str:
-    """The text of comparison.md without its picture."""
+    """The text of comparison.md."""
     control, many = spec.control, f"{len(seeds)} seed{'s' * (len(seeds) != 1)}"
     compared = {name for name in arms if name != control and len(seeds) >= LEAST_SEEDS}
     parts = [f"# Comparison of {', '.join(arms)}: {spec.metric}, {many}", _finals(spec, arms, found, compared)]
@@ -191,16 +185,3 @@ def _notes(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], outcomes: 
             lines.append(f"**{name}: {failures}** (by learning rate: {by_rate})")
     why = Counter(o.said for o in outcomes.values() if o is not None and not o.finished)
     return lines + [f"{count} run{'s' * (count > 1)} ended with: {line}" for line, count in why.most_common(5)]
-
-
-def _draw(spec: Spec, seeds: Sequence[int], found: Findings, curves: Curves, path: Path) -> None:
-    """Scores over rollouts: the mean over the seeds at the learning rate of the best final score."""
-    traces = []
-    for a, name in enumerate(spec.arms):
-        rate = spec.rates(name)[found.summary.final_rate[a]]
-        best = [c for run, c in curves.items() if (run.arm, run.rate) == (name, rate) and run.seed in seeds]
-        shared = min(map(len, best))
-        x, y = (np.mean([[row[key] for row in c[:shared]] for c in best], axis=0) for key in ("rollouts", spec.metric))
-        line = {"color": COLOURS[a % len(COLOURS)], "width": 2}
-        traces.append({"x": plain(x), "y": plain(y), "name": name, "mode": "lines+markers", "line": line})
-    draw([figure("Evaluation problems, mean over the seeds", spec.metric, traces, x="rollouts")], spec.metric, path)

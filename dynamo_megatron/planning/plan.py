@@ -154,12 +154,8 @@ class Plan:
 
 
 def workload(config: Config, spec: ModelSpec, response: int | None = None) -> Workload:
-    """Raises ConfigError where prompt and response do not fit the model, or the mean response not its limit."""
-    try:
-        limit = max_prompt_length(config, spec)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    most = config.rollout.max_new_tokens
+    """Raises InputError where prompt and response do not fit the model, or the mean response not its limit."""
+    limit, most = max_prompt_length(config, spec), config.rollout.max_new_tokens
     if response is not None and response > most:
         raise ConfigError(f"--response-tokens: {response} is above rollout.max_new_tokens {most}")
     return Workload(min(PROMPT_TOKENS, limit), response or most / 2, limit + most)

@@ -136,14 +136,11 @@ def keep_id(config: Config, service: str, run: str) -> None:
 
 
 def check_trackers(config: Config) -> None:
-    """Raises ConfigError where a tracker's package is not installed, its class is not there, or wandb has no API
+    """Raises InputError where a tracker's package is not installed, its class is not there, or wandb has no API
     key."""
     for name in config.tracking.backends:
         if ":" in name:
-            try:
-                load_callable(name, "tracking.backends")
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+            load_callable(name, "tracking.backends")
         elif name in KINDS and importlib.util.find_spec(name) is None:
             raise ConfigError(f"tracking.backends: {name} is not installed; pip install 'dynamo-megatron[{name}]'")
     if "wandb" in config.tracking.backends:

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import yaml
-from PIL import Image
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.comparison.spec import RunOutcome, planned_runs, read_outcome, read_spec, write_outcome
@@ -94,9 +93,6 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     assert f"- 1 run ended with: {NAN}" in lines
 
     assert (tmp_path / "out" / "comparison.md").read_text().startswith("# Comparison of grpo, half, wild: ")
-    with Image.open(tmp_path / "out" / "comparison.png") as picture:
-        assert picture.width >= 1000 and len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
-
     rows = [json.loads(line) for line in (tmp_path / "out" / "curves.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * 29 + 2
     first = [r for r in rows if (r["arm"], r["seed"], r["lr"]) == ("grpo", 1, RATES[0])]
