@@ -238,7 +238,7 @@ def _add_report(commands: Any) -> None:
         nargs="?",
         const=30,
         metavar="SECONDS",
-        help="write the page alone, again at most every SECONDS (default 30), until the runs have made their last step",
+        help="write the page alone, again every SECONDS (default 30) for as long as a process trains in a run",
     )
 
 

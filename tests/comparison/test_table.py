@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.comparison.spec import RunOutcome, planned_runs, read_outcome, read_spec, write_outcome
+from dynamo_megatron.comparison.spec import RunOutcome, planned_runs, read_spec, write_outcome
 
 RATES, STEPS = (1e-6, 1.5e-6), 4
 NAN = "rank 1, step 3: NonFiniteError: the gradient norm is nan: prompt 7"
@@ -116,19 +116,3 @@ def test_a_seed_with_an_unfinished_run_is_left_out_and_four_seeds_give_no_ratio(
     assert "- 28 of 30 runs have ended; left out: seeds 4" in text
     assert "No differences and no ratios: 4 seeds of the 5 that an interval over seeds needs at least" in text
     assert "| half | 0 of 8 | 1e-06 | 60.0 | - |" in text and "| 10 at 1e-06 | - | 70 at 1e-06 | - |" in text
-
-
-def test_what_has_ended_is_not_run_again_unless_it_may_go_well(made, capsys):
-    def what(run):
-        if run.arm == "wild":
-            return {"final": 0.9, "said": NAN, "code": 1}
-        if run.arm == "half" and run.seed == 1:
-            return {"final": 0.9, "said": "OSError: No space left on device", "code": 1}
-        return None if run.seed == 2 else {"final": 0.6}
-
-    runs = made([1, 2], what)
-    left = {(run.arm, run.seed) for run in runs if (outcome := read_outcome(run)) is None or not outcome.final}
-    assert left == {("half", 1), ("grpo", 2), ("half", 2)}
-    assert main(["compare", "spec.yaml", "--table"]) == 1
-    captured = capsys.readouterr()
-    assert "2 runs failed, the first half-lr1e-06-seed1; the same command tries them again" in captured.err
