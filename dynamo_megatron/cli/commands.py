@@ -254,14 +254,13 @@ def _replay_step(options: argparse.Namespace, arguments: list[str]) -> int:
         raise ConfigError(f"replay: with --step {wrong[0]!r} is no key=value")
     with _loading_packages():
         from dynamo_megatron.jobs.run import run_rank
-        from dynamo_megatron.replay.step import StepReplay, check_gpus, failed_step
+        from dynamo_megatron.replay.step import StepReplay, failed_step
 
     config, had = failed_step(Path(run), int(number), options.run)
     if "RANK" in os.environ:
         os.environ |= {**config.rank_variables(), **os.environ}
         return run_rank(StepReplay(config))
     ranks = options.ranks or had
-    check_gpus(ranks)
     StepReplay(config).check(ranks)
     os.execv(sys.executable, _local_ranks(ranks, config.output_dir, arguments))
 
