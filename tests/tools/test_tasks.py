@@ -55,8 +55,3 @@ def test_the_rules_of_the_treasure_game(moves, told, end):
     game.reset(seed=0, options={"start": "a1", "treasure": "b3"})
     steps = [game.step(move) for move in moves]
     assert ([step[0] for step in steps], steps[-1][1:4]) == (told, end)
-
-
-def test_the_parts_of_a_task_have_no_problem_in_common():
-    parts = SUMS["problems"](0)
-    assert len({pair for pairs in parts.values() for pair in pairs}) == sum(map(len, parts.values()))
