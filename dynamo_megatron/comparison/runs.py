@@ -242,6 +242,8 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
         while len(up) < len(names) and stop.asked is None:
             if lost:
                 raise RolloutError(f"{lost[0]}; see {folder / 'logs'}")
+            if running.done():
+                running.result()  # raises what has ended it
             await asyncio.sleep(POLL_EVERY)
         yield keys
     finally:
