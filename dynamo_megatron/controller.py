@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +24,7 @@ from dynamo_megatron.rounds import Round, RoundRules, RoundsAhead, Selection
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.user_code import forks_exit
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.tracking.step_line import legend, step_line
+from dynamo_megatron.tracking.step_line import LEGEND, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord
 from dynamo_megatron.tracking.token_rows import token_rows
 from dynamo_megatron.types import Prompt, RolloutBatch, TokenStats
@@ -75,8 +77,7 @@ class Controller:
             self._journal.say(f"allocation: a prompt without history gets what the average prompt gets {alike}")
         for warning in premise_warnings(self.config):
             self._journal.say(f"warning: {warning}")
-        ahead = self.config.rollout.max_staleness > 0
-        self._journal.say(legend(self.config.trainer.steps, self._journal.width, ahead=ahead))
+        self._journal.say(LEGEND)
         self._journal.progress.start(start)
 
     # -- sampling --------------------------------------------------------------------------------------------------
@@ -225,7 +226,8 @@ class Controller:
         statistics of some rollouts."""
         if count := self.config.tracking.token_rollouts:
             self._journal.tokens(record.step, token_rows(batch, stats, self.config, count))
-        line = step_line(metrics, self.config.trainer.steps, self._journal.width)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        line = step_line(metrics, self.config.trainer.steps, width)
         self._journal.step(metrics, line, record.allocation_rows())
 
     def end_of(self, step: int) -> StepEnd:

@@ -71,7 +71,9 @@ def test_explored_rounds_are_groups_of_their_own_with_known_weights(tmp_path):
         batch, record = batch_of(live, step)
         second = record.allocations[1]
         groups = BATCH + len(second.prompt_ids)
-        assert len(set(batch.rollouts.group_ids)) == groups and len(batch.weights) == record.counts.sum()
+        assert len(set(batch.rollouts.group_ids)) == groups and len(batch.weights) == sum(
+            a.counts.sum() for a in record.allocations
+        )
         sizes = Counter(batch.rollouts.group_ids)
         for prompt, group, weight in zip(
             batch.rollouts.prompt_ids, batch.rollouts.group_ids, batch.weights, strict=True

@@ -17,15 +17,15 @@ import random
 import sys
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent))
 from demo_task import arguments, write_task
+from tiny_model import CHARACTERS, character_tokenizer
 
 GUESSED = 0.7
 POOL, HELD_OUT, WARMUP = 512, 256, 16384  # problems; examples
-CHARACTERS = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last two stand for a blank and a newline
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
 MODEL = {"vocab": 102, "positions": 128}  # the embedding's rows can be divided by 2
 TEMPLATE = (
@@ -64,20 +64,9 @@ def example(number: int, a: int, b: int, generator: random.Random) -> dict[str, 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character, and one each for what all calls begin and end with."""
-    ids = {token: i for i, token in enumerate(["<pad>", "<end>", "<unk>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
-    # Byte-level, as transformers loads the tokenizer of a Qwen folder, whatever tokenizer.json says.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<end>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
+    tokens = ["<pad>", "<end>", "<unk>", *CHARACTERS]
+    made = character_tokenizer(tokens, TEMPLATE, eos_token="<end>", pad_token="<pad>")
     made.add_tokens([AddedToken(part, normalized=False) for part in CALL.split("%s")])
-    made.chat_template = TEMPLATE
     return made
 
 

@@ -44,24 +44,21 @@ def sums(seed: int) -> Rows:
     """All 10,000 pairs, in a seeded order, cut into the three parts."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(pairs)
-    end = POOL + HELD_OUT
-    parts = {"pool": pairs[:POOL], "held_out": pairs[POOL:end], "warmup": pairs[end:]}
-    return {part: sum_rows(part, pairs, seed) for part, pairs in parts.items()}
-
-
-def sum_rows(part: str, pairs: list[tuple[int, int]], seed: int) -> list[dict[str, str]]:
-    draws, generator = DRAWS if part == "warmup" else 1, random.Random(f"{part}/{seed}")
-    out = []
-    for draw in range(draws):
-        for a, b in pairs:
+    pool, held_out, others = pairs[:POOL], pairs[POOL : POOL + HELD_OUT], pairs[POOL + HELD_OUT :]
+    generator, warmup = random.Random(f"warmup/{seed}"), []
+    for draw in range(DRAWS):
+        for a, b in others:
             answer = a + b
-            if part == "warmup" and generator.random() < WRONG[a % 10]:
+            if generator.random() < WRONG[a % 10]:
                 answer += generator.randint(1, 9)
             # an id a draw: the answers of one problem differ
-            out.append(
-                {"id": f"{a}+{b}/{draw}" if draws > 1 else f"{a}+{b}", "problem": f"{a}+{b}=", "answer": str(answer)}
-            )
-    return out
+            warmup.append({"id": f"{a}+{b}/{draw}", "problem": f"{a}+{b}=", "answer": str(answer)})
+    parts = {"pool": pool, "held_out": held_out}
+    rows = {
+        part: [{"id": f"{a}+{b}", "problem": f"{a}+{b}=", "answer": str(a + b)} for a, b in its]
+        for part, its in parts.items()
+    }
+    return rows | {"warmup": warmup}
 
 
 def classes(seed: int) -> Rows:

@@ -22,24 +22,16 @@ BUDGETS = {
 }
 
 
-def counts() -> dict[str, int]:
-    """name in BUDGETS -> lines or words."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    found = dict.fromkeys(BUDGETS, 0)
-    for path in listed.splitlines():
-        for name, (_, unit, pattern) in BUDGETS.items():
-            if re.search(pattern, path) and (ROOT / path).is_file():
-                text = (ROOT / path).read_text()
-                found[name] += len(text.split()) if unit == "words" else text.count("\n")
-    return found
-
-
 def main() -> int:
-    found = counts()
-    for name, (most, unit, _) in BUDGETS.items():
-        above = f", {found[name] - most:,} too many" if found[name] > most else ""
-        print(f"{name:10} {found[name]:7,} of {most:7,} {unit}{above}")
-    return int(any(found[name] > most for name, (most, _, _) in BUDGETS.items()))
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files, over = [path for path in listed.splitlines() if (ROOT / path).is_file()], 0
+    for name, (most, unit, pattern) in BUDGETS.items():
+        texts = [(ROOT / path).read_text() for path in files if re.search(pattern, path)]
+        found = sum(len(text.split()) if unit == "words" else text.count("\n") for text in texts)
+        above = f", {found - most:,} too many" if found > most else ""
+        print(f"{name:10} {found:7,} of {most:7,} {unit}{above}")
+        over |= found > most
+    return int(over)
 
 
 if __name__ == "__main__":

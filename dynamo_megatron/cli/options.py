@@ -176,8 +176,7 @@ COMMANDS = {  # in the order of --help
             nargs="?",
             const=30,
             metavar="SECONDS",
-            help="write the page alone, again at most every SECONDS (default 30), until the runs have made their "
-            "last step",
+            help="write the page alone, again every SECONDS (default 30) for as long as a process trains in a run",
         ),
     ),
     "samples": command(

@@ -1,15 +1,11 @@
-"""`dynamo-megatron compare`: trains what is left of a comparison's runs, each with `dynamo-megatron train`.
-
-    python -P -m dynamo_megatron.comparison.runs SPEC PART JOBS RANKS
-
-is what one of JOBS processes side by side carries out: every JOBS-th run from PART on, with servers of its own.
-"""
+"""`dynamo-megatron compare`: trains what is left of a comparison's runs, each with `dynamo-megatron train`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import shlex
@@ -18,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from dynamo_megatron.comparison.spec import PlannedRun, RunOutcome, planned_runs, read_outcome, read_spec, write_outcome
@@ -26,7 +23,6 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.options import program
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import server_names
 from dynamo_megatron.rollout.servers.server import cuda_available, listening_address
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
@@ -38,6 +34,7 @@ from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, die_with_pare
 from dynamo_megatron.runtime.run_folder import is_held
 
 KEY = "DYNAMO_MEGATRON_COMPARE_KEY"  # the environment variable with the API key of servers and runs
+PART = "DYNAMO_MEGATRON_COMPARE_PART"  # the environment variable of a process of --jobs: "PART JOBS", from 0
 REFUSED = 2  # exit code of a run whose configuration is refused
 RELEASED_WITHIN = 60.0  # seconds to wait for the ranks of a killed comparison to release a run's folder
 POLL_EVERY = 0.5  # seconds
@@ -45,20 +42,23 @@ POLL_EVERY = 0.5  # seconds
 
 def compare(options: argparse.Namespace) -> int:
     """Returns the exit code. Raises ConfigError."""
-    spec, ranks = read_spec(options.spec), str(options.ranks or "")
-    runs = planned_runs(spec, ["--ranks", ranks] if ranks else [])
+    spec, ranks = read_spec(options.spec), ["--ranks", str(options.ranks)] if options.ranks else []
+    runs, folder = planned_runs(spec, ranks), Path(spec.output_dir) / "servers"
     if options.dry_run:
         for run in runs:
             print(shlex.join(["dynamo-megatron", "train", *run.words]))
         return 0
+    if PART in os.environ:
+        part, jobs = map(int, os.environ[PART].split())
+        return asyncio.run(carry_out(runs[part::jobs], folder / str(part), Stop()))
     if not options.table:
         if options.jobs > 1:
             if any(run.config.rollout.placement == "external" for run in runs):
                 raise ConfigError("rollout.placement: external: runs would share servers; leave --jobs out")
-            command = [sys.executable, "-P", "-m", "dynamo_megatron.comparison.runs", options.spec]
-            code = asyncio.run(side_by_side(command, options.jobs, ranks, Stop()))
+            command = program(sys.executable, "compare", [options.spec, *ranks])
+            code = asyncio.run(side_by_side(command, options.jobs, Stop()))
         else:
-            code = asyncio.run(carry_out(runs, Path(spec.output_dir) / "servers", Stop()))
+            code = asyncio.run(carry_out(runs, folder, Stop()))
         if code:
             return code
     return write_comparison(spec, runs)
@@ -73,9 +73,9 @@ class Stop:
 
     def watch(self) -> None:
         for number in FOR_THE_RANKS:
-            asyncio.get_running_loop().add_signal_handler(number, self._pass_on, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._forward, number)
 
-    def _pass_on(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         self.asked = number
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
@@ -86,34 +86,21 @@ class Stop:
         print("stopped; the same command goes on", file=sys.stderr, flush=True)
         return 130 if self.asked == signal.SIGINT else 75
 
-    async def child(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        output: int | None = None,
-        cores: Sequence[int] = (),
-    ) -> int:
-        """Runs `command` to its end and returns its exit code. stdout and stderr go to the descriptor `output` (None:
-        this process's). The command runs on `cores` (empty: this process's), and is killed when this process ends."""
-        parent = os.getpid()
-
-        def begin() -> None:
-            die_with_parent(signal.SIGKILL, parent)
-            if cores:
-                os.sched_setaffinity(0, cores)
-
-        streams = {"stdin": asyncio.subprocess.DEVNULL, "stdout": output, "stderr": output}
+    async def child(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> int:
+        """Runs `command` to its end and returns its exit code. It is killed when this process ends. `options`: as of
+        `asyncio.create_subprocess_exec`."""
         child = await asyncio.create_subprocess_exec(
             *command,
-            **streams,
+            stdin=asyncio.subprocess.DEVNULL,
             process_group=0,  # this process forwards the terminal's Ctrl-C
             env=environment,
-            preexec_fn=begin,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGKILL, os.getpid()),
+            **options,
         )
         self._children.add(child)
         try:
             if self.asked is not None:  # the signal came while the child was being started
-                self._pass_on(self.asked)
+                self._forward(self.asked)
             return await child.wait()
         finally:
             self._children.discard(child)
@@ -135,7 +122,7 @@ async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int
         for number, run in enumerate(left, len(runs) - len(left) + 1):
             if up_for != run.server_options:
                 await stack.aclose()
-                keys = None
+                up_for, keys = run.server_options, None
                 if keeps_servers(run.config):
                     print("starting the servers for the runs that follow", flush=True)
                     try:
@@ -143,7 +130,6 @@ async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int
                     except RolloutError as error:
                         show(str(error))
                         return 1
-                up_for = run.server_options
             if stop.asked is not None:
                 return stop.code()
             print(f"run {number} of {len(runs)}, {run.name}: started", flush=True)
@@ -162,19 +148,16 @@ async def _train(run: PlannedRun, keys: dict[str, Any] | None, stop: Stop) -> Ru
     await released(run.folder)
     console = run.folder.with_name(f"{run.folder.name}.log")
     run.outcome_file.unlink(missing_ok=True)  # the outcome of an earlier, failed attempt
-    own = [f"rollout.{key}={value}" for key, value in (keys or {}).items()]
-    environment = dict(os.environ)
+    own, environment = [f"rollout.{key}={value}" for key, value in (keys or {}).items()], dict(os.environ)
     if keys is not None and (gpus := visible_gpus()):  # the first ones are of the servers that stay up
         if not (left := gpus[run.config.rollout.servers * run.config.rollout.tp :]):
             raise ConfigError("rollout.servers: no GPU is left to train; use fewer, or rollout.placement=colocated")
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(left)
-    descriptor, start = open_log(console, 0o644), mark(console)
-    try:
-        code = await stop.child(program(sys.executable, "train", [*run.words, *own]), environment, descriptor)
-    finally:
-        os.close(descriptor)
-    lines = [line for line in text_since(console, start).splitlines() if line.strip()]
-    said = lines[-1] if lines else "no output"
+    start = mark(console)
+    with open(open_log(console, 0o644), "ab") as log:
+        command = program(sys.executable, "train", [*run.words, *own])
+        code = await stop.child(command, environment, stdout=log, stderr=log)
+    said = next((line for line in reversed(text_since(console, start).splitlines()) if line.strip()), "no output")
     if stop.asked is not None and code != 0:
         return None
     if code == REFUSED:
@@ -203,24 +186,22 @@ def visible_gpus() -> list[str]:
     return names.split(",") if names else [str(i) for i in range(torch.cuda.device_count())]
 
 
-async def side_by_side(command: Sequence[str], jobs: int, ranks: str, stop: Stop) -> int:
-    """Runs `command PART JOBS RANKS` for every part, each with its share of the GPUs or cores. Returns REFUSED where a
-    part was refused, else the highest exit code. Raises ConfigError where there are fewer GPUs (or, without GPUs,
-    cores) than jobs."""
+async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
+    """Runs `command` once for each of `jobs` parts of the runs, each with its share of the GPUs or cores. Returns
+    REFUSED where a part was refused, else the highest exit code. Raises ConfigError where there are fewer GPUs (or,
+    without GPUs, cores) than jobs."""
     cores, gpus = sorted(os.sched_getaffinity(0)), visible_gpus()
     if jobs > len(gpus or cores):
         raise ConfigError(f"--jobs: {jobs} for {len(gpus or cores)} {'GPUs' if gpus else 'cores'}; give fewer")
     stop.watch()
-
-    async def part(i: int) -> int:
-        environment, share = dict(os.environ), len(gpus) // jobs
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i * share : (i + 1) * share])
-        else:
-            environment.setdefault("OMP_NUM_THREADS", "1")  # else a rank would take a share of all cores
-        return await stop.child([*command, str(i), str(jobs), ranks], environment, cores=cores[i::jobs])
-
-    codes = await asyncio.gather(*(part(i) for i in range(jobs)))
+    parts, share = [], len(gpus) // jobs
+    for i in range(jobs):
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])}
+        if not gpus:  # else a rank would take a share of all cores
+            own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        on = ["taskset", "--cpu-list", ",".join(map(str, cores[i::jobs]))]
+        parts.append(stop.child([*on, *command], {**os.environ, **own, PART: f"{i} {jobs}"}))
+    codes = await asyncio.gather(*parts)
     return REFUSED if REFUSED in codes else max(codes)
 
 
@@ -232,22 +213,6 @@ def keeps_servers(config: Config) -> bool:
     return rollout.placement == "split" or not cuda_available()
 
 
-class _Listener:
-    """Records which servers are up; the supervisor calls it."""
-
-    def __init__(self) -> None:
-        self.up_now: set[str] = set()
-        self.lost: dict[str, str] = {}  # servers that will not be restarted: name -> reason
-
-    def up(self, endpoint: Endpoint) -> None:
-        self.up_now.add(endpoint.name)
-
-    def down(self, name: str, why: str, final: bool) -> None:
-        print(f"{name} is {'not started again' if final else 'started again'}: {why}", flush=True)
-        self.up_now.discard(name)
-        self.lost |= {name: why} if final else {}
-
-
 @contextlib.asynccontextmanager
 async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dict[str, Any]]:
     """Starts `rollout.servers` servers, with logs in FOLDER/logs, each at an address that it keeps when it is
@@ -255,43 +220,32 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
     yields the `rollout` keys for the runs that use them, with `rollout.placement: external`: each run's first
     weight sync gives the servers its weights.
 
-    Raises RolloutError where a server does not come up, ConfigError where host or port cannot be used.
+    Raises RolloutError where a server does not come up, InputError where host or port cannot be used.
     """
-    names = server_names(config.rollout.servers, 1, 0)
-    try:
-        port, host = config.rollout.port or free_port(len(names)), listening_address(config.rollout.host)
-        urls = [http_url(host, port + i) for i in range(len(names))]
-        keys = {"placement": "external", "urls": urls, "api_key_env": KEY, "port": port}
-        os.environ[KEY] = secrets.token_hex(32)
-        rollout, listener = config.rollout.model_copy(update=keys), _Listener()
-        own = config.model_copy(update={"rollout": rollout, "output_dir": str(folder)})
-        supervisor = Supervisor(own, names, listener)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    up, lost, names = set(), [], server_names(config.rollout.servers, 1, 0)
+
+    def down(name: str, why: str, final: bool) -> None:
+        print(f"{name} is {'not started again' if final else 'started again'}: {why}", flush=True)
+        up.discard(name)
+        if final:
+            lost.append(f"{name}: {why}")
+
+    port, host = config.rollout.port or free_port(len(names)), listening_address(config.rollout.host)
+    urls = [http_url(host, port + i) for i in range(len(names))]
+    keys = {"placement": "external", "urls": urls, "api_key_env": KEY, "port": port}
+    os.environ[KEY] = secrets.token_hex(32)
+    own = {"rollout": config.rollout.model_copy(update=keys), "output_dir": str(folder)}
+    listener = SimpleNamespace(up=lambda endpoint: up.add(endpoint.name), down=down)
+    supervisor = Supervisor(config.model_copy(update=own), names, listener)
     running = asyncio.create_task(supervisor.run())
-    limit = config.rollout.start_timeout
-    deadline = time.monotonic() + limit
     try:
-        while (missing := sorted(set(names) - listener.up_now)) and stop.asked is None:
-            if listener.lost or time.monotonic() > deadline:
-                why = next(iter(listener.lost.values()), f"not up within rollout.start_timeout ({limit:g} s)")
-                raise RolloutError(f"{', '.join(missing)}: {why}; see {folder / 'logs'}")
+        while len(up) < len(names) and stop.asked is None:
+            if lost:
+                raise RolloutError(f"{lost[0]}; see {folder / 'logs'}")
+            if running.done():
+                running.result()  # raises what has ended it
             await asyncio.sleep(POLL_EVERY)
         yield keys
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-
-def main(word: str, part: int, jobs: int, ranks: str) -> int:
-    spec = read_spec(word)
-    runs = planned_runs(spec, ["--ranks", ranks] if ranks else [])
-    try:
-        return asyncio.run(carry_out(runs[part::jobs], Path(spec.output_dir) / "servers" / str(part), Stop()))
-    except ConfigError as error:
-        show(str(error))
-        return REFUSED
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.config.files import ConfigError, compose, identity, read_yaml, to_plain
@@ -27,41 +26,33 @@ ADDRESS = tuple(f"rollout.{key}" for key in ("placement", "urls", "api_key_env",
 NOT_FINITE = "NonFiniteError"  # in the last line of a run that failed with NaN or infinity
 
 
+ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.+-]+$")]  # it names folders
+
+
 class Spec(Section):
     base: list[str] = Field(default=[])  # config files and key=value words of every run
-    arms: Annotated[dict[str, list[str]], Field(min_length=2)]  # name -> config files and words after those of `base`
+    arms: Annotated[dict[ArmName, list[str]], Field(min_length=2)]  # config files and words after those of `base`
     control: str  # the arm that the others are compared with
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     learning_rates: list[float] | dict[str, list[float]]  # one list for all arms, or a list by arm
     metric: Annotated[str, Field(pattern="^eval/")] = "eval/pass@1"  # of the evaluations during training
     output_dir: str
 
-    @field_validator("arms")
-    @classmethod
-    def _names(cls, arms: dict[str, list[str]]) -> dict[str, list[str]]:
-        for name, words in arms.items():
-            if not re.fullmatch(r"[A-Za-z0-9_.+-]+", name):
-                raise InputError(f"{name!r} names folders; use letters, digits and _ . + -")
-            for word in words:
-                if (key := word.partition("=")[0]) in SET_BY_RUN:
-                    raise InputError(
-                        f"{name}: {word}: every run has its own {key}, from {SET_BY_RUN[key]}; leave it out"
-                    )
-        return arms
-
     @model_validator(mode="after")
     def _fits(self) -> Spec:
         if self.control not in self.arms:
             raise InputError(f"control: {self.control!r} is none of the arms: {', '.join(self.arms)}")
+        if isinstance(self.learning_rates, dict) and (odd := self.learning_rates.keys() ^ self.arms.keys()):
+            raise InputError(f"learning_rates: {min(odd)}: give a list for all arms, or one for each of them")
         if len(set(self.seeds)) < len(self.seeds):
             raise InputError("seeds: a seed stands there twice; a second run with it is the same run")
-        by_arm = self.learning_rates
-        if isinstance(by_arm, dict) and (odd := by_arm.keys() ^ self.arms.keys()):
-            raise InputError(f"learning_rates: {min(odd)}: give a list for all arms, or one for each of them")
-        for name in self.arms:
+        for name, words in self.arms.items():
             rates = self.rates(name)
-            if not rates or min(rates) <= 0 or len(set(rates)) < len(rates):
+            if not rates or rates[0] <= 0 or len(set(rates)) < len(rates):
                 raise InputError(f"learning_rates: {rates}: give distinct rates above 0")
+            for word in words:
+                if (from_ := SET_BY_RUN.get(word.partition("=")[0])) is not None:
+                    raise InputError(f"arms: {name}: {word}: it differs from run to run and comes from {from_}")
         return self
 
     def rates(self, arm: str) -> list[float]:
@@ -93,6 +84,10 @@ class PlannedRun:
     rate: float
     words: tuple[str, ...]  # arguments of `dynamo-megatron train`
     config: Config
+
+    @property
+    def key(self) -> tuple[str, int, float]:
+        return self.arm, self.seed, self.rate
 
     @property
     def name(self) -> str:

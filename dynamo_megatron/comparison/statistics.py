@@ -122,8 +122,7 @@ def find(
 def _estimates(samples: np.ndarray, level: float, lowest: float) -> np.ndarray:
     """(value, low, high), [..., 3], of a value and its resamples, [1 + n, ...]. The interval's ends are order
     statistics, rounded outwards: no interpolation between infinities."""
-    value, drawn = samples[0], samples[1:]
-    lows, highs = (np.sort(np.where(np.isnan(drawn), extreme, drawn), axis=0) for extreme in (lowest, np.inf))
-    last = len(drawn) - 1
-    low, high = lows[int(np.floor(last * (1 - level) / 2))], highs[int(np.ceil(last * (1 + level) / 2))]
+    value, drawn, out = samples[0], samples[1:], (1 - level) / 2
+    low = np.quantile(np.where(np.isnan(drawn), lowest, drawn), out, axis=0, method="lower")
+    high = np.quantile(np.where(np.isnan(drawn), np.inf, drawn), 1 - out, axis=0, method="higher")
     return np.stack([value, low, high], axis=-1)

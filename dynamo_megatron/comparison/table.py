@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,12 @@ import numpy as np
 
 from dynamo_megatron.comparison.spec import PlannedRun, RunOutcome, Spec, read_outcome
 from dynamo_megatron.comparison.statistics import SHARES, UNITS, Arm, Findings, cost_to, find
-from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import markdown
-from dynamo_megatron.reports.figures import COLOURS, draw, figure, plain
 from dynamo_megatron.runtime.plain_text import printable, show
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import read_rows
-from dynamo_megatron.tracking.progress import terminal_width, wrapped
 
-BETWEEN = ("time/evaluate", "time/save")  # seconds of a step that are not training
 LEAST_SEEDS = 5  # for a ratio and its interval
 SHARE_NAMES = {0.5: "half", 0.9: "90 %"}
 
@@ -31,34 +27,28 @@ Curves = Mapping[PlannedRun, Sequence[Mapping[str, Any]]]
 
 
 def write_comparison(spec: Spec, runs: Sequence[PlannedRun]) -> int:
-    """Writes curves.jsonl of all runs, and comparison.md and .png of the seeds whose runs have all ended; prints the
+    """Writes curves.jsonl of all runs, and comparison.md of the seeds whose runs have all ended; prints the
     tables. Where the runs' folders are gone, the tables are those of curves.jsonl.
 
-    Returns 0, or 1 where a run has failed that might not fail again. Raises ConfigError where files are broken, or no
+    Returns 0, or 1 where a run has failed that might not fail again. Raises InputError where files are broken, or no
     seed is complete.
     """
     output = Path(spec.output_dir)
-    try:
-        if (output / "curves.jsonl").is_file() and not (output / "runs").is_dir():
-            outcomes, curves = _recorded(output / "curves.jsonl", runs)
-        else:
-            outcomes, curves = {run: read_outcome(run) for run in runs}, {run: read_curve(run) for run in runs}
-            output.mkdir(parents=True, exist_ok=True)
-            _write(output / "curves.jsonl", "".join(f"{json.dumps(row)}\n" for rows in curves.values() for row in rows))
-        missing = {run.seed for run, outcome in outcomes.items() if outcome is None}
-        if not (seeds := [seed for seed in spec.seeds if seed not in missing]):
-            ended = sum(outcome is not None for outcome in outcomes.values())
-            raise InputError(
-                f"{output}: {ended} of {len(runs)} runs have ended, and all of no seed; start it without --table"
-            )
-        arms = arrays(spec, seeds, outcomes, curves)
-    except InputError as error:
-        raise ConfigError(str(error)) from None
+    file = output / "curves.jsonl"
+    if file.is_file() and not (output / "runs").is_dir():
+        outcomes, curves = _recorded(file, runs)
+    else:
+        outcomes, curves = {run: read_outcome(run) for run in runs}, {run: read_curve(run) for run in runs}
+        output.mkdir(parents=True, exist_ok=True)
+        _write(file, "".join(f"{json.dumps(row)}\n" for rows in curves.values() for row in rows))
+    missing = {run.seed for run, outcome in outcomes.items() if outcome is None}
+    if not (seeds := [seed for seed in spec.seeds if seed not in missing]):
+        raise InputError(f"{output}: no seed has runs that have all ended; start it without --table")
+    arms = arrays(spec, seeds, outcomes, curves)
     found = find(arms, spec.control)
     text = as_markdown(spec, seeds, arms, found, outcomes)
-    _write(output / "comparison.md", f"{text}\n\n![scores over rollouts](comparison.png)\n")
-    _draw(spec, seeds, found, curves, output / "comparison.png")
-    print(wrapped(printable(f"{text}\n\nThese tables are in {output / 'comparison.md'}."), terminal_width(sys.stdout)))
+    _write(output / "comparison.md", f"{text}\n")
+    print(printable(f"{text}\n\nThese tables are in {output / 'comparison.md'}."))
     again = [run.name for run, outcome in outcomes.items() if outcome is not None and not outcome.final]
     if again:
         show(f"{len(again)} runs failed, the first {again[0]}; the same command tries them again")
@@ -72,14 +62,11 @@ def _write(path: Path, text: str) -> None:
 
 def _recorded(path: Path, runs: Sequence[PlannedRun]) -> tuple[Outcomes, Curves]:
     """From a curves.jsonl alone. A run with fewer evaluations than others has failed."""
-    curves: dict[PlannedRun, list[Mapping[str, Any]]] = {run: [] for run in runs}
-    by_key = {(run.arm, run.seed, run.rate): run for run in runs}
-    for row in read_rows(path, "arm", "seed", "lr", *UNITS):
-        if (run := by_key.get((row["arm"], row["seed"], row["lr"]))) is not None:
-            curves[run].append(row)
-    longest = max(map(len, curves.values()))
+    rows = list(read_rows(path, "arm", "seed", "lr", *UNITS))
+    of = {run: [row for row in rows if (row["arm"], row["seed"], row["lr"]) == run.key] for run in runs}
+    longest = max(map(len, of.values()))
     ends = {0: None, longest: RunOutcome(0, "finished")}
-    return {run: ends.get(len(rows), RunOutcome(1, "ended early")) for run, rows in curves.items()}, curves
+    return {run: ends.get(len(its), RunOutcome(1, "ended early")) for run, its in of.items()}, of
 
 
 def read_curve(run: PlannedRun) -> list[dict[str, Any]]:
@@ -89,20 +76,18 @@ def read_curve(run: PlannedRun) -> list[dict[str, Any]]:
     failed or rejected. `tokens` counts the tokens of all responses that arrived. `seconds` is the time of the steps
     without evaluations and saves. Raises ValueError (path:line) for a broken line.
     """
-    total = np.zeros(len(UNITS))
+    total: Sequence[float] = (0, 0, 0.0)
     costs = {0: total}
-    keys = ("step", "rollout/requested", "rollout/response_tokens", "time/step", *BETWEEN)
-    for row in read_rows(run.folder / "metrics.jsonl", *keys):
-        seconds = row["time/step"] - sum(row[key] for key in BETWEEN)
-        total = total + np.array([row["rollout/requested"], row["rollout/response_tokens"], seconds])
-        costs[row["step"]] = total
-    rows = []
-    for evaluation in read_rows(run.folder / "evaluations.jsonl", "step"):
-        if (step := evaluation["step"]) in costs:  # else the run was killed before it wrote the step's metrics
-            rollouts, tokens, seconds = costs[step].tolist()
-            cost = {"rollouts": int(rollouts), "tokens": int(tokens), "seconds": seconds}
-            rows.append({"arm": run.arm, "seed": run.seed, "lr": run.rate, "step": step, **cost, **evaluation})
-    return rows
+    keys = ("rollout/requested", "rollout/response_tokens", "time/step", "time/evaluate", "time/save")
+    for row in read_rows(run.folder / "metrics.jsonl", "step", *keys):
+        rollouts, tokens, seconds, *between = (row[key] for key in keys)
+        costs[row["step"]] = total = tuple(map(add, total, (rollouts, tokens, seconds - sum(between))))
+    named = dict(zip(("arm", "seed", "lr"), run.key, strict=True))
+    return [
+        {**named, "step": each["step"], **dict(zip(UNITS, costs[each["step"]], strict=True)), **each}
+        for each in read_rows(run.folder / "evaluations.jsonl", "step")
+        if each["step"] in costs  # else the run was killed before it wrote the step's metrics
+    ]
 
 
 def arrays(spec: Spec, seeds: Sequence[int], outcomes: Outcomes, curves: Curves) -> dict[str, Arm]:
@@ -111,8 +96,7 @@ def arrays(spec: Spec, seeds: Sequence[int], outcomes: Outcomes, curves: Curves)
     longest = max(2, *(len(rows) for rows in curves.values()))
     arms = {}
     for name in spec.arms:
-        rates = spec.rates(name)
-        scores = np.full((len(rates), len(seeds), longest), np.nan)
+        scores = np.full((len(spec.rates(name)), len(seeds), longest), np.nan)
         arms[name] = Arm(scores, np.zeros((*scores.shape, len(UNITS))), np.zeros(scores.shape[:2], bool))
     for run, outcome in outcomes.items():
         if outcome is None or run.seed not in seeds:
@@ -132,7 +116,7 @@ def arrays(spec: Spec, seeds: Sequence[int], outcomes: Outcomes, curves: Curves)
 
 
 def as_markdown(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], found: Findings, outcomes: Outcomes) -> str:
-    """The text of comparison.md without its picture."""
+    """The text of comparison.md."""
     control, many = spec.control, f"{len(seeds)} seed{'s' * (len(seeds) != 1)}"
     compared = {name for name in arms if name != control and len(seeds) >= LEAST_SEEDS}
     parts = [f"# Comparison of {', '.join(arms)}: {spec.metric}, {many}", _finals(spec, arms, found, compared)]
@@ -145,7 +129,7 @@ def as_markdown(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], found
             f"No differences and no ratios: {many} of the {LEAST_SEEDS} that an interval over seeds needs at least. "
             "The medians above are of these runs alone."
         )
-    lines = "\n".join(f"- {note}" for note in _notes(spec, seeds, arms, found, outcomes))
+    lines = "\n".join(f"- {note}" for note in _notes(spec, seeds, arms, outcomes))
     return "\n\n".join([*parts, *([lines] if lines else [])])
 
 
@@ -188,36 +172,16 @@ def _interval(estimate: np.ndarray, form: str) -> str:
     return f"{value:{form}} ({low:{form}} to {high:{form}})" if np.isfinite(value) else "never"
 
 
-def _notes(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], found: Findings, outcomes: Outcomes) -> list[str]:
-    """Remarks on the runs: missing seeds, failures, best rates at an end."""
+def _notes(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], outcomes: Outcomes) -> list[str]:
+    """Remarks on the runs: missing seeds and failures."""
     lines = []
     if left := [seed for seed in spec.seeds if seed not in seeds]:
         ended = sum(outcome is not None for outcome in outcomes.values())
         lines.append(f"{ended} of {len(outcomes)} runs have ended; left out: seeds {', '.join(map(str, left))}")
-    for a, (name, arm) in enumerate(arms.items()):
-        rates = spec.rates(name)
-        best = rates[found.summary.final_rate[a]]
-        if arm.failed.any():
-            failed = zip(rates, arm.failed.sum(axis=1), strict=True)
-            by_rate = ", ".join(f"{count} at {rate:g}" for rate, count in failed if count)
-            lines.append(
-                f"**{name}: {arm.failed.sum()} of {arm.failed.size} runs failed** (by learning rate: {by_rate})"
-            )
-        if len(rates) > 1 and best in (rates[0], rates[-1]) and np.isfinite(found.summary.final[a]):
-            end = "smallest" if best == rates[0] else "largest"
-            lines.append(f"{name}: its best final score is at the {end} learning rate, {best:g}; try one beyond it")
+    for name, arm in arms.items():
+        failed = zip(spec.rates(name), arm.failed.sum(axis=1), strict=True)
+        if by_rate := ", ".join(f"{count} at {rate:g}" for rate, count in failed if count):
+            failures = f"{arm.failed.sum()} of {arm.failed.size} runs failed"
+            lines.append(f"**{name}: {failures}** (by learning rate: {by_rate})")
     why = Counter(o.said for o in outcomes.values() if o is not None and not o.finished)
     return lines + [f"{count} run{'s' * (count > 1)} ended with: {line}" for line, count in why.most_common(5)]
-
-
-def _draw(spec: Spec, seeds: Sequence[int], found: Findings, curves: Curves, path: Path) -> None:
-    """Scores over rollouts: the mean over the seeds at the learning rate of the best final score."""
-    traces = []
-    for a, name in enumerate(spec.arms):
-        rate = spec.rates(name)[found.summary.final_rate[a]]
-        best = [c for run, c in curves.items() if (run.arm, run.rate) == (name, rate) and run.seed in seeds]
-        shared = min(map(len, best))
-        x, y = (np.mean([[row[key] for row in c[:shared]] for c in best], axis=0) for key in ("rollouts", spec.metric))
-        line = {"color": COLOURS[a % len(COLOURS)], "width": 2}
-        traces.append({"x": plain(x), "y": plain(y), "name": name, "mode": "lines+markers", "line": line})
-    draw([figure("Evaluation problems, mean over the seeds", spec.metric, traces, x="rollouts")], spec.metric, path)

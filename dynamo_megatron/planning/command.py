@@ -63,12 +63,11 @@ def plan(
     """Prints the plan, or with `search` the ranked layouts. Returns 0 where the run (or one of the layouts) works, else
     1. Raises ConfigError."""
     config, _ = compose(files, overrides, UNNEEDED)
-    cluster = cluster_of(gpu, gpus, gpus_per_node)
-    if not search:
-        made = plan_of(config, cluster, response_tokens)
-        print(describe(made, model_spec(config)[1]))
-        return 1 if made.fault else 0
-    spec, origin = model_spec(config)
-    found = ranked(config, spec, cluster, workload(config, spec, response_tokens))
-    print(search_table(found, spec, cluster, origin))
-    return 0 if found and found[0].fault is None else 1
+    cluster, (spec, origin) = cluster_of(gpu, gpus, gpus_per_node), model_spec(config)
+    if search:
+        plans = ranked(config, spec, cluster, workload(config, spec, response_tokens))
+        print(search_table(plans, spec, cluster, origin))
+    else:
+        plans = [plan_of(config, cluster, response_tokens)]
+        print(describe(plans[0], origin))
+    return 0 if plans and plans[0].fault is None else 1

@@ -211,18 +211,14 @@ def backward_memory(spec: ModelSpec, p: ParallelConfig, dtype: str, tokens: int)
     return w * (here * (wide + 3 * h) + largest)
 
 
-def linear_width(dtype: str, quantization: str | None) -> float:
-    """Bytes that a server has for an element of a linear layer's weight. `quantization`: rollout.quantization."""
-    return WIDTH[dtype] if quantization is None else QUANTIZED_BYTES
-
-
 @functools.lru_cache(maxsize=512)
 def server_bytes(spec: ModelSpec, tp: int, dtype: str, quantization: str | None) -> int:
     """Of the weights on one rank of a server: its share of every matrix (experts are cut in width), whole norms, and
     key and value heads copied where there are fewer than ranks."""
     total = 0.0
     for name, shape in huggingface_shapes(spec).items():
-        nbytes = math.prod(shape) * (linear_width(dtype, quantization) if is_quantized(name) else WIDTH[dtype])
+        quantized = quantization is not None and is_quantized(name)
+        nbytes = math.prod(shape) * (QUANTIZED_BYTES if quantized else WIDTH[dtype])
         module = name.split(".")[-2]
         if module in ("k_proj", "v_proj"):
             nbytes /= min(tp, spec.num_query_groups)
@@ -327,7 +323,8 @@ def decode_seconds(config: Config, spec: ModelSpec, gpu: GPU, sequences: float, 
     read += sequences * context * kv_bytes_a_token(spec, tp, dtype)
     if spec.num_experts:
         unread = (1 - spec.router_topk / spec.num_experts) ** sequences
-        read -= expert_elements(spec) / tp * unread * linear_width(dtype, quantization)
+        width = WIDTH[dtype] if quantization is None else QUANTIZED_BYTES
+        read -= expert_elements(spec) / tp * unread * width
     products = 2 * sequences * SequenceCost.of_model(spec).linear
     return max(read / gpu.memory_bandwidth, products / (tp * server_flops(config, gpu)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,12 +102,38 @@ class Plan:
     servers: Servers | None
     times: Times
     host: Mapping[str, float]  # parts of the host memory of the fullest node, bytes
-    fault: str | None  # why the run cannot work
 
     @property
     def peak(self) -> float:
         """Bytes of the fullest rank."""
         return max(stage.peak for stage in self.stages)
+
+    @functools.cached_property
+    def fault(self) -> str | None:
+        """Why the run cannot work; None where nothing is wrong."""
+        rollout, servers, most = self.config.rollout, self.servers, self.cluster.gpu.memory
+        if (over := self.peak - most) > 0:
+            return f"does not fit: {over / GIB:.1f} GiB too much on the fullest rank"
+        if servers is None:
+            return None
+        if servers.peak > most:  # on a GPU of its own: with ranks beside it the line above says it
+            return (
+                f"does not fit: a server needs {servers.peak / GIB:.1f} GiB of a GPU's {most / GIB:.1f}, "
+                f"{SERVER_WORKING / GIB:.1f} of them beside weights and KV cache; lower rollout.memory_fraction"
+            )
+        if servers.longest_sequences < 1:
+            return (
+                f"does not fit: a server's KV cache holds {servers.tokens:,.0f} tokens, a sequence may have "
+                f"{self.work.longest}; raise rollout.tp or rollout.memory_fraction"
+            )
+        decode = formulas.decode_seconds(self.config, self.spec, self.cluster.gpu, 1, self.work.held)
+        if rollout.timeout_of() < rollout.max_new_tokens * decode:
+            return (
+                f"cannot work: rollout.timeout is {rollout.timeout_of():g} s, and a response of "
+                f"{rollout.max_new_tokens} tokens takes at least {rollout.max_new_tokens * decode:.0f} s: long "
+                "responses would be aborted and never trained on; leave it out, or raise it"
+            )
+        return None
 
     @property
     def memory_asked(self) -> str:
@@ -127,12 +154,8 @@ class Plan:
 
 
 def workload(config: Config, spec: ModelSpec, response: int | None = None) -> Workload:
-    """Raises ConfigError where prompt and response do not fit the model, or the mean response not its limit."""
-    try:
-        limit = max_prompt_length(config, spec)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    most = config.rollout.max_new_tokens
+    """Raises InputError where prompt and response do not fit the model, or the mean response not its limit."""
+    limit, most = max_prompt_length(config, spec), config.rollout.max_new_tokens
     if response is not None and response > most:
         raise ConfigError(f"--response-tokens: {response} is above rollout.max_new_tokens {most}")
     return Workload(min(PROMPT_TOKENS, limit), response or most / 2, limit + most)
@@ -153,8 +176,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
         generate = _generation(config, spec, cluster, work, servers)
     times = Times(generate, logprobs, update, weight_sync, overlap=config.rollout.max_staleness > 0)
     host = host_memory(config, spec, cluster.gpus, cluster.gpus_per_node, work.mean)
-    fault = _fault(config, spec, cluster, work, stages, servers)
-    return Plan(config, spec, cluster, work, micro_batches, stages, servers, times, host, fault)
+    return Plan(config, spec, cluster, work, micro_batches, stages, servers, times, host)
 
 
 def _micro_batches(config: Config, cluster: Cluster, length: float) -> int:
@@ -259,40 +281,6 @@ def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workloa
     together = steps * formulas.decode_seconds(config, spec, cluster.gpu, running, work.held)
     alone = config.rollout.max_new_tokens * formulas.decode_seconds(config, spec, cluster.gpu, 1, work.longest / 2)
     return prefill + max(together, alone)
-
-
-def _fault(
-    config: Config,
-    spec: ModelSpec,
-    cluster: Cluster,
-    work: Workload,
-    stages: list[StageMemory],
-    servers: Servers | None,
-) -> str | None:
-    """Why the run cannot work; None where nothing is wrong."""
-    rollout, most = config.rollout, cluster.gpu.memory
-    if (over := max(stage.peak for stage in stages) - most) > 0:
-        return f"does not fit: {over / GIB:.1f} GiB too much on the fullest rank"
-    if servers is None:
-        return None
-    if servers.peak > most:  # on a GPU of its own: with ranks beside it the line above says it
-        return (
-            f"does not fit: a server needs {servers.peak / GIB:.1f} GiB of a GPU's {most / GIB:.1f}, "
-            f"{SERVER_WORKING / GIB:.1f} of them beside weights and KV cache; lower rollout.memory_fraction"
-        )
-    if servers.longest_sequences < 1:
-        return (
-            f"does not fit: a server's KV cache holds {servers.tokens:,.0f} tokens, a sequence may have "
-            f"{work.longest}; raise rollout.tp or rollout.memory_fraction"
-        )
-    shortest = rollout.max_new_tokens * formulas.decode_seconds(config, spec, cluster.gpu, 1, work.held)
-    if rollout.timeout_of() < shortest:
-        return (
-            f"cannot work: rollout.timeout is {rollout.timeout_of():g} s, and a response of {rollout.max_new_tokens} "
-            f"tokens takes at least {shortest:.0f} s: long responses would be aborted and never trained on; leave it "
-            "out, or raise it"
-        )
-    return None
 
 
 def host_memory(

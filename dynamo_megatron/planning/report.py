@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB
-from dynamo_megatron.planning.plan import SERVER_WORKING, SLOWEST, Plan
+from dynamo_megatron.planning.plan import SERVER_WORKING, Plan
 from dynamo_megatron.rollout.retention import stored_step
-
-STOP_BEFORE = 1800  # seconds, the default of `launch slurm --stop-before`
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -21,30 +19,21 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def describe(plan: Plan, origin: str) -> str:
     """The whole report; `origin` says where the model's shape is from."""
-    lines = [*_head(plan, origin), "", *_memory(plan), "", *_servers(plan), *_host_and_disk(plan), "", *_times(plan)]
+    spec, c, work = plan.spec, plan.cluster, plan.work
+    total, active = formulas.model_elements(spec), formulas.active_elements(spec)
+    mixture = f", {active / 1e9:.2f} billion of them for a token" if active != total else ""
+    lines = [
+        f"model: {spec.family}, {spec.num_layers} layers, {total:,} parameters{mixture} ({origin})",
+        f"cluster: {c.gpus} x {c.gpu.name} in {c.nodes} nodes, {_gib(c.gpu.memory)} GiB each",
+        f"a step: {plan.config.rollout_budget} rollouts of {work.prompt:g} + {work.response:g} tokens on average; "
+        f"{plan.micro_batches} micro-batches an update on each rank",
+    ]
+    lines += ["", *_memory(plan), "", *_servers(plan), *_host_and_disk(plan), "", *_times(plan)]
     return "\n".join([*lines, *cautions(plan), "", verdict(plan)])
 
 
 def _gib(value: float) -> str:
     return f"{value / GIB:.1f}"
-
-
-def _head(plan: Plan, origin: str) -> list[str]:
-    spec, c, work, config, p = plan.spec, plan.cluster, plan.work, plan.config, plan.config.parallel
-    total, active = formulas.model_elements(spec), formulas.active_elements(spec)
-    mixture = f", {active / 1e9:.2f} billion of them for a token" if active != total else ""
-    sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": c.gpus // p.model_ranks}
-    layout = [" x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1) or "one rank"]
-    layout += [f"{name} {n}" for name, n in (("vpp", p.vpp), ("ep", p.ep)) if n > 1]
-    layout += ["sequence-parallel"] if p.sequence_parallel else []
-    return [
-        f"model: {spec.family}, {spec.num_layers} layers, {total:,} parameters{mixture} ({origin})",
-        f"cluster: {c.gpus} x {c.gpu.name} in {c.nodes} nodes, {_gib(c.gpu.memory)} GiB each",
-        f"layout: {', '.join(layout)}, recompute {config.trainer.recompute}; micro-batches of "
-        f"{config.trainer.micro_batch_tokens} tokens, {plan.micro_batches} an update on each rank",
-        f"a step: {config.batch_prompts} prompts, {config.rollout_budget} rollouts of {work.prompt:g} + "
-        f"{work.response:g} tokens on average, {config.algorithm.loss.mini_batches} updates",
-    ]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -62,11 +51,10 @@ def _servers(plan: Plan) -> list[str]:
     if s is None:
         return ["servers: none of this run's own"]
     where = "on the training's GPUs" if rollout.placement == "colocated" else f"on {s.gpus} GPUs more"
-    kind = f"{rollout.quantization} " if rollout.quantization else ""
     return [
-        f"servers: {s.count} of {s.tp} GPUs {where}; on each GPU {_gib(s.weights)} GiB {kind}weights, "
-        f"{_gib(s.pool)} GiB KV cache ({s.kv_bytes_a_token / 1024:.1f} KiB a token), {_gib(SERVER_WORKING)} for graphs "
-        "and activations",
+        f"servers: {s.count} of {s.tp} GPUs {where}; on each GPU {_gib(s.weights)} GiB "
+        f"{rollout.quantization or plan.config.model.dtype} weights, {_gib(s.pool)} GiB KV cache "
+        f"({s.kv_bytes_a_token / 1024:.1f} KiB a token), {_gib(SERVER_WORKING)} for graphs and activations",
         f"  a server holds {s.tokens:,.0f} tokens: {s.longest_sequences:,.1f} sequences of {plan.work.longest}; "
         f"{s.running:,.0f} run at once",
     ]
@@ -87,33 +75,24 @@ def _host_and_disk(plan: Plan) -> list[str]:
 
 def _times(plan: Plan) -> list[str]:
     t = plan.times
-    lines = [
+    return [
         "floor times of a step at the hardware's stated rates, seconds (an H100 updated 3.6 to 6.4 times slower):",
         f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.weight_sync:.2f}; "
         f"together {t.step:.1f}{', generated while the ranks train' if t.overlap else ''}",
+        f"a stop waits for the end of the step and for the save: `launch slurm --gpu {plan.cluster.gpu.name}` sets "
+        f"--stop-before to {plan.stop_before} at least",
     ]
-    if plan.stop_before > STOP_BEFORE:
-        lines.append(
-            f"from the end of generation to the end of the step a stop waits at least {t.training:.0f} s, in practice "
-            f"up to {SLOWEST} times as long, and for the save: `launch slurm --gpu {plan.cluster.gpu.name}` sets "
-            f"--stop-before {plan.stop_before}, `launch nemo` needs it as an option"
-        )
-    return lines
 
 
 def cautions(plan: Plan) -> list[str]:
-    """What the figures leave out and this layout may meet."""
-    rollout, servers, lines = plan.config.rollout, plan.servers, []
-    if servers is not None and rollout.placement == "colocated" and servers.gpus < plan.cluster.gpus:
-        lines.append(
-            f"{plan.cluster.gpus - servers.gpus} of {plan.cluster.gpus} GPUs are idle while servers generate: "
-            f"rollout.servers {rollout.servers} x rollout.tp {rollout.tp}; leave rollout.servers out, or raise it"
-        )
-    if plan.config.parallel.cp > 1:
-        lines.append("cp is reckoned with TransformerEngine: torch's own attention may build the scores in addition")
-    if plan.spec.num_experts:
-        lines.append("tokens are taken to spread evenly over the experts: a rank that gets more of them needs more")
-    return lines
+    """What this layout may meet."""
+    rollout, servers, gpus = plan.config.rollout, plan.servers, plan.cluster.gpus
+    if servers is None or rollout.placement != "colocated" or servers.gpus == gpus:
+        return []
+    return [
+        f"{gpus - servers.gpus} of {gpus} GPUs are idle while servers generate: rollout.servers {rollout.servers} x "
+        f"rollout.tp {rollout.tp}; leave rollout.servers out, or raise it"
+    ]
 
 
 def verdict(plan: Plan) -> str:

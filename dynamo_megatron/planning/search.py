@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 from dynamo_megatron.config import Config, ParallelConfig
@@ -28,44 +29,36 @@ def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) ->
 
     Colocated servers are spread over all GPUs. With `rollout.max_staleness` and placement split, every division of the
     cluster between ranks and servers is tried: whole nodes, or any division of a single node."""
-    divided: list[tuple[Cluster, int | None]] = [(cluster, None)]
-    if config.rollout.max_staleness > 0 and config.rollout.placement == "split":
+    placement, divided = config.rollout.placement, [(cluster, None)]
+    if config.rollout.max_staleness > 0 and placement == "split":
         unit = cluster.gpus_per_node if cluster.nodes > 1 else 1
         divided = [(replace(cluster, gpus=own), cluster.gpus - own) for own in range(unit, cluster.gpus, unit)]
     plans = []
     for ranks, serving in divided:
-        for parallel, recompute in itertools.product(_layouts(config, spec, ranks), RECOMPUTE):
-            options = []
-            for server_tp in _powers(min(ranks.gpus_per_node, serving or ranks.gpus_per_node)):
-                changes = {"tp": server_tp}
-                if config.rollout.placement == "colocated":
-                    changes["servers"] = ranks.gpus // server_tp
-                elif serving is not None:
-                    changes["servers"] = serving // server_tp
-                updates = {
-                    "parallel": parallel,
-                    "rollout": config.rollout.model_copy(update=changes),
-                    "trainer": config.trainer.model_copy(update={"recompute": recompute}),
-                }
-                try:
-                    options.append(make_plan(config.model_copy(update=updates), spec, ranks, work))
-                except InputError:
-                    continue  # the model's heads cannot be divided among server_tp ranks
-            plans += _in_order(options)[:1]
-    return _in_order(plans)
-
-
-def _in_order(plans: list[Plan]) -> list[Plan]:
+        gpus = ranks.gpus if placement == "colocated" else serving
+        sizes = _powers(min(ranks.gpus_per_node, serving or ranks.gpus_per_node))
+        for parallel, recompute, tp in itertools.product(_layouts(config, spec, ranks), RECOMPUTE, sizes):
+            servers = {"tp": tp} if gpus is None else {"tp": tp, "servers": gpus // tp}
+            updates = {
+                "parallel": parallel,
+                "rollout": config.rollout.model_copy(update=servers),
+                "trainer": config.trainer.model_copy(update={"recompute": recompute}),
+            }
+            with contextlib.suppress(InputError):  # the model's heads cannot be divided among tp ranks
+                plans.append(make_plan(config.model_copy(update=updates), spec, ranks, work))
     shortest = min((plan.times.step for plan in plans if plan.fault is None), default=1.0)
 
-    def key(plan: Plan) -> tuple[float, ...]:
+    def place(plan: Plan) -> tuple[float, ...]:
         if plan.fault is not None:
             return (1, plan.peak)
         p, step = plan.config.parallel, plan.times.step
         slower = int(math.log(step / shortest, 1.1))  # step is at least shortest * 1.1**slower
         return (0, slower, p.cp, p.vpp, p.pp, p.tp, plan.config.rollout.tp, step)
 
-    return sorted(plans, key=key)
+    best: dict[Hashable, Plan] = {}
+    for plan in sorted(plans, key=place):
+        best.setdefault((plan.cluster.gpus, plan.config.parallel, plan.config.trainer.recompute), plan)
+    return list(best.values())
 
 
 def _powers(most: int) -> list[int]:
@@ -98,19 +91,18 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
     sizes = ["tp", "pp", "vpp", "cp", "ep"]
     rows = [["rank", "ranks", *sizes, "dp", "recompute", "servers", "of tp", "GiB", "step s", "train s", "fits"]]
     for number, plan in enumerate(plans[:SHOWN], 1):
-        p, gpus, rollout = plan.config.parallel, plan.cluster.gpus, plan.config.rollout
-        cells = number, gpus, *(getattr(p, size) for size in sizes), gpus // p.model_ranks
-        cells += plan.config.trainer.recompute, rollout.servers, rollout.tp, f"{plan.peak / GIB:.1f}"
-        cells += f"{plan.times.step:.1f}", f"{plan.times.training:.1f}", "no" if plan.fault else "yes"
-        rows.append(list(map(str, cells)))
+        p, gpus, rollout, times = plan.config.parallel, plan.cluster.gpus, plan.config.rollout, plan.times
+        cells = [number, gpus, *(getattr(p, size) for size in sizes), gpus // p.model_ranks]
+        cells += [plan.config.trainer.recompute, rollout.servers, rollout.tp, f"{plan.peak / GIB:.1f}"]
+        rows.append([*map(str, cells), f"{times.step:.1f}", f"{times.training:.1f}", "no" if plan.fault else "yes"])
     lines = [
         f"{spec.family} ({origin}) on {cluster.gpus} x {cluster.gpu.name}: {len(plans)} layouts, {fitting} fit",
         "GiB: of the fullest rank; step s, train s: floors, of a whole step and without generation",
         *table(rows),
     ]
     if fitting:
-        best, p = plans[0].config, plans[0].config.parallel
-        words = [f"parallel.{key}={str(value).lower()}" for key, value in p.model_dump().items()]
+        best = plans[0].config
+        words = [f"parallel.{key}={str(value).lower()}" for key, value in best.parallel.model_dump().items()]
         words += [f"rollout.tp={best.rollout.tp}", f"rollout.servers={best.rollout.servers}"]
         words.append(f"trainer.recompute={best.trainer.recompute}")
         lines += [*cautions(plans[0]), f"the first: {' '.join(words)}"]

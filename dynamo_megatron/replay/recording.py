@@ -45,7 +45,6 @@ class Recording:
     trainer: str  # "dynamo-megatron", "verl" or "slime"
     steps: list[RecordedStep]
     allocation: dict[str, Any]  # algorithm.allocation of the run, which allocators start from
-    texts: dict[str, str] = field(default_factory=dict)  # prompt_id -> prompt, where the id is a hash of it
     notes: list[str] = field(default_factory=list)  # one line for each thing that was left out
     strata: dict[str, Hashable] | None = None  # prompt_id -> the prompt's stratum (algorithm.allocation.prior_by)
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dynamo_megatron.checkpoint.folder import checkpoint_folders, fault, read_manifest, read_state
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, compose
@@ -34,15 +32,6 @@ def failed_step(output: Path, step: int, keys: Sequence[str]) -> tuple[Config, i
         raise ConfigError(f"--step: {output / FAILED_STEPS} has no complete folder of step {step}")
     config, _ = compose([], keys, read_state(folder)["failure"]["config"])
     return config.model_copy(update={"output_dir": str(folder)}), read_manifest(folder)["layout"]["ranks"]
-
-
-def check_gpus(ranks: int) -> None:
-    """Raises ConfigError if there are GPUs here, but fewer than `ranks`."""
-    if 0 < (gpus := torch.cuda.device_count()) < ranks:
-        raise ConfigError(
-            f"--ranks: {ranks} ranks, and here are {gpus} GPUs; give --ranks and a layout that fits "
-            "(parallel.tp=...), or start the command on several nodes with torchrun or srun"
-        )
 
 
 class StepReplay(Job):

@@ -8,22 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.algorithm.allocation import RolloutAllocator, neyman
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.replay.recording import RecordedStep
-
-
-class Difference(NamedTuple):
-    """A visit whose recorded count differs from the count of a replay."""
-
-    step: int
-    prompt_id: str
-    given: int
-    replayed: int
 
 
 def replay(
@@ -51,14 +41,12 @@ def given(steps: Sequence[RecordedStep]) -> np.ndarray:
     return np.concatenate([step.given for step in steps])
 
 
-def first_difference(steps: Sequence[RecordedStep], counts: np.ndarray) -> Difference | None:
-    """The first visit whose recorded count differs from `counts`, int64 [V]; None where there is none."""
-    recorded = given(steps)
-    if not (other := np.flatnonzero(recorded != counts)).size:
-        return None
-    visit = int(other[0])
-    step, prompt_id = [(step.step, prompt_id) for step in steps for prompt_id in step.prompt_ids][visit]
-    return Difference(step, prompt_id, int(recorded[visit]), int(counts[visit]))
+def first_difference(steps: Sequence[RecordedStep], counts: np.ndarray) -> tuple[int, str, int, int] | None:
+    """(step, prompt_id, recorded count, other count) of the first visit whose recorded count differs from `counts`,
+    int64 [V]; None where there is none."""
+    visits = ((step.step, prompt_id) for step in steps for prompt_id in step.prompt_ids)
+    pairs = zip(visits, given(steps).tolist(), counts.tolist(), strict=True)
+    return next(((*visit, ours, other) for visit, ours, other in pairs if ours != other), None)
 
 
 def success_rates(steps: Sequence[RecordedStep]) -> np.ndarray:
@@ -71,24 +59,3 @@ def success_rates(steps: Sequence[RecordedStep]) -> np.ndarray:
             won[step.prompt_ids[i]] += int(success)
     overall = won.total() / max(trials.total(), 1)
     return np.array([won[i] / trials[i] if trials[i] else overall for step in steps for i in step.prompt_ids])
-
-
-def oracle(steps: Sequence[RecordedStep], rates: np.ndarray, config: AllocationConfig) -> np.ndarray:
-    """The counts, int64 [V], that minimise the sum of p(1-p)/n in every step, under its budget and the bounds."""
-    counts, place = [], 0
-    for step in steps:
-        p = rates[place : place + len(step.prompt_ids)]
-        place += len(p)
-        variance = p * (1 - p)
-        counts.append(neyman(variance if variance.any() else np.ones(len(p)), *config.fit(len(p), step.budget)))
-    return np.concatenate(counts)
-
-
-def expected_variance(rates: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """p(1-p)/n, float64 [V]: the variance of the mean of n rewards that are 1 with probability p, else 0."""
-    return rates * (1 - rates) / counts
-
-
-def degenerate_chance(rates: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The probability that all of n rollouts succeed or all fail, p^n + (1-p)^n, float64 [V]."""
-    return rates**counts + (1 - rates) ** counts

@@ -14,7 +14,6 @@ Figure = dict[str, Any]  # `data` (plotly's traces), `layout`, and `note`: a tex
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")  # of Okabe and Ito
 DASHES = ("solid", "dash", "dot", "dashdot")
 MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-RATE_BINS = 10
 TIMES = ("generate", "logprobs", "update", "weight_sync", "other", "evaluate", "save")
 
 
@@ -45,16 +44,6 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     sums = np.convolve(np.where(known, values, 0.0), near)[middle]
     counts = np.convolve(known, near)[middle]
     return np.where(known, sums / np.maximum(counts, 1.0), np.nan)
-
-
-def window_of(steps: int) -> int:
-    """Steps of a curve's moving average, an odd number; 1: too few steps for one."""
-    return 2 * min(5, steps // 8) + 1
-
-
-def rate_bins(rate: np.ndarray) -> np.ndarray:
-    """The bin of each success rate, [V]. Rates of exactly 0 and exactly 1 have bins of their own."""
-    return np.where(rate == 0, -1, np.where(rate == 1, RATE_BINS, np.floor(rate * RATE_BINS)))
 
 
 def rate_classes(rate: np.ndarray) -> dict[str, np.ndarray]:
@@ -97,19 +86,18 @@ def _lines(series: Mapping[str, str], runs: Mapping[str, RunRecord]) -> list[dic
     traces = []
     for r, (name, run) in enumerate(runs.items()):
         for s, (key, label) in enumerate(series.items()):
-            values = run.series(key)
+            values, x = run.series(key), run.steps.tolist()
             if not np.isfinite(values).any():
                 continue
             if len(runs) > 1:
                 label = name if len(series) == 1 else f"{name}: {label}"
             line = {"color": COLOURS[(r if len(runs) > 1 else s) % len(COLOURS)], "dash": DASHES[s % len(DASHES)]}
-            window, x = 1 if key.endswith("_max") else window_of(len(values)), run.steps.tolist()
+            trace = {"x": x, "mode": "lines" if len(x) > 1 else "markers", "name": label}
+            window = 1 if key.endswith("_max") else 2 * min(5, len(x) // 8) + 1
             if window > 1:
-                thin = {"x": x, "y": plain(values), "opacity": 0.4, "line": {**line, "width": 1}}
-                traces.append({**thin, "mode": "lines", "name": f"{label}, each step", "showlegend": False})
-                values = moving_average(values, window)
-            mode = "lines" if len(x) > 1 else "markers"
-            traces.append({"x": x, "y": plain(values), "mode": mode, "name": label, "line": {**line, "width": 2}})
+                thin = {"y": plain(values), "opacity": 0.4, "line": {**line, "width": 1}, "showlegend": False}
+                traces.append({**trace, **thin})
+            traces.append({**trace, "y": plain(moving_average(values, window)), "line": {**line, "width": 2}})
     return traces
 
 
@@ -122,13 +110,9 @@ def _passes(runs: Mapping[str, RunRecord]) -> list[dict[str, Any]]:
             spread = {"array": plain(high - mean), "arrayminus": plain(mean - low), "symmetric": False, "type": "data"}
             colour = COLOURS[(r if len(runs) > 1 else i + 1) % len(COLOURS)]
             symbol = ("circle", "square", "diamond", "cross")[i % 4]
-            traces.append(
-                {
-                    **{"x": steps.astype(int).tolist(), "y": plain(mean), "mode": "markers", "error_y": spread},
-                    **{"name": f"{name}: pass@{k}" if len(runs) > 1 else f"pass@{k}"},
-                    "marker": {"color": colour, "size": 8, "symbol": symbol},
-                }
-            )
+            trace = {"x": steps.astype(int).tolist(), "y": plain(mean), "mode": "markers", "error_y": spread}
+            trace["name"] = f"{name}: pass@{k}" if len(runs) > 1 else f"pass@{k}"
+            traces.append({**trace, "marker": {"color": colour, "size": 8, "symbol": symbol}})
     return traces
 
 
@@ -146,27 +130,23 @@ def _times(name: str, run: RunRecord) -> Figure:
 
 
 def allocation_figures(revisits: Mapping[str, Revisits]) -> list[Figure]:
-    """Rollouts by the success rate that a prompt had before, of all runs."""
-    visited = {name: seen for name, seen in revisits.items() if len(seen.rollouts)}
-    return [_by_rate(visited)] if visited else []
-
-
-def _by_rate(revisits: Mapping[str, Revisits]) -> Figure:
+    """Rollouts by the success rate that a prompt had before, of all runs that have visited a prompt again."""
     traces = []
     for (name, seen), colour in zip(revisits.items(), COLOURS * len(revisits), strict=False):
-        bins = rate_bins(seen.success_rates)
-        members = [bins == b for b in np.unique(bins)]
+        members = [its for its in rate_classes(seen.success_rates).values() if its.any()]
         x, y = ([values[its].mean() for its in members] for values in (seen.success_rates, seen.rollouts))
         text = [f"{its.sum()} visits" for its in members]
-        traces.append({"x": plain(x), "y": plain(y), "text": text, "mode": "lines+markers", "name": name})
-        traces[-1]["line"] = {"color": colour, "width": 2}
-        even = {"x": [0, 1], "y": [seen.uniform] * 2, "mode": "lines", "name": f"{name}: an even split"}
-        traces.append({**even, "line": {"color": colour, "width": 1, "dash": "dot"}})
+        line = {"color": colour, "width": 2}
+        even = {"color": colour, "width": 1, "dash": "dot"}
+        traces += [
+            {"x": plain(x), "y": plain(y), "text": text, "mode": "lines+markers", "name": name, "line": line},
+            {"x": [0, 1], "y": [seen.uniform] * 2, "mode": "lines", "name": f"{name}: an even split", "line": even},
+        ]
     note = "A visit is a step that draws the prompt; first visits, of which nothing is known before, are left out."
     axis = "earlier success rate of the prompt"
     made = figure("Rollouts by earlier success rate", "rollouts of a visit, mean", traces, note, axis)
     made["layout"]["yaxis"]["rangemode"] = "tozero"
-    return made
+    return [made] if any(len(seen.rollouts) for seen in revisits.values()) else []
 
 
 def draw(figures: Sequence[Figure], title: str, path: Path) -> None:

@@ -22,6 +22,7 @@ from dynamo_megatron.reports.run_record import Revisits, RunRecord, read_revisit
 from dynamo_megatron.reports.samples import message_text
 from dynamo_megatron.reports.tables import sections
 from dynamo_megatron.rollout.store import read_rollouts, step_files, tokens_file
+from dynamo_megatron.runtime.plain_text import printable
 from dynamo_megatron.runtime.run_folder import is_held
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash
@@ -30,6 +31,7 @@ from dynamo_megatron.types import Rollout
 IN_PICTURE = ("Reward", "Policy entropy", "Response length", "Rollouts by earlier success rate")
 STEPS, EACH = 12, 2  # steps that rollouts are shown of; best, worst, truncated and failed ones of each
 MOST_TOKENS, MOST_TEXT = 2000, 20_000  # of a response, and characters of a text, that are shown
+SURPRISE = "surprise, -logprob of the engine"  # the statistic that tokens are coloured by at first
 BROKEN, LONGEST = "\ufffd", 16  # what decoders give for a part of a character; tokens that are held back for one
 HTML_IN_JSON = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
@@ -45,7 +47,7 @@ def write_report(folders: Sequence[Path], out: Path, asked: Collection[str] = ()
     """
     runs, revisits = _read(folders)
     title = f"Report of {', '.join(runs)}"
-    parts = [[f"## {s.title}", s.text, markdown(s.rows) if s.rows else ""] for s in sections(runs, revisits)]
+    parts = [[f"## {s.title}", s.text, markdown(s.rows) if s.rows else ""] for s in sections(runs)]
     text = "\n\n".join([f"# {title}", *(part for section in parts for part in section if part)])
     out.mkdir(parents=True, exist_ok=True)
     figures = [*metric_figures(runs), *allocation_figures(revisits)]
@@ -63,38 +65,21 @@ def watch(
     say: Callable[[str], None] = print,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Writes OUT/report.html every `seconds` until the runs have made their last step, or no process trains in their
-    folders. Raises ValueError as `write_report`."""
-    said = False
+    """Writes OUT/report.html every `seconds` for as long as a process trains in one of the folders, and once more.
+    Raises ValueError as `write_report`."""
+    page = out / "report.html"
+    say(f"{page} is written every {seconds:g} s while a process trains; Ctrl-C ends this")
     while True:
         trains = any(map(is_held, folders))  # before the files are read: what it wrote last is in them
-        if not trains or all(_has_step(folder / "metrics.jsonl") for folder in folders):
+        steps = [folder / "metrics.jsonl" for folder in folders]
+        if not trains or all(file.is_file() and file.stat().st_size for file in steps):
             try:
-                runs, revisits = _read(folders)
-                goes_on = trains and not all(map(_ended, runs.values()))
-                write_page(runs, revisits, out / "report.html", asked, seconds if goes_on else None)
-                if not goes_on:
-                    say(f"{out / 'report.html'} is written for the last time; no process trains, or all steps are made")
-                    return
-                if not said:
-                    say(f"{out / 'report.html'} is written, and again every {seconds:g} s; Ctrl-C ends this")
-                    said = True
+                write_page(*_read(folders), page, asked, seconds if trains else None)
+                if not trains:
+                    return say(f"{page} is written for the last time; no process trains")
             except FileNotFoundError:  # the run has removed rollouts of an old step meanwhile (rollout.keep_last)
                 pass
         wait(seconds)
-
-
-def _has_step(metrics: Path) -> bool:
-    return metrics.is_file() and metrics.stat().st_size > 0
-
-
-def _ended(run: RunRecord) -> bool:
-    """Returns True where the run has made its last step, and has evaluated it if the config has evaluations."""
-    last = run.metrics[-1]["step"]
-    evaluates = run.config.get("eval", {}).get("every") is not None
-    return last >= run.config["trainer"]["steps"] and (
-        not evaluates or any(evaluation["step"] == last for evaluation in run.evaluations)
-    )
 
 
 def _read(folders: Sequence[Path]) -> tuple[dict[str, RunRecord], dict[str, Revisits]]:
@@ -115,19 +100,18 @@ def write_page(
     shown = []
     for r, (name, run) in enumerate(runs.items()):
         decode = _decoder(run)
-        for rollout, labels, values in _chosen(run, asked if r == 0 else ()):
-            labels += [name] if len(runs) > 1 else []
-            shown.append({"run": name, "labels": labels, **rollout_view(rollout, values, decode)})
-    data = {
-        "figures": {"metrics": metric_figures(runs), "allocation": allocation_figures(revisits)},
-        "rollouts": shown,
-        "refresh": refresh,
-    }
+        for rollout, labels, statistics in _chosen(run, asked if r == 0 else ()):
+            shown.append(rollout_view(rollout, [*labels, *([name] if len(runs) > 1 else [])], statistics, decode))
+    figures = [*metric_figures(runs), *allocation_figures(revisits)]
+    data = {"figures": figures, "tokens": [view["tokens"] for view in shown]}
     source = (resources.files("dynamo_megatron.reports") / "page.html").read_text(encoding="utf-8")
     html = jinja2.Template(source, autoescape=True).render(
-        title=", ".join(runs),
+        title=f"Report of {', '.join(runs)}",
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        sections=sections(runs, revisits),
+        sections=sections(runs),
+        figures=figures,
+        rollouts=shown,
+        kinds=list(dict.fromkeys(kind for view in shown for kind in (SURPRISE, *view["tokens"]["values"]))),
         data=json.dumps(data, allow_nan=False).translate(HTML_IN_JSON),
         plotly=get_plotlyjs(),
         refresh=refresh,
@@ -166,35 +150,40 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
     return sorted(found, key=lambda each: "asked for" not in each[1])
 
 
-def rollout_view(rollout: Rollout, statistics: Mapping[str, list[float]], decode: Decode | None) -> dict[str, Any]:
-    """Plain data of one rollout. `values`: name -> a number for each response token shown (`texts`)."""
+def rollout_view(
+    rollout: Rollout, labels: Sequence[str], statistics: Mapping[str, list[float]], decode: Decode | None
+) -> dict[str, Any]:
+    """The texts of one rollout for the page, and of its first MOST_TOKENS response `tokens` the `texts` and `values`:
+    name -> a number for each."""
     ids = rollout.response_tokens[:MOST_TOKENS]
     engine = np.array(rollout.engine_logprobs[: len(ids)], np.float64)
-    numbers = {name: np.array(values[: len(ids)], np.float64) for name, values in statistics.items()}
+    numbers = {name: np.array(values[: len(ids)], np.float64) for name, values in sorted(statistics.items())}
     if "logprob" in numbers:
         numbers["gap, policy - engine"] = numbers.pop("logprob") - engine
     versions = np.full(len(ids), np.nan)
     for version, start, end in rollout.weight_versions:
         versions[start:end] = version
-    episode = rollout.episode
+    numbers |= {SURPRISE: -engine, "version of the weights": versions}
+    parts = "".join(f", {name} {value:g}" for name, value in rollout.reward_parts.items())
+    head = f"{rollout.rollout_id}: reward {rollout.reward:g}{parts}; {len(rollout.response_tokens)} tokens, ended by "
+    messages = [] if rollout.episode is None else rollout.episode.messages or []
+    before = [(f"Prompt {rollout.prompt_id}", rollout.prompt or "")]
+    before += [(f"Message {number}", message_text(message)) for number, message in enumerate(messages, 1)]
     return {
-        **{"id": rollout.rollout_id, "prompt_id": rollout.prompt_id, "step": rollout.step, "reward": rollout.reward},
-        **{"status": rollout.status, "finish": rollout.finish_reason, "parts": rollout.reward_parts},
-        "length": len(rollout.response_tokens),
-        "prompt": _cut(rollout.prompt or ""),
+        "head": printable(f"{head}{rollout.finish_reason}, status {rollout.status} ({', '.join(labels)})"),
+        "before": [(printable(title), _cut(text)) for title, text in before],
+        "episode": bool(messages),
         "answer": _cut(rollout.answer if isinstance(rollout.answer, str) else json.dumps(rollout.answer)),
-        "conversation": [] if episode is None else [_cut(message_text(m)) for m in episode.messages or []],
-        "texts": [f"[{i}]" for i in ids] if decode is None else token_texts(ids, decode),
-        "values": {
-            **{name: plain(each) for name, each in sorted(numbers.items())},
-            "surprise, -logprob of the engine": plain(-engine),
-            "version of the weights": plain(versions),
+        "tokens": {
+            "texts": [f"[{i}]" for i in ids] if decode is None else [*map(printable, token_texts(ids, decode))],
+            "values": {name: plain(each) for name, each in numbers.items()},
         },
     }
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n[cut: {len(text) - MOST_TEXT:,} more characters]"
+    more = f"\n[cut: {len(text) - MOST_TEXT:,} more characters]" if len(text) > MOST_TEXT else ""
+    return printable(text[:MOST_TEXT]) + more
 
 
 def _decoder(run: RunRecord) -> Decode | None:

@@ -52,14 +52,11 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Revisits:
-    """The V visits of problems that already had rollouts. `first_visits` counts the other visits.
-
-    A problem's success rate is the mean over all its rollouts of earlier steps that were trained on.
-    """
+    """The V visits of problems that already had rollouts. A problem's success rate is the mean over all its rollouts of
+    earlier steps that were trained on."""
 
     success_rates: np.ndarray  # float64 [V]
     rollouts: np.ndarray  # int64 [V], the rollouts that the visit was given
-    first_visits: int
     uniform: float  # rollouts per visit with an even split
 
 
@@ -136,4 +133,4 @@ def read_revisits(folder: Path) -> Revisits | None:
     if not visited:
         return None
     rates, given = np.array(found, np.float64).reshape(-1, 2).T
-    return Revisits(rates, given.astype(np.int64), visited - len(found), asked / visited)
+    return Revisits(rates, given.astype(np.int64), asked / visited)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,62 +16,47 @@ from dynamo_megatron.types import Rollout
 RULE = "-" * 80
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which rollouts: of `step` (None: the newest, with `prompt_id` all), of `prompt_id` (None: any). Of them the
-    `best` of the highest reward, then the `worst` of the lowest; with neither the first `limit`, group by group."""
-
-    step: int | None = None
-    prompt_id: str | None = None
-    best: int | None = None
-    worst: int | None = None
-    limit: int = 8
-
-
-def read_samples(folder: Path, choice: Choice, *, as_json: bool = False) -> Iterator[str]:
-    """Texts of the chosen rollouts of the run in `folder`, each without its last newline; as JSON one line each.
+def read_samples(
+    folder: Path,
+    step: int | None = None,
+    prompt_id: str | None = None,
+    best: int | None = None,
+    worst: int | None = None,
+    limit: int = 8,
+    *,
+    as_json: bool = False,
+) -> Iterator[str]:
+    """Texts of rollouts of the run in `folder`, each without its last newline; as JSON one line each. Those of `step`
+    (None: the newest, with `prompt_id` all) and of `prompt_id` (None: any). Of them the `best` of the highest reward,
+    then the `worst` of the lowest; with neither the first `limit` by id.
 
     Control characters are escaped. A line that is being written, or that a kill has torn, is left out. A run on
     recorded rollouts has them in the folder that it names. Raises ValueError: no run, no such step or prompt, or a line
     that is broken.
     """
-    rollouts = _read(Path(read_config(folder)["rollout"].get("recorded") or folder), choice)
-    chosen = _chosen(rollouts, choice)
-    for rollout in chosen:
-        yield _as_json(rollout) if as_json else _as_text(rollout)
-    if not as_json:
-        steps = sorted({rollout.step for rollout in rollouts})
-        of = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        yield f"{RULE}\n{len(chosen)} of {len(rollouts)} rollouts of {of}; --help shows how to choose"
-
-
-def _read(source: Path, choice: Choice) -> list[Rollout]:
-    """The rollouts that are chosen from, in the order of their ids."""
+    source = Path(read_config(folder)["rollout"].get("recorded") or folder)
     files = step_files(source)
     if not files:
         raise InputError(f"{source}: no rollouts/step-*.jsonl.zst; the run has generated nothing yet, or is one of sft")
-    if choice.step is not None and choice.step not in files:
-        steps = f"{min(files)} to {max(files)}"
-        raise InputError(f"--step: {source} has no rollouts of step {choice.step}, only of {steps}")
+    if step is not None and step not in files:
+        raise InputError(f"--step: {source} has no rollouts of step {step}, only of {min(files)} to {max(files)}")
     found: list[Rollout] = []
-    for step in [choice.step] if choice.step is not None else reversed(files):
-        rollouts = read_rollouts(files[step])
-        found += [r for r in rollouts if choice.prompt_id in (None, r.prompt_id)]
-        if found and choice.prompt_id is None:
+    for each in [step] if step is not None else reversed(files):
+        found += [r for r in read_rollouts(files[each]) if prompt_id in (None, r.prompt_id)]
+        if found and prompt_id is None:
             break  # the newest step with a complete rollout
     if not found:
-        of = "" if choice.prompt_id is None else f" of prompt {choice.prompt_id!r}"
+        of = "" if prompt_id is None else f" of prompt {prompt_id!r}"
         raise InputError(f"{source}: no complete rollout{of}; --step and --prompt choose others")
-    return sorted(found, key=lambda r: r.rollout_id)
-
-
-def _chosen(rollouts: Sequence[Rollout], choice: Choice) -> list[Rollout]:
-    """Of equal rewards the first by id."""
-    if choice.best is None and choice.worst is None:
-        return list(rollouts[: choice.limit])
-    best = sorted(rollouts, key=lambda r: -r.reward)[: choice.best or 0]
-    worst = sorted(rollouts, key=lambda r: r.reward)[: choice.worst or 0]
-    return [*best, *(r for r in worst if r not in best)]
+    found.sort(key=lambda r: r.rollout_id)
+    shown = found[:limit]
+    if best is not None or worst is not None:  # of equal rewards the first by id
+        shown = sorted(found, key=lambda r: -r.reward)[: best or 0]
+        shown += [r for r in sorted(found, key=lambda r: r.reward)[: worst or 0] if r not in shown]
+    yield from map(_as_json if as_json else _as_text, shown)
+    if not as_json:
+        steps = " to ".join(map(str, dict.fromkeys([found[0].step, found[-1].step])))
+        yield f"{RULE}\n{len(shown)} of {len(found)} rollouts of step {steps}; --help shows how to choose"
 
 
 def _as_json(rollout: Rollout) -> str:

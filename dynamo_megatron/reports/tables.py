@@ -10,19 +10,9 @@ import numpy as np
 from dynamo_megatron.config.files import identity
 from dynamo_megatron.evaluation.estimates import Interval, paired_bootstrap
 from dynamo_megatron.evaluation.results import align, in_percent, problem_pass_at_k, read_results, results_file
-from dynamo_megatron.reports.figures import moving_average, rate_classes
-from dynamo_megatron.reports.run_record import Revisits, RunRecord
+from dynamo_megatron.reports.figures import moving_average
+from dynamo_megatron.reports.run_record import RunRecord
 
-WINDOW = 5  # steps whose mean is a run's beginning, and its end
-METRICS = (  # name in the table, key of metrics.jsonl, format
-    ("reward", "reward/mean", ".3f"),
-    ("solved, share of rollouts", "reward/success", ".3f"),
-    ("policy entropy, nats per token", "policy/entropy", ".3f"),
-    ("response length, tokens", "rollout/response_length_mean", ".1f"),
-    ("gradient norm", "policy/grad_norm", ".3f"),
-    ("largest logprob gap to the server, nats", "rollout/logprob_gap_max", ".1e"),
-    ("seconds per step", "time/step", ".2f"),
-)
 FEWEST, ENDS = 20, 10  # steps that a finding needs; the beginning and the end of a run are means over ENDS steps
 
 
@@ -32,10 +22,8 @@ class Section(NamedTuple):
     rows: Sequence[Sequence[str]] = ()  # the first is the head; empty: no table
 
 
-def sections(runs: Mapping[str, RunRecord], revisits: Mapping[str, Revisits]) -> list[Section]:
-    """`revisits`: of the runs whose rollouts are there."""
-    found = [_runs(runs), _held_out(runs), _findings(runs), _training(runs)]
-    found += [_rollouts(name, seen) for name, seen in revisits.items()]
+def sections(runs: Mapping[str, RunRecord]) -> list[Section]:
+    found = [_runs(runs), _held_out(runs), _findings(runs)]
     return [*found, *([_settings(runs)] if len(runs) > 1 else [])]
 
 
@@ -97,38 +85,6 @@ def _difference(first: tuple[RunRecord, Any], other: tuple[RunRecord, Any], k: i
     return in_percent(paired_bootstrap(*passes), sign="+")
 
 
-def _training(runs: Mapping[str, RunRecord]) -> Section:
-    """Means at the beginning and the end of each run."""
-    head, columns = ["mean of steps"], []
-    for name, run in runs.items():
-        last = int(run.steps[-1])
-        for end in dict.fromkeys((min(WINDOW, last), last)):
-            window = (run.steps > end - WINDOW) & (run.steps <= end)
-            head.append(f"{name}: {run.steps[window][0]} to {end}")
-            columns.append((run, window))
-    rows = [head]
-    for name, key, form in METRICS:
-        values = [run.series(key)[window] for run, window in columns]
-        rows.append([name, *("-" if np.isnan(each).any() else f"{each.mean():{form}}" for each in values)])
-    return Section("Training", "Each figure is a mean over steps; - where one of them has no value.", rows)
-
-
-def _rollouts(name: str, seen: Revisits) -> Section:
-    title, rates, given = f"Rollouts by difficulty: {name}", seen.success_rates, seen.rollouts
-    if not len(given):
-        return Section(title, "No prompt has been visited a second time yet.")
-    rows = [["success rate over all earlier visits", "visits", "mean rollouts", "share of the rollouts", "even split"]]
-    for label, members in rate_classes(rates).items():
-        mean = f"{given[members].mean():.2f}" if members.any() else "-"
-        share = f"{given[members].sum() / given.sum():.1%}"
-        rows.append([label, str(members.sum()), mean, share, f"{members.mean():.1%}"])
-    text = (
-        f"A visit is a step that draws the prompt. The {seen.first_visits} visits to prompts without earlier rollouts "
-        f"are left out. An even split gives {seen.uniform:.2f} rollouts to every prompt."
-    )
-    return Section(title, text, rows)
-
-
 def _settings(runs: Mapping[str, RunRecord]) -> Section:
     flat = [identity(run.config, list(run.config)) for run in runs.values()]
     rows = [["key", *runs]]
@@ -141,56 +97,63 @@ def _settings(runs: Mapping[str, RunRecord]) -> Section:
 
 def _findings(runs: Mapping[str, RunRecord]) -> Section:
     """Checks of the metrics with the numbers behind them; a warning asks a person to look."""
+    checks = {
+        "entropy collapse": _entropy,
+        "reward by length": _length,
+        "gap between policy and engine": _gap,
+        "modulation that damps nothing": _damped,
+    }
     rows = [["check", "run", "result", "numbers"]]
     for name, run in runs.items():
-        for check in (_entropy, _length, _gap, _damped):
-            title, warns, numbers = check(run)
-            rows.append([title, name, "not measured" if warns is None else "WARNING" if warns else "fine", numbers])
+        for title, check in checks.items():
+            if (found := check(run)) is None:
+                rows.append([title, name, "not measured", ""])
+            else:
+                rows.append([title, name, "WARNING" if found[0] else "fine", found[1]])
     return Section("Findings", f"First and last are means over {ENDS} steps; a check needs {FEWEST} steps.", rows)
 
 
-Found = tuple[str, bool | None, str]  # the check; does it warn (None: not measured); the numbers behind it
+Found = tuple[bool, str] | None  # of a check: whether it warns, and the numbers behind it; None: not measured
 
 
-def _ends(run: RunRecord, key: str) -> tuple[float, float]:
-    """The metric's mean over the first and over the last ENDS steps that have it; NaN where too few have it."""
-    values = run.series(key)
-    values = values[np.isfinite(values)]
-    return (values[:ENDS].mean(), values[-ENDS:].mean()) if len(values) >= FEWEST else (np.nan, np.nan)
+def _known(run: RunRecord, *keys: str) -> np.ndarray:
+    """float64 [keys, n]: the metrics at the n steps that have them all; n = 0 where these are fewer than FEWEST."""
+    values = np.array([run.series(key) for key in keys])
+    values = values[:, np.isfinite(values).all(axis=0)]
+    return values if values.shape[1] >= FEWEST else values[:, :0]
 
 
 def _entropy(run: RunRecord) -> Found:
-    first, last = _ends(run, "policy/entropy")
+    if not (values := _known(run, "policy/entropy")[0]).size:
+        return None
+    first, last = values[:ENDS].mean(), values[-ENDS:].mean()
     said = f"policy/entropy {first:.3g} -> {last:.3g} nats per token; a warning below a quarter of the beginning"
-    return "entropy collapse", None if np.isnan(first) else bool(last < 0.25 * first), said
+    return last < 0.25 * first, said
 
 
 def _length(run: RunRecord) -> Found:
-    keys = ("reward/mean", "rollout/response_length_mean")
-    reward, length = (_ends(run, key) for key in keys)
-    smooth = np.array([moving_average(run.series(key), ENDS + 1) for key in keys])
-    smooth = smooth[:, np.isfinite(smooth).all(axis=0)]
-    if smooth.shape[1] < FEWEST:
-        return "reward by length", None, ""
+    if not (values := _known(run, "reward/mean", "rollout/response_length_mean")).size:
+        return None
+    (reward, length), (reward_last, length_last) = values[:, :ENDS].mean(axis=1), values[:, -ENDS:].mean(axis=1)
+    smooth = np.array([moving_average(each, ENDS + 1) for each in values])
     together = float(np.corrcoef(smooth)[0, 1]) if (smooth.std(axis=1) > 0).all() else 0.0
-    warns = length[1] > 1.2 * length[0] and reward[1] > reward[0] and together > 0.8
     said = (
-        f"reward {reward[0]:.3g} -> {reward[1]:.3g}, length {length[0]:.4g} -> {length[1]:.4g} tokens, correlation "
+        f"reward {reward:.3g} -> {reward_last:.3g}, length {length:.4g} -> {length_last:.4g} tokens, correlation "
         f"{together:.2f}; a warning where the length grows by a fifth with the reward and a correlation above 0.8"
     )
-    return "reward by length", bool(warns), said
+    return length_last > 1.2 * length and reward_last > reward and together > 0.8, said
 
 
 def _gap(run: RunRecord) -> Found:
-    first, last = _ends(run, "rollout/logprob_gap_mean")
+    if not (values := _known(run, "rollout/logprob_gap_mean")[0]).size:
+        return None
+    first, last = values[:ENDS].mean(), values[-ENDS:].mean()
     said = f"{first:.2g} -> {last:.2g} nats on average; a warning above 3 times the beginning and 0.001 nats"
-    return "gap between policy and engine", None if np.isnan(first) else bool(last > max(1e-3, 3 * first)), said
+    return last > max(1e-3, 3 * first), said
 
 
 def _damped(run: RunRecord) -> Found:
-    shares = run.series("policy/damped_share")
-    shares = shares[np.isfinite(shares)]
-    if run.config["algorithm"].get("modulation") is None or len(shares) < FEWEST:
-        return "modulation that damps nothing", None, ""
-    said = f"damped at {(shares > 0).sum()} of {len(shares)} steps; a warning at none"
-    return "modulation that damps nothing", not shares.any(), said
+    shares = _known(run, "policy/damped_share")[0]
+    if run.config["algorithm"].get("modulation") is None or not shares.size:
+        return None
+    return not shares.any(), f"damped at {(shares > 0).sum()} of {len(shares)} steps; a warning at none"

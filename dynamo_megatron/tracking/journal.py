@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from dynamo_megatron.checkpoint.folder import latest_checkpoint
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows
-from dynamo_megatron.tracking.progress import Progress, terminal_width
+from dynamo_megatron.tracking.progress import Progress
 from dynamo_megatron.tracking.stopping import StopRule
 from dynamo_megatron.tracking.token_rows import write_token_rows
 from dynamo_megatron.tracking.trackers import Trackers
@@ -23,27 +22,22 @@ from dynamo_megatron.tracking.trackers import Trackers
 def last_line(config: Config, step: int, *, evaluated: bool, supervised: bool = False) -> str:
     """Where the model of a run that ended at `step` is, and which command comes next. `supervised`: a run of `sft`; its
     config is about examples, which says nothing of the problems to evaluate on, so the keys for `train` come next."""
-    output = Path(config.output_dir)
-    match config.checkpoint.export_hf:
-        case "every":
-            model = every_export(output, step)
-        case "final" | "best":
-            model = output / "hf"
-        case _:
-            saved = latest_checkpoint(output / "checkpoints")
-            if saved is None:
-                return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
-            convert = shlex.join(["dynamo-megatron", "convert", "mcore2hf", str(output), str(output / "hf")])
-            return f"model: {saved[1]} (Megatron checkpoint); next: {convert}"
-    if supervised:
-        keys = shlex.join([f"model.path={model}", f"data.template={json.dumps(config.data.template)}"])
-        return f"model: {model} (step {exported_step(model)}); next: dynamo-megatron train CONFIG.yaml {keys}"
-    next_command = shlex.join(["dynamo-megatron", "report", str(output)])
-    if not evaluated:
-        data = [] if config.eval.data else ["eval.data=FILE"]
-        words = ["eval", "--model", str(output), "--out", str(output / "scores"), *data]
-        next_command = shlex.join(["dynamo-megatron", *words])
-    return f"model: {model} (step {exported_step(model)}); next: {next_command}"
+    output, export = Path(config.output_dir), config.checkpoint.export_hf
+    model = every_export(output, step) if export == "every" else output / "hf"
+    if export == "never":
+        saved = latest_checkpoint(output / "checkpoints")
+        if saved is None:
+            return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
+        where, words = f"{saved[1]} (Megatron checkpoint)", ["convert", "mcore2hf", str(output), str(model)]
+    else:
+        where, words = f"{model} (step {exported_step(model)})", ["report", str(output)]
+        if supervised:
+            keys = [f"model.path={model}", f"data.template={json.dumps(config.data.template)}"]
+            words = ["train", "CONFIG.yaml", *keys]
+        elif not evaluated:
+            data = [] if config.eval.data else ["eval.data=FILE"]
+            words = ["eval", "--model", str(output), "--out", str(output / "scores"), *data]
+    return f"model: {where}; next: {shlex.join(['dynamo-megatron', *words])}"
 
 
 class Journal:
@@ -116,11 +110,6 @@ class Journal:
 
     def say(self, line: str) -> None:
         self.progress.say(line)
-
-    @property
-    def width(self) -> int | None:
-        """Columns of the terminal; None where the output is none."""
-        return terminal_width(sys.stdout)
 
     def close(self) -> None:
         """Closes the trackers, then prints the last line of a run that is complete."""

@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import textwrap
 import time
-from collections.abc import Sequence
-from typing import TextIO
 
 from tqdm import tqdm
 
 from dynamo_megatron.runtime.plain_text import printable
 
 DRAW_EVERY = 0.1  # seconds between two drawings by `count`, at least
-
-
-def terminal_width(stream: TextIO) -> int | None:
-    """The columns of the terminal that `stream` writes to; None where `stream` is not a terminal."""
-    if not stream.isatty():
-        return None
-    return os.get_terminal_size(stream.fileno()).columns or 80  # 0: a terminal that does not know its size
-
-
-def wrapped(text: str, width: int | None) -> str:
-    """Breaks each line that is longer than `width` columns between words, but not the rows of tables. None: returns
-    `text` as it is."""
-    if width is None:
-        return text
-    return "\n".join(
-        line if line.startswith("|") else textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
-        for line in text.split("\n")
-    )
-
-
-def fit_fields(fields: Sequence[str], width: int | None) -> str:
-    """One line of as many of `fields`, from the first on, as fit into `width` columns; None: of all fields."""
-    line = fields[0]
-    for field in fields[1:]:
-        if width is not None and len(f"{line}  {field}".rstrip()) > width:
-            break
-        line = f"{line}  {field}"
-    return line.rstrip()
 
 
 class Progress:
@@ -103,7 +71,7 @@ class Progress:
     def say(self, line: str) -> None:
         """Prints a line to stdout, above the live line."""
         self._bar.clear()
-        print(wrapped(printable(line), terminal_width(sys.stdout)), flush=True)
+        print(printable(line), flush=True)
         self._bar.refresh()
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -16,31 +16,18 @@ def rank_memory() -> dict[str, int]:
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    return {"host_memory": resident_memory([psutil.Process()]), "gpu_memory": peak}
-
-
-def resident_memory(processes: Iterable[psutil.Process]) -> int:
-    """The sum of the resident bytes. Shared pages count in each process; processes that have ended do not count."""
-    total = 0
-    for process in processes:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:  # ended since it was listed
-            continue
-    return total
+    return {"host_memory": psutil.Process().memory_info().rss, "gpu_memory": peak}
 
 
 def resource_metrics(per_rank: Sequence[Mapping[str, int]], output_dir: Path) -> dict[str, float]:
     """Metrics of a step, computed on rank 0 from every rank's `rank_memory`.
 
     All are in bytes except `resources/cpu`: the share of this machine's cores that was busy since the last call, at
-    first since this process has imported psutil. `rollout_memory` is the memory of all descendants of this
-    process: rollout process, servers, reward workers.
+    first since this process has imported psutil.
     """
     return {
         "resources/host_memory_max": max(sample["host_memory"] for sample in per_rank),
         "resources/gpu_memory_max": max(sample["gpu_memory"] for sample in per_rank),
-        "resources/rollout_memory": resident_memory(psutil.Process().children(recursive=True)),
         "resources/cpu": psutil.cpu_percent() / 100,
         "resources/disk_free": shutil.disk_usage(output_dir).free,
     }

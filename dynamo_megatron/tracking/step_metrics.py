@@ -34,20 +34,8 @@ if TYPE_CHECKING:
     from dynamo_megatron.weight_sync.sync import SyncReport
 
 NOT_IN_KEYS = re.compile(r"[^\w.:-]+")  # of a reward function's name: a URL has slashes, which divide keys
-TIMED = (
-    "generate",
-    "logprobs",
-    "update",
-    "save",
-    "evaluate",
-)  # phases that a Clock measures; a weight sync has its report
-
-SHARES = {
-    "clip": "clipped",
-    "clip_c": "clipped_dual",
-    "damped": "damped",
-    "boosted": "boosted",
-}  # of an update's counts
+TIMED = ("generate", "logprobs", "update", "save", "evaluate")  # phases of a Clock; a weight sync has its report
+SHARES = {"clip": "clipped", "clip_c": "clipped_dual", "damped": "damped", "boosted": "boosted"}  # counts of an update
 OF_EPISODES = (
     *("turns", "segments", "branched", "history", "template", "tools"),
     *("limit_turns", "limit_tokens", "limit_context", "limit_size", "abandoned", "restarts"),
@@ -64,15 +52,6 @@ class StepRecord:
     drawing: Mapping[str, float]  # metrics of the prompts' selection
     score_ratio: float | None = None  # of the baselines; None: the method has none from history
     version: int | None = None  # of the weights when a step that is sampled ahead was dispatched
-
-    @property
-    def counts(self) -> np.ndarray:
-        """int64 [prompts drawn], the rollouts of each."""
-        return np.concatenate([a.counts for a in self.allocations])
-
-    @property
-    def history_share(self) -> float:
-        return float(np.concatenate([a.history for a in self.allocations]).mean())
 
     def allocation_rows(self) -> Iterator[dict[str, Any]]:
         """The lines of allocation.jsonl; those of a later round say which."""
@@ -96,7 +75,8 @@ def step_metrics(
     config: Config,
 ) -> dict[str, float]:
     """All metrics of a step, plain numbers; those of an option only where it is on."""
-    rollouts, counts, sampled = batch.rollouts, record.counts, record.result.batch
+    rollouts, sampled = batch.rollouts, record.result.batch
+    counts, history = (np.concatenate([getattr(a, name) for a in record.allocations]) for name in ("counts", "history"))
     differs = informative(sampled.rewards, sampled.group_ids)
     differing, groups = len({sampled.group_ids[s] for s in np.flatnonzero(differs)}), len(set(sampled.group_ids))
     difference = stats.logprobs.numpy() - rollouts.engine_logprobs
@@ -115,7 +95,7 @@ def step_metrics(
         "allocation/prompts": len(counts),
         "allocation/n_min": int(counts.min()),
         "allocation/n_max": int(counts.max()),
-        "allocation/history_share": record.history_share,
+        "allocation/history_share": float(history.mean()),
         **record.drawing,
         **_of_policy(record.step, stats, updates, config),
         "weight_sync/bytes": synced.bytes,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,36 +85,28 @@ class MlflowTracker:
     Its parameters are the configuration at the first start. Rows are sent by mlflow's own thread."""
 
     def __init__(self, config: Config, start: int):
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        import mlflow
 
-        self._metric, self._sent = Metric, []
-        default = f"sqlite:///{Path(config.output_dir).resolve() / 'mlflow.db'}"
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", default))
-        self._id = kept_id(config, "mlflow")
-        if self._id is not None:
-            self._client.update_run(self._id, status="RUNNING")
+        self._mlflow, self._sent = mlflow, []
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            mlflow.set_tracking_uri(f"sqlite:///{Path(config.output_dir).resolve() / 'mlflow.db'}")
+        mlflow.set_experiment(config.tracking.project)
+        if (known := kept_id(config, "mlflow")) is not None:
+            mlflow.start_run(known)
             return
-        project = config.tracking.project
-        experiment = self._client.get_experiment_by_name(project)
-        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(project)
-        self._id = self._client.create_run(number, run_name=run_name(config)).info.run_id
-        keep_id(config, "mlflow", self._id)
+        keep_id(config, "mlflow", mlflow.start_run(run_name=run_name(config)).info.run_id)
         plain = to_plain(config)
-        params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in identity(plain, list(plain)).items()]
-        for first in range(0, len(params), 100):  # mlflow's limit per request
-            self._client.log_batch(self._id, params=params[first : first + 100])
+        mlflow.log_params({key: str(value)[:LONGEST_PARAM] for key, value in identity(plain, list(plain)).items()})
 
     def write(self, row: Row) -> None:
-        now, step = round(1000 * time.time()), row["step"]
         # mlflow allows only letters, digits and _-. :/ in names: eval/pass@1 becomes eval/pass_1
-        metrics = [self._metric(re.sub(r"[^\w\-. :/]", "_", k), v, now, step) for k, v in numbers(row).items()]
-        self._sent.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
+        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers(row).items()}
+        self._sent.append(self._mlflow.log_metrics(metrics, row["step"], synchronous=False))
 
     def close(self) -> None:
         for sent in self._sent:
             sent.wait()
-        self._client.set_terminated(self._id)
+        self._mlflow.end_run()
 
 
 KINDS: dict[str, Callable[[Config, int], Tracker]] = {
@@ -145,14 +136,11 @@ def keep_id(config: Config, service: str, run: str) -> None:
 
 
 def check_trackers(config: Config) -> None:
-    """Raises ConfigError where a tracker's package is not installed, its class is not there, or wandb has no API
+    """Raises InputError where a tracker's package is not installed, its class is not there, or wandb has no API
     key."""
     for name in config.tracking.backends:
         if ":" in name:
-            try:
-                load_callable(name, "tracking.backends")
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+            load_callable(name, "tracking.backends")
         elif name in KINDS and importlib.util.find_spec(name) is None:
             raise ConfigError(f"tracking.backends: {name} is not installed; pip install 'dynamo-megatron[{name}]'")
     if "wandb" in config.tracking.backends:

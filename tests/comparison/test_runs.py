@@ -13,6 +13,7 @@ from dynamo_megatron.comparison.spec import planned_runs, read_outcome, read_spe
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.servers import supervisor
 
 # In place of train: it says what it was given, and ends as its folder's name says.
 TRAIN = """
@@ -29,10 +30,11 @@ sys.exit(1 if "fails" in folder.name else 2 if "refused" in folder.name else 0)
 """
 PART = """
 import os, pathlib, signal, sys
-folder, part, jobs, ranks = sys.argv[1:]
+folder, waits = sys.argv[1:]
+part = os.environ["DYNAMO_MEGATRON_COMPARE_PART"].split()[0]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 (pathlib.Path(folder) / part).write_text(" ".join(map(str, sorted(os.sched_getaffinity(0)))))
-if ranks:
+if waits == "True":
     os.kill(os.getppid(), signal.SIGTERM)
     signal.pause()
 sys.exit(int(part))
@@ -77,16 +79,16 @@ def test_a_signal_stops_the_run_and_the_comparison(planned, tmp_path):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-@pytest.mark.parametrize(("ranks", "code"), [("", 1), ("2", 75)])
-def test_parts_have_cores_of_their_own_the_worst_exit_code_counts_and_a_signal_reaches_all(tmp_path, ranks, code):
+@pytest.mark.parametrize(("waits", "code"), [(False, 1), (True, 75)])
+def test_parts_have_cores_of_their_own_the_worst_exit_code_counts_and_a_signal_reaches_all(tmp_path, waits, code):
     (tmp_path / "part.py").write_text(PART)
-    command = [sys.executable, "-P", str(tmp_path / "part.py"), str(tmp_path)]
-    assert asyncio.run(side_by_side(command, 2, ranks, Stop())) == code
-    if not ranks:
+    command = [sys.executable, "-P", str(tmp_path / "part.py"), str(tmp_path), str(waits)]
+    assert asyncio.run(side_by_side(command, 2, Stop())) == code
+    if not waits:
         first, second = (set((tmp_path / part).read_text().split()) for part in ("0", "1"))
         assert first and second and not first & second
     with pytest.raises(ConfigError, match=r"--jobs: 9999 for \d+ cores; give fewer"):
-        asyncio.run(side_by_side(command, 9999, "", Stop()))
+        asyncio.run(side_by_side(command, 9999, Stop()))
 
 
 def config(tmp_path, **rollout) -> Config:
@@ -108,10 +110,13 @@ def test_whose_servers_stay_up(rollout, on_cpu, on_gpu, tmp_path, monkeypatch):
         assert keeps_servers(config(tmp_path, **rollout)) is kept
 
 
-def test_servers_that_cannot_start_end_it(tmp_path):
+def test_servers_that_cannot_start_end_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
+
     async def start(**rollout) -> None:
         async with servers(config(tmp_path, **rollout), tmp_path, Stop()):
             raise AssertionError("it started")
 
     with pytest.raises(RolloutError, match=r"^server-0: .*; see .*/logs$"):
-        asyncio.run(start(python="/bin/false", start_timeout=2))
+        asyncio.run(start(python="/bin/false"))
+    assert capsys.readouterr().out.count("server-0 is started again: ") == supervisor.FAILED_STARTS - 1

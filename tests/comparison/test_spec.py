@@ -63,16 +63,12 @@ def test_one_run_for_each_arm_seed_and_rate():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"armz": {}}, "spec.yaml: armz: Extra inputs are not permitted"),
         ({"control": "gpro"}, "control: 'gpro' is none of the arms: grpo, wide"),
         ({"arms": {"grpo": []}}, "spec.yaml: arms: "),
-        ({"arms": {"a/b": [], "grpo": []}}, "spec.yaml: arms: 'a/b' names folders"),
-        ({"arms": {"grpo": ["seed=1"], "b": []}}, "arms: grpo: seed=1: every run has its own seed, from seeds"),
+        ({"arms": {"a/b": [], "grpo": []}}, "spec.yaml: arms.a/b.[key]: String should match"),
+        ({"arms": {"grpo": ["seed=1"], "b": []}}, "arms: grpo: seed=1: it differs from run to run and comes from"),
         ({"arms": {"grpo": [], "b": ["methods/gropo"]}}, "arms.b: methods/gropo: no such config file"),
-        (
-            {"arms": {"grpo": [], "b": ["model.path=x"]}},
-            "arms.b: model.path is x, of grpo models/tiny; compare scores of",
-        ),
+        ({"arms": {"grpo": [], "b": ["model.path=x"]}}, "arms.b: model.path is x, of grpo models/tiny; compare"),
         ({"arms": {"grpo": [], "b": ["eval.every=null"]}}, "arms.b: eval.every: scores come from evaluations during"),
         ({"seeds": [1, 1]}, "seeds: a seed stands there twice"),
         ({"learning_rates": []}, "learning_rates: []: give distinct rates above 0"),
@@ -99,12 +95,10 @@ def test_a_run_on_disk_that_is_another_one_is_refused():
     planned_runs(spec())  # other servers are no other run
     saved["trainer"]["steps"] = 7
     file.write_text(yaml.safe_dump(saved))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(
+        ConfigError, match=r"^out/runs/grpo-lr1e-06-seed3: the run there has another trainer\.steps than"
+    ):
         planned_runs(spec())
-    assert str(refused.value) == (
-        "out/runs/grpo-lr1e-06-seed3: the run there has another trainer.steps than the spec asks for; remove that "
-        "folder, or name another output_dir"
-    )
 
 
 def test_runs_side_by_side_cannot_share_servers(capsys):

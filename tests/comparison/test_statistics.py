@@ -49,11 +49,6 @@ def test_the_cost_of_one_run(scores, target, rollouts):
     assert cost_to(one, target)[0, 0] == pytest.approx([rollouts, 10 * rollouts, 0.01 * rollouts])
 
 
-def test_a_failed_run_never_reaches_anything():
-    one = arm([([0.2, 0.9], [0, 100])], failed=[(0, 0)])
-    assert np.isinf(cost_to(one, 0.5)).all() and one.finals.tolist() == [[-INF]]
-
-
 def test_the_target_is_of_the_control_s_best_rate_and_each_figure_selects_its_own():
     control = arm(
         [([0.2, 0.5, 0.5], [0, 100, 200]), ([0.4, 0.5, 0.7], [0, 100, 200])],  # mean final .6

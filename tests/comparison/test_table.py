@@ -5,10 +5,9 @@ import shutil
 
 import pytest
 import yaml
-from PIL import Image
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.comparison.spec import RunOutcome, planned_runs, read_outcome, read_spec, write_outcome
+from dynamo_megatron.comparison.spec import RunOutcome, planned_runs, read_spec, write_outcome
 
 RATES, STEPS = (1e-6, 1.5e-6), 4
 NAN = "rank 1, step 3: NonFiniteError: the gradient norm is nan: prompt 7"
@@ -79,8 +78,7 @@ def usual(run):
 def test_tables_of_five_seeds(made, tmp_path, capsys):
     made([1, 2, 3, 4, 5], usual)
     assert main(["compare", "spec.yaml", "--table"]) == 0
-    text = capsys.readouterr().out
-    lines = text.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert "| grpo | 0 of 10 | 1e-06 | 60.0 | - |" in lines
     assert "| half | 0 of 10 | 1e-06 | 60.0 | +0.0 (+0.0 to +0.0) |" in lines
     assert "| wild | 1 of 10 | 1e-06 | 20.0 | -40.0 (-40.0 to +30.0) |" in lines
@@ -93,12 +91,8 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     assert lines[half + 7] == f"| half | 0 of 5 | {ratios} |"
     assert lines[half + 8].startswith("| wild | 5 of 5 | never | never | never | never |")
     assert f"- 1 run ended with: {NAN}" in lines
-    assert "; try one beyond it" in text  # the best rate is the smallest
 
     assert (tmp_path / "out" / "comparison.md").read_text().startswith("# Comparison of grpo, half, wild: ")
-    with Image.open(tmp_path / "out" / "comparison.png") as picture:
-        assert picture.width >= 1000 and len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
-
     rows = [json.loads(line) for line in (tmp_path / "out" / "curves.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * 29 + 2
     first = [r for r in rows if (r["arm"], r["seed"], r["lr"]) == ("grpo", 1, RATES[0])]
@@ -115,32 +109,10 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     assert [line for line in lines if line.startswith("|")] == [x for x in again.splitlines() if x.startswith("|")]
 
 
-def test_four_seeds_give_scores_and_no_ratio(made, capsys):
-    made([1, 2, 3, 4], usual)
+def test_a_seed_with_an_unfinished_run_is_left_out_and_four_seeds_give_no_ratio(made, capsys):
+    made([1, 2, 3, 4, 5], lambda run: None if (run.arm, run.seed) == ("half", 4) else usual(run))
     assert main(["compare", "spec.yaml", "--table"]) == 0
     text = capsys.readouterr().out
+    assert "- 28 of 30 runs have ended; left out: seeds 4" in text
     assert "No differences and no ratios: 4 seeds of the 5 that an interval over seeds needs at least" in text
     assert "| half | 0 of 8 | 1e-06 | 60.0 | - |" in text and "| 10 at 1e-06 | - | 70 at 1e-06 | - |" in text
-
-
-def test_a_seed_with_an_unfinished_run_is_left_out(made, capsys):
-    made([1, 2, 3, 4, 5, 6], lambda run: None if (run.arm, run.seed) == ("half", 4) else usual(run))
-    assert main(["compare", "spec.yaml", "--table"]) == 0
-    text = capsys.readouterr().out
-    assert "- 34 of 36 runs have ended; left out: seeds 4" in text and "5 seeds" in text
-
-
-def test_what_has_ended_is_not_run_again_unless_it_may_go_well(made, capsys):
-    def what(run):
-        if run.arm == "wild":
-            return {"final": 0.9, "said": NAN, "code": 1}
-        if run.arm == "half" and run.seed == 1:
-            return {"final": 0.9, "said": "OSError: No space left on device", "code": 1}
-        return None if run.seed == 2 else {"final": 0.6}
-
-    runs = made([1, 2], what)
-    left = {(run.arm, run.seed) for run in runs if (outcome := read_outcome(run)) is None or not outcome.final}
-    assert left == {("half", 1), ("grpo", 2), ("half", 2)}
-    assert main(["compare", "spec.yaml", "--table"]) == 1
-    captured = capsys.readouterr()
-    assert "2 runs failed, the first half-lr1e-06-seed1; the same command tries them again" in captured.err

@@ -1,8 +1,7 @@
 """Runs whose agent plays the game of configs/treasure: real ranks, a real SGLang server, a model that knows nothing."""
 
+import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,24 +16,26 @@ STEPS, BUDGET = 2, 32
 
 @pytest.fixture(scope="module")
 def ran(workspace, command_line) -> Path:
-    task, output = workspace / "treasure", workspace / "treasure-run"
-    tool = [sys.executable, "-P", ROOT / "tools" / "treasure_task.py", task]
-    subprocess.run([*map(str, tool)], check=True, timeout=120)
+    output, pairs = workspace / "treasure-run", [("a1", "c3"), ("f6", "d5"), ("b4", "e4"), ("c2", "a5")]
+    rows = [
+        {"id": f"{a}-{b}", "problem": f"{a} {b}", "answer": None, "options": {"start": a, "treasure": b}}
+        for a, b in pairs
+    ]
+    (workspace / "treasure.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (workspace / "treasure_agent.py").write_text((ROOT / "configs" / "treasure" / "agent.py").read_text())
     settings = [
-        f"model.path={task / 'model'}",
-        f"data.source={task / 'pool.jsonl'}",
-        f"eval.data={task / 'held_out.jsonl'}",
-        "eval.limit=8",
-        f"eval.every={STEPS}",
+        f"data.source={workspace / 'treasure.jsonl'}",
+        "data.template=chat",
         "data.batch_prompts=4",
+        "model.max_length=1024",
         "rollout.agent=treasure_agent:agent",
-        "rollout.start_timeout=400",
+        "rollout.agent_turns=8",
         f"algorithm.allocation.budget={BUDGET}",
         f"trainer.steps={STEPS}",
+        "trainer.micro_batch_tokens=1024",
         f"output_dir={output}",
     ]
-    code, said = command_line(workspace, "train", ROOT / "configs" / "treasure" / "rl.yaml", *settings)
+    code, said = command_line(workspace, "train", workspace / "config.yaml", *settings)
     assert code == 0, said[-4000:]
     return output
 
@@ -54,4 +55,4 @@ def test_games_are_played_by_the_rules(ran, step_lines):
             won += reward
         won += game.step(messages[-1]["content"].strip())[1]
         assert rollout.reward == won
-    assert all(row["agent/turns"] > 3 and row["agent/segments"] == 1 for row in step_lines(ran))
+    assert all(row["agent/turns"] > 3 for row in step_lines(ran))

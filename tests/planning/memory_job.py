@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "policy")]
+from checkpoint_cases import train  # noqa: E402
 from forked_ranks import fork_ranks, wait_for  # noqa: E402
 
 from dynamo_megatron.policy import backend  # noqa: E402
 
 backend.enable_cpu()
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -24,19 +24,6 @@ from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
-from dynamo_megatron.types import Sequences  # noqa: E402
-
-
-def train(policy: Policy) -> None:
-    generator = np.random.default_rng(1)
-    lengths = generator.integers(6, 30, 12)
-    sequences = Sequences(
-        prompt_ids=[str(i) for i in range(12)],
-        tokens=generator.integers(0, policy.spec.vocab_size, int(lengths.sum())),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        prompt_lengths=generator.integers(1, 6, 12),
-    )
-    policy.fit(sequences, np.full(12, 1 / sequences.response_lengths.sum()), 1e-3)
 
 
 def live_bytes() -> int:
@@ -69,7 +56,7 @@ def saved_bytes(policy: Policy, tokens: int = 256) -> int:
     here = torch.cat([places[:, policy.layout.cp.rank()], places[:, -1 - policy.layout.cp.rank()]], 1).view(1, -1)
     none = torch.zeros(0, dtype=torch.int64)
     bounds = torch.arange(0, tokens * cp + 1, tokens * cp // 4, dtype=torch.int32)
-    batch = MicroBatch(torch.zeros_like(here), here, bounds, none, none, none, none, bounds.diff().numpy())
+    batch = MicroBatch(torch.zeros_like(here), here, bounds, none, none, none, 0 * bounds, bounds.diff().numpy())
     backend._mode._slow_bfloat16 = False
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         chunk.forward_packed(batch)
@@ -82,7 +69,7 @@ def run(case: dict, number: int, store: dist.Store) -> None:
     layout = join_ranks(config, dist.PrefixStore(f"case{number}", store))
     spec, p = load_model_config(config.model.path), config.parallel
     policy = Policy(spec, config, layout)
-    train(policy)
+    train(policy, 1)
     planned = formulas.stage_state(spec, p, config.model.dtype, layout.world_size, layout.pp.rank())
     row = {
         "live": live_bytes() - before,

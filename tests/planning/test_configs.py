@@ -71,17 +71,9 @@ def test_launch_slurm_asks_for_what_the_plan_says(capsys):
     assert f"#SBATCH --mem={plan.memory_asked}\n" in captured.out
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "says"),
-    [
-        ([], 0, "--stop-before: 1800 s; --mem: the cluster's default"),
-        (["--gpu", "h100-80", "model.path=/nowhere"], 2, "/nowhere"),
-        (["--gpu", "h99"], 2, "--gpu: 'h99' is unknown; give one of a100-80, "),
-    ],
-)
-def test_without_the_kind_of_gpu_launch_slurm_has_defaults_and_names_them(options, code, says, capsys):
-    words = ["models/qwen2.5-14b", "data.source=d", "output_dir=/runs/a", "--gpus-per-node", "8", "--dry-run", *options]
-    assert main(["launch", "slurm", *words]) == code
+def test_without_the_kind_of_gpu_launch_slurm_has_defaults_and_names_them(capsys):
+    words = ["models/qwen2.5-14b", "data.source=d", "output_dir=/runs/a", "--gpus-per-node", "8", "--dry-run"]
+    assert main(["launch", "slurm", *words]) == 0
     captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and says in captured.err
+    assert captured.err.count("\n") == 1 and "--stop-before: 1800 s; --mem: the cluster's default" in captured.err
     assert "--mem=" not in captured.out

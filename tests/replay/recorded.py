@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +24,10 @@ def recorded_step(step: int, ids: list[str], given: list[int], rewards: list[lis
     return RecordedStep(step, ids, np.array(given, np.int64), dispatch, flat, flat == 1)
 
 
-def write_run(
-    folder: Path, *, steps: int = 12, prompts: int = 18, allocation: dict | None = None, answered: dict | None = None
-) -> Config:
-    """Batches of 8 from `prompts` prompts, round after round: some steps hold a prompt twice. One rollout in 20 failed.
+def write_run(folder: Path, *, steps: int = 12, allocation: dict | None = None) -> Config:
+    """Batches of 8 from 18 prompts, round after round: some steps hold a prompt twice. One rollout in 20 failed.
 
-    Rollouts come to the disk in any order and are observed as the trainer does. `answered`: fields of those that did
-    not fail.
+    Rollouts come to the disk in any order and are observed as the trainer does.
     """
     config = Config(
         model={"path": "none"},
@@ -43,8 +39,8 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
     generator, store = np.random.default_rng(0), RolloutStore(folder)
     allocator = RolloutAllocator(config.algorithm.allocation)
-    chance = generator.beta(0.5, 0.5, prompts)
-    order = [i for _ in range(steps) for i in generator.permutation(prompts)]
+    chance = generator.beta(0.5, 0.5, 18)
+    order = [i for _ in range(steps) for i in generator.permutation(18)]
     for step in range(1, steps + 1):
         drawn = order[8 * (step - 1) : 8 * step]
         ids = [f"problem/{i}" for i in drawn]
@@ -53,8 +49,7 @@ def write_run(
         for position, n in enumerate(counts):
             for index in range(n):
                 failed, right = generator.random() < 0.05, bool(generator.random() < chance[drawn[position]])
-                made = _rollout(step, ids[position], position, index, right, failed)
-                rollouts.append(made if failed else replace(made, **(answered or {})))
+                rollouts.append(_rollout(step, ids[position], position, index, right, failed))
         for i in generator.permutation(len(rollouts)):
             store.append(rollouts[i])
         seen = RolloutBatch.from_rollouts([r for r in rollouts if r.status != "failed"])

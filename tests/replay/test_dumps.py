@@ -38,8 +38,7 @@ def test_verl(tmp_path):
     assert first.given.tolist() == [2] and first.successes.all()
     assert second.given.tolist() == [3, 1] and second.dispatch.tolist() == [0, 1, 0, 0]
     assert second.rewards.tolist() == [1, 0, -1, 0.5] and second.successes.tolist() == [True, False, False, False]
-    assert second.prompt_ids[1] == first.prompt_ids[0]
-    assert [record.texts[i] for i in second.prompt_ids] == ["user\nq2", "user\nq1"]
+    assert first.prompt_ids == ["user\nq1"] and second.prompt_ids == ["user\nq2", "user\nq1"]
     assert read_verl(tmp_path, 0.5, None).steps[1].successes.tolist() == [True, False, False, True]
 
 
@@ -65,8 +64,7 @@ def test_slime(tmp_path):
     assert first.given.tolist() == [2]
     assert second.given.tolist() == [2, 1, 1]
     assert second.dispatch.tolist() == [0, 1, 2] and second.rewards.tolist() == [1, 0, 0]
-    assert second.prompt_ids[0] == second.prompt_ids[2] and second.prompt_ids[1] == first.prompt_ids[0]
-    assert record.texts[second.prompt_ids[1]] == json.dumps(chat)
+    assert first.prompt_ids == [json.dumps(chat)] and second.prompt_ids == ["q2", json.dumps(chat), "q2"]
 
 
 def test_rewards_of_slime_that_are_several(tmp_path):
@@ -79,23 +77,19 @@ def test_rewards_of_slime_that_are_several(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"output": "q", "score": 1}', r"7.jsonl:1: no 'input'; expected a line of verl's trainer.rollout_data_dir"),
+        ('{"output": "q", "score": 1}', r"7.jsonl:1: no 'input'"),
         ('{"input": "q", "score": NaN}', r"7.jsonl:1: 'score' is nan, not a finite number"),
-        ("", r"7.jsonl: no rollout with a reward"),
+        ("", r"no rollout of step 7 has a reward"),
     ],
 )
 def test_a_broken_line_of_verl_is_named(tmp_path, line, says):
     (tmp_path / "7.jsonl").write_text(line and line + "\n")
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=says):
         read_verl(tmp_path, 1.0, None)
-    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"text", None])
-def test_a_broken_file_of_slime_is_named(tmp_path, content):
-    path = write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0, "routed": np.arange(3)}])
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"data_0.pt: torch.load refuses it") as error:
+def test_a_broken_file_of_slime_is_named(tmp_path):
+    """What is not among the types that torch.load may make."""
+    write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0, "routed": np.arange(3)}])
+    with pytest.raises(ValueError, match=r"data_0.pt: no dump of slime's .*\)$"):
         read_slime(tmp_path, 1.0, None)
-    assert "\n" not in str(error.value)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dynamo_megatron.reports.samples import Choice, read_samples
+from dynamo_megatron.reports.samples import read_samples
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.types import EpisodeRecord
@@ -35,11 +35,11 @@ def two_steps(new_rollout):
 
 
 def ids(folder, **choice) -> list[str]:
-    return [json.loads(text)["rollout_id"] for text in read_samples(folder, Choice(**choice), as_json=True)]
+    return [json.loads(text)["rollout_id"] for text in read_samples(folder, **choice, as_json=True)]
 
 
 def test_a_rollout_is_readable_by_itself(make_run, two_steps, new_rollout):
-    text = "\n".join(read_samples(make_run(*two_steps), Choice(step=1, best=1)))
+    text = "\n".join(read_samples(make_run(*two_steps), step=1, best=1))
     for part in (
         "step 1, prompt p1, rollout 000001-0001-001",
         "reward 0.7 (success) from math 0.7\n",
@@ -51,7 +51,7 @@ def test_a_rollout_is_readable_by_itself(make_run, two_steps, new_rollout):
     ):
         assert part in text
     unscored = new_rollout(1, 0, 0, reward_failures={"judge": "timed_out"}, status="reward_timeout")
-    text = "\n".join(read_samples(make_run(unscored), Choice()))
+    text = "\n".join(read_samples(make_run(unscored)))
     assert "reward 0 (no success, reward_timeout) from math 0, judge timed_out\n" in text
 
 
@@ -73,7 +73,7 @@ def test_a_run_under_way(make_run, two_steps, new_rollout):
     file = step_file(run, 2)
     file.write_bytes(file.read_bytes() + compressed(new_rollout(2, 3, 0, 1.0).to_json().encode() + b"\n")[:-9])
     step_file(run, 3).write_bytes(compressed(b"{}\n")[:-1])
-    shown = [json.loads(t) for t in read_samples(run, Choice(best=9), as_json=True)]
+    shown = [json.loads(t) for t in read_samples(run, best=9, as_json=True)]
     assert len(shown) == 4
     assert [s["status"] for s in shown if s["rollout_id"] == two_steps[-1].rollout_id] == ["rejected"]
 
@@ -92,33 +92,29 @@ def test_model_output_cannot_drive_the_terminal(make_run, new_rollout):
         new_rollout(1, 0, 0, 1.0, prompt_id=ATTACK + "\n", **fields), new_rollout(1, 1, 0, episode=episode, **fields)
     )
     for as_json in (False, True):
-        text = "\n".join(read_samples(run, Choice(), as_json=as_json))
+        text = "\n".join(read_samples(run, as_json=as_json))
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]", text)
-    text = "\n".join(read_samples(run, Choice()))
+    text = "\n".join(read_samples(run))
     assert "\n  \\x1b]0;owned" in text and "\ta\n  b é 漢 👩‍👩‍👧" in text
 
 
 def test_what_is_not_there_is_named(make_run, two_steps, tmp_path):
     run = make_run(*two_steps)
     with pytest.raises(ValueError, match=r"--step: .* has no rollouts of step 7, only of 1 to 2"):
-        list(read_samples(run, Choice(step=7)))
+        list(read_samples(run, step=7))
     with pytest.raises(ValueError, match="has generated nothing yet"):
-        list(read_samples(make_run(), Choice()))
+        list(read_samples(make_run()))
     with pytest.raises(ValueError, match="no run's folder"):
-        list(read_samples(tmp_path, Choice()))
+        list(read_samples(tmp_path))
 
 
-def test_the_command_in_a_pipe_that_closes_and_a_terminal_without_unicode(make_run, new_rollout):
-    run = make_run(*[new_rollout(1, g, k, 0.1, response="é 漢\n" * 2000) for g in range(8) for k in range(8)])
+def test_the_command_in_a_pipe_that_closes(make_run, new_rollout):
+    run = make_run(*[new_rollout(1, g, k, 0.1, response="long\n" * 2000) for g in range(8) for k in range(8)])
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "samples", run, "--limit", "64"]
-    environment = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin"}
-    pipe = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-    pipe.stdout.readline()
-    pipe.stdout.close()
-    assert (pipe.wait(), pipe.stderr.read()) == (0, b"")
-    pipe.stderr.close()
-    whole = subprocess.run(command, capture_output=True, env=environment)
-    assert whole.returncode == 0 and whole.stdout.count(b"\\xe9 \\u6f22") == 64 * 2000
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as pipe:
+        pipe.stdout.readline()
+        pipe.stdout.close()
+        assert (pipe.wait(), pipe.stderr.read()) == (0, b"")
 
 
 def test_an_episode_is_shown_as_a_conversation(make_run, new_rollout):
@@ -131,9 +127,9 @@ def test_an_episode_is_shown_as_a_conversation(make_run, new_rollout):
     ]
     episode = EpisodeRecord([0], {"turns": 2, "segments": 1}, messages, reason="the agent failed")
     folder = make_run(new_rollout(1, 0, 0, 1.0, episode=episode))
-    text = "\n".join(read_samples(folder, Choice()))
+    text = "\n".join(read_samples(folder))
     assert "failed: the agent failed\nepisode: turns 2, segments 1; its last conversation:" in text
     assert 'assistant:\n  {"name": "add", "arguments": {"a": 1}}\ntool:\n  2' in text
-    shown = json.loads(next(iter(read_samples(folder, Choice(), as_json=True))))
+    shown = json.loads(next(iter(read_samples(folder, as_json=True))))
     call["function"]["arguments"] = '{"a": 1}'
     assert shown["messages"] == messages and shown["counts"]["turns"] == 2 and shown["reason"] == "the agent failed"

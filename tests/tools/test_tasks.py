@@ -3,7 +3,6 @@
 import json
 import random
 import runpy
-from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 CALCULATOR = runpy.run_path(str(ROOT / "configs" / "calculator" / "agent.py"))
 SUMS = runpy.run_path(str(ROOT / "tools" / "calculator_task.py"))
 GAME = runpy.run_path(str(ROOT / "configs" / "treasure" / "agent.py"))
-TREASURE = runpy.run_path(str(ROOT / "tools" / "treasure_task.py"))
 
 
 @pytest.mark.parametrize(
@@ -57,46 +55,3 @@ def test_the_rules_of_the_treasure_game(moves, told, end):
     game.reset(seed=0, options={"start": "a1", "treasure": "b3"})
     steps = [game.step(move) for move in moves]
     assert ([step[0] for step in steps], steps[-1][1:4]) == (told, end)
-
-
-def test_warm_up_examples_are_what_the_template_makes_of_a_game(tmp_path):
-    """Of one that the rules allow."""
-    TREASURE["make_tokenizer"]().save_pretrained(tmp_path)
-    tokenizer, generator = load_tokenizer(tmp_path), random.Random(0)
-    start, treasure = GAME["place"]("b2"), GAME["place"]("d5")
-    for number in range(50):
-        example = TREASURE["example"](number, start, treasure, generator)
-        game = GAME["Treasure"]()
-        game.reset(options={"start": "b2", "treasure": "d5"})
-        messages = [{"role": "user", "content": "b2 d5"}]
-        for move in [part[0] for part in example["problem"].split("\n>")[1:-1]]:
-            told, _, won, lost, _ = game.step(move)
-            assert not won and not lost
-            messages += [{"role": "assistant", "content": move}, {"role": "user", "content": told}]
-        assert example["problem"] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-
-def test_the_parts_of_a_task_have_no_problem_in_common():
-    parts = SUMS["problems"](0)
-    assert len({pair for pairs in parts.values() for pair in pairs}) == sum(map(len, parts.values()))
-    pairs = [pair for part in TREASURE["tasks"](0).values() for pair in part]
-    assert len(pairs) == len(set(pairs))
-
-
-def test_answers_of_the_class_task_are_by_its_classs_key():
-    """Those of the pool by one key; of the warm-up by it and a rival in one or two places, so that pass@1 is 0.56."""
-    task = runpy.run_path(str(ROOT / "tools" / "demo_task.py"))["classes"](0)
-    used = {part: defaultdict(list) for part in ("pool", "warmup")}
-    for part, keys in used.items():
-        for row in task[part]:
-            text = row["problem"][1:5]
-            keys[row["class"]].append([(int(a) - int(t)) % 10 for a, t in zip(row["answer"], text, strict=True)])
-    assert len(used["pool"]) == 48 and all(row == rows[0] for rows in used["pool"].values() for row in rows)
-    expected = []
-    for name, rows in used["warmup"].items():
-        share = 1.0
-        for column, key in zip(zip(*rows, strict=True), used["pool"][name][0], strict=True):
-            share *= Counter(column)[key] / len(column)
-        expected.append(share)
-    assert sum(expected) / len(expected) == pytest.approx(0.56, abs=0.02)
-    assert not {row["problem"] for row in task["pool"]} & {row["problem"] for row in task["warmup"]}

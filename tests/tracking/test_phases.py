@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from dynamo_megatron.tracking import phases as module
 from dynamo_megatron.tracking.phases import MEMORY, Phases
 from dynamo_megatron.weight_sync.memory import PHASES
@@ -28,8 +26,3 @@ def test_each_phase_gets_its_memory_and_the_time_of_it_is_its_own(monkeypatch):
     assert memory.entered == ["weights", "generate", "weights", "train", "weights", "failed step", "save"]
     assert set(memory.entered) <= PHASES.keys() and set(MEMORY.values()) - {None} == PHASES.keys()
     assert phases.clock.seconds["memory"] == 7 * 3.0 and phases.clock.seconds["update"] == 0
-
-
-def test_a_phase_that_is_none_is_refused():
-    with pytest.raises(KeyError):
-        Phases(None, Recorded()).begin("logprob")

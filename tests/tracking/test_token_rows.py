@@ -85,16 +85,11 @@ def test_the_factor_is_that_of_the_whole_mini_batch():
         np.testing.assert_allclose(row["advantage"], [batch.advantages[s]] * (s + 1), rtol=1e-4)
 
 
-@pytest.mark.parametrize("mini_batches", [1, 3])
-def test_the_lowest_and_the_highest_advantage_are_among_them(mini_batches):
-    batch, stats, config = made(loss={"mini_batches": mini_batches}, modulation=None)
+def test_the_lowest_and_the_highest_advantage_are_among_them():
+    batch, stats, config = made(loss={"mini_batches": 3}, modulation=None)
     batch = dataclasses.replace(batch, advantages=np.roll(batch.advantages, 5))
-    rows = list(token_rows(batch, stats, config, 4))
-    ends = {int(batch.advantages.argmin()), int(batch.advantages.argmax())}
-    names = {batch.rollouts.rollout_ids[s] for s in ends}
-    assert ends != {0, GROUPS * SIZE - 1} and names <= {row["rollout_id"] for row in rows} and len(rows) == 4
-    assert names == {row["rollout_id"] for row in token_rows(batch, stats, config, 2)}
-    assert all("modulation" not in row for row in rows)
+    ends = {batch.rollouts.rollout_ids[s] for s in (batch.advantages.argmin(), batch.advantages.argmax())}
+    assert ends == {row["rollout_id"] for row in token_rows(batch, stats, config, 2)}
     assert len(list(token_rows(batch, stats, config, 100))) == GROUPS * SIZE
 
 
@@ -121,16 +116,15 @@ def test_a_function_of_the_users_is_not_called_on_one_rank_alone(monkeypatch):
 
 def test_what_is_written_is_read_and_replaced(tmp_path):
     path = tokens_file(tmp_path, 7)
-    assert path.name == "step-000007.jsonl.zst" and read_token_rows(path) == {}
+    assert read_token_rows(path) == {}
     rows = [{"rollout_id": "a", "response": "f0", "entropy": [0.5, 1e-9]}, {"rollout_id": "b", "response": "f1"}]
     write_token_rows(path, [{"rollout_id": "old", "response": "f2", "entropy": [1.0]}])
     write_token_rows(path, rows)
     assert read_token_rows(path) == {"a": ("f0", {"entropy": [0.5, 1e-9]}), "b": ("f1", {})}
 
 
-@pytest.mark.parametrize("line", ["[]", "{", '{"response": "f0"}'])
-def test_a_line_of_something_else_is_named(tmp_path, line):
+def test_a_line_of_something_else_is_named(tmp_path):
     path = tmp_path / "step-000001.jsonl.zst"
-    path.write_bytes(compressed(b'{"rollout_id": "a", "response": "f0"}\n') + compressed(line.encode() + b"\n"))
+    path.write_bytes(compressed(b'{"rollout_id": "a", "response": "f0"}\n') + compressed(b'{"response": "f0"}\n'))
     with pytest.raises(ValueError, match=r"step-000001.jsonl.zst:2: no token statistics"):
         read_token_rows(path)
