@@ -73,7 +73,7 @@ def test_the_kind_of_a_gpu(name, gib, kind):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["trainer.micro_batch_tokens=20480"], "GiB too much on the fullest rank"),
+        (["trainer.micro_batch_tokens=24576"], "GiB too much on the fullest rank"),
         (["rollout.memory_fraction=0.18"], "a server's KV cache holds"),
         (
             ["rollout.placement=split", "rollout.memory_fraction=0.9"],
@@ -107,7 +107,6 @@ def test_the_search_ranks_layouts(capsys):
     # Of those within 10 % of the shortest step the ones without context parallelism come first.
     near = [row for row in rows if float(row[12]) <= 1.1 * min(float(row[12]) for row in rows)]
     assert rows[: len(near)] == near and [row[5] for row in near] == sorted(row[5] for row in near)
-    assert any(row[2:9] == ["4", "1", "1", "1", "1", "4", "none"] for row in rows)  # configs/hardware/h100x16
     main(["plan", MODEL_14B, "methods/dynamo_published", *GPUS, "--search"])  # whose range is a micro-batch's
     assert {row[5] for row in rows_of(capsys.readouterr().out.splitlines())} == {"1"}
     # What is said of the first layout is what the plan says of it.

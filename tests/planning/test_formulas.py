@@ -33,9 +33,9 @@ def test_72b_by_hand():
     assert [state.dense for state in states] == ranks == [2_350_212_096, 2_194_498_560, 2_194_498_560, 2_350_220_288]
     assert (states[1].parameters, states[1].gradients) == (2 * 2_194_498_560, 4 * 2_194_498_560)
     assert states[1].optimizer == 12 * 2_194_498_560 // 2
-    # 16384 tokens; norms 8h in float32 and 4h; 8 heads and 1 key/value head of 128 a rank; 6 bytes of SwiGLU's width
-    a_token = (12 * 8192 + 8) / 8 + 2 * (3 * 1024 + 2 * 128) + 4 * 8 + 8 * 128 + 24 + 6 * 3696
-    assert a_token == 42_201
+    # 16384 tokens; norms 8h; 8 heads and 1 key/value head of 128 a rank; 6 bytes of SwiGLU's width
+    a_token = (8 * 8192 + 8) / 8 + 2 * (2 * 1024 + 2 * 128) + 4 * 8 + 6 * 3696
+    assert a_token == 35_009
     assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(a_token)
     full = formulas.saved_activations(spec, p, "bfloat16", "full", 16384, 4 * 20, 4)
     assert full == pytest.approx(16384 * (80 * 2 * 1024 + a_token + 4 * 2 * 1024))
@@ -65,8 +65,8 @@ def test_30b_a3b_by_hand():
     assert state.experts == 48 * 16 * expert == 3_623_878_656
     assert state.parameters == 2 * (1_541_093_376 + 3_623_878_656)
     assert state.optimizer == 12 * (1_541_093_376 / 8 + 3_623_878_656)  # an expert is on one rank alone
-    # 8 experts a token: its row, 3 widths in bf16; norms and q/k norms in float32
-    attention_bytes = 12 * 2048 + 8 + 2 * (3 * 4096 + 2 * 512) + 4 * 32 + 8 * 128 + 24 + 4 * (4096 + 512) + 4 * 36
+    # 8 experts a token: its row, 3 widths; norms and q/k norms
+    attention_bytes = 8 * 2048 + 8 + 2 * (2 * 4096 + 2 * 512) + 4 * 32 + 2 * (4096 + 512) + 4 * 36
     experts_bytes = 8 * (2 * 2048 + 6 * 768 + 24) + 5 * 128
     assert formulas.layer_activations(spec, p, "bfloat16") == pytest.approx(attention_bytes + experts_bytes)
     assert formulas.kv_bytes_a_token(spec, 1, "bfloat16") == 2 * 48 * 4 * 128 * 2 == 98_304
