@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.algorithm.allocators import BUILT_IN, load_allocator
-from dynamo_megatron.algorithm.allocators.neyman import Neyman, neyman
-from dynamo_megatron.algorithm.allocators.waterfill import waterfill
+from dynamo_megatron.algorithm.allocators import BUILT_IN, Neyman, load_allocator
+from dynamo_megatron.algorithm.allocators.solvers import neyman, waterfill
 from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
 from dynamo_megatron.algorithm.history import COLUMNS, History, Observed
 from dynamo_megatron.algorithm.success import expected_tokens, success_variance
@@ -114,7 +113,7 @@ class RolloutAllocator:
                 counts = self._allocator.counts(prompts, variance, budget, low, high)
             else:
                 assert isinstance(self._allocator, Neyman)  # the config refuses `cost: tokens` for others
-                counts = self._allocator.priced_counts(variance, tokens, budget * tokens.mean(), low, high)
+                counts = self._allocator.counts(prompts, variance, budget * tokens.mean(), low, high, tokens)
             self._check_counts(ids, counts, low, high)
             self._check_budget(counts, tokens, budget, high)
             if self.config.kind not in BUILT_IN:
