@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from dynamo_megatron.algorithm.allocators import BUILT_IN, Neyman, load_allocator
 from dynamo_megatron.algorithm.allocators.solvers import neyman, waterfill
+from dynamo_megatron.algorithm.arrays import described
 from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
 from dynamo_megatron.algorithm.history import COLUMNS, History, Observed
 from dynamo_megatron.algorithm.success import expected_tokens, success_variance
@@ -108,13 +110,13 @@ class RolloutAllocator:
             tokens = expected_tokens(prompts, self.history.pool())
         if ids:
             variance = self._allocator.variance(prompts, self.history.pool())
-            self._check_variance(ids, variance)
+            self._check("variance", variance, "float64", ids, 0, math.inf)
             if tokens is None:
                 counts = self._allocator.counts(prompts, variance, budget, low, high)
             else:
                 assert isinstance(self._allocator, Neyman)  # the config refuses `cost: tokens` for others
                 counts = self._allocator.counts(prompts, variance, budget * tokens.mean(), low, high, tokens)
-            self._check_counts(ids, counts, low, high)
+            self._check("counts", counts, "int64", ids, low, high)
             self._check_budget(counts, tokens, budget, high)
             if self.config.kind not in BUILT_IN:
                 again = self._allocator.counts(prompts, variance, budget, low, high)
@@ -122,15 +124,12 @@ class RolloutAllocator:
         strata = None if self._strata is None else [self._strata.get(i) for i in ids]
         return Allocation(step, ids, counts, variance, prompts.trials > 0, strata, tokens)
 
-    def _check_variance(self, ids: list[str], variance: Any) -> None:
-        self._check_array("variance", variance, np.float64, len(ids))
-        if (bad := np.flatnonzero(~(np.isfinite(variance) & (variance >= 0)))).size:
-            self._hold(False, f"variance of prompt {ids[bad[0]]!r} is {variance[bad[0]]}, not finite and 0 or above")
-
-    def _check_counts(self, ids: list[str], counts: Any, low: int, high: int) -> None:
-        self._check_array("counts", counts, np.int64, len(ids))
-        if (bad := np.flatnonzero((counts < low) | (counts > high))).size:
-            self._hold(False, f"gave prompt {ids[bad[0]]!r} {counts[bad[0]]} rollouts, outside [{low}, {high}]")
+    def _check(self, name: str, value: Any, dtype: str, ids: list[str], least: int, most: float) -> None:
+        """Raises InputError unless `value` is an array of `dtype` with an entry for each of `ids` within the bounds."""
+        wanted = f"{dtype} ({len(ids)},)"
+        self._hold(described(value) == wanted, f"{name} returned {described(value)}, not a numpy array of {wanted}")
+        if (bad := np.flatnonzero(~((value >= least) & (value <= most) & np.isfinite(value)))).size:
+            self._hold(False, f"{name} of prompt {ids[bad[0]]!r} is {value[bad[0]]}, outside [{least}, {most}]")
 
     def _check_budget(self, counts: np.ndarray, tokens: np.ndarray | None, budget: int, high: int) -> None:
         if tokens is None:
@@ -139,11 +138,6 @@ class RolloutAllocator:
         most = budget * tokens.mean()
         left, rounding = most - (tokens * counts).sum(), 1e-9 * most
         assert left >= -rounding and (left < tokens.max() + rounding or (counts == high).all()), left
-
-    def _check_array(self, name: str, value: Any, dtype: type, length: int) -> None:
-        fits = isinstance(value, np.ndarray) and value.dtype == dtype and value.shape == (length,)
-        given = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-        self._hold(fits, f"{name} returned {given}, not a numpy array of {dtype.__name__} ({length},)")
 
     def _hold(self, kept: bool, broken: str) -> None:
         if not kept:

@@ -63,6 +63,15 @@ def group_index(group_ids: Sequence[Hashable] | np.ndarray | torch.Tensor, rollo
     return np.array([numbers.setdefault(i, len(numbers)) for i in ids], np.int64), len(numbers)
 
 
+def described(value: Any) -> str:
+    """Dtype and shape of an array or tensor, or the type of another value, for messages."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    if _is_tensor(value):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    return type(value).__name__
+
+
 def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     """Does not import torch, which takes seconds: if it is not imported yet, no value is a tensor."""
     torch = sys.modules.get("torch")

@@ -6,6 +6,7 @@ that of an allocator a few.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.arrays import group_index
 from dynamo_megatron.algorithm.history import COLUMNS
 from dynamo_megatron.algorithm.user_functions import (
     AdvantageInputs,
@@ -141,8 +143,14 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
             inputs = AdvantageInputs(values, values >= 1, group, names, rng.integers(0, 50, count))
             advantages = custom_advantages(user, inputs)
             order = rng.permutation(count)
-            moved = custom_advantages(user, _reordered(inputs, order))
-            same = np.allclose(advantages[order], moved, rtol=1e-9, atol=1e-9)
+            moved = AdvantageInputs(
+                values[order],
+                inputs.successes[order],
+                group_index(group[order], count)[0],
+                tuple(names[i] for i in order),
+                inputs.response_lengths[order],
+            )
+            same = np.allclose(advantages[order], custom_advantages(user, moved), rtol=1e-9, atol=1e-9)
             case = f"groups of {', '.join(map(str, sizes))} rollouts with rewards of {kind}"
             user.hold(same, f"gives a rollout another advantage where the batch is in another order ({case})")
 
@@ -159,10 +167,8 @@ def check_shaping(function: Callable | str) -> None:
         response = np.repeat(np.arange(len(lengths)), lengths)
         for size in (0.0, 1.0):
             inputs = _token_inputs(response, size * rng.normal(size=len(lengths))[response], rng)
-            before = {name: t.clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
-            custom_shaping(user, inputs)
-            for name, tensor in before.items():
-                user.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name}")
+            with _unchanged(user, inputs):
+                custom_shaping(user, inputs)
 
 
 def check_loss(
@@ -179,12 +185,10 @@ def check_loss(
     """
     user = load_loss(function) if isinstance(function, str) else _named(function)
     for case, inputs in _loss_cases(reference, kl_coef):
-        before = {name: t.detach().clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
-        found = custom_losses(user, inputs)
-        for name, tensor in before.items():
-            user.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name} ({case})")
+        with _unchanged(user, inputs, f" ({case})"):
+            found = custom_losses(user, inputs)
         _hold_finite(user, inputs, found, case)
-        again = custom_losses(user, _part(inputs, torch.ones(len(before["weights"]), dtype=torch.bool)))
+        again = custom_losses(user, _part(inputs, torch.ones(len(inputs.response), dtype=torch.bool)))
         same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         user.hold(same, f"gives other losses when called again with the same inputs ({case})")
         alone = [inputs.response == i for i in inputs.response.unique()]
@@ -201,16 +205,12 @@ def _named(function: Callable) -> UserFunction:
     return UserFunction(function, f"{module}:{name}")
 
 
-def _reordered(inputs: AdvantageInputs, order: np.ndarray) -> AdvantageInputs:
-    numbers: dict[int, int] = {}
-    group = [numbers.setdefault(g, len(numbers)) for g in inputs.group[order].tolist()]
-    return AdvantageInputs(
-        inputs.rewards[order],
-        inputs.successes[order],
-        np.asarray(group, np.int64),
-        tuple(inputs.prompt_ids[i] for i in order),
-        inputs.response_lengths[order],
-    )
+@contextlib.contextmanager
+def _unchanged(function: UserFunction, inputs: TokenInputs | LossInputs, case: str = "") -> Iterator[None]:
+    before = {name: t.detach().clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+    yield
+    for name, tensor in before.items():
+        function.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name}{case}")
 
 
 def _token_inputs(response: np.ndarray, advantages: np.ndarray, rng: np.random.Generator) -> TokenInputs:

@@ -43,7 +43,7 @@ ADVANTAGES = {  # wrong ones
     "listed": (lambda i: i.rewards.tolist(), r"returned list, not a numpy array of float64 \(1,\)"),
     "nan": (
         lambda i: np.log(i.rewards - 9),
-        "returned nan for rollout 0, of prompt 'p0'; advantages have to be finite",
+        "returned nan for rollout 0, of prompt 'p0'; give finite numbers",
     ),
     "drawn": (lambda i: np.random.default_rng().normal(size=len(i.rewards)), "other advantages when called again"),
     "in place": (lambda i: np.negative(i.rewards, out=i.rewards), "failed: ValueError: .* read-only"),

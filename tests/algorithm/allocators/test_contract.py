@@ -90,7 +90,7 @@ class NaN(HardestFirst):
     ("broken", "says"),
     [
         (OneMore, "gave 42 rollouts in all for a budget of 41"),
-        (TooMany, r"gave prompt 'p0' 0 rollouts, outside \[2, 24\]"),
+        (TooMany, r"counts of prompt 'p0' is 0, outside \[2, 24\]"),
         (Whatever, "other counts when asked twice"),
         (Listed, r"counts returned list, not a numpy array of int64 \(8,\)"),
         (Halves, r"counts returned float64 \(8,\), not"),
