@@ -38,7 +38,7 @@ def group_advantages(
         raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(GROUP_ADVANTAGES)}")
     if singleton not in ("zero", "raw"):
         raise ValueError(f"singleton: {singleton!r} is unknown; one of zero, raw")
-    given, values = _checked_rewards(rewards)
+    given, values = _finite(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))
     if kind == "reinforce":
         _check_unit_interval(values, "reinforce takes")
@@ -89,19 +89,18 @@ def history_advantages(
 
     Raises ValueError naming the argument that does not fit.
     """
-    given, values = _checked_rewards(rewards)
+    given, values = _finite(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))
-    m, c = (
-        _of_groups(x, name, index, groups)
-        for x, name in ((prior_mean, "prior_mean"), (prior_strength, "prior_strength"))
-    )
+    m, c = _finite(prior_mean, "prior_mean")[1], _finite(prior_strength, "prior_strength")[1]
+    if not len(m) == len(c) == len(values):
+        raise ValueError(f"prior_mean, prior_strength: {len(m)} and {len(c)} entries for {len(values)} rollouts")
     if (c < 0).any():
         raise ValueError(f"prior_strength: {c.min()} rollouts; expected 0 or more")
     if not (np.isfinite(score_ratio) and score_ratio > 0):
         raise ValueError(f"score_ratio: {score_ratio}; expected a finite number above 0")
     n = np.bincount(index, minlength=groups)
-    others = (m * c + np.bincount(index, values, minlength=groups))[index] - values
-    count = (c + n - 1)[index]
+    others = m * c + np.bincount(index, values, minlength=groups)[index] - values
+    count = c + n[index] - 1
     p = np.divide(others, count, out=values.copy(), where=count > 0)
     if score_ratio != 1:
         _check_unit_interval(values, "the optimal baseline (score_ratio other than 1) takes")
@@ -114,34 +113,18 @@ def history_advantages(
     return _as_given(values - p, given, rewards)
 
 
-def _checked_rewards(rewards: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rewards (as numpy, as float64). Raises ValueError for a reward that is not finite."""
-    given = to_numpy(rewards, "rewards")
-    values = given.astype(np.float64)
-    if not np.isfinite(values).all():
-        bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(f"rewards: entry {bad} is {values[bad]}; rewards must be finite")
-    return given, values
+def _finite(values: Array, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the values (as numpy, as float64). Raises ValueError naming one that is not finite."""
+    given = to_numpy(values, name)
+    each = given.astype(np.float64)
+    if (bad := np.flatnonzero(~np.isfinite(each))).size:
+        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}; expected a finite number")
+    return given, each
 
 
 def _check_unit_interval(rewards: np.ndarray, what: str) -> None:
     if (bad := np.flatnonzero((rewards < 0) | (rewards > 1))).size:
         raise ValueError(f"rewards: entry {bad[0]} is {rewards[bad[0]]}; {what} rewards from 0 to 1")
-
-
-def _of_groups(values: Array, name: str, index: np.ndarray, groups: int) -> np.ndarray:
-    """Returns each group's value, float64 [groups], from one value per rollout. Raises ValueError if a value is not
-    finite or if rollouts of a group have different values."""
-    each = to_numpy(values, name).astype(np.float64)
-    if len(each) != len(index):
-        raise ValueError(f"{name}: {len(each)} entries for {len(index)} rollouts; give one a rollout")
-    if (bad := np.flatnonzero(~np.isfinite(each))).size:
-        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}; expected a finite number")
-    group = np.zeros(groups)
-    group[index] = each
-    if (bad := np.flatnonzero(group[index] != each)).size:
-        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}, and {group[index[bad[0]]]} in the same group")
-    return group
 
 
 def informative(rewards: Array, group_ids: Sequence[Hashable]) -> np.ndarray:

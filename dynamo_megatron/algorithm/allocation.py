@@ -13,7 +13,7 @@ from dynamo_megatron.algorithm.allocators import BUILT_IN, Neyman, load_allocato
 from dynamo_megatron.algorithm.allocators.solvers import neyman, waterfill
 from dynamo_megatron.algorithm.arrays import described
 from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
-from dynamo_megatron.algorithm.history import COLUMNS, History, Observed
+from dynamo_megatron.algorithm.history import COLUMNS, History, checked
 from dynamo_megatron.algorithm.success import expected_tokens, success_variance
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
@@ -172,11 +172,13 @@ class RolloutAllocator:
         `energy`, float [S]: from `algorithm.energy.rollout_energies`. `lengths`, int [S]: response tokens. None:
         unknown. Raises ValueError naming the argument, or the prompt whose entry is not finite or out of range.
         """
-        by_visit = 0.5 ** (1 / self.config.half_life)
-        observed = Observed.of(prompt_ids, rewards, successes, step, energy, lengths)
+        ids, by_visit = list(prompt_ids), 0.5 ** (1 / self.config.half_life)
+        observed = checked(ids, rewards, successes, step, energy, lengths)
         keep = by_visit if self._allocator.forgets else 1.0
-        self.history.observe(observed, keep, only_new=self.config.static)
-        self.history.observe_energy(observed, by_visit)
+        self.history.observe(ids, observed, keep, only_new=self.config.static)
+        if ids and energy is not None:
+            line = self.history.energy_line
+            self.history.energy_line = line.after(observed["rewards"], observed["energy"], by_visit)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data that survives JSON: prompt_ids; for each column of `History` a number per prompt; and

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -90,10 +91,7 @@ def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.n
     The prior is from `pool`: from the prompts of the same stratum, or from all prompts if a prompt has no stratum or
     one with fewer than STRATUM_LEAST prompts in the pool.
     """
-    variance = _variance(model, prompts, pool)
-    for own, peers in large_strata(prompts, pool):
-        variance[own] = _variance(model, prompts.take(own), pool.take(peers))
-    return variance
+    return by_stratum(functools.partial(_variance, model), prompts, pool)
 
 
 def expected_tokens(prompts: Statistics, pool: Statistics) -> np.ndarray:
@@ -106,10 +104,7 @@ def expected_tokens(prompts: Statistics, pool: Statistics) -> np.ndarray:
 
 def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
     """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1); the prior is as in `expected_variance`."""
-    rate = _rate(prompts, pool)
-    for own, peers in large_strata(prompts, pool):
-        rate[own] = _rate(prompts.take(own), pool.take(peers))
-    return rate
+    return by_stratum(_rate, prompts, pool)
 
 
 def _rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
@@ -127,13 +122,18 @@ def _variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
     return {"bernoulli": bernoulli, "surprise": surprise}[model](a, b)
 
 
-def large_strata(prompts: Statistics, pool: Statistics) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the indices of a stratum's prompts in `prompts` and in `pool`, for each stratum with enough in `pool`."""
+def by_stratum(
+    estimate: Callable[[Statistics, Statistics], np.ndarray], prompts: Statistics, pool: Statistics
+) -> np.ndarray:
+    """`estimate(prompts, pool)`, float64 [..., N]; of the prompts of a stratum with enough of them in `pool`, from
+    those of the pool alone."""
+    result = estimate(prompts, pool)
     peers_of = _members(pool.strata)
     for stratum, own in _members(prompts.strata).items():
         peers = peers_of.get(stratum)
         if peers is not None and len(peers) >= STRATUM_LEAST:
-            yield own, peers
+            result[..., own] = estimate(prompts.take(own), pool.take(peers))
+    return result
 
 
 def _members(strata: np.ndarray) -> dict[int, np.ndarray]:

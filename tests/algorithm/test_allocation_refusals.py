@@ -35,7 +35,14 @@ def test_bad_observations_name_the_prompt_and_change_nothing(arguments, message)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("trials", 0), ("successes", 5), ("successes", -1), ("reward_squares", -1), ("energy_wrong", -1.0)),
+        *(
+            ("trials", 0),
+            ("trials", np.nan),
+            ("successes", 5),
+            ("successes", -1),
+            ("reward_squares", -1),
+            ("energy_wrong", -1.0),
+        ),
         *(("energy_right_trials", 2.0), ("energy_wrong_trials", 5.0), ("token_trials", 5.0), ("tokens", -1.0)),
     ],
 )
@@ -51,7 +58,7 @@ def test_a_contradictory_state_names_the_prompt_and_changes_nothing(name, value)
 @pytest.mark.parametrize(
     "change",
     [
-        *({"trials": x} for x in ([2], 2, None, ["a", "b"], [1.0, float("nan")], np.ones((2, 1)))),
+        *({"trials": x} for x in ([2], 2, None, ["a", "b"], np.ones((2, 1)))),
         *({"prompt_ids": x} for x in (["a", "a"], ["a", 1], "ab", None)),
     ],
 )
