@@ -39,8 +39,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dynamo_megatron.checkpoint.checksums import ChecksumWriter
-from dynamo_megatron.checkpoint.folder import check_model, fault, publish, unfinished_folder, write_state
+from dynamo_megatron.checkpoint.folder import (
+    ChecksumWriter,
+    check_model,
+    fault,
+    publish,
+    unfinished_folder,
+    write_state,
+)
 from dynamo_megatron.checkpoint.optimizer_parts import without_gathering
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, write_common
 from dynamo_megatron.checkpoint.weights import verify_bytes

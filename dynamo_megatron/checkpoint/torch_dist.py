@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dynamo_megatron.checkpoint.checksums import ChecksumWriter
+from dynamo_megatron.checkpoint.folder import ChecksumWriter
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import error_line
 
