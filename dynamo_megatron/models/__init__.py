@@ -1,28 +1,17 @@
-"""One small file per family: Hugging Face config -> ModelSpec and the family's name table.
-
-A new family is one file with `spec_from_config` and one entry in FAMILIES.
-"""
+"""Models: Hugging Face config -> ModelSpec (`families.py`), names, shapes, and an SGLang server's own layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models import llama, qwen2, qwen3, qwen3_moe
+from dynamo_megatron.models.families import FAMILIES
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 __all__ = ["FAMILIES", "ModelSpec", "load_model_config"]
 
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
-    "llama": llama.spec_from_config,
-    "qwen2": qwen2.spec_from_config,
-    "qwen3": qwen3.spec_from_config,
-    "qwen3_moe": qwen3_moe.spec_from_config,
-}
 ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the same from the fields that it knows
 
 

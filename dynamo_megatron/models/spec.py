@@ -95,18 +95,15 @@ class ModelSpec:
 def decoder_spec(
     config: Mapping[str, Any],
     family: str,
-    *,
     layer_names: Mapping[str, tuple[str, ...]],
     architectures: Collection[str],
     fields: Collection[str] = (),
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
     head_dim: int | None = None,
 ) -> ModelSpec:
     """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
 
     `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the
-    family's module reads. `head_dim`: its value if config.json has none; None: hidden size / heads.
+    family reads. `head_dim`: its value if config.json has none; None: hidden size / heads.
 
     Raises ValueError naming the field that is missing, malformed or unknown, or that GPTModel would ignore.
     """
@@ -145,8 +142,8 @@ def decoder_spec(
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tied=flag(config, "tie_word_embeddings"),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
+        qkv_bias="self_attention.linear_qkv.bias" in layer_names,
+        qk_norm="self_attention.q_layernorm.weight" in layer_names,
         layer_names=layer_names,
     )
 
