@@ -19,10 +19,9 @@ def process_advantages(
     """`config.process.weight` times the return of each token, float64 [R].
 
     rewards: float64 [R], NaN where no step ends. group, lengths: int64 [S], of the rollouts that the R tokens belong
-    to. The baseline depends on `config.kind`: `grpo` and `dr_grpo` compare a step with all steps of the group (arXiv
-    2402.03300, section 4.1.3); all other kinds compare it with the mean, over the group's other rollouts, of their mean
-    step. If a rollout is the only one of its group with steps, its steps count 0, or with `singleton: raw` their
-    rewards.
+    to. The kinds `grpo` and `dr_grpo` compare a step with all steps of the group (arXiv 2402.03300, section 4.1.3), all
+    others with the mean, over the group's other rollouts, of their mean step. The steps of the only rollout with steps
+    count 0, or with `singleton: raw` their rewards.
     """
     ends = np.flatnonzero(~np.isnan(rewards))
     owner = np.repeat(np.arange(len(lengths)), lengths)[ends]

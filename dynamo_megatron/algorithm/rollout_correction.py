@@ -1,8 +1,5 @@
-"""Importance weights between the policy that trains and the engine that sampled, and how far the two are apart.
-
-Both hold the same weights but not the same kernels and number formats. With d = log pi_policy - log pi_engine of a
-sampled token, exp(d) corrects a token and exp(sum of d) a response; bounded, since one token in 1e6 can be far off.
-"""
+"""Importance weights between the policy that trains and the engine that sampled, and how far the two are apart: with
+d = log pi_policy - log pi_engine of a sampled token, exp(d) corrects a token and exp(sum of d) a response."""
 
 from __future__ import annotations
 
@@ -30,11 +27,8 @@ def importance_ratios(log_ratio: Tensor, lengths: Tensor, level: str) -> Tensor:
 
 @torch_function
 def correction_weights(ratios: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """Factors of the token weights, [n]: the ratios clamped to [low, high] (`truncate`), or 0 outside (`mask`).
-
-    Truncated importance sampling is that of IMPALA (arXiv 1802.01561, section 4.1) with `low` 0; masking drops tokens
-    whose weight truncation would only bound. Neither changes the denominator of the mini-batch's mean.
-    """
+    """Factors of the token weights, [n]: the ratios clamped to [low, high] (`truncate`, with `low` 0 as in arXiv
+    1802.01561, section 4.1), or 0 outside (`mask`)."""
     if config.kind == "truncate":
         return ratios.clamp(config.low, config.high)
     return torch.where((ratios >= config.low) & (ratios <= config.high), ratios, 0.0)
