@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.energy_variance import energy_variance
 from dynamo_megatron.algorithm.history import Statistics
-from dynamo_megatron.algorithm.success import bernoulli
+from dynamo_megatron.algorithm.success import bernoulli, energy_variance
 
 PRIOR = (0.5, 1.5)
 

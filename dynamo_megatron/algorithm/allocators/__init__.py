@@ -11,9 +11,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from dynamo_megatron.algorithm.allocators.solvers import largest_gains, priced, proportional, spread, waterfill
-from dynamo_megatron.algorithm.energy_variance import measured_energies
 from dynamo_megatron.algorithm.history import Statistics
-from dynamo_megatron.algorithm.success import expected_variance, success_rate, success_variance
+from dynamo_megatron.algorithm.success import expected_variance, measured_energies, success_rate, success_variance
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.user_code import load_callable
