@@ -57,10 +57,9 @@ class Allocation:
 class RolloutAllocator:
     """Allocates a step's rollouts to prompts from what their earlier rollouts showed (DynaMO, arXiv 2602.19208).
 
-    `config` is an AllocationConfig or a mapping of its keys, whose `kind` names one of `allocators/` or the user's own.
-    `strata`: prompt_id -> label; prompts of one label share a prior. The weight of observations decays with a half-life
-    in visits (a visit is one `observe` that contains the prompt), except for allocators that never forget.
-    Deterministic: the same calls give the same counts.
+    `config` is an AllocationConfig or a mapping of its keys. `strata`: prompt_id -> label; prompts of one label share a
+    prior. The weight of observations decays with a half-life in visits (a visit is one `observe` that contains the
+    prompt), except for allocators that never forget. The same calls give the same counts.
     """
 
     def __init__(
@@ -97,10 +96,10 @@ class RolloutAllocator:
     def decide(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> Allocation:
         """Decides how many rollouts each prompt gets, aligned with `prompt_ids`, in which a prompt may occur twice.
 
-        The counts' sum is `budget`, and each is within the configured bounds. `on_shortfall` decides what happens to a
-        budget that does not fit the bounds (ValueError by default). With `cost: tokens` the sum of expected tokens is
-        at most that of `budget` rollouts of the batch's mean length, and less than the longest rollout below it, unless
-        every prompt has the maximum. Raises ValueError naming a user's allocator that does not keep its contract.
+        The counts' sum is `budget`, and each is within the configured bounds (`on_shortfall`: where that is not
+        possible). With `cost: tokens` the sum of expected tokens is at most that of `budget` rollouts of the batch's
+        mean length, and less than a rollout below it, unless every prompt has the maximum. Raises ValueError naming a
+        user's allocator that does not keep its contract.
         """
         ids = list(prompt_ids)
         budget, low, high = self.config.fit(len(ids), budget)

@@ -1,8 +1,5 @@
-"""A prompt's expected reward from earlier steps: the part of a baseline that is known before its rollouts are sampled.
-
-A rollout's baseline is the mean reward of the group's other rollouts, shrunk to this expected reward
-(`history_advantages`). The gradient is unbiased with any baseline that does not depend on the rollout's own reward.
-"""
+"""A prompt's expected reward from earlier steps: the part of a baseline that is known before its rollouts are sampled
+(`history_advantages`)."""
 
 from __future__ import annotations
 
@@ -46,12 +43,9 @@ class Baseline:
 
 
 def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance: float | None) -> Baseline:
-    """Returns each prompt's mean reward so far, shrunk to the mean of the pool, or of its stratum (`prior_by`).
-
-    For rewards of 0 and 1 (`variance` None) the prior is a Beta distribution of `pool_strength` rollouts. For others it
-    is a normal distribution, whose strength is the ratio of the rewards' variances within and between prompts. Without
-    any history mean and strength are 0.
-    """
+    """Returns each prompt's mean reward so far, shrunk to the mean of the pool, or of its stratum (`prior_by`), which
+    counts as `pool_strength` rollouts, or for rewards other than 0 and 1 (`variance` not None) as many as the ratio of
+    their variances within and between prompts. Without any history mean and strength are 0."""
 
     def estimate(prompts: Statistics, pool: Statistics) -> np.ndarray:
         trials, means = pool.trials, pool.reward_mean

@@ -136,9 +136,7 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS; `energy_line`, float64 [5], and
-        `rewards_outside` if it is not 0, both of `EnergyLine`.
-
-        Nothing is copied and nothing changes later, so calls at every step cost nothing even with a million prompts."""
+        `rewards_outside` if it is not 0, both of `EnergyLine`. Nothing is copied and nothing changes later."""
         columns = dict(zip(COLUMNS, self._numbers[:, 1:], strict=True))
         outside = {"rewards_outside": self.energy_line.outside} if self.energy_line.outside else {}
         return {"prompt_ids": self._ids, **columns, "energy_line": self.energy_line.sums, **outside}

@@ -50,10 +50,9 @@ def success_variance(successes: Array, trials: Array) -> Array:
 def beta_prior(successes: np.ndarray, trials: np.ndarray) -> tuple[float, float]:
     """(a, b) of a Beta prior fitted to prompts with `trials` > 0 by the moments of the beta-binomial (empirical Bayes).
 
-    The mean is the pooled success rate, kept away from 0 and 1 by half a rollout each. The strength a + b = 1 / rho - 1
-    follows from the spread of the prompts' rates: the expectation of S = sum G (k/G - mean)^2 over m prompts is
-    mean (1 - mean) ((1 - rho) (m - 1) + rho (sum G - sum G^2 / sum G)). Sums are exact, so the order of the prompts
-    does not matter.
+    The mean is the pooled success rate, kept away from 0 and 1 by half a rollout each. The strength is 1 / rho - 1: the
+    expectation of sum G (k/G - mean)^2 over m prompts is mean (1 - mean) ((1 - rho) (m - 1) + rho (sum G - sum G^2 /
+    sum G)).
     """
     total, won = _sum(trials), _sum(successes)
     mean = (won + 0.5) / (total + 1)
@@ -84,11 +83,8 @@ def surprise(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray, pool_trials: np.ndarray) -> np.ndarray:
-    """Sample variance of each prompt's rewards, shrunk to the pool's.
-
-    `squares` are the sums of squared deviations from the prompt's mean, `pool_*` those of every prompt with history.
-    If no prompt of the pool has two rollouts, the pool's variance is set to 1.
-    """
+    """Sample variance of each prompt's rewards, shrunk to the pool's (1 if no prompt has two rollouts). `squares`: sums
+    of squared deviations from the prompt's mean; `pool_*`: those of every prompt with history."""
     freedom = _sum(np.maximum(pool_trials - 1, 0))
     pool = _sum(pool_squares) / freedom if freedom > 0 else 1.0
     return (squares + POOL_ROLLOUTS * pool) / (np.maximum(trials - 1, 0) + POOL_ROLLOUTS)
@@ -96,17 +92,12 @@ def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray,
 
 def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
     """The expected variance of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, surprise, energy,
-    empirical).
-
-    The prior is from `pool`: from the prompts of the same stratum, or from all prompts if a prompt has no stratum or
-    one with fewer than STRATUM_LEAST prompts in the pool.
-    """
+    empirical). The prior is from the pool's prompts of the same stratum (`by_stratum`)."""
     return by_stratum(functools.partial(_variance, model), prompts, pool)
 
 
 def expected_tokens(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Expected response tokens of a rollout of each of `prompts`, float64 [N] above 0: the prompt's mean length shrunk
-    to the pool's; 1 for all if no length is known."""
+    """Mean response tokens of each of `prompts`, float64 [N] above 0, shrunk to the pool's; 1 if no length is known."""
     trials, tokens = pool.token_trials.sum(), pool.tokens.sum()
     mean = tokens / trials if tokens > 0 and trials > 0 else 1.0
     return (prompts.tokens + POOL_ROLLOUTS * mean) / (prompts.token_trials + POOL_ROLLOUTS)
@@ -194,10 +185,8 @@ def energy_variance(prompts: Statistics, pool: Statistics, prior: tuple[float, f
 
 
 def measured_energies(prompts: Statistics, pool: Statistics) -> tuple[np.ndarray, np.ndarray]:
-    """Mean energies of right and of wrong rollouts, float64 [N] each: as measured, not shrunk.
-
-    The pool's where a prompt has none, and 1 where the pool has none.
-    """
+    """Mean energies of right and of wrong rollouts, float64 [N] each, not shrunk: the pool's where a prompt has none,
+    and 1 where the pool has none."""
     means = []
     for kind in ("energy_right", "energy_wrong"):
         trials, energy = getattr(pool, f"{kind}_trials").sum(), getattr(pool, kind).sum()
@@ -230,11 +219,8 @@ def _line(trials: np.ndarray, energy: np.ndarray, p: np.ndarray) -> Line:
 
 
 def _factor_strength(pool: Statistics, prior: tuple[float, float], right: Line, wrong: Line) -> float:
-    """Variance of one rollout's factor / variance of the factors between prompts, in rollouts (empirical Bayes).
-
-    The right and the wrong rollouts of a prompt have only the prompt's factor in common, so the covariance of their
-    deviations is the variance between prompts.
-    """
+    """Variance of one rollout's factor / variance of the factors between prompts, in rollouts (empirical Bayes): the
+    covariance of the deviations of a prompt's right and wrong rollouts, which have only its factor in common."""
     n1, n0 = pool.energy_right_trials, pool.energy_wrong_trials
     p = posterior_mean(pool, prior)
     expected = [n1 * right.at(p), n0 * wrong.at(p)]
