@@ -22,6 +22,7 @@ from dynamo_megatron.models.fp8 import sent_bytes
 from dynamo_megatron.models.mapping import (
     EMBEDDING,
     OUTPUT_LAYER,
+    cut,
     expert_number,
     huggingface_names,
     huggingface_shapes,
@@ -90,10 +91,10 @@ def make_schedule(
     for stage in range(parallel.pp):
         parameters = list(stage_parameters(spec, parallel, stage))
         first = stage * stage_ranks  # tp 0, cp 0, dp 0 of the stage, and its ep 0 with expert-dp 0
-        queues[first] = _cut([p for p in parameters if not is_expert(p)], sizes, bucket_bytes)
+        queues[first] = cut([p for p in parameters if not is_expert(p)], sizes, bucket_bytes)
         for ep in range(parallel.ep if spec.num_experts else 0):
             own = [p for p in parameters if expert_number(p) in spec.experts_of(ep, parallel.ep)]
-            queues.setdefault(first + ep, []).extend(_cut(own, sizes, bucket_bytes))
+            queues.setdefault(first + ep, []).extend(cut(own, sizes, bucket_bytes))
     rounds, number = [], 0
     for position in range(max(map(len, queues.values()))):
         buckets = []
@@ -118,17 +119,6 @@ def _tensors(spec: ModelSpec, itemsize: int, quantization: str | None) -> dict[s
         }
         for parameter in parameter_names(spec)
     }
-
-
-def _cut(parameters: list[str], sizes: dict[str, int], bucket_bytes: int) -> list[tuple[str, ...]]:
-    buckets: list[tuple[str, ...]] = []
-    held: list[str] = []
-    for parameter in parameters:
-        if held and sum(sizes[p] for p in (*held, parameter)) > bucket_bytes:
-            buckets.append(tuple(held))
-            held = []
-        held.append(parameter)
-    return [*buckets, tuple(held)] if held else buckets
 
 
 def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Iterator[str]:
