@@ -1,7 +1,7 @@
 """Two runs of one command: on a CPU they sample the same responses, whatever the servers make of their order."""
 
 import pytest
-from safetensors.torch import load_file
+from background_run import same_weights
 
 from dynamo_megatron.evaluation.results import read_results, results_file
 from dynamo_megatron.rollout.store import read_rollouts, step_file
@@ -48,8 +48,4 @@ def test_the_same_command_samples_the_same_responses(runs):
 
 
 def test_the_same_command_ends_in_the_same_weights(runs):
-    one, two = (
-        {name: tensor for file in (output / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()}
-        for output in runs.values()
-    )
-    assert all((one[name] == two[name]).all() for name in one)
+    assert same_weights(*(output / "hf" for output in runs.values()))
