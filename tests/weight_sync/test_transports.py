@@ -18,7 +18,7 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import ServerError
 from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.weight_sync.transports import check_segments, check_transport, choose_transport, ipc
-from dynamo_megatron.weight_sync.transports.base import FlatBuffer
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, pickled
 from dynamo_megatron.weight_sync.transports.tensor import TensorTransport
 
 GONE = Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")
@@ -105,7 +105,7 @@ def test_a_flat_buffer_is_the_tensors_end_to_end_and_is_used_again():
 def test_a_handle_is_small_and_names_only_what_sglang_lets_in():
     transport = TensorTransport()
     transport.stage(0, {"a": torch.randn(1000, 100)})
-    raw = base64.b64decode(transport._handle())
+    raw = base64.b64decode(pickled(transport._buffer.used, transport._buffer.tensors))
     assert len(raw) < 2000
     seen = []
 

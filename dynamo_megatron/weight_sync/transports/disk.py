@@ -20,6 +20,9 @@ class DiskTransport(Transport):
         self._policy, self._schedule, self._folder = policy, schedule, folder.absolute()
         self._timeout = policy.config.rollout.start_timeout  # a load takes what the start's did
 
+    def begin(self, endpoint: Endpoint) -> None:
+        pass
+
     def prepare(self) -> None:
         empty_folder(self._folder)
         write_companions(self._policy, self._folder, self._schedule)

@@ -6,8 +6,6 @@ a server posts the handles of all the server's GPUs, in the order of the server'
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 
@@ -17,15 +15,15 @@ from torch.multiprocessing import reductions
 
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, TRANSFER_TIMEOUT, ServerError, call, call_for
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, ServerError, call_for
 from dynamo_megatron.weight_sync.schedule import Bucket
 from dynamo_megatron.weight_sync.transports import is_local
-from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Streamed
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Transport, pickled, send_handles
 
 DEVICE = 6  # position of the device in rebuild_cuda_tensor's arguments
 
 
-class IpcTransport(Streamed):
+class IpcTransport(Transport):
     def __init__(self, layout: Layout):
         self._layout = layout
         self._staged = FlatBuffer(self._allocate)
@@ -54,7 +52,7 @@ class IpcTransport(Streamed):
         metadata = self._layout.gather(self._staged.tensors if own is bucket else None)[bucket.sender]
         # Only what is read: an unread handle keeps its memory from being freed.
         reads = any(self._layout.rank in self._ranks[e] for e in endpoints if e not in self._failed)
-        handle = _handle({"flattened_tensor": here, "metadata": metadata}) if reads else ""
+        handle = pickled(here, metadata, _Pickler) if reads else ""
         self._handles = self._layout.gather(handle)
         return [e for e in endpoints if (self._ranks[e] or [0])[0] == self._layout.rank]
 
@@ -62,12 +60,7 @@ class IpcTransport(Streamed):
         ranks = self._ranks[endpoint]
         if not ranks:
             raise ServerError("its GPUs are not those of training ranks: CUDA IPC needs rollout.placement colocated")
-        payload = {
-            "serialized_named_tensors": [self._handles[rank] for rank in ranks],
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        call(endpoint, "/update_weights_from_tensor", payload, TRANSFER_TIMEOUT)
+        send_handles(endpoint, [self._handles[rank] for rank in ranks])
         return self._size * endpoint.tp
 
     def forget(self, endpoint: Endpoint) -> None:
@@ -119,12 +112,6 @@ class _Pickler(ForkingPickler):
             rebuild, arguments = reductions.reduce_tensor(value)
             return rebuild, (*arguments[:DEVICE], _uuid(value.device.index), *arguments[DEVICE + 1 :])
         return NotImplemented
-
-
-def _handle(value: dict) -> str:
-    raw = io.BytesIO()
-    _Pickler(raw).dump(value)
-    return base64.b64encode(raw.getvalue()).decode()
 
 
 def _uuid(gpu: int) -> str:

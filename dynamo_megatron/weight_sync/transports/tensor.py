@@ -5,25 +5,21 @@ A bucket is written once, for all servers; each server rank maps it and copies i
 
 from __future__ import annotations
 
-import base64
 import errno
-import io
 import os
 import weakref
 from collections.abc import Mapping
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import torch
 import torch.multiprocessing
 
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, call
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, keeping
-from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Streamed
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Transport, pickled, send_handles
 
 
-class TensorTransport(Streamed):
+class TensorTransport(Transport):
     def __init__(self) -> None:
         # With the default, file descriptors, a process that is not our child cannot authenticate, and SGLang's
         # scheduler dies of it.
@@ -38,19 +34,12 @@ class TensorTransport(Streamed):
 
     def send(self, endpoint: Endpoint) -> int:
         # A pickled handle counts as one reader of the shared memory: every server rank needs its own.
-        handles = [self._handle() for _ in range(endpoint.tp)]
-        payload = {"serialized_named_tensors": handles, "load_format": "flattened_bucket", "flush_cache": False}
-        call(endpoint, "/update_weights_from_tensor", payload, TRANSFER_TIMEOUT)
+        handles = [pickled(self._buffer.used, self._buffer.tensors) for _ in range(endpoint.tp)]
+        send_handles(endpoint, handles)
         return sum(map(len, handles))
 
     def end(self) -> None:
         self._buffer = FlatBuffer(_shared)
-
-    def _handle(self) -> str:
-        raw = io.BytesIO()
-        # SGLang takes any object with the attributes of its FlattenedTensorMetadata, which cannot be imported here.
-        ForkingPickler(raw).dump({"flattened_tensor": self._buffer.used, "metadata": self._buffer.tensors})
-        return base64.b64encode(raw.getvalue()).decode()
 
 
 def _shared(nbytes: int) -> torch.Tensor:
