@@ -7,6 +7,7 @@ that of an allocator a few.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -47,51 +48,36 @@ FARTHEST = 20.0  # nats; exp of it squared is still a float32
 def check_allocator(config: AllocationConfig | Mapping[str, Any]) -> None:
     """Requests counts from the allocator of `config` in some hundred seeded cases; takes seconds.
 
-    Prompts: one, few, many, one of them twice; never seen, all solved, none solved, seen and new ones, rewards that are
-    not 0/1, energies and lengths known or not. Budgets: within the bounds, at them, and beyond both. Checked: the sum
-    is the budget (with `cost: tokens` the tokens', to less than a rollout); the bounds; int64; a repeated call and a
-    state that went through JSON give the same counts; a prompt's place in the batch changes its count by one rollout at
-    most (ties). Raises ValueError naming the class, or AssertionError with the case.
+    Prompts: one, few, many, one of them twice; with and without history, energies and lengths. Budgets: within the
+    bounds, at them, and beyond both. Checked: sum, bounds and dtype; a repeated call and a state that went through JSON
+    give the same counts; a prompt's place in the batch changes its count by one rollout at most (ties). Raises
+    ValueError naming the class, or AssertionError with the case.
     """
     config = AllocationConfig.model_validate(config)
     rng = np.random.default_rng(0)
-    for low, high in BOUNDS:
-        for size in SIZES:
-            ids = [f"p{i}" for i in range(size)]
-            least, most = size * low, size * high
-            budgets = {
-                "clip": [0, least, int(rng.integers(least, most + 1)), most, 2 * most + 1],
-                "scale": [size, 2 * most + 1],  # beyond the bounds, which are scaled: `counts` gets the scaled ones
-            }
-            for on_shortfall, asked in budgets.items():
-                update = {"rollout_n_min": low, "rollout_n_max": high, "on_shortfall": on_shortfall}
-                for name, state in _histories(rng, ids).items():
-                    order = rng.permutation(size) if name == DISTINCT else np.arange(size)
-                    case = f"{size} prompts, {name}, bounds {low}..{high}, {on_shortfall}"
-                    _check_counts(config.model_copy(update=update), state, ids, asked, order, case)
-
-
-def _check_counts(
-    config: AllocationConfig,
-    state: dict[str, Any],
-    ids: list[str],
-    budgets: list[int],
-    order: np.ndarray,
-    case: str,
-) -> None:
-    allocator, restored = RolloutAllocator(config), RolloutAllocator(config)
-    allocator.load_state_dict(state)
-    restored.load_state_dict(json.loads(json.dumps(state)))
-    for budget in budgets:
-        counts = allocator.allocate(ids, budget, step=1)
-        again = restored.allocate(ids, budget, step=1)
-        assert np.array_equal(counts, again), f"{case}, budget {budget}: {counts}, from the same state {again}"
-        moved = allocator.allocate([ids[i] for i in order], budget, step=1)
-        same = np.abs(counts[order] - moved).max() <= 1
-        assert same, f"{case}, budget {budget}: {counts[order]}, in another order {moved}"
-        twice = allocator.allocate([*ids[1:], ids[-1]], budget, step=1)
-        same = config.cost == "tokens" or twice.sum() == counts.sum()  # the last prompt may have long responses
-        assert same, f"{case}, budget {budget}: {counts.sum()} rollouts, then {twice.sum()}"
+    for (low, high), size in itertools.product(BOUNDS, SIZES):
+        ids, least, most = [f"p{i}" for i in range(size)], size * low, size * high
+        budgets = {
+            "clip": [0, least, int(rng.integers(least, most + 1)), most, 2 * most + 1],
+            "scale": [size, 2 * most + 1],  # beyond the bounds, which are scaled: `counts` gets the scaled ones
+        }
+        for (shortfall, asked), (name, state) in itertools.product(budgets.items(), _histories(rng, ids).items()):
+            bounds = {"rollout_n_min": low, "rollout_n_max": high, "on_shortfall": shortfall}
+            allocator, restored = (RolloutAllocator(config.model_copy(update=bounds)) for _ in range(2))
+            allocator.load_state_dict(state)
+            restored.load_state_dict(json.loads(json.dumps(state)))
+            order = rng.permutation(size) if name == DISTINCT else np.arange(size)
+            for budget in asked:
+                case = f"{size} prompts, {name}, bounds {low}..{high}, {shortfall}, budget {budget}"
+                counts = allocator.allocate(ids, budget, step=1)
+                again = restored.allocate(ids, budget, step=1)
+                assert np.array_equal(counts, again), f"{case}: {counts}, from the same state {again}"
+                moved = allocator.allocate([ids[i] for i in order], budget, step=1)
+                same = np.abs(counts[order] - moved).max() <= 1
+                assert same, f"{case}: {counts[order]}, in another order {moved}"
+                twice = allocator.allocate([*ids[1:], ids[-1]], budget, step=1)
+                same = config.cost == "tokens" or twice.sum() == counts.sum()  # the last may have long responses
+                assert same, f"{case}: {counts.sum()} rollouts, then {twice.sum()}"
 
 
 def _histories(rng: np.random.Generator, ids: list[str]) -> dict[str, dict[str, Any]]:
@@ -128,9 +114,8 @@ def _histories(rng: np.random.Generator, ids: list[str]) -> dict[str, dict[str, 
 def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0", "p1", "p2")) -> None:
     """Calls `function` ("module:function", or the function) with made-up rollouts of the prompts `prompt_ids`.
 
-    Groups: one, several, of one rollout, of unequal sizes, a prompt drawn twice. Rewards: all 0, all 1, 0 and 1, any
-    number. Checked: the result is finite float64 [S]; a second call returns the same values; the inputs are not
-    modified; a rollout's value does not depend on the order of the rollouts in the batch, beyond rounding.
+    Checked, with groups and rewards of all kinds: the result is finite float64 [S]; a second call returns the same; the
+    inputs are not modified; a rollout's value does not depend on the order of the rollouts, beyond rounding.
     """
     user = load_advantage(function) if isinstance(function, str) else _named(function)
     rng = np.random.default_rng(0)
@@ -158,8 +143,7 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
 def check_shaping(function: Callable | str) -> None:
     """Calls `function` ("module:function", or the function) with made-up tokens of one response and of several.
 
-    Advantages: of both signs, and all 0. Checked: the result is finite float64 [n]; a second call returns the same
-    values; the inputs are not modified.
+    Checked: the result is finite float64 [n]; a second call returns the same; the inputs are not modified.
     """
     user = load_shaping(function) if isinstance(function, str) else _named(function)
     rng = np.random.default_rng(0)
@@ -176,12 +160,11 @@ def check_loss(
 ) -> None:
     """Calls `function` ("module:function", or the function) with made-up tokens.
 
-    Responses: one and several, of one token and more. Policies: the old one, and others up to 20 nats from it.
-    Advantages: of both signs, and all 0; weights, some of them 0. `reference`: with logprobs of a reference policy, and
-    with `kl_coef` (algorithm.kl.where: function). Checked: the losses are finite, floating-point, [r], and so is their
-    gradient with respect to the logprobs; a second call returns the same bits; the inputs are not modified; a
-    response's losses do not depend on the other responses of its micro-batch, beyond rounding. `context_parallel`: a
-    token's loss must not depend on the other tokens of its response either, since other ranks may have them.
+    `reference`: with logprobs of a reference policy, and with `kl_coef` (algorithm.kl.where: function). Checked, up to
+    20 nats from the old policy: losses [r] and their gradient with respect to the logprobs are finite; a second call
+    returns the same bits; the inputs are not modified; a response's losses do not depend on the other responses of its
+    micro-batch, beyond rounding. `context_parallel`: a token's loss must not depend on the other tokens of its response
+    either, since other ranks may have them.
     """
     user = load_loss(function) if isinstance(function, str) else _named(function)
     for case, inputs in _loss_cases(reference, kl_coef):
