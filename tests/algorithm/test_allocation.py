@@ -9,17 +9,6 @@ from dynamo_megatron.algorithm.history import COLUMNS, MEASURES, REWARDS
 from dynamo_megatron.algorithm.success import STRATUM_LEAST
 from dynamo_megatron.config import AllocationConfig
 
-CONFIGS = [
-    {"kind": "uniform"},
-    {"kind": "waterfill", "power": "sigma2"},
-    {"kind": "waterfill", "power": "sigma"},
-    {"kind": "neyman", "variance_floor": 0.0},
-    {"kind": "neyman", "variance": "surprise"},
-    {"kind": "neyman", "variance": "energy"},
-    {"kind": "neyman", "variance": "empirical"},
-]
-every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, c.values())))
-
 
 def observe(allocator, outcomes, step=1):
     """outcomes: prompt -> (successes, trials)."""
@@ -38,15 +27,6 @@ def measures(allocator, prompt_id):
     """[right rollouts of known energy, its sum, wrong ones, its sum, rollouts of known length, tokens] of a prompt."""
     state = allocator.state_dict()
     return [state[name][state["prompt_ids"].index(prompt_id)] for name in MEASURES]
-
-
-@every_config
-def test_prompts_without_a_difference_get_the_same(config):
-    allocator = RolloutAllocator(config)
-    assert allocator.allocate(["a", "b", "c"], 26, step=1).tolist() == [9, 9, 8]
-    assert not allocator.last.history.any()
-    observe(allocator, {"a": (0, 8), "b": (0, 8), "c": (0, 8)})
-    assert allocator.allocate(["a", "b", "c"], 24, step=2).tolist() == [8, 8, 8]
 
 
 def test_resume_through_json_is_exact():
@@ -199,17 +179,6 @@ def test_energies_and_lengths_are_summed_of_what_was_measured_and_forgotten_like
     assert measures(static, "a") == [1, 1.0, 0, 0, 1, 2] and measures(static, "b") == [0, 0, 1, 3.0, 1, 5]
 
 
-def test_where_success_is_not_spread_neyman_costs_little():
-    """Sum p(1-p)/n against uniform's after one visit of 16 each, where the optimum is .99."""
-    rng = np.random.default_rng(0)
-    p = rng.beta(3.0, 3.0, 4096)
-    ids = [f"p{i}" for i in range(len(p))]
-    allocator = RolloutAllocator({"kind": "neyman", "variance_floor": 0.0, "rollout_n_min": 8})
-    observe(allocator, dict(zip(ids, ((k, 16) for k in rng.binomial(16, p)), strict=True)))
-    n = allocator.allocate(ids, 16 * len(p), step=2)
-    assert (p * (1 - p) / n).sum() / (p * (1 - p) / 16).sum() < 1.005
-
-
 def test_strata_have_priors_of_their_own_once_they_are_large_enough():
     strata = {**{f"easy{i}": "easy" for i in range(30)}, **{f"odd{i}": "odd" for i in range(30)}, "lone": "lone"}
     allocator = RolloutAllocator({"variance_floor": 0.0}, strata)
@@ -280,15 +249,3 @@ def test_a_state_costs_no_copy_and_is_not_changed_by_later_steps():
     observe(allocator, {"a": (3, 4)}, step=2)
     observe(allocator, {"a": (3, 4), "c": (1, 4)}, step=3)
     assert {name: list(state[name]) for name in plain} == plain != allocator.state_dict()
-
-
-def test_a_static_allocation_learns_from_first_visits_alone():
-    first = (["a", "a", "b"], [1.0, 0.0, 1.0], [True, False, True])
-    later = (["a", "c", "c"], [1.0, 0.0, 0.0], [True, False, False])
-    static, dynamic = (RolloutAllocator({"static": s, "half_life": 1e9}) for s in (True, False))
-    for allocator in (static, dynamic):
-        allocator.observe(*first, step=1)
-        allocator.observe(*later, step=2)
-    seen = [dict(zip(a.state_dict()["prompt_ids"], a.state_dict()["trials"], strict=True)) for a in (static, dynamic)]
-    assert seen[0] == {"a": 2, "b": 1, "c": 2}
-    assert seen[1]["a"] == pytest.approx(3) and seen[1]["c"] == 2

@@ -73,18 +73,6 @@ def test_right_advantages_pass():
         check_advantage(known_prompts)
 
 
-def test_a_run_shows_the_users_frames_and_then_one_line(capsys):
-    from dynamo_megatron.jobs.run import _report
-
-    try:
-        check_advantage(known_prompts)
-    except ValueError as error:
-        assert _report(error, 0, None, str) == 1
-    *frames, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"UserCodeError: {__name__}:known_prompts failed: KeyError: 'p0' ({FILE}, line ")
-    assert len(frames) == 4 and all("Traceback" not in line for line in frames) and "known_prompts" in frames[0]
-
-
 def test_advantages_of_no_rollouts_and_of_ranks_that_differ():
     function = load_advantage(f"{__name__}:rloo")
     assert custom_advantages(load_advantage(f"{__name__}:known_prompts"), inputs()).shape == (0,)
@@ -297,15 +285,6 @@ def test_an_option_that_would_do_nothing_is_refused_by_name(override):
         compose([], [*FUNCTION, f"algorithm.{override}"], DEFAULTS)
     (line,) = str(error.value).splitlines()
     assert line.removeprefix("the command line: ").startswith(REFUSED[override])
-
-
-def test_the_kl_term_needs_a_function_to_be_left_to():
-    words = ["algorithm.kl={coef: 0.1, where: function}"]
-    with pytest.raises(
-        ConfigError, match=r"kl\.where: function leaves the KL term to a function of yours, and loss\.kind clip is none"
-    ):
-        compose([], words, DEFAULTS)
-    assert compose([], [*FUNCTION, *words], DEFAULTS)[0].algorithm.kl.where == "function"
 
 
 def test_a_child_that_a_function_forks_exits():

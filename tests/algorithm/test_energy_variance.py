@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.history import Statistics
 from dynamo_megatron.algorithm.success import bernoulli, energy_variance
 
@@ -93,41 +92,3 @@ def test_a_prompts_factor_is_what_its_right_and_wrong_rollouts_have_in_common():
     assert 1 < strength < 1000
     want = base * (8 * ratio + strength) / (8 + strength)
     np.testing.assert_allclose(energy_variance(mixed, mixed, PRIOR), want, rtol=1e-12)
-
-
-def softmax_pool(rng):
-    """One token of 16, the first is right: p(1-p) is nearly the true variance."""
-    logits = rng.normal(size=(300, 16))
-    logits[:, 0] += rng.normal(1.5, 2.5, 300)
-    pi = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    energies = 1 - 2 * pi + (pi**2).sum(1, keepdims=True)
-    p = pi[:, 0]
-    variance = p * (1 - p) ** 2 * energies[:, 0] + p**2 * (pi[:, 1:] * energies[:, 1:]).sum(1)
-    token = (rng.uniform(size=(300, 8, 1)) > pi.cumsum(1)[:, None]).sum(2)
-    return variance, token == 0, np.take_along_axis(energies, token, 1)
-
-
-def lengths_pool(rng):
-    """Responses of very different lengths from prompt to prompt, wrong ones longer."""
-    p, length = rng.beta(0.4, 0.8, 300), rng.lognormal(6, 0.7, 300)
-    variance = length * (p * (1 - p) ** 2 + 2 * p**2 * (1 - p))
-    right = rng.uniform(size=(300, 8)) < p[:, None]
-    energy = length[:, None] * np.where(right, 1, 2) * rng.gamma(4, 1 / 4, (300, 8))
-    return variance, right, energy
-
-
-@pytest.mark.parametrize(("pool", "most"), [(softmax_pool, 1.005), (lengths_pool, 0.92)])
-def test_the_variance_it_reaches_against_bernoulli(pool, most):
-    """Sum s^2 / n with the true s^2, from 8 rollouts of each prompt, at a mean of 8 in 2..24."""
-    ratios = []
-    for seed in range(5):
-        variance, right, energy = pool(np.random.default_rng(seed))
-        ids = [f"p{i}" for i in range(300)]
-        reached = []
-        for model in ("energy", "bernoulli"):
-            allocator = RolloutAllocator({"variance": model})
-            who = np.repeat(ids, 8).tolist()
-            allocator.observe(who, right.ravel().astype(float), right.ravel(), 1, energy=energy.ravel())
-            reached.append((variance / allocator.allocate(ids, 8 * 300, step=2)).sum())
-        ratios.append(reached[0] / reached[1])
-    assert np.mean(ratios) < most

@@ -42,6 +42,15 @@ def test_contract(config):
     check_allocator(config)
 
 
+@pytest.mark.parametrize("config", CONFIGS[:-1], ids=lambda c: "-".join(map(str, c.values())))
+def test_prompts_without_a_difference_get_the_same(config):
+    allocator = RolloutAllocator(config)
+    assert allocator.allocate(["a", "b", "c"], 26, step=1).tolist() == [9, 9, 8]
+    assert not allocator.last.history.any()
+    allocator.observe(["a", "b", "c"] * 4, [0.0, 0.0, 0.0] * 4, [False] * 12, 1)
+    assert allocator.allocate(["a", "b", "c"], 24, step=2).tolist() == [8, 8, 8]
+
+
 def test_built_in_names_are_those_of_the_configuration():
     assert tuple(BUILT_IN) == ALLOCATORS
 
