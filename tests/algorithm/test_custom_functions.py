@@ -10,7 +10,7 @@ import torch
 from dynamo_megatron.algorithm.advantages import group_advantages
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.algorithm.testing import check_advantage, check_loss, check_shaping
-from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage, load_loss
+from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.jobs.train import check_functions
 from dynamo_megatron.policy.batch import TrainBatch
@@ -243,25 +243,6 @@ def test_a_run_checks_its_loss_before_it_starts_anything():
     }.items():
         with pytest.raises(ValueError, match=says):
             check_functions(config(*words))
-
-
-@pytest.mark.parametrize(
-    ("load", "name", "says"),
-    [
-        (load_loss, "no_module_like_this:loss", "algorithm.loss.kind: cannot import 'no_module_like_this'"),
-        (load_loss, f"{__name__}:lots", "algorithm.loss.kind: .* has no 'lots'"),
-        (
-            load_loss,
-            f"{__name__}:batch",
-            r"algorithm.loss.kind: .*:batch' takes \(\).*, and is called with \(inputs\)",
-        ),
-        (load_advantage, f"{__name__}:FILE", "algorithm.advantage.kind: .*:FILE' is of type str and cannot be called"),
-    ],
-)
-def test_a_name_that_is_no_function(load, name, says):
-    with pytest.raises(ValueError, match=says) as error:
-        load(name)
-    assert "\n" not in str(error.value)
 
 
 FUNCTION = ["algorithm.loss.kind=my:loss", "algorithm.modulation=null"]
