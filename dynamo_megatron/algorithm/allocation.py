@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.algorithm.allocators import BUILT_IN, Neyman, load_allocator
-from dynamo_megatron.algorithm.allocators.solvers import neyman, waterfill
+from dynamo_megatron.algorithm.allocators import BUILT_IN, Neyman, load_allocator, neyman, waterfill
 from dynamo_megatron.algorithm.arrays import described
 from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
 from dynamo_megatron.algorithm.history import COLUMNS, History, checked

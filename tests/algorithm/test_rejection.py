@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dynamo_megatron.algorithm.rejection import mean_gaps, rejections
+from dynamo_megatron.algorithm.rollout_correction import mean_gaps, rejections
 
 LENGTHS = np.array([20, 1, 0, 3])
 VERSIONS = np.full(24, 4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dynamo_megatron.checkpoint.optimizer_parts import boxes
+from dynamo_megatron.checkpoint.policy_state import boxes
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (1, 6), (6, 1), (3, 2, 4), (2, 3, 2, 2)])

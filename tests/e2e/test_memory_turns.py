@@ -80,7 +80,7 @@ def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything
 LEAVE_OUT = """
 import os
 if os.environ.get("RANK"):
-    from dynamo_megatron.weight_sync.gather import BucketSource
+    from dynamo_megatron.weight_sync.schedule import BucketSource
     gather = BucketSource.gather
     def without_the_last_norm(self, number):
         tensors = gather(self, number)

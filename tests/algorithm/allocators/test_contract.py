@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.allocators import BUILT_IN, Allocator
-from dynamo_megatron.algorithm.allocators.solvers import spread
+from dynamo_megatron.algorithm.allocators import BUILT_IN, Allocator, spread
 from dynamo_megatron.algorithm.testing import check_allocator
 from dynamo_megatron.config.allocation import ALLOCATORS
 

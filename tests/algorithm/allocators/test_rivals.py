@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.allocators.solvers import proportional
+from dynamo_megatron.algorithm.allocators import proportional
 from dynamo_megatron.algorithm.success import success_rate
 
 
