@@ -1,4 +1,5 @@
-"""The safetensors of a Hugging Face folder, read lazily and checked against the model's config, and written."""
+"""The safetensors of a Hugging Face folder, read lazily and checked against the model's config, and written; and the
+folders that a run exports."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from dynamo_megatron.checkpoint.folder import MANIFEST_FILE
+from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD, huggingface_shapes
 from dynamo_megatron.models.spec import ModelSpec
@@ -194,3 +197,25 @@ def write_index(folder: Path, file_of: Mapping[str, str], size: int) -> None:
 
 def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype.itemsize
+
+
+def every_export(output: Path, step: int) -> Path:
+    """The folder of `checkpoint.export_hf: every`."""
+    return output / f"hf-step-{step:06d}"
+
+
+def exported_step(folder: Path) -> int | None:
+    """The step whose weights an exported folder has; None where `folder` is not an export. Raises ConfigError where the
+    folder's EXPORT_FILE names no step."""
+    file = folder / EXPORT_FILE
+    if not file.is_file():
+        return None
+    try:
+        return plain_json.read_object(file)["step"]
+    except (ValueError, KeyError):
+        raise ConfigError(f"{file}: names no step; delete {folder}, and the run exports its model again") from None
+
+
+def best_step(evaluations: Sequence[Mapping[str, Any]], config: Config) -> int:
+    """The step of the evaluation with the highest pass@k for the first `eval.k`; of equal ones the first."""
+    return max(evaluations, key=lambda e: e.get(f"eval/pass@{config.eval.k[0]}", -1.0))["step"]  # of another eval.k: -1

@@ -9,7 +9,7 @@ import torch
 from background_run import json_lines
 from transformers import AutoModelForCausalLM
 
-from dynamo_megatron.checkpoint.exports import every_export
+from dynamo_megatron.checkpoint.safetensors_folder import every_export
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.types import Rollout
 
