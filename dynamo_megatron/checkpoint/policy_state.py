@@ -138,7 +138,12 @@ class Save:
     def __init__(self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
         self.step, self._state = step, state
         self._layout, self._folder, self._writer = policy.layout, folder, writer
-        self._contents = _contents(policy)
+        saved_by = {"ranks": policy.layout.world_size, **policy.config.parallel.model_dump()}
+        self._contents = {
+            "model": policy.spec.dimensions(),
+            "dtype": policy.config.model.dtype,
+            "layout": {**saved_by, "dp": policy.layout.dp.size()},
+        }
         self._thread = threading.Thread(target=writer.write, name=f"checkpoint of step {step}", daemon=True)
         if background:
             self._thread.start()
@@ -289,16 +294,6 @@ def _begin_moments(policy: Any) -> None:
             group.setdefault("step", 0)
 
 
-def _contents(policy: Any) -> dict[str, Any]:
-    """The manifest's entries on the model and on the layout that saved it."""
-    parallel, layout = policy.config.parallel.model_dump(), policy.layout
-    return {
-        "model": policy.spec.dimensions(),
-        "dtype": policy.config.model.dtype,
-        "layout": {"ranks": layout.world_size, **parallel, "dp": layout.dp.size()},
-    }
-
-
 STORED = (ShardedTensor, ShardedTensorFactory)
 GATHERS = "sharded_param_state_fully_reshardable"  # the method of Megatron's optimizer that gathers
 
@@ -381,24 +376,18 @@ def _box(whole: ShardedTensor, values: torch.Tensor, offset: tuple[int, ...], si
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Divides the elements [begin, end) of a row-major tensor into boxes: at most 2 d - 1 for d dimensions. Yields
     (offset, sizes) in the elements' order."""
-    if begin >= end:
-        return
     if len(shape) <= 1:
-        yield (begin,) * len(shape), (end - begin,) * len(shape)
+        if begin < end:
+            yield (begin,) * len(shape), (end - begin,) * len(shape)
         return
     row = math.prod(shape[1:])
-    first, last = -(-begin // row), end // row  # the whole rows
-    if begin < first * row:
-        yield from _in_row(shape, first - 1, begin, min(end, first * row))
-    if first < last:
-        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
-    if last >= first and last * row < end:
-        yield from _in_row(shape, last, last * row, end)
-
-
-def _in_row(
-    shape: tuple[int, ...], row: int, begin: int, end: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    size = math.prod(shape[1:])
-    for offset, sizes in boxes(shape[1:], begin - row * size, end - row * size):
-        yield (row, *offset), (1, *sizes)
+    while begin < end:
+        first, within = divmod(begin, row)
+        if not within and (rows := (end - begin) // row):
+            yield (first, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+            begin += rows * row
+            continue
+        stop = min(end, (first + 1) * row)
+        for offset, sizes in boxes(shape[1:], within, stop - first * row):
+            yield (first, *offset), (1, *sizes)
+        begin = stop

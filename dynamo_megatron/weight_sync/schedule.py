@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.fp8 import quantize_tensors, sent_bytes
 from dynamo_megatron.models.mapping import (
     EMBEDDING,
+    LAYER,
     OUTPUT_LAYER,
     cut,
     expert_number,
@@ -33,7 +35,9 @@ from dynamo_megatron.models.mapping import (
     to_huggingface,
 )
 from dynamo_megatron.models.server_layout import server_shard
-from dynamo_megatron.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def make_schedule(
     sizes = {parameter: sum(tensors.values()) for parameter, tensors in _tensors(spec, itemsize, None).items()}
     sent = _tensors(spec, itemsize, quantization)
     for stage in range(parallel.pp):
-        parameters = list(stage_parameters(spec, parallel, stage))
+        parameters = [p for p in sent if stage_of(p, spec, parallel) == stage]
         first = stage * stage_ranks  # tp 0, cp 0, dp 0 of the stage, and its ep 0 with expert-dp 0
         queues[first] = cut([p for p in parameters if not is_expert(p)], sizes, bucket_bytes)
         for ep in range(parallel.ep if spec.num_experts else 0):
@@ -125,19 +129,11 @@ def _tensors(spec: ModelSpec, itemsize: int, quantization: str | None) -> dict[s
     }
 
 
-def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Iterator[str]:
-    """The parameters of a pipeline stage that are to be sent: a tied head is the embedding, which the first sends."""
-    depth = spec.num_layers // (parallel.pp * parallel.vpp)
-    if stage == 0:
-        yield EMBEDDING
-    for chunk in range(parallel.vpp):
-        first = (chunk * parallel.pp + stage) * depth
-        for layer in range(first, first + depth):
-            yield from (f"decoder.layers.{layer}.{part}" for part in spec.layer_names)
-    if stage == parallel.pp - 1:
-        yield "decoder.final_layernorm.weight"
-        if not spec.tied:
-            yield OUTPUT_LAYER
+def stage_of(name: str, spec: ModelSpec, parallel: ParallelConfig) -> int:
+    """The pipeline stage that sends parameter `name`; a tied head is the embedding."""
+    if layer := LAYER.fullmatch(name):
+        return int(layer[1]) * parallel.pp * parallel.vpp // spec.num_layers % parallel.pp
+    return 0 if name == EMBEDDING else parallel.pp - 1
 
 
 @functools.cache
@@ -209,11 +205,9 @@ class BucketSource:
         dist.gather(flat, parts, group=group, group_dst=0)
         if not leads:
             return {}
-        cut = [part.split([parameter.numel() for parameter in own]) for part in parts]
-        return {
-            name: [pieces[i].view(own[i].shape) for pieces in cut]  # a shard has the same shape on every rank
-            for i, name in enumerate(names)
-        }
+        pieces = zip(*(part.split([parameter.numel() for parameter in own]) for part in parts), strict=True)
+        # A shard has the same shape on every rank.
+        return {n: [s.view(p.shape) for s in shards] for n, p, shards in zip(names, own, pieces, strict=True)}
 
     def _parameter(self, name: str) -> torch.Tensor:
         return self._held[huggingface_names(self._spec, name)].detach()
