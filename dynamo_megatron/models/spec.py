@@ -206,8 +206,24 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
     the field that is malformed, not supported, or read differently by versions of transformers or by SGLang: both sets
     if they differ, `mscale` 0, null except for NULLABLE.
     """
-    where, part = _parameter_set(config)
-    theta = _theta(config, where, part)
+    given = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    for key, part in given.items():
+        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
+            raise InputError(f"{key}: {part!r} is not one set of RoPE parameters for all layers")
+    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
+        raise InputError(
+            "rope_scaling: contradicts rope_parameters, and versions of transformers differ in which of them they "
+            "read; keep rope_parameters alone and add rope_scaling's keys to it"
+        )
+    where, part = next(iter(given.items()), ("rope_parameters", {}))
+    theta = number({"rope_theta": part.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta")
+    if theta <= 1:
+        raise InputError(f"rope_theta: {theta!r} is not above 1")
+    if config.get("rope_theta") not in (None, theta):
+        raise InputError(
+            f"rope_theta: {config['rope_theta']!r} contradicts the {theta!r} in {where}, which transformers reads; "
+            "remove one of them"
+        )
     for holder in (config, part):
         if holder.get("partial_rotary_factor") not in (None, 1):
             raise InputError(f"partial_rotary_factor: {holder['partial_rotary_factor']!r} is not supported, only 1.0")
@@ -227,31 +243,6 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
     return theta, _scaling(kind, part, max_positions)
 
 
-def _parameter_set(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    given = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
-    for key, part in given.items():
-        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
-            raise InputError(f"{key}: {part!r} is not one set of RoPE parameters for all layers")
-    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
-        raise InputError(
-            "rope_scaling: contradicts rope_parameters, and versions of transformers differ in which of them they "
-            "read; keep rope_parameters alone and add rope_scaling's keys to it"
-        )
-    return next(iter(given.items()), ("rope_parameters", {}))
-
-
-def _theta(config: Mapping[str, Any], where: str, part: Mapping[str, Any]) -> float:
-    theta = number({"rope_theta": part.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta")
-    if theta <= 1:
-        raise InputError(f"rope_theta: {theta!r} is not above 1")
-    if config.get("rope_theta") not in (None, theta):
-        raise InputError(
-            f"rope_theta: {config['rope_theta']!r} contradicts the {theta!r} in {where}, which transformers reads; "
-            "remove one of them"
-        )
-    return theta
-
-
 def _scaling(kind: str, part: Mapping[str, Any], max_positions: int) -> RopeScaling:
     if kind == "default":
         return ()
@@ -260,29 +251,23 @@ def _scaling(kind: str, part: Mapping[str, Any], max_positions: int) -> RopeScal
         raise InputError(f"factor: {part['factor']!r} of rope_type {kind!r} is below 1")
     if kind == "linear":
         return tuple(found.items())
+    yarn = kind == "yarn"
     found["original_max_position_embeddings"] = integer(part, "original_max_position_embeddings", max_positions)
-    low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
-    found[low] = number(part, low, 1.0 if kind == "yarn" else None)
-    found[high] = number(part, high, 32.0 if kind == "yarn" else None)
+    low, high = ("beta_slow", "beta_fast") if yarn else ("low_freq_factor", "high_freq_factor")
+    found[low] = number(part, low, 1.0 if yarn else None)
+    found[high] = number(part, high, 32.0 if yarn else None)
     if found[high] <= found[low]:
         raise InputError(f"{high}: {found[high]!r} is not above {low} {found[low]!r}")
-    if kind == "yarn":
-        found |= _yarn(part, found["factor"])
+    if yarn:
+        found["truncate"] = flag({"truncate": True, **part}, "truncate")
+        scales = {key: number(part, key) for key in ("mscale", "mscale_all_dim") if part.get(key) is not None}
+        implied = 0.1 * math.log(found["factor"]) + 1
+        if len(scales) == 2:  # one alone has no effect
+            found |= scales
+            above, below = (0.1 * scale * math.log(found["factor"]) + 1 for scale in scales.values())
+            implied = above / below
+        if part.get("attention_factor") is not None:
+            factor = number(part, "attention_factor")
+            if not math.isclose(factor, implied, rel_tol=1e-6):  # left out if the others imply its value
+                found["attention_factor"] = factor
     return tuple(found.items())
-
-
-def _yarn(part: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """YaRN's other parameters; attention_factor is left out if the others imply its value."""
-    found: dict[str, Any] = {"truncate": flag({"truncate": True, **part}, "truncate")}
-    scales = {key: number(part, key) for key in ("mscale", "mscale_all_dim") if part.get(key) is not None}
-    implied = 0.1 * math.log(factor) + 1
-    if len(scales) == 2:  # one alone has no effect
-        found |= scales
-        implied = (0.1 * scales["mscale"] * math.log(factor) + 1) / (
-            0.1 * scales["mscale_all_dim"] * math.log(factor) + 1
-        )
-    if part.get("attention_factor") is not None:
-        given = number(part, "attention_factor")
-        if not math.isclose(given, implied, rel_tol=1e-6):
-            found["attention_factor"] = given
-    return found
