@@ -79,9 +79,7 @@ def modulation_ranges(
         rank = math.ceil(quantile * len(changed) - 1e-9)
         change_max = changed.kthvalue(max(1, rank)).values if len(changed) else torch.zeros_like(change_max)
     return ModulationRanges(
-        torch.where(live, entropy, float("inf")).amin(),
-        torch.where(live, entropy, float("-inf")).amax(),
-        change_max,
+        torch.where(live, entropy, float("inf")).amin(), torch.where(live, entropy, float("-inf")).amax(), change_max
     )
 
 

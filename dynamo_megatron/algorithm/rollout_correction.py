@@ -50,10 +50,7 @@ def mismatch(log_ratio: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
         return {"kl": 0.0, "ratio_max": 0.0} | ({"truncated": 0.0, "weight_mean": 0.0} if config else {})
     d = log_ratio.double()
     ratios = importance_ratios(d, lengths, config.level if config else "token")
-    found = {
-        "kl": float(((d.clamp(max=MAX_EXPONENT).expm1() - d) / len(d)).sum()),
-        "ratio_max": float(ratios.max()),
-    }
+    found = {"kl": float(((d.clamp(max=MAX_EXPONENT).expm1() - d) / len(d)).sum()), "ratio_max": float(ratios.max())}
     if config is not None:
         found["truncated"] = float(((ratios < config.low) | (ratios > config.high)).double().mean())
         found["weight_mean"] = float(correction_weights(ratios, config).mean())

@@ -41,10 +41,7 @@ def known_prompts(inputs):
 
 ADVANTAGES = {  # wrong ones
     "listed": (lambda i: i.rewards.tolist(), r"returned list, not a numpy array of float64 \(1,\)"),
-    "nan": (
-        lambda i: np.log(i.rewards - 9),
-        "returned nan for rollout 0, of prompt 'p0'; give finite numbers",
-    ),
+    "nan": (lambda i: np.log(i.rewards - 9), "returned nan for rollout 0, of prompt 'p0'; give finite numbers"),
     "drawn": (lambda i: np.random.default_rng().normal(size=len(i.rewards)), "other advantages when called again"),
     "in place": (lambda i: np.negative(i.rewards, out=i.rewards), "failed: ValueError: .* read-only"),
     "raises": (lambda i: i.nothing, rf"failed: AttributeError: .* 'nothing' \({FILE}, line \d+\)$"),
@@ -232,10 +229,7 @@ def test_a_run_checks_its_loss_before_it_starts_anything():
     kl = f"algorithm.loss.kind={__name__}:with_reference"
     check_functions(config(kl, "algorithm.kl={coef: 0.1, where: function}"))
     for words, says in {
-        (
-            f"algorithm.loss.kind={__name__}:of_responses",
-            "parallel.cp=2",
-        ): "of_responses gives a response other losses",
+        (f"algorithm.loss.kind={__name__}:of_responses", "parallel.cp=2"): "of_responses gives a response other losses",
         (kl,): "with_reference failed: TypeError",
         (f"algorithm.loss.kind={__name__}:normalised",): "normalised gives a response other losses",
         ("algorithm.advantage.kind=no_module_like_this:f",): "cannot import 'no_module_like_this'",

@@ -49,13 +49,7 @@ algorithm:
 def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="token", **others) -> dict:
     """Everything that makes the loss; what is not named is off."""
     low, high = clip
-    loss = {
-        "kind": kind,
-        "ratio": ratio,
-        "clip_ratio_low": low,
-        "clip_ratio_high": high,
-        "clip_ratio_c": c,
-    }
+    loss = {"kind": kind, "ratio": ratio, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": c}
     loss |= {"aggregation": aggregation, "entropy_coef": 0.0, "entropy_top_ratio": None, "clip_cov": None}
     section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "sequential": None, "modulation": None}
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
@@ -259,10 +253,7 @@ def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
             "algorithm.advantage={kind: history, overlong_buffer: 0.2}",
             "advantage: overlong_buffer: its penalty is not in",
         ),
-        (
-            "algorithm.advantage={kind: rloo, score_ratio: 2}",
-            "score_ratio: no option of kind rloo",
-        ),
+        ("algorithm.advantage={kind: rloo, score_ratio: 2}", "score_ratio: no option of kind rloo"),
         ("algorithm.allocation={budget: 40, on_shortfall: scale}", "rollout_n_min: 1 rollout has no other"),
         (
             "algorithm={allocation: {rollout_n_min: 1, rollout_n_max: 1, budget: 32}, advantage: {kind: history}, "

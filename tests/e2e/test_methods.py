@@ -17,10 +17,7 @@ from dynamo_megatron.rollout.store import RolloutStore
 ROOT = Path(__file__).parents[2]
 METHODS = ("dynamo", "dapo", "spo", "pilot", "reinforce_ada")  # each loops in its own way; tests/policy has them all
 STEPS, PROMPTS, GROUP = 3, 120, 24  # so many that dynamic sampling draws none of them twice
-SEQUENTIAL = {
-    "pilot": ("algorithm.sequential.round_n=4", "algorithm.allocation.rollout_n_max=12"),
-    "reinforce_ada": (),
-}
+SEQUENTIAL = {"pilot": ("algorithm.sequential.round_n=4", "algorithm.allocation.rollout_n_max=12"), "reinforce_ada": ()}
 ROUNDS = 4, 8  # groups of a problem, and rollouts of each, for these
 
 

@@ -14,10 +14,7 @@ STEPS = 2
 def runs(workspace, command_line):
     """Folders of the same run with one server, and with two that get few requests at once."""
     found = {}
-    for name, keys in (
-        ("seed-one", ()),
-        ("seed-two", ("rollout.servers=2", "rollout.concurrency=3")),
-    ):
+    for name, keys in (("seed-one", ()), ("seed-two", ("rollout.servers=2", "rollout.concurrency=3"))):
         output = workspace / name
         evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.samples=4", "eval.every=2", "eval.cache=false")
         code, text = command_line(
