@@ -298,7 +298,6 @@ def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int)
     sum n = budget clipped to [N rollout_n_min, N rollout_n_max], rollout_n_min <= n_i <= rollout_n_max. One rollout
     more for prompt i gains variance_i / (n (n + 1)), which falls with n, so taking the largest gains one by one is
     optimal; ties go to the lower index. Prompts of variance 0 get what the others have no room for, in index order.
-
     Raises ValueError for bounds that contradict each other or a variance that is negative or not finite.
     """
     v = checked(variance, "variance", 1, rollout_n_min, rollout_n_max)
@@ -327,13 +326,12 @@ def waterfill(
 ) -> Array:
     """The allocation of the published code (GithubX-F/DynaMO-RL), kept within its bounds; int64 [N].
 
-    `sample_counts`: the rollouts of each prompt so far. `priority` >= 0: what a prompt's share is proportional to.
-    sum n = total_rollout_n clipped to [N rollout_n_min, N rollout_n_max]. First every prompt is brought to
+    `sample_counts`: the rollouts of each prompt so far. `priority` >= 0: what a prompt's share is proportional to. sum
+    n = total_rollout_n clipped to [N rollout_n_min, N rollout_n_max]. First every prompt is brought to
     max(rollout_n_min, initial_budget) samples, then to the lower bound, then the rest is shared by priority. At last
     rollouts are added or removed one by one in index order until the sum fits (the published code breaks the bounds
-    there).
-
-    Raises ValueError for bounds or lengths that contradict each other and for entries that are negative or not finite.
+    there). Raises ValueError for bounds or lengths that contradict each other and for entries that are negative or not
+    finite.
     """
     share = checked(priority, "priority", 0, rollout_n_min, rollout_n_max)
     seen = to_numpy(sample_counts, "sample_counts")

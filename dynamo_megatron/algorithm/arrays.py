@@ -52,10 +52,8 @@ def torch_function(function: Callable) -> Callable[..., Any]:
 
 
 def group_index(group_ids: Sequence[Hashable] | np.ndarray | torch.Tensor, rollouts: int) -> tuple[np.ndarray, int]:
-    """(int64 [S] group number of every rollout, number of groups); ids may be strings or integers, in any order.
-
-    Raises ValueError naming `group_ids` unless there is one id per rollout.
-    """
+    """(int64 [S] group number of every rollout, number of groups); ids may be strings or integers, in any order. Raises
+    ValueError naming `group_ids` unless there is one id per rollout."""
     ids = group_ids.tolist() if _is_tensor(group_ids) or isinstance(group_ids, np.ndarray) else list(group_ids)
     if len(ids) != rollouts:
         raise ValueError(f"group_ids: {len(ids)} ids for {rollouts} rollouts; give one a rollout")

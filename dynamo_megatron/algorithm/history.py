@@ -51,10 +51,8 @@ def checked(
     prompt_ids: list[str], rewards: Any, successes: Any, step: int, energy: Any = None, lengths: Any = None
 ) -> dict[str, np.ndarray]:
     """The arguments that are not None as columns by name: one entry a finished rollout, float64 [S] (`successes` bool).
-
     Raises ValueError naming the argument that does not have one entry per rollout, or the prompt whose reward, energy
-    or length is not finite, whose energy or length is below 0, or whose success is not 0 or 1.
-    """
+    or length is not finite, whose energy or length is below 0, or whose success is not 0 or 1."""
     columns = {"rewards": rewards, "successes": successes, "energy": energy, "lengths": lengths}
     observed = {name: to_numpy(x, name).astype(np.float64) for name, x in columns.items() if x is not None}
     if any(len(x) != len(prompt_ids) for x in observed.values()):

@@ -35,9 +35,7 @@ FACTOR_STRENGTH = (1.0, 1000.0)
 
 def success_variance(successes: Array, trials: Array) -> Array:
     """Unbiased estimate of p(1 - p) from k successes in G trials: k(G - k) / (G(G - 1)), float64 [N], NaN where G < 2.
-
-    Raises ValueError naming the entry where 0 <= k <= G does not hold.
-    """
+    Raises ValueError naming the entry where 0 <= k <= G does not hold."""
     k, g = to_numpy(successes, "successes").astype(np.float64), to_numpy(trials, "trials").astype(np.float64)
     if k.shape != g.shape:
         raise ValueError(f"successes: {len(k)} entries for {len(g)} trials")

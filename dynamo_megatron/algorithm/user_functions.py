@@ -104,11 +104,9 @@ class TokenInputs:
 
 
 def custom_shaping(function: UserFunction, inputs: TokenInputs) -> torch.Tensor:
-    """Returns the tokens' advantages from `function`, float64 [n]. Without tokens `function` is not called.
-
-    Raises UserCodeError naming the function if it raises, returns anything but finite float64 [n], or returns other
-    values when called again with the same inputs.
-    """
+    """Returns the tokens' advantages from `function`, float64 [n]. Without tokens `function` is not called. Raises
+    UserCodeError naming the function if it raises, returns anything but finite float64 [n], or returns other values
+    when called again with the same inputs."""
     if len(inputs.advantages) == 0:
         return inputs.advantages
     place = lambda i: f"a token of rollout {inputs.rollout_ids[int(inputs.response[i])]}"  # noqa: E731
@@ -140,10 +138,8 @@ class TokenLosses(NamedTuple):
 
 def custom_losses(function: UserFunction, inputs: LossInputs) -> TokenLosses:
     """Returns the losses that `function` gives and their derivative. `inputs.logprobs` is a leaf that requires grad.
-
     Raises UserCodeError naming the function if it or its backward pass raises, or if it returns anything but floating
-    point [r] that depends on the logprobs. Does not check that values are finite, which would wait for the GPU.
-    """
+    point [r] that depends on the logprobs. Does not check that values are finite, which would wait for the GPU."""
     logprobs = inputs.logprobs
     assert logprobs.is_leaf and logprobs.requires_grad
     with torch.enable_grad():

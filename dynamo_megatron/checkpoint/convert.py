@@ -90,10 +90,8 @@ def open_checkpoint(
 
 def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     """Writes the Hugging Face folder `source` as a Megatron checkpoint that any layout loads, with config.json and
-    tokenizer beside it; `dtype` None: each tensor keeps its own.
-
-    Raises ConfigError or ValueError if it cannot be converted or `out` cannot be used, OSError if writing fails.
-    """
+    tokenizer beside it; `dtype` None: each tensor keeps its own. Raises ConfigError or ValueError if it cannot be
+    converted or `out` cannot be used, OSError if writing fails."""
     spec = load_model_config(source)
     with SafetensorsFolder(source, spec) as folder:
         kinds = _kinds(folder, dtype)

@@ -212,7 +212,6 @@ def read_state(folder: Path) -> dict[str, dict[str, Any]]:
 
 def unfinished_folder(root: Path, step: int) -> Path:
     """Creates an empty folder to write the checkpoint of `step` into. Removes what earlier saves left, where possible.
-
     Raises OSError where the folder cannot be created."""
     for leftover in root.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -231,9 +230,8 @@ def publish(
 ) -> Path:
     """Turns `aside`, which has all files, into the checkpoint of `step`, then removes all but the newest `keep_last`
     complete checkpoints. `contents` and `checksums` go into the manifest (`write_manifest`). Returns the checkpoint's
-    folder.
-
-    Raises OSError where the checkpoint could not be made; `say` gets a line for an old one that cannot be removed."""
+    folder. Raises OSError where the checkpoint could not be made; `say` gets a line for an old one that cannot be
+    removed."""
     write_manifest(aside, {"step": step, **contents}, checksums)
     folder = aside.with_name(f"step-{step:06d}")
     damaged = _hide(folder) if folder.exists() else None  # this run did not resume from it, so it is damaged

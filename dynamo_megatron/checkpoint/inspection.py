@@ -131,10 +131,8 @@ def _name(dtype: torch.dtype | str) -> str:
 
 
 def differences(a: Contents, b: Contents) -> Iterator[str]:
-    """Yields one line for each tensor that differs; nothing where all tensors are bit-identical.
-
-    Raises ValueError where the tensors of a checkpoint cannot be read.
-    """
+    """Yields one line for each tensor that differs; nothing where all tensors are bit-identical. Raises ValueError
+    where the tensors of a checkpoint cannot be read."""
     for contents in (a, b):
         if contents.tensors is None:
             raise InputError(contents.problem)

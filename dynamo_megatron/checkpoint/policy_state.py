@@ -228,10 +228,7 @@ def _not_saved(root: Path, step: int, why: str) -> str:
 
 def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> None:
     """Loads the weights and, with `optimizer`, the optimizer's state; collective over all ranks. Any layout may have
-    saved them.
-
-    Raises ValueError for a checkpoint that is not complete, is damaged or belongs to another model.
-    """
+    saved them. Raises ValueError for a checkpoint that is not complete, is damaged or belongs to another model."""
     if (why := fault(folder)) is not None:
         raise InputError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())

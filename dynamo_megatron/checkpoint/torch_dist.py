@@ -135,10 +135,8 @@ class TorchDistReader:
         return parts
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-        """The region of tensor `key` at `offset` with shape `size`, on the CPU in the stored dtype.
-
-        Raises ValueError where the chunks do not contain the whole region, or a file cannot be read.
-        """
+        """The region of tensor `key` at `offset` with shape `size`, on the CPU in the stored dtype. Raises ValueError
+        where the chunks do not contain the whole region, or a file cannot be read."""
         whole, chunks = self.tensors[key], self.tensors[key].chunks
         try:
             if offset:  # of a parameter stacked over many layers, those of the region's layers
@@ -182,10 +180,7 @@ class TorchDistWriter:
 
     def add(self, key: str, tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> None:
         """Stores `tensor` as the part at `offset` of the tensor `key`, whose whole shape is `shape`. All three have the
-        same number of dimensions.
-
-        Raises ValueError where another part of the tensor has another dtype, and OSError.
-        """
+        same number of dimensions. Raises ValueError where another part of the tensor has another dtype, and OSError."""
         whole = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), [])
         whole = self._tensors.setdefault(key, whole)
         if whole.properties.dtype != tensor.dtype:
@@ -333,11 +328,9 @@ def write_megatron(
     spec: ModelSpec, get: Callable[[str], torch.Tensor], path: Path, dtype: torch.dtype | None = None
 ) -> dict[str, str]:
     """Writes a model into the empty folder `path`, one parameter at a time. `get` returns its Hugging Face tensors by
-    name; they are converted to `dtype` (None: not converted). Returns the checksums of the data files, by name.
-
-    Raises OSError, and ValueError where a parameter's tensors differ in dtype, or a value is not finite or too large
-    for `dtype`.
-    """
+    name; they are converted to `dtype` (None: not converted). Returns the checksums of the data files, by name. Raises
+    OSError, and ValueError where a parameter's tensors differ in dtype, or a value is not finite or too large for
+    `dtype`."""
     writer = TorchDistWriter(path)
     stateful: dict[str, tuple[int, ...]] = {}
     for name, where in _stored_parameters(spec):

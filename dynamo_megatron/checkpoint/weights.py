@@ -21,9 +21,8 @@ T = TypeVar("T")
 
 def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, layout: Any) -> None:
     """Loads the weights of a Hugging Face or Megatron folder into a policy's chunks; collective over all ranks of its
-    `layout` (policy/layout.py; the policy calls this, so that it is not imported here).
-
-    Raises ValueError, the same on every rank, also where only one rank reads the faulty tensor."""
+    `layout` (policy/layout.py; the policy calls this, so that it is not imported here). Raises ValueError, the same on
+    every rank, also where only one rank reads the faulty tensor."""
     if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
         print(f"{path}: {UNVERIFIED}", flush=True)
     tp = {"tp_rank": layout.tp.rank(), "tp_size": layout.tp.size()}
@@ -39,9 +38,7 @@ def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, l
 
 def verify_bytes(folder: Path, layout: Any, *, resume: bool = False) -> bool:
     """Runs `verify` with a share of the files on each rank; collective over all ranks. Returns False where there are no
-    checksums.
-
-    Raises ValueError, the same on every rank, naming the file and what to do."""
+    checksums. Raises ValueError, the same on every rank, naming the file and what to do."""
     return _on_every_rank(layout, lambda: verify(folder, layout.rank, layout.world_size, resume=resume))
 
 
@@ -70,12 +67,9 @@ def load_weights(
     ep_size: int = 1,
 ) -> None:
     """Fills the parameters of a GPTModel, a chunk of the policy whose first layer is the model's layer `layer_offset`,
-    in their dtype and on their device.
-
-    Raises ValueError naming a parameter that is unknown to the family or has another shape than its shard, a tensor
-    that does not have one parameter (in the chunk's layers, and of this rank's experts), or one whose values are not
-    all finite in the parameter's dtype.
-    """
+    in their dtype and on their device. Raises ValueError naming a parameter that is unknown to the family or has
+    another shape than its shard, a tensor that does not have one parameter (in the chunk's layers, and of this rank's
+    experts), or one whose values are not all finite in the parameter's dtype."""
     experts = spec.experts_of(ep_rank, ep_size)
     used: Counter[str] = Counter()
     for local_name, parameter in model.named_parameters():
@@ -102,7 +96,5 @@ def load_weights(
 
 def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | MegatronFolder:
     """Opens the weights in a model's folder, safetensors or a Megatron checkpoint, and checks every name and shape.
-
-    Raises ValueError (one line).
-    """
+    Raises ValueError (one line)."""
     return MegatronFolder(path, spec) if is_torch_dist(path) else SafetensorsFolder(path, spec)

@@ -98,11 +98,9 @@ ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the sam
 
 
 def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
-    """Reads `path`/config.json. `family`: None, or the family that the file's model_type belongs to.
-
-    Raises ValueError, one line with the path, if there is no config.json, or if it is malformed, has a field that
-    cannot be mapped or an unknown model_type: a model with Llama's fields may compute something else.
-    """
+    """Reads `path`/config.json. `family`: None, or the family that the file's model_type belongs to. Raises ValueError,
+    one line with the path, if there is no config.json, or if it is malformed, has a field that cannot be mapped or an
+    unknown model_type: a model with Llama's fields may compute something else."""
     file = Path(path) / "config.json"
     if not file.parent.is_dir():
         raise InputError(

@@ -101,10 +101,9 @@ def decoder_spec(
 ) -> ModelSpec:
     """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
 
-    `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the
-    family reads. `head_dim`: its value if config.json has none; None: hidden size / heads.
-
-    Raises ValueError naming the field that is missing, malformed or unknown, or that GPTModel would ignore.
+    `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the family
+    reads. `head_dim`: its value if config.json has none; None: hidden size / heads. Raises ValueError naming the field
+    that is missing, malformed or unknown, or that GPTModel would ignore.
     """
     check_fields(config, DECODER.union(fields), architectures)
     if flag(config, "attention_bias"):

@@ -52,10 +52,8 @@ def export_huggingface(policy: Policy, folder: Path, step: int) -> None:
 
 
 def write_huggingface(policy: Policy, folder: Path) -> int:
-    """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks.
-
-    Raises OSError.
-    """
+    """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks. Raises
+    OSError."""
     layout, config = policy.layout, policy.config
     itemsize = getattr(torch, config.model.dtype).itemsize
     schedule = make_schedule(

@@ -57,10 +57,7 @@ class TensorTransport(Transport):
 def _shared(nbytes: int) -> torch.Tensor:
     """Returns a uint8 tensor [nbytes] in shared memory that is removed with the tensor. torch would leave the memory
     behind if a handle is never read, as when a server fails. Therefore one reader more than there are is registered: no
-    reader removes the memory, and this process does.
-
-    Raises OSError where /dev/shm has no room for it.
-    """
+    reader removes the memory, and this process does. Raises OSError where /dev/shm has no room for it."""
     try:
         tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
     except RuntimeError as error:
