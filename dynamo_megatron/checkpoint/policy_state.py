@@ -291,6 +291,7 @@ def _begin_moments(policy: Any) -> None:
             group.setdefault("step", 0)
 
 
+# -- the optimizer's state ---------------------------------------------------------------------------------------------
 STORED = (ShardedTensor, ShardedTensorFactory)
 GATHERS = "sharded_param_state_fully_reshardable"  # the method of Megatron's optimizer that gathers
 
@@ -298,7 +299,11 @@ GATHERS = "sharded_param_state_fully_reshardable"  # the method of Megatron's op
 @contextmanager
 def without_gathering(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Inside, `optimizer.sharded_state_dict` for a save in the format `fully_reshardable` has each rank's own parts, as
-    views of the optimizer's state, and communicates none of it."""
+    views of the optimizer's state, and communicates none of it.
+
+    A rank has runs of consecutive elements of parameters. The format stores whole tensors, for which Megatron gathers
+    the runs on one rank. But files may divide a tensor into any boxes, and a run is a few of them.
+    """
     with ExitStack() as stack:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             if not part.is_stub_optimizer:

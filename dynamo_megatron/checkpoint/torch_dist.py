@@ -232,6 +232,7 @@ FUSED_NORMS = {alone: fused for fused, alone in TRANSFORMER_ENGINE_NAMES.items()
 
 class MegatronFolder:
     """The Hugging Face tensors of a `torch_dist` checkpoint, whatever layout saved it. Used like SafetensorsFolder.
+    Megatron stacks a parameter over the layers (and experts) into one tensor; rows beyond the vocabulary are padding.
 
     The tensors of a parameter are consecutive in `names`, and the parameter that was read last is kept. Raises
     ValueError (one line) where the folder is not such a checkpoint, is damaged, or has other tensors than the model.
