@@ -343,21 +343,15 @@ def waterfill(
     budget = min(max(total_rollout_n, len(share) * low), len(share) * high)
 
     need = np.clip(max(low, initial_budget) - np.floor(seen).astype(np.int64), 0, high)
-    n = need if need.sum() <= budget else _scale_down(need, budget, low)
+    n = need if need.sum() <= budget else np.maximum(need * budget // need.sum(), low)
+    for _ in range(int(n.sum()) - budget):
+        n[np.argmax(n)] -= 1
     short = np.maximum(0, low - n)
     rest = budget - int(n.sum())
     if short.any():
         n = n + (short if short.sum() <= rest else short * rest // short.sum())
     n = _share_by_priority(n, share, budget, high)
     return like(settle(n, budget, low, high), priority)
-
-
-def _scale_down(need: np.ndarray, budget: int, low: int) -> np.ndarray:
-    """Scales `need` to the budget, with at least `low` each, then takes one off the largest until the sum fits."""
-    n = np.maximum(need * budget // need.sum(), low)
-    for _ in range(int(n.sum()) - budget):
-        n[np.argmax(n)] -= 1
-    return n
 
 
 def _share_by_priority(n: np.ndarray, priority: np.ndarray, budget: int, high: int) -> np.ndarray:

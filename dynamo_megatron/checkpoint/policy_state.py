@@ -354,25 +354,19 @@ def _of_run(
         first = view.storage_offset() - whole.data.storage_offset()
         begin, end = max(start, first), min(start + values.numel(), first + view.numel())
         done = begin
+        axes = tensor.prepend_axis_num
         for offset, sizes in boxes(tuple(view.shape), begin - first, max(begin, end) - first):
-            count = math.prod(sizes)
-            yield _box(tensor, values[done - start : done - start + count], offset, sizes)
+            local, count = (1,) * axes + sizes, math.prod(sizes)
+            yield replace(
+                tensor,
+                data=values[done - start : done - start + count].view(local),
+                dtype=values.dtype,
+                local_shape=local,
+                global_offset=tuple(a + b for a, b in zip(tensor.global_offset, (0,) * axes + offset, strict=True)),
+                axis_fragmentations=None,  # no regular grid
+                prepend_axis_num=0,
+            )
             done += count
-
-
-def _box(whole: ShardedTensor, values: torch.Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> ShardedTensor:
-    """The part of `whole` with these `values`, at `offset` from where it begins."""
-    axes = whole.prepend_axis_num
-    local = (1,) * axes + sizes
-    return replace(
-        whole,
-        data=values.view(local),
-        dtype=values.dtype,
-        local_shape=local,
-        global_offset=tuple(a + b for a, b in zip(whole.global_offset, (0,) * axes + offset, strict=True)),
-        axis_fragmentations=None,  # no regular grid
-        prepend_axis_num=0,
-    )
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

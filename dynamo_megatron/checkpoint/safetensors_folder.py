@@ -80,7 +80,16 @@ class SafetensorsFiles:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        names = [SINGLE_FILE] if (self.path / SINGLE_FILE).is_file() else self._read_index()
+        names, index = [SINGLE_FILE], self.path / INDEX
+        if not (self.path / SINGLE_FILE).is_file():
+            if not index.is_file():
+                raise InputError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
+            listed = plain_json.read_object(index).get("weight_map")
+            if not isinstance(listed, dict) or not listed or any(Path(str(n)).name != n for n in listed.values()):
+                raise InputError(
+                    f"{index}: malformed (weight_map is missing, or names what are not files of the folder)"
+                )
+            names = sorted(set(listed.values()))
         self._files = {}
         self._file_of: dict[str, Path] = {}
         for file in (self.path / name for name in names):
@@ -122,16 +131,6 @@ class SafetensorsFiles:
         """The region of a tensor at `offset` with shape `size`."""
         region = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
         return self._files[self._file_of[name]].get_slice(name)[region] if region else self.get(name)
-
-    def _read_index(self) -> list[str]:
-        """The names of the files."""
-        file = self.path / INDEX
-        if not file.is_file():
-            raise InputError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
-        files = plain_json.read_object(file).get("weight_map")
-        if not isinstance(files, dict) or not files or any(Path(str(name)).name != name for name in files.values()):
-            raise InputError(f"{file}: malformed (weight_map is missing, or names what are not files of the folder)")
-        return sorted(set(files.values()))
 
 
 class SafetensorsFolder(SafetensorsFiles):
