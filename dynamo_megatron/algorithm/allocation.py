@@ -32,25 +32,18 @@ class Allocation:
     strata: list[Hashable] | None = None  # [N], each prompt's label (prior_by)
     tokens: np.ndarray | None = None  # float64 [N], expected tokens of a rollout: its price; None: cost is rollouts
 
-    @property
-    def history_share(self) -> float:
-        return float(self.history.mean()) if len(self.history) else 0.0
-
     def rows(self) -> Iterator[dict[str, Any]]:
         """The lines of allocation.jsonl."""
-        for j, prompt_id in enumerate(self.prompt_ids):
-            row = {
-                "step": self.step,
-                "prompt_id": prompt_id,
-                "n": int(self.counts[j]),
-                "variance": float(self.variance[j]),
-                "history": bool(self.history[j]),
-            }
-            if self.strata is not None:
-                row["stratum"] = self.strata[j]
-            if self.tokens is not None:
-                row["tokens"] = float(self.tokens[j])
-            yield row
+        columns: dict[str, Sequence[Any]] = {
+            "prompt_id": self.prompt_ids,
+            "n": self.counts.tolist(),
+            "variance": self.variance.tolist(),
+            "history": self.history.tolist(),
+        }
+        columns |= {} if self.strata is None else {"stratum": self.strata}
+        columns |= {} if self.tokens is None else {"tokens": self.tokens.tolist()}
+        for row in zip(*columns.values(), strict=True):
+            yield {"step": self.step, **dict(zip(columns, row, strict=True))}
 
 
 class RolloutAllocator:

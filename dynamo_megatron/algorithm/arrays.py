@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 Array = TypeVar("Array", np.ndarray, "torch.Tensor")
 
 
-def to_numpy(array: Any, name: str, ndim: int = 1) -> np.ndarray:
-    """`array` (numpy, torch on CPU, sequence) as numpy. Raises ValueError naming it unless it has `ndim` dimensions."""
+def to_numpy(array: Any, name: str) -> np.ndarray:
+    """`array` (numpy, torch on CPU, sequence) as numpy. Raises ValueError naming it unless it has one dimension."""
     values = array.detach().numpy() if _is_tensor(array) else np.asarray(array)
-    if values.ndim != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {values.shape}")
+    if values.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {values.shape}")
     return values
 
 
