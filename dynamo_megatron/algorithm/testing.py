@@ -117,7 +117,7 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
     Checked, with groups and rewards of all kinds: the result is finite float64 [S]; a second call returns the same; the
     inputs are not modified; a rollout's value does not depend on the order of the rollouts, beyond rounding.
     """
-    user = load_advantage(function) if isinstance(function, str) else _named(function)
+    user = _user(function, load_advantage)
     rng = np.random.default_rng(0)
     for sizes in GROUPS:
         group = np.repeat(np.arange(len(sizes)), sizes)
@@ -145,12 +145,23 @@ def check_shaping(function: Callable | str) -> None:
 
     Checked: the result is finite float64 [n]; a second call returns the same; the inputs are not modified.
     """
-    user = load_shaping(function) if isinstance(function, str) else _named(function)
+    user = _user(function, load_shaping)
     rng = np.random.default_rng(0)
     for lengths in RESPONSES:
         response = np.repeat(np.arange(len(lengths)), lengths)
         for size in (0.0, 1.0):
-            inputs = _token_inputs(response, size * rng.normal(size=len(lengths))[response], rng)
+            logprobs = torch.from_numpy(rng.normal(0, 2, (len(response), 11))).log_softmax(1)
+            p = logprobs.exp()
+            entropy = -(p * logprobs).sum(1)
+            inputs = TokenInputs(
+                advantages=torch.from_numpy(size * rng.normal(size=len(lengths))[response]),
+                logprobs=logprobs[:, 0].float(),
+                entropy=entropy.float(),
+                expected_pi_lambda=(p.square() * (logprobs + entropy[:, None])).sum(1).float(),
+                collision=p.square().sum(1).float(),
+                response=torch.from_numpy(response),
+                rollout_ids=tuple(f"000001-{i:04}-000" for i in range(len(lengths))),
+            )
             with _unchanged(user, inputs):
                 custom_shaping(user, inputs)
 
@@ -166,11 +177,16 @@ def check_loss(
     micro-batch, beyond rounding. `context_parallel`: a token's loss must not depend on the other tokens of its response
     either, since other ranks may have them.
     """
-    user = load_loss(function) if isinstance(function, str) else _named(function)
+    user = _user(function, load_loss)
     for case, inputs in _loss_cases(reference, kl_coef):
         with _unchanged(user, inputs, f" ({case})"):
             found = custom_losses(user, inputs)
-        _hold_finite(user, inputs, found, case)
+        for name, values in (("a loss", found.loss), ("a derivative by logprobs", found.gradient)):
+            if (bad := (~torch.isfinite(values)).nonzero()).numel():
+                i = int(bad[0, 0])
+                distance = float((inputs.logprobs - inputs.old_logprobs)[i].detach())
+                at = f"logprobs - old_logprobs is {distance:.3g} and the advantage {float(inputs.advantages[i]):.3g}"
+                user.hold(False, f"gave {name} of {float(values[i])} where {at} ({case})")
         again = custom_losses(user, _part(inputs, torch.ones(len(inputs.response), dtype=torch.bool)))
         same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         user.hold(same, f"gives other losses when called again with the same inputs ({case})")
@@ -183,7 +199,9 @@ def check_loss(
             _hold_parts(user, inputs, found, [halves, ~halves], f"whose tokens are apart: {why} ({case})")
 
 
-def _named(function: Callable) -> UserFunction:
+def _user(function: Callable | str, load: Callable[[str], UserFunction]) -> UserFunction:
+    if isinstance(function, str):
+        return load(function)
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))
     return UserFunction(function, f"{module}:{name}")
 
@@ -194,22 +212,6 @@ def _unchanged(function: UserFunction, inputs: TokenInputs | LossInputs, case: s
     yield
     for name, tensor in before.items():
         function.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name}{case}")
-
-
-def _token_inputs(response: np.ndarray, advantages: np.ndarray, rng: np.random.Generator) -> TokenInputs:
-    logprobs = torch.from_numpy(rng.normal(0, 2, (len(response), 11))).log_softmax(1)
-    p = logprobs.exp()
-    entropy = -(p * logprobs).sum(1)
-    expected_pi_lambda = (p.square() * (logprobs + entropy[:, None])).sum(1)
-    return TokenInputs(
-        advantages=torch.from_numpy(advantages),
-        logprobs=logprobs[:, 0].float(),
-        entropy=entropy.float(),
-        expected_pi_lambda=expected_pi_lambda.float(),
-        collision=p.square().sum(1).float(),
-        response=torch.from_numpy(response),
-        rollout_ids=tuple(f"000001-{i:04}-000" for i in range(int(response[-1]) + 1)),
-    )
 
 
 def _loss_cases(reference: bool, kl_coef: float) -> Iterator[tuple[str, LossInputs]]:
@@ -245,15 +247,6 @@ def _part(inputs: LossInputs, kept: torch.Tensor) -> LossInputs:
     tensors["logprobs"].requires_grad_()
     tensors["response"] = tensors["response"].unique(return_inverse=True)[1]
     return replace(inputs, **tensors)
-
-
-def _hold_finite(function: UserFunction, inputs: LossInputs, found: TokenLosses, case: str) -> None:
-    for name, values in (("a loss", found.loss), ("a derivative by logprobs", found.gradient)):
-        if (bad := (~torch.isfinite(values)).nonzero()).numel():
-            i = int(bad[0, 0])
-            distance = float((inputs.logprobs - inputs.old_logprobs)[i].detach())
-            at = f"logprobs - old_logprobs is {distance:.3g} and the advantage {float(inputs.advantages[i]):.3g}"
-            function.hold(False, f"gave {name} of {float(values[i])} where {at} ({case})")
 
 
 def _hold_parts(
