@@ -205,7 +205,7 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
     the field that is malformed, not supported, or read differently by versions of transformers or by SGLang: both sets
     if they differ, `mscale` 0, null except for NULLABLE.
     """
-    given = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    given: dict[str, Mapping[str, Any]] = {k: config[k] for k in ("rope_scaling", "rope_parameters") if config.get(k)}
     for key, part in given.items():
         if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
             raise InputError(f"{key}: {part!r} is not one set of RoPE parameters for all layers")
@@ -214,7 +214,8 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
             "rope_scaling: contradicts rope_parameters, and versions of transformers differ in which of them they "
             "read; keep rope_parameters alone and add rope_scaling's keys to it"
         )
-    where, part = next(iter(given.items()), ("rope_parameters", {}))
+    none: tuple[str, Mapping[str, Any]] = ("rope_parameters", {})
+    where, part = next(iter(given.items()), none)
     theta = number({"rope_theta": part.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta")
     if theta <= 1:
         raise InputError(f"rope_theta: {theta!r} is not above 1")
