@@ -73,9 +73,8 @@ def set_dtype(folder: Path, dtype: str, quantization: Mapping[str, object] | Non
 class SafetensorsFiles:
     """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names, whatever they are.
 
-    Opening reads the headers only. Use as a context manager, or let it go out of scope, to close the files.
-
-    Raises ValueError, one line naming the file: nothing there, a malformed index, a file missing, corrupt or truncated.
+    Opening reads the headers only. Use as a context manager, or let it go out of scope, to close the files. Raises
+    ValueError, one line naming the file: nothing there, a malformed index, a file missing, corrupt or truncated.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -135,11 +134,8 @@ class SafetensorsFiles:
 
 class SafetensorsFolder(SafetensorsFiles):
     """Checked on opening: these are the model's tensors, all of them and no others, in their shapes. A tied model may
-    carry `lm_head.weight`, equal to the embedding; rotary `inv_freq` buffers do not matter.
-
-    Raises ValueError, one line naming the file and the tensor, also for a tensor missing, too many, of the wrong shape
-    or quantised.
-    """
+    carry `lm_head.weight`, equal to the embedding; rotary `inv_freq` buffers do not matter. Raises ValueError, one line
+    naming the file and the tensor, also for a tensor missing, too many, of the wrong shape or quantised."""
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
         super().__init__(path)

@@ -89,11 +89,9 @@ def is_torch_dist(path: str | Path) -> bool:
 
 
 class TorchDistReader:
-    """The tensors of one checkpoint folder. No code that the folder's files name is run.
-
-    Raises ValueError, one line naming the file, where a file is missing, truncated or malformed, or where `.metadata`
-    names something else than METADATA_CLASSES.
-    """
+    """The tensors of one checkpoint folder. No code that the folder's files name is run. Raises ValueError, one line
+    naming the file, where a file is missing, truncated or malformed, or where `.metadata` names something else than
+    METADATA_CLASSES."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

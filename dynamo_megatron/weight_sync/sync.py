@@ -55,10 +55,8 @@ class SyncReport:
 
 
 class WeightSync:
-    """Made once by all ranks. `rollout` is rank 0's; None elsewhere, and where a run has no servers.
-
-    Raises ValueError where `rollout.sync` asks for what cannot work here.
-    """
+    """Made once by all ranks. `rollout` is rank 0's; None elsewhere, and where a run has no servers. Raises ValueError
+    where `rollout.sync` asks for what cannot work here."""
 
     def __init__(self, policy: Policy, rollout: RolloutWorker | None, coordinator: Coordinator):
         self._policy, self._rollout, self._coordinator = policy, rollout, coordinator
