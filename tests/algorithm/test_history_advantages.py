@@ -58,6 +58,12 @@ def test_graded_rewards_by_hand():
     assert advantage[0] == pytest.approx(0.9 - (3 * 0.4 - 2 * (0.16 + 0.04)) / (3 - 0.8))
 
 
+def test_graded_rewards_that_vary_as_much_as_they_can_are_0_and_1():
+    rewards, groups, mean, strength = [1.0, 0.0, 0.0], [0, 0, 0], [0.4] * 3, [2.0] * 3
+    most = history_advantages(rewards, groups, mean, strength, 4.0, reward_variance=9.0)
+    np.testing.assert_allclose(most, history_advantages(rewards, groups, mean, strength, 4.0))
+
+
 def test_the_optimal_baseline_has_the_least_variance():
     """Of E[S (r - b)^2], over all b: success rate .3, energies 1 of right and 4 of wrong rollouts."""
     p, ratio = 0.3, 4.0
