@@ -24,21 +24,17 @@ def group_advantages(
 ) -> Array:
     """Advantage of every rollout against its group, float [S] of the rewards' dtype.
 
-    `grpo` (arXiv 2402.03300): (r - mean) / (std + eps), ddof 1. `dr_grpo` (arXiv 2503.20783): r - mean.
-    `rloo` (arXiv 2402.14740): r - mean of the group's other rollouts. A group of equal rewards gets exactly 0.
-    A group of one gets 0, or with `singleton="raw"` what the published trainer gives it: the reward (mean 0, std 1).
-    `reinforce`: 2 r - 1 whatever the group, for rewards from 0 (wrong: -1) to 1 (right: 1).
-    `positive_weight` multiplies the positive advantages. W-REINFORCE (arXiv 2506.01347: loss = lambda PSR + NSR) is
-    `reinforce` with 0.1.
-
-    Raises ValueError for an unknown kind or singleton, a reward that is not finite, with `reinforce` also a reward
-    outside [0, 1], or if there is not one id per reward.
+    `grpo` (arXiv 2402.03300): (r - mean) / (std + eps), ddof 1. `dr_grpo` (arXiv 2503.20783): r - mean. `rloo` (arXiv
+    2402.14740): r - mean of the group's other rollouts. A group of equal rewards gets exactly 0, and a group of one 0,
+    or with `singleton="raw"` its reward, as in the published trainer. `reinforce`: 2 r - 1 whatever the group, for
+    rewards in [0, 1]; with `positive_weight` 0.1, by which positive advantages are multiplied, it is W-REINFORCE (arXiv
+    2506.01347). Raises ValueError naming the argument that is unknown, not finite, out of range or too short.
     """
     if kind not in GROUP_ADVANTAGES:
         raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(GROUP_ADVANTAGES)}")
     if singleton not in ("zero", "raw"):
         raise ValueError(f"singleton: {singleton!r} is unknown; one of zero, raw")
-    given, values = _checked_rewards(rewards)
+    given, values = _finite(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))
     if kind == "reinforce":
         _check_unit_interval(values, "reinforce takes")
@@ -78,30 +74,24 @@ def history_advantages(
     """Reward minus a leave-one-out baseline, shrunk to what was known before; float [S] of the rewards' dtype.
 
     A_j = r_j - p_j with p_j = (m c + sum of the group's other rewards) / (c + n - 1): n >= 1 rollouts in the group, m
-    and c its `prior_mean` and `prior_strength` (in rollouts; float [S], equal within a group). c = 0 is `rloo`; where
-    c + n - 1 = 0 nothing is known, and A_j is 0. Unbiased if m and c were fixed before the rollouts were sampled.
-
-    `score_ratio` rho: mean energy of wrong rollouts / mean energy of right ones (algorithm.energy), also fixed before.
-    If rho is not 1, rewards must be in [0, 1], and the baseline is the one of least variance, E[S r] / E[S], with an
-    energy S that falls linearly from reward 0 to 1 (optimal baseline, as in arXiv 2602.07078, per rollout). For rewards
-    of 0 and 1 it is p_j / (p_j + (1 - p_j) rho). For graded rewards of variance v (`reward_variance`) it is
-    p_j + k v / (1 + k p_j), k = 1 / rho - 1.
-
-    Raises ValueError naming the argument that does not fit.
+    and c its `prior_mean` and `prior_strength` (in rollouts; float [S], equal within a group), fixed before the
+    rollouts. A_j is 0 where c + n - 1 = 0. `score_ratio` rho: mean energy of wrong / of right rollouts, also fixed
+    before. If it is not 1, rewards must be in [0, 1], and the baseline is the one of least variance, E[S r] / E[S] with
+    an energy S linear in the reward (as in arXiv 2602.07078, per rollout): p_j + k v / (1 + k p_j), k = 1 / rho - 1, v
+    the `reward_variance`, by default the most, p_j (1 - p_j). Raises ValueError naming the argument that does not fit.
     """
-    given, values = _checked_rewards(rewards)
+    given, values = _finite(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))
-    m, c = (
-        _of_groups(x, name, index, groups)
-        for x, name in ((prior_mean, "prior_mean"), (prior_strength, "prior_strength"))
-    )
+    m, c = _finite(prior_mean, "prior_mean")[1], _finite(prior_strength, "prior_strength")[1]
+    if not len(m) == len(c) == len(values):
+        raise ValueError(f"prior_mean, prior_strength: {len(m)} and {len(c)} entries for {len(values)} rollouts")
     if (c < 0).any():
         raise ValueError(f"prior_strength: {c.min()} rollouts; expected 0 or more")
     if not (np.isfinite(score_ratio) and score_ratio > 0):
         raise ValueError(f"score_ratio: {score_ratio}; expected a finite number above 0")
     n = np.bincount(index, minlength=groups)
-    others = (m * c + np.bincount(index, values, minlength=groups))[index] - values
-    count = (c + n - 1)[index]
+    others = m * c + np.bincount(index, values, minlength=groups)[index] - values
+    count = c + n[index] - 1
     p = np.divide(others, count, out=values.copy(), where=count > 0)
     if score_ratio != 1:
         _check_unit_interval(values, "the optimal baseline (score_ratio other than 1) takes")
@@ -114,14 +104,13 @@ def history_advantages(
     return _as_given(values - p, given, rewards)
 
 
-def _checked_rewards(rewards: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rewards (as numpy, as float64). Raises ValueError for a reward that is not finite."""
-    given = to_numpy(rewards, "rewards")
-    values = given.astype(np.float64)
-    if not np.isfinite(values).all():
-        bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(f"rewards: entry {bad} is {values[bad]}; rewards must be finite")
-    return given, values
+def _finite(values: Array, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the values (as numpy, as float64). Raises ValueError naming one that is not finite."""
+    given = to_numpy(values, name)
+    each = given.astype(np.float64)
+    if (bad := np.flatnonzero(~np.isfinite(each))).size:
+        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}; expected a finite number")
+    return given, each
 
 
 def _check_unit_interval(rewards: np.ndarray, what: str) -> None:
@@ -129,27 +118,9 @@ def _check_unit_interval(rewards: np.ndarray, what: str) -> None:
         raise ValueError(f"rewards: entry {bad[0]} is {rewards[bad[0]]}; {what} rewards from 0 to 1")
 
 
-def _of_groups(values: Array, name: str, index: np.ndarray, groups: int) -> np.ndarray:
-    """Returns each group's value, float64 [groups], from one value per rollout. Raises ValueError if a value is not
-    finite or if rollouts of a group have different values."""
-    each = to_numpy(values, name).astype(np.float64)
-    if len(each) != len(index):
-        raise ValueError(f"{name}: {len(each)} entries for {len(index)} rollouts; give one a rollout")
-    if (bad := np.flatnonzero(~np.isfinite(each))).size:
-        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}; expected a finite number")
-    group = np.zeros(groups)
-    group[index] = each
-    if (bad := np.flatnonzero(group[index] != each)).size:
-        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}, and {group[index[bad[0]]]} in the same group")
-    return group
-
-
 def informative(rewards: Array, group_ids: Sequence[Hashable]) -> np.ndarray:
-    """Whether a rollout's group has different rewards, bool [S]: DAPO's dynamic sampling (arXiv 2503.14476, Eq. 11).
-
-    rewards: float [S]. In other groups reward minus group mean is always 0. DAPO keeps the groups in which some
-    rollouts succeed and some do not, which is the same for rewards of 0 and 1.
-    """
+    """Whether a rollout's group has different rewards (float [S]), bool [S]: DAPO's dynamic sampling (arXiv 2503.14476,
+    Eq. 11), for any rewards."""
     values = to_numpy(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))
     low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
@@ -160,12 +131,7 @@ def informative(rewards: Array, group_ids: Sequence[Hashable]) -> np.ndarray:
 
 def overlong_penalty(lengths: Array, max_length: int, buffer: float, most: float) -> Array:
     """Returns the value to add to each reward, float64 [S]: 0 up to the buffer, falling to -`most` at `max_length`
-    (Eq. 13).
-
-    lengths: int [S], response tokens. The buffer is the last share `buffer` (0 to 1) of `max_length` tokens. A
-    truncated response has max_length tokens, so it gets -`most`. `most` is 1 in the paper, whose rewards are -1 and 1;
-    0.5 has the same effect with rewards of 0 and 1.
-    """
+    tokens (DAPO, Eq. 13). lengths: int [S], response tokens. The buffer is the last share `buffer` of `max_length`."""
     tokens = buffer * max_length
     excess = to_numpy(lengths, "lengths") - (max_length - tokens)
     return like(most * np.clip(-excess / tokens, -1.0, 0.0), lengths)
@@ -177,8 +143,7 @@ def weighted(advantages: np.ndarray, positive_weight: float) -> np.ndarray:
 
 
 def batch_normalised(advantages: np.ndarray) -> np.ndarray:
-    """(advantage - mean) / (standard deviation (ddof 1) + 1e-8), float64 [S]: SPO's global normalisation (arXiv
-    2509.13232), with its public code's constant. A single advantage becomes 0."""
+    """(advantage - mean) / (standard deviation (ddof 1) + 1e-8), float64 [S]: SPO's (arXiv 2509.13232)."""
     centred = advantages - advantages.mean() if len(advantages) else advantages
     return centred / (np.sqrt((centred**2).sum() / max(len(centred) - 1, 1)) + 1e-8)
 
@@ -190,8 +155,5 @@ def _as_given(result: np.ndarray, given: np.ndarray, rewards: Array) -> Array:
 
 @torch_function
 def entropy_advantages(advantages: Tensor, entropy: Tensor, alpha: float, kappa: float) -> Tensor:
-    """A + min(alpha H, |A| / kappa) per token, no gradient: entropy-shaped advantages (arXiv 2506.14758, section 3).
-
-    Arrays of one shape, entropy in nats. With kappa above 1 no advantage changes its sign; 0 stays 0.
-    """
+    """A + min(alpha H, |A| / kappa) per token (arXiv 2506.14758, section 3). Arrays of one shape, entropy in nats."""
     return advantages + torch.minimum(alpha * entropy, advantages.abs() / kappa)

@@ -21,12 +21,9 @@ def token_divisors(
     """What the loss of every response token of rollout s is divided by, float64 [S].
 
     S rollouts, P groups, n_i rollouts in group i, l_j response tokens (`lengths`) in rollout j, L = `max_length`:
-    `token_mean` sum l; `sequence_mean` S l_j; `sequence_sum` S; `constant_length` S L; `prompt_mean` P n_i L;
-    `prompt_token_mean` P times the sum of l over the group.
-    `prompt_mean` is the estimator that the allocation's theory assumes: every prompt has the same weight for any n_i.
-    A rollout without response tokens has infinity, a weight of 0, and counts in S and n_i.
-
-    Raises ValueError naming `mode`, `lengths`, `group_ids` or `max_length`.
+    `token_mean` sum l; `sequence_mean` S l_j; `sequence_sum` S; `constant_length` S L; `prompt_mean` P n_i L (what the
+    theory of the allocation assumes); `prompt_token_mean` P times the sum of l over the group. A rollout without
+    response tokens has infinity, and counts in S and n_i. Raises ValueError naming the argument.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"mode: {mode!r} is unknown; one of {', '.join(AGGREGATIONS)}")
@@ -38,16 +35,12 @@ def token_divisors(
     index, groups = group_index(group_ids, len(length))
     rollouts, longest = np.float64(len(length)), np.float64(max_length or 0)
 
-    if mode == "token_mean":
-        divisor = np.full(len(length), length.sum())
-    elif mode == "sequence_mean":
-        divisor = rollouts * length
-    elif mode == "sequence_sum":
-        divisor = np.full(len(length), rollouts)
-    elif mode == "constant_length":
-        divisor = np.full(len(length), rollouts * longest)
-    elif mode == "prompt_mean":
-        divisor = groups * np.bincount(index, minlength=groups)[index] * longest
-    else:
-        divisor = groups * np.bincount(index, length, minlength=groups)[index]
+    divisor = {
+        "token_mean": length.sum(),
+        "sequence_mean": rollouts * length,
+        "sequence_sum": rollouts,
+        "constant_length": rollouts * longest,
+        "prompt_mean": groups * np.bincount(index, minlength=groups)[index] * longest,
+        "prompt_token_mean": groups * np.bincount(index, length, minlength=groups)[index],
+    }[mode]
     return np.where(length > 0, np.maximum(divisor, 1), np.inf)

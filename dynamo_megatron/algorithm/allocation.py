@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.algorithm.allocators import BUILT_IN, load_allocator
-from dynamo_megatron.algorithm.allocators.neyman import Neyman, neyman
-from dynamo_megatron.algorithm.allocators.waterfill import waterfill
+from dynamo_megatron.algorithm.allocators import BUILT_IN, Neyman, load_allocator, neyman, waterfill
+from dynamo_megatron.algorithm.arrays import described
 from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
-from dynamo_megatron.algorithm.history import COLUMNS, History, Observed
+from dynamo_megatron.algorithm.history import COLUMNS, History, checked
 from dynamo_megatron.algorithm.success import expected_tokens, success_variance
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
@@ -32,34 +32,26 @@ class Allocation:
     strata: list[Hashable] | None = None  # [N], each prompt's label (prior_by)
     tokens: np.ndarray | None = None  # float64 [N], expected tokens of a rollout: its price; None: cost is rollouts
 
-    @property
-    def history_share(self) -> float:
-        return float(self.history.mean()) if len(self.history) else 0.0
-
     def rows(self) -> Iterator[dict[str, Any]]:
         """The lines of allocation.jsonl."""
-        for j, prompt_id in enumerate(self.prompt_ids):
-            row = {
-                "step": self.step,
-                "prompt_id": prompt_id,
-                "n": int(self.counts[j]),
-                "variance": float(self.variance[j]),
-                "history": bool(self.history[j]),
-            }
-            if self.strata is not None:
-                row["stratum"] = self.strata[j]
-            if self.tokens is not None:
-                row["tokens"] = float(self.tokens[j])
-            yield row
+        columns: dict[str, Sequence[Any]] = {
+            "prompt_id": self.prompt_ids,
+            "n": self.counts.tolist(),
+            "variance": self.variance.tolist(),
+            "history": self.history.tolist(),
+        }
+        columns |= {} if self.strata is None else {"stratum": self.strata}
+        columns |= {} if self.tokens is None else {"tokens": self.tokens.tolist()}
+        for row in zip(*columns.values(), strict=True):
+            yield {"step": self.step, **dict(zip(columns, row, strict=True))}
 
 
 class RolloutAllocator:
     """Allocates a step's rollouts to prompts from what their earlier rollouts showed (DynaMO, arXiv 2602.19208).
 
-    `config` is an AllocationConfig or a mapping of its keys, whose `kind` names one of `allocators/` or the user's own.
-    `strata`: prompt_id -> label; prompts of one label share a prior. The weight of observations decays with a half-life
-    in visits (a visit is one `observe` that contains the prompt), except for allocators that never forget.
-    Deterministic: the same calls give the same counts.
+    `config` is an AllocationConfig or a mapping of its keys. `strata`: prompt_id -> label; prompts of one label share a
+    prior. The weight of observations decays with a half-life in visits (a visit is one `observe` that contains the
+    prompt), except for allocators that never forget. The same calls give the same counts.
     """
 
     def __init__(
@@ -96,10 +88,10 @@ class RolloutAllocator:
     def decide(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> Allocation:
         """Decides how many rollouts each prompt gets, aligned with `prompt_ids`, in which a prompt may occur twice.
 
-        The counts' sum is `budget`, and each is within the configured bounds. `on_shortfall` decides what happens to a
-        budget that does not fit the bounds (ValueError by default). With `cost: tokens` the sum of expected tokens is
-        at most that of `budget` rollouts of the batch's mean length, and less than the longest rollout below it, unless
-        every prompt has the maximum. Raises ValueError naming a user's allocator that does not keep its contract.
+        The counts' sum is `budget`, and each is within the configured bounds (`on_shortfall`: where that is not
+        possible). With `cost: tokens` the sum of expected tokens is at most that of `budget` rollouts of the batch's
+        mean length, and less than a rollout below it, unless every prompt has the maximum. Raises ValueError naming a
+        user's allocator that does not keep its contract.
         """
         ids = list(prompt_ids)
         budget, low, high = self.config.fit(len(ids), budget)
@@ -109,13 +101,13 @@ class RolloutAllocator:
             tokens = expected_tokens(prompts, self.history.pool())
         if ids:
             variance = self._allocator.variance(prompts, self.history.pool())
-            self._check_variance(ids, variance)
+            self._check("variance", variance, "float64", ids, 0, math.inf)
             if tokens is None:
                 counts = self._allocator.counts(prompts, variance, budget, low, high)
             else:
                 assert isinstance(self._allocator, Neyman)  # the config refuses `cost: tokens` for others
-                counts = self._allocator.priced_counts(variance, tokens, budget * tokens.mean(), low, high)
-            self._check_counts(ids, counts, low, high)
+                counts = self._allocator.counts(prompts, variance, budget * tokens.mean(), low, high, tokens)
+            self._check("counts", counts, "int64", ids, low, high)
             self._check_budget(counts, tokens, budget, high)
             if self.config.kind not in BUILT_IN:
                 again = self._allocator.counts(prompts, variance, budget, low, high)
@@ -123,15 +115,12 @@ class RolloutAllocator:
         strata = None if self._strata is None else [self._strata.get(i) for i in ids]
         return Allocation(step, ids, counts, variance, prompts.trials > 0, strata, tokens)
 
-    def _check_variance(self, ids: list[str], variance: Any) -> None:
-        self._check_array("variance", variance, np.float64, len(ids))
-        if (bad := np.flatnonzero(~(np.isfinite(variance) & (variance >= 0)))).size:
-            self._hold(False, f"variance of prompt {ids[bad[0]]!r} is {variance[bad[0]]}, not finite and 0 or above")
-
-    def _check_counts(self, ids: list[str], counts: Any, low: int, high: int) -> None:
-        self._check_array("counts", counts, np.int64, len(ids))
-        if (bad := np.flatnonzero((counts < low) | (counts > high))).size:
-            self._hold(False, f"gave prompt {ids[bad[0]]!r} {counts[bad[0]]} rollouts, outside [{low}, {high}]")
+    def _check(self, name: str, value: Any, dtype: str, ids: list[str], least: int, most: float) -> None:
+        """Raises InputError unless `value` is an array of `dtype` with an entry for each of `ids` within the bounds."""
+        wanted = f"{dtype} ({len(ids)},)"
+        self._hold(described(value) == wanted, f"{name} returned {described(value)}, not a numpy array of {wanted}")
+        if (bad := np.flatnonzero(~((value >= least) & (value <= most) & np.isfinite(value)))).size:
+            self._hold(False, f"{name} of prompt {ids[bad[0]]!r} is {value[bad[0]]}, outside [{least}, {most}]")
 
     def _check_budget(self, counts: np.ndarray, tokens: np.ndarray | None, budget: int, high: int) -> None:
         if tokens is None:
@@ -140,11 +129,6 @@ class RolloutAllocator:
         most = budget * tokens.mean()
         left, rounding = most - (tokens * counts).sum(), 1e-9 * most
         assert left >= -rounding and (left < tokens.max() + rounding or (counts == high).all()), left
-
-    def _check_array(self, name: str, value: Any, dtype: type, length: int) -> None:
-        fits = isinstance(value, np.ndarray) and value.dtype == dtype and value.shape == (length,)
-        given = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-        self._hold(fits, f"{name} returned {given}, not a numpy array of {dtype.__name__} ({length},)")
 
     def _hold(self, kept: bool, broken: str) -> None:
         if not kept:
@@ -179,11 +163,13 @@ class RolloutAllocator:
         `energy`, float [S]: from `algorithm.energy.rollout_energies`. `lengths`, int [S]: response tokens. None:
         unknown. Raises ValueError naming the argument, or the prompt whose entry is not finite or out of range.
         """
-        by_visit = 0.5 ** (1 / self.config.half_life)
-        observed = Observed.of(prompt_ids, rewards, successes, step, energy, lengths)
+        ids, by_visit = list(prompt_ids), 0.5 ** (1 / self.config.half_life)
+        observed = checked(ids, rewards, successes, step, energy, lengths)
         keep = by_visit if self._allocator.forgets else 1.0
-        self.history.observe(observed, keep, only_new=self.config.static)
-        self.history.observe_energy(observed, by_visit)
+        self.history.observe(ids, observed, keep, only_new=self.config.static)
+        if ids and energy is not None:
+            line = self.history.energy_line
+            self.history.energy_line = line.after(observed["rewards"], observed["energy"], by_visit)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain data that survives JSON: prompt_ids; for each column of `History` a number per prompt; and

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 Array = TypeVar("Array", np.ndarray, "torch.Tensor")
 
 
-def to_numpy(array: Any, name: str, ndim: int = 1) -> np.ndarray:
-    """`array` (numpy, torch on CPU, sequence) as numpy. Raises ValueError naming it unless it has `ndim` dimensions."""
+def to_numpy(array: Any, name: str) -> np.ndarray:
+    """`array` (numpy, torch on CPU, sequence) as numpy. Raises ValueError naming it unless it has one dimension."""
     values = array.detach().numpy() if _is_tensor(array) else np.asarray(array)
-    if values.ndim != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {values.shape}")
+    if values.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {values.shape}")
     return values
 
 
@@ -52,15 +52,22 @@ def torch_function(function: Callable) -> Callable[..., Any]:
 
 
 def group_index(group_ids: Sequence[Hashable] | np.ndarray | torch.Tensor, rollouts: int) -> tuple[np.ndarray, int]:
-    """(int64 [S] group number of every rollout, number of groups); ids may be strings or integers, in any order.
-
-    Raises ValueError naming `group_ids` unless there is one id per rollout.
-    """
+    """(int64 [S] group number of every rollout, number of groups); ids may be strings or integers, in any order. Raises
+    ValueError naming `group_ids` unless there is one id per rollout."""
     ids = group_ids.tolist() if _is_tensor(group_ids) or isinstance(group_ids, np.ndarray) else list(group_ids)
     if len(ids) != rollouts:
         raise ValueError(f"group_ids: {len(ids)} ids for {rollouts} rollouts; give one a rollout")
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(i, len(numbers)) for i in ids], np.int64), len(numbers)
+
+
+def described(value: Any) -> str:
+    """Dtype and shape of an array or tensor, or the type of another value, for messages."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    if _is_tensor(value):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    return type(value).__name__
 
 
 def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:

@@ -1,8 +1,5 @@
-"""A prompt's expected reward from earlier steps: the part of a baseline that is known before its rollouts are sampled.
-
-A rollout's baseline is the mean reward of the group's other rollouts, shrunk to this expected reward
-(`history_advantages`). The gradient is unbiased with any baseline that does not depend on the rollout's own reward.
-"""
+"""A prompt's expected reward from earlier steps: the part of a baseline that is known before its rollouts are sampled
+(`history_advantages`)."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dynamo_megatron.algorithm.history import Statistics
-from dynamo_megatron.algorithm.success import large_strata
+from dynamo_megatron.algorithm.success import by_stratum
 
 MEAN_RANGE = (0.02, 0.98)  # of the pool's success rate: no prompt counts as hopeless or solved before it is tried
 STRENGTH_MOST = 16.0  # rollouts: the policy changes, so more rollouts do not make the mean more reliable
@@ -46,29 +43,21 @@ class Baseline:
 
 
 def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance: float | None) -> Baseline:
-    """Returns each prompt's mean reward so far, shrunk to the mean of the pool, or of its stratum (`prior_by`).
+    """Returns each prompt's mean reward so far, shrunk to the mean of the pool, or of its stratum (`prior_by`), which
+    counts as `pool_strength` rollouts, or for rewards other than 0 and 1 (`variance` not None) as many as the ratio of
+    their variances within and between prompts. Without any history mean and strength are 0."""
 
-    For rewards of 0 and 1 (`variance` None) the prior is a Beta distribution of `pool_strength` rollouts. For others it
-    is a normal distribution, whose strength is the ratio of the rewards' variances within and between prompts. Without
-    any history mean and strength are 0.
-    """
-    mean, strength = np.zeros(len(prompts)), np.zeros(len(prompts))
-
-    def fill(own: np.ndarray | slice, peers: np.ndarray | slice) -> None:
-        trials, means = pool.trials[peers], pool.reward_mean[peers]
+    def estimate(prompts: Statistics, pool: Statistics) -> np.ndarray:
+        trials, means = pool.trials, pool.reward_mean
         c = _fitted_strength(trials, means, variance) if variance else pool_strength  # 0: not known yet
         weight = trials / (trials + c)
         centre = float((weight * means).sum() / weight.sum())
         if variance is None:
             centre = min(max(centre, MEAN_RANGE[0]), MEAN_RANGE[1])
-        seen = prompts.trials[own]
-        mean[own] = (c * centre + seen * prompts.reward_mean[own]) / (c + seen)
-        strength[own] = np.minimum(c + seen, STRENGTH_MOST)
+        mean = (c * centre + prompts.trials * prompts.reward_mean) / (c + prompts.trials)
+        return np.stack([mean, np.minimum(c + prompts.trials, STRENGTH_MOST)])
 
-    if len(pool):
-        fill(slice(None), slice(None))
-        for own, peers in large_strata(prompts, pool):
-            fill(own, peers)
+    mean, strength = by_stratum(estimate, prompts, pool) if len(pool) else np.zeros((2, len(prompts)))
     return Baseline(mean, strength, variance=variance)
 
 

@@ -1,8 +1,7 @@
-"""The energy of a rollout, a proxy for the squared norm of its gradient, and its dependence on the reward.
+"""The energy of a rollout, and its dependence on the reward.
 
-The gradient of a response's logprob with respect to the logits has the squared norm sum_t (1 - 2 pi_t + sum_v pi_v^2),
-pi_t the probability of the sampled token: W of the optimal token baseline (arXiv 2602.07078). The policy is more
-certain of right answers than of wrong ones, so right answers have smaller energies.
+It is the squared norm of the gradient of a response's logprob with respect to the logits,
+sum_t (1 - 2 pi_t + sum_v pi_v^2), pi_t the probability of the sampled token: W of arXiv 2602.07078.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ def token_baselines(
     """The optimal token baseline (arXiv 2602.07078, as verl computes it) of each response token, float64 [R].
 
     B_t = sum_i r_i W_it / sum_i W_it over the group's responses of at least t tokens, W_it the energy of response i's
-    first t tokens. B_t contains the rollout's own reward and tokens, so the gradient is biased. Tokens that no other
-    response of the group reaches have the baseline 0. So has a group of one, but with `singleton` "zero" its baseline
-    is its reward. `rewards`, `group` (0, 1, ...), `lengths` (tokens): [S]; `energies`: `token_energies`, float64 [R].
+    first t tokens. Tokens that no other response of the group reaches have the baseline 0, and a group of one its
+    reward with `singleton` "zero". `rewards`, `group`, `lengths` (tokens): [S]; `energies`: float64 [R].
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     starts = np.cumsum(lengths) - lengths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,58 +47,27 @@ class Statistics:
         return Statistics([self.prompt_ids[i] for i in indices.tolist()], **columns)
 
 
-@dataclass(frozen=True)
-class Observed:
-    """S finished rollouts, checked."""
-
-    prompt_ids: list[str]
-    rewards: np.ndarray  # float64 [S]
-    successes: np.ndarray  # bool [S]
-    energy: np.ndarray | None  # float64 [S]; None: not measured
-    lengths: np.ndarray | None  # float64 [S], response tokens; None: not counted
-
-    @classmethod
-    def of(
-        cls,
-        prompt_ids: Sequence[str],
-        rewards: Any,
-        successes: Any,
-        step: int,
-        energy: Any = None,
-        lengths: Any = None,
-    ) -> Observed:
-        """Raises ValueError naming the argument that does not have one entry per rollout, or the prompt whose reward,
-        energy or length is not finite, whose energy or length is below 0, or whose success is not 0 or 1."""
-        ids = list(prompt_ids)
-        columns = {"rewards": rewards, "successes": successes, "energy": energy, "lengths": lengths}
-        numbers = {name: to_numpy(x, name).astype(np.float64) for name, x in columns.items() if x is not None}
-        if any(len(x) != len(ids) for x in numbers.values()):
-            given = ", ".join(f"{len(x)} {name}" for name, x in numbers.items())
-            raise ValueError(f"prompt_ids: {len(ids)} ids and {given} at step {step}; give one of each a rollout")
-        expected: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
-            "rewards": (np.isfinite, "a finite number"),
-            "successes": (lambda x: (x == 0) | (x == 1), "0 or 1"),
-            "energy": (lambda x: np.isfinite(x) & (x >= -ROUNDING), "a finite number, 0 or above"),
-            "lengths": (lambda x: np.isfinite(x) & (x >= 0), "a finite number, 0 or above"),
-        }
-        for name, x in numbers.items():
-            fine, what = expected[name]
-            if (bad := np.flatnonzero(~fine(x))).size:
-                raise ValueError(f"{name}: prompt {ids[bad[0]]!r} has {x[bad[0]]} at step {step}; expected {what}")
-        if energy is not None:
-            numbers["energy"] = np.maximum(numbers["energy"], 0.0)
-        success = numbers["successes"].astype(bool)
-        return cls(ids, numbers["rewards"], success, numbers.get("energy"), numbers.get("lengths"))
-
-    def take(self, rows: np.ndarray) -> Observed:
-        """The rollouts where `rows`, bool [S], is True."""
-        return Observed(
-            [i for i, taken in zip(self.prompt_ids, rows, strict=True) if taken],
-            self.rewards[rows],
-            self.successes[rows],
-            None if self.energy is None else self.energy[rows],
-            None if self.lengths is None else self.lengths[rows],
-        )
+def checked(
+    prompt_ids: list[str], rewards: Any, successes: Any, step: int, energy: Any = None, lengths: Any = None
+) -> dict[str, np.ndarray]:
+    """The arguments that are not None as columns by name: one entry a finished rollout, float64 [S] (`successes` bool).
+    Raises ValueError naming the argument that does not have one entry per rollout, or the prompt whose reward, energy
+    or length is not finite, whose energy or length is below 0, or whose success is not 0 or 1."""
+    columns = {"rewards": rewards, "successes": successes, "energy": energy, "lengths": lengths}
+    observed = {name: to_numpy(x, name).astype(np.float64) for name, x in columns.items() if x is not None}
+    if any(len(x) != len(prompt_ids) for x in observed.values()):
+        given = ", ".join(f"{len(x)} {name}" for name, x in observed.items())
+        raise ValueError(f"prompt_ids: {len(prompt_ids)} ids and {given} at step {step}; give one of each a rollout")
+    least = {"rewards": -np.inf, "successes": 0, "energy": -ROUNDING, "lengths": 0}
+    for name, x in observed.items():
+        fine = np.isfinite(x) & (x >= least[name]) & ((name != "successes") | (x == 0) | (x == 1))
+        if (bad := np.flatnonzero(~fine)).size:
+            what = "0 or 1" if name == "successes" else f"a finite number{'' if name == 'rewards' else ', 0 or above'}"
+            raise ValueError(f"{name}: prompt {prompt_ids[bad[0]]!r} has {x[bad[0]]} at step {step}; expected {what}")
+    observed["successes"] = observed["successes"].astype(bool)
+    if energy is not None:
+        observed["energy"] = np.maximum(observed["energy"], 0.0)
+    return observed
 
 
 class History:
@@ -131,15 +100,20 @@ class History:
         """Every prompt observed so far."""
         return _read_only(self._ids, self._strata.view(), self._numbers[:, 1:])
 
-    def observe(self, observed: Observed, keep: float, *, only_new: bool = False) -> None:
-        """Adds finished rollouts; the weight of earlier observations of their prompts is multiplied by `keep`.
+    def observe(
+        self, prompt_ids: list[str], observed: dict[str, np.ndarray], keep: float, *, only_new: bool = False
+    ) -> None:
+        """Adds finished rollouts (`checked`); the weight of earlier observations of their prompts is multiplied by
+        `keep`.
 
         `only_new`: adds only rollouts of prompts without history. Nothing depends on the order of the rollouts. Raises
         ValueError naming the prompt whose statistics would not be finite; then nothing is added.
         """
+        ids = prompt_ids
         if only_new:
-            observed = observed.take(np.array([i not in self._column for i in observed.prompt_ids], bool))
-        ids = observed.prompt_ids
+            rows = np.array([i not in self._column for i in ids], bool)
+            ids = [i for i in ids if i not in self._column]
+            observed = {name: x[rows] for name, x in observed.items()}
         if not ids:
             return
         visited: dict[str, int] = {}
@@ -158,46 +132,30 @@ class History:
         numbers[:, columns] = updated
         self._numbers = numbers
 
-    def observe_energy(self, observed: Observed, keep: float) -> None:
-        """Adds finished rollouts of known energy to the energy line; the weight of earlier ones is multiplied by
-        `keep`."""
-        if observed.energy is not None and observed.prompt_ids:
-            self.energy_line = self.energy_line.after(observed.rewards, observed.energy, keep)
-
     def state_dict(self) -> dict[str, Any]:
         """`prompt_ids` and, aligned with it, float64 [prompts] for each of COLUMNS; `energy_line`, float64 [5], and
-        `rewards_outside` if it is not 0, both of `EnergyLine`.
-
-        Nothing is copied and nothing changes later, so calls at every step cost nothing even with a million prompts."""
+        `rewards_outside` if it is not 0, both of `EnergyLine`. Nothing is copied and nothing changes later."""
         columns = dict(zip(COLUMNS, self._numbers[:, 1:], strict=True))
         outside = {"rewards_outside": self.energy_line.outside} if self.energy_line.outside else {}
         return {"prompt_ids": self._ids, **columns, "energy_line": self.energy_line.sums, **outside}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the history; the columns may also be lists. Raises ValueError naming the column that is not one
-        finite number per prompt, or the prompt whose statistics contradict each other."""
+        """Replaces the history; the columns may also be lists. Raises ValueError if they do not fit together, or naming
+        the prompt whose statistics contradict each other."""
         if missing := [name for name in ("prompt_ids", *COLUMNS, "energy_line") if name not in state]:
             raise InputError(f"state: no {', '.join(missing)} in it, only {', '.join(sorted(state))}")
         ids = state["prompt_ids"]
-        if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids) or len(set(ids)) != len(ids):
-            raise InputError("state: prompt_ids is not a list of distinct texts")
-        columns = [_column(state[name], name, len(ids)) for name in COLUMNS]
-        line = _column(state["energy_line"], "energy_line", len(self.energy_line.sums))
-        numbers = np.array(columns, np.float64).reshape(len(COLUMNS), len(ids))
+        try:
+            numbers = np.array([state[name] for name in COLUMNS], np.float64)
+            line = np.array(state["energy_line"], np.float64)
+            fits = len({i for i in ids if isinstance(i, str)}) == len(ids) and isinstance(ids, list)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits or numbers.shape != (len(COLUMNS), len(ids)) or line.shape != self.energy_line.sums.shape:
+            raise InputError("state: prompt_ids is not a list of distinct texts, or a column not a number for each")
         _check(ids, numbers)
         self.energy_line = EnergyLine(line, int(state.get("rewards_outside", 0)))
         self._start(ids, np.concatenate([np.zeros((len(COLUMNS), 1)), numbers], axis=1))
-
-
-def _column(values: Any, name: str, length: int) -> np.ndarray:
-    """float64 [length]. Raises ValueError naming the column."""
-    try:
-        column = np.asarray(values, np.float64)
-    except (TypeError, ValueError):
-        column = np.zeros((0, 0))
-    if column.shape != (length,) or not np.isfinite(column).all():
-        raise InputError(f"state: {name} is not {length} finite numbers")
-    return column
 
 
 def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarray) -> Statistics:
@@ -207,9 +165,9 @@ def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarra
     return Statistics(prompt_ids, strata, *numbers)
 
 
-def _visit(index: np.ndarray, observed: Observed) -> np.ndarray:
+def _visit(index: np.ndarray, observed: dict[str, np.ndarray]) -> np.ndarray:
     """COLUMNS of the rollouts of one call, float64 [columns, prompts]. `index`: int64 [S], each rollout's prompt."""
-    rewards, right = observed.rewards, observed.successes
+    rewards, right = observed["rewards"], observed["successes"]
     order = np.lexsort((rewards, index))
     trials, wins = np.bincount(index), np.bincount(index, right)
     starts = np.cumsum(trials) - trials
@@ -219,14 +177,12 @@ def _visit(index: np.ndarray, observed: Observed) -> np.ndarray:
     mean = np.add.reduceat(above, starts) / trials
     squares = np.add.reduceat((above - np.repeat(mean, trials)) ** 2, starts)
     energies, tokens = np.zeros((4, len(trials))), np.zeros((2, len(trials)))
-    if observed.energy is not None:
-        order = np.lexsort((observed.energy, index))  # sums of floats depend on the order
-        of_right, of_wrong = (
-            np.bincount(index[order], (observed.energy * chosen)[order]) for chosen in (right, ~right)
-        )
+    if (energy := observed.get("energy")) is not None:
+        order = np.lexsort((energy, index))  # sums of floats depend on the order
+        of_right, of_wrong = (np.bincount(index[order], (energy * chosen)[order]) for chosen in (right, ~right))
         energies = np.stack([wins, of_right, trials - wins, of_wrong])
-    if observed.lengths is not None:
-        tokens = np.stack([trials, np.bincount(index, observed.lengths)])
+    if "lengths" in observed:
+        tokens = np.stack([trials, np.bincount(index, observed["lengths"])])
     return np.concatenate([[trials, wins, lowest + mean, squares], energies, tokens])
 
 

@@ -11,18 +11,9 @@ from torch import Tensor
 from dynamo_megatron.algorithm.arrays import torch_function
 from dynamo_megatron.config import PolicyLossConfig
 
-__all__ = [
-    "PolicyLoss",
-    "PolicyLossConfig",
-    "PolicyLossTerms",
-    "cispo_policy_loss",
-    "clipped_policy_loss",
-    "kl_estimate",
-    "policy_loss_terms",
-]
+__all__ = ["PolicyLoss", "PolicyLossConfig", "clipped_policy_loss", "kl_estimate", "policy_loss_terms"]
 
-# The published loss has these bounds of log ratios and of the k3 estimate. Beyond a bound there is no gradient. A
-# response's log ratio is a sum over its tokens, so it reaches the bound long before a token's log ratio does.
+# The published loss has these bounds of log ratios and of the k3 estimate. Beyond a bound there is no gradient.
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 # |d| has the slope +-1 down to d = 0, where the sign would be that of a rounding error. Below this (nats) it is smooth.
@@ -55,12 +46,9 @@ def clipped_policy_loss(
 ) -> PolicyLoss:
     """PPO's clipped loss per token (arXiv 1707.06347), with the dual clip of arXiv 1912.09729.
 
-    With r = exp(logprobs - old_logprobs): max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 at most -A c.
-    Arrays of one shape, natural log; differentiable in `logprobs`. `clip_ratio_c` None turns the dual clip off. log r
-    is clamped to [-20, 20], without gradient outside; above 20 a token that is not `clipped_dual` is `clipped`, unless
-    its advantage is 0.
-
-    Raises ValueError for a clip_ratio_c that is not above 1.
+    With r = exp(logprobs - old_logprobs): max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 at most -A c (None:
+    no dual clip). Arrays of one shape, natural log; differentiable in `logprobs`. log r is clamped to [-20, 20]; a
+    token above 20 counts as clipped unless its advantage is 0. Raises ValueError for a clip_ratio_c of 1 or less.
     """
     if clip_ratio_c is not None and not clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c: {clip_ratio_c} must be above 1 (None turns the dual clip off)")
@@ -79,21 +67,6 @@ def clipped_policy_loss(
 
 
 @torch_function
-def cispo_policy_loss(
-    logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float
-) -> PolicyLoss:
-    """CISPO's loss per token, -A sg(clip(r, 1 - low, 1 + high)) logprob, r = exp(log_ratios) (arXiv 2506.13585, Eq. 4).
-
-    The weight has no gradient (sg), so the clip bounds a token's gradient and never removes it. Arrays of one shape,
-    natural log; differentiable in `logprobs`.
-    """
-    ratio = torch.exp(log_ratios.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    clipped = (weight != ratio) & (advantages != 0)
-    return PolicyLoss(-advantages * weight * logprobs, clipped, torch.zeros_like(clipped))
-
-
-@torch_function
 def response_log_ratios(
     log_ratios: Tensor,
     lengths: Tensor,
@@ -102,9 +75,9 @@ def response_log_ratios(
 ) -> Tensor:
     """The log ratio of each token's response, float [n], no gradient: the sum over its tokens, or their mean.
 
-    log_ratios: logprob - old logprob, float [n], nats, through the responses of `lengths` (int [S], tokens) in order.
-    `sequence`: a response is one action (RLOO, arXiv 2402.14740). `sequence_mean`: GSPO's (arXiv 2507.18071, Eq. 7).
-    `add_up`: if ranks hold parts of each response, it adds up float64 [2, S] (sums, token counts) over them, in place.
+    log_ratios: float [n], nats, through the responses of `lengths` (int [S], tokens) in order. `sequence`: a response
+    is one action (arXiv 2402.14740). `sequence_mean`: GSPO's (arXiv 2507.18071, Eq. 7). `add_up`: if ranks hold parts
+    of each response, it adds up float64 [2, S] (sums, token counts) over them, in place.
     """
     if len(lengths) == 0:  # segment_reduce does not accept it
         return log_ratios.detach()
@@ -127,15 +100,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
     (|d| <= 20, k3 <= 10). Differentiable. Raises ValueError for an unknown kind.
     """
     difference = logprobs - ref_logprobs
-    if kind == "k1":
-        return difference
-    if kind == "abs":
-        return difference.abs()
-    if kind == "k2":
-        return 0.5 * difference.square()
-    if kind == "k3":
-        inverse = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return (inverse.exp() - inverse - 1).clamp(-MAX_K3, MAX_K3)
+    match kind:
+        case "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "k2":
+            return 0.5 * difference.square()
+        case "k3":
+            inverse = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return (inverse.exp() - inverse - 1).clamp(-MAX_K3, MAX_K3)
     raise ValueError(f"kind: {kind!r} is unknown; one of k1, k2, k3, abs")
 
 
@@ -151,22 +125,28 @@ def policy_loss_terms(
 ) -> PolicyLossTerms:
     """The whole loss per token from advantages that are modulated already; differentiable in `logprobs` and `entropy`.
 
-    Float tensors of one shape, nats. `old_kl_coef`: the coefficient of each token's |d|, d = logprobs - old_logprobs,
-    computed as sqrt(d^2 + 1e-6) - 1e-3 (KL-Cov, arXiv 2505.22617). `log_ratios`: values to use for d in the policy
-    loss, each the log ratio of the token's response. The gradient is then the ratio times the gradient of the token's
-    own logprob, as in GSPO-token (arXiv 2507.18071, Eq. 14). A term with coefficient 0 is left out, so that it cannot
-    bring in a NaN.
-    Raises ValueError if kl_coef is not 0 and reference logprobs are missing.
+    Float tensors of one shape, nats. `old_kl_coef`: the coefficient of each token's |d|, d = logprobs - old_logprobs
+    (KL-Cov, arXiv 2505.22617). `log_ratios`: for d in the policy loss, the log ratio of the token's response; its
+    gradient is that of the token's own logprob (GSPO-token, arXiv 2507.18071, Eq. 14). `kind: cispo` is
+    -A sg(clip(r, 1 - low, 1 + high)) logprob (arXiv 2506.13585, Eq. 4). A term with coefficient 0 is left out, so that
+    it cannot bring in a NaN. Raises ValueError if kl_coef is not 0 and reference logprobs are missing.
     """
-    bounds = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
     own = logprobs - old_logprobs
     drift = own if log_ratios is None else log_ratios + (logprobs - logprobs.detach())  # log_ratios with own's gradient
+    low, high = config.clip_ratio_low, config.clip_ratio_high
     if config.kind == "cispo":
-        loss, clipped, clipped_dual = cispo_policy_loss(logprobs, drift, advantages, **bounds)
+        ratio = torch.exp(drift.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        weight = ratio.clamp(1 - low, 1 + high)
+        loss, clipped = -advantages * weight * logprobs, (weight != ratio) & (advantages != 0)
+        clipped_dual = torch.zeros_like(clipped)
     else:
-        zero = torch.zeros_like(drift)
         loss, clipped, clipped_dual = clipped_policy_loss(
-            drift, zero, advantages, **bounds, clip_ratio_c=config.clip_ratio_c
+            drift,
+            torch.zeros_like(drift),
+            advantages,
+            clip_ratio_low=low,
+            clip_ratio_high=high,
+            clip_ratio_c=config.clip_ratio_c,
         )
     kl = None if ref_logprobs is None else kl_estimate(logprobs, ref_logprobs, config.kl_kind)
     if config.kl_coef:

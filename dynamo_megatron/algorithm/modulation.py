@@ -17,12 +17,8 @@ EPS = 1e-8
 
 
 class ModulationRanges(NamedTuple):
-    """Scalars over the response tokens of the caller's scope; nats.
-
-    `entropy_change_max` is the largest change or a quantile of the changes (`modulation_ranges`).
-
-    Without tokens they are inf, -inf, -inf, which have no effect in a reduction over ranks by min, max, max.
-    """
+    """Scalars over the response tokens of the caller's scope; nats. Without tokens inf, -inf, -inf, which have no
+    effect in a reduction over ranks by min, max, max."""
 
     entropy_min: torch.Tensor | float
     entropy_max: torch.Tensor | float
@@ -51,9 +47,9 @@ def entropy_change(
     """Predicted size of the entropy change that a token's update makes, Xi = |I r A (pi Lambda - E[pi Lambda])|.
 
     pi = exp(logprobs), Lambda = logprobs + entropy, r = exp(logprobs - old_logprobs); I is 0 where the clip stops the
-    gradient (A > 0 and r > 1 + high, or A < 0 and r < 1 - low). All arrays have one shape, nats; tokens outside `mask`
-    get 0 whatever they hold. With `expected_pi_lambda` (exact: sum_v p_v^2 (log p_v + H)) any shape. None: the
-    published substitute, the mean of pi Lambda over the mask along the last axis ([B, L]: one sequence per row).
+    gradient. All arrays have one shape, nats; tokens outside `mask` get 0. `expected_pi_lambda`: exact, sum_v p_v^2
+    (log p_v + H); None: as published, the mean of pi Lambda over the mask along the last axis ([B, L]: a sequence a
+    row).
     """
     live = mask != 0
     pi_lambda = logprobs.exp() * (logprobs + entropy)
@@ -72,10 +68,7 @@ def modulation_ranges(
     entropy: Tensor, entropy_change: Tensor, mask: Tensor, *, quantile: float | None = None
 ) -> ModulationRanges:
     """Lowest and highest entropy and largest entropy change over the tokens in `mask` (arrays of one shape, nats).
-
-    `quantile` q in (0, 1]: in place of the largest change the ceil(q m)-th smallest of the m changes above 0 (0 if m is
-    0); larger changes count as this one. Changes of 0 are left out: they say nothing about the size of the others.
-    """
+    `quantile` q in (0, 1]: in place of the largest change the ceil(q m)-th smallest of the m changes above 0, or 0."""
     if entropy.numel() == 0:
         infinite = entropy.new_tensor(float("inf"))
         return ModulationRanges(infinite, -infinite, -infinite)
@@ -86,9 +79,7 @@ def modulation_ranges(
         rank = math.ceil(quantile * len(changed) - 1e-9)
         change_max = changed.kthvalue(max(1, rank)).values if len(changed) else torch.zeros_like(change_max)
     return ModulationRanges(
-        torch.where(live, entropy, float("inf")).amin(),
-        torch.where(live, entropy, float("-inf")).amax(),
-        change_max,
+        torch.where(live, entropy, float("inf")).amin(), torch.where(live, entropy, float("-inf")).amax(), change_max
     )
 
 

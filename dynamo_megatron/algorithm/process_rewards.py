@@ -19,10 +19,9 @@ def process_advantages(
     """`config.process.weight` times the return of each token, float64 [R].
 
     rewards: float64 [R], NaN where no step ends. group, lengths: int64 [S], of the rollouts that the R tokens belong
-    to. The baseline depends on `config.kind`: `grpo` and `dr_grpo` compare a step with all steps of the group (arXiv
-    2402.03300, section 4.1.3); all other kinds compare it with the mean, over the group's other rollouts, of their mean
-    step. If a rollout is the only one of its group with steps, its steps count 0, or with `singleton: raw` their
-    rewards.
+    to. The kinds `grpo` and `dr_grpo` compare a step with all steps of the group (arXiv 2402.03300, section 4.1.3), all
+    others with the mean, over the group's other rollouts, of their mean step. The steps of the only rollout with steps
+    count 0, or with `singleton: raw` their rewards.
     """
     ends = np.flatnonzero(~np.isnan(rewards))
     owner = np.repeat(np.arange(len(lengths)), lengths)[ends]
@@ -32,23 +31,17 @@ def process_advantages(
     if config.kind in ("grpo", "dr_grpo"):
         centred = group_advantages(values, group[owner].tolist(), config.kind, eps=config.eps)
     else:
-        centred = _leave_one_out(values, owner, steps, group, having)
+        # Measured from the group's lowest, equal rewards are exactly 0.
+        lowest = np.full(len(steps), np.inf)
+        np.minimum.at(lowest, group[owner], values)
+        shifted = values - lowest[group[owner]]
+        mean = np.bincount(owner, shifted, minlength=len(steps)) / np.maximum(steps, 1)
+        others = np.bincount(group, mean, minlength=len(steps))[group] - mean
+        centred = shifted - (others / np.maximum(having - 1, 1))[owner]
     left = np.where(config.singleton == "raw", values, 0.0)
     each = np.zeros(len(rewards))
     each[ends] = np.where(having[owner] == 1, left, centred)
     return config.process.weight * discounted_returns(each, lengths, config.process.gamma)
-
-
-def _leave_one_out(
-    values: np.ndarray, owner: np.ndarray, steps: np.ndarray, group: np.ndarray, having: np.ndarray
-) -> np.ndarray:
-    """Step rewards minus baselines, float64 [steps]. Measured from the group's lowest, equal rewards are exactly 0."""
-    lowest = np.full(len(steps), np.inf)
-    np.minimum.at(lowest, group[owner], values)
-    shifted = values - lowest[group[owner]]
-    mean = np.bincount(owner, shifted, minlength=len(steps)) / np.maximum(steps, 1)
-    others = np.bincount(group, mean, minlength=len(steps))[group] - mean
-    return shifted - (others / np.maximum(having - 1, 1))[owner]
 
 
 def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:

@@ -63,10 +63,8 @@ class Priority(SelectionRule):
     """SPO's prioritised drawing (arXiv 2509.13232): in proportion to sqrt(p(1-p)) + `exploration`, p the expected
     success rate.
 
-    SPO draws one prompt after the other without replacement, so a prompt's probability is not known; here each prompt
-    is drawn with exactly the probability of `inclusion`. SPO's p is from a tracker that starts from 8 rollouts of every
-    prompt. Here it is from a Beta posterior whose prior is fitted to the pool, or to the prompt's stratum
-    (`algorithm.allocation.prior_by`).
+    SPO draws one prompt after the other without replacement; here each prompt is drawn with exactly the probability of
+    `inclusion`. SPO's p is from a tracker that starts from 8 rollouts of every prompt, here it is `success_rate`.
     """
 
     def choose(self, prompt_ids: Sequence[str], wanted: int, rng: np.random.Generator) -> Choice:
@@ -96,10 +94,9 @@ class Greso(SelectionRule):
     right one) is drawn with probability max(q^z, .01), any other prompt always.
 
     Each of the two kinds has its own q, .5 at the start. After each step with prompts seen before, q falls by .01 if
-    the kind's share of their groups reaches its target, else it rises by .01. The target is a third of `zero_variance`
-    for solved groups, the rest for unsolved ones. As in the public code the kinds are counted separately. A group of
-    one rollout is ignored. A group of equal rewards in which some rollouts failed counts as unsolved. GRESO's adaptive
-    batch size is left out: a step draws as many prompts as it needs.
+    the kind's share of their groups reaches its target (a third of `zero_variance` for solved groups, the rest for
+    unsolved ones), else it rises by .01. A group of one rollout is ignored. A group of equal rewards in which some
+    rollouts failed counts as unsolved. GRESO's adaptive batch size is left out.
     """
 
     def __init__(self, config: SelectionConfig, history: History) -> None:
@@ -166,12 +163,8 @@ def inclusion(weights: np.ndarray, wanted: int) -> np.ndarray:
 
 
 def systematic(probability: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draws indices, int64, ascending; each i with probability exactly `probability[i]`, float64 [N]. Their number is
-    the sum of `probability`, which must be a whole number.
-
-    Systematic sampling (Madow, 1949) in a random order: i owns an interval as long as its probability, and is drawn if
-    one of the marks falls into it. The marks have distance 1 from each other and a random start.
-    """
+    """Draws indices, int64, ascending; each i with probability exactly `probability[i]`, float64 [N], whose sum must be
+    a whole number: systematic sampling (Madow, 1949) in a random order."""
     order = rng.permutation(len(probability))
     edges = np.cumsum(probability[order])
     marks = rng.random() + np.arange(round(edges[-1]))

@@ -1,11 +1,12 @@
-"""Importance weights between the policy that trains and the engine that sampled, and how far the two are apart.
+"""How far the policy that trains and the engine that sampled are apart: importance weights that correct for it, and
+rollouts that are rejected because they are not samples of the policy.
 
-Both hold the same weights but not the same kernels and number formats. With d = log pi_policy - log pi_engine of a
-sampled token, exp(d) corrects a token and exp(sum of d) a response; bounded, since one token in 1e6 can be far off.
+With d = log pi_policy - log pi_engine of a sampled token, exp(d) corrects a token and exp(sum of d) a response.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,11 +31,8 @@ def importance_ratios(log_ratio: Tensor, lengths: Tensor, level: str) -> Tensor:
 
 @torch_function
 def correction_weights(ratios: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """Factors of the token weights, [n]: the ratios clamped to [low, high] (`truncate`), or 0 outside (`mask`).
-
-    Truncated importance sampling is that of IMPALA (arXiv 1802.01561, section 4.1) with `low` 0; masking drops tokens
-    whose weight truncation would only bound. Neither changes the denominator of the mini-batch's mean.
-    """
+    """Factors of the token weights, [n]: the ratios clamped to [low, high] (`truncate`, with `low` 0 as in arXiv
+    1802.01561, section 4.1), or 0 outside (`mask`)."""
     if config.kind == "truncate":
         return ratios.clamp(config.low, config.high)
     return torch.where((ratios >= config.low) & (ratios <= config.high), ratios, 0.0)
@@ -52,11 +50,58 @@ def mismatch(log_ratio: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
         return {"kl": 0.0, "ratio_max": 0.0} | ({"truncated": 0.0, "weight_mean": 0.0} if config else {})
     d = log_ratio.double()
     ratios = importance_ratios(d, lengths, config.level if config else "token")
-    found = {
-        "kl": float(((d.clamp(max=MAX_EXPONENT).expm1() - d) / len(d)).sum()),
-        "ratio_max": float(ratios.max()),
-    }
+    found = {"kl": float(((d.clamp(max=MAX_EXPONENT).expm1() - d) / len(d)).sum()), "ratio_max": float(ratios.max())}
     if config is not None:
         found["truncated"] = float(((ratios < config.low) | (ratios > config.high)).double().mean())
         found["weight_mean"] = float(correction_weights(ratios, config).mean())
     return found
+
+
+SHORTEST = 8  # tokens: a shorter response counts as this long, since one token alone may be far apart
+
+
+def mean_gaps(
+    logprobs: np.ndarray, engine_logprobs: np.ndarray, lengths: np.ndarray, counted: np.ndarray | None = None
+) -> np.ndarray:
+    """float64 [S]: mean |policy - engine logprob| of each response, nats; NaN or inf if a logprob is not finite.
+
+    `logprobs`, `engine_logprobs`: [R], natural log, through the responses of `lengths` (int [S], tokens) in order.
+    `counted`: bool [R], the tokens that the mean is over; None: all.
+    """
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(logprobs.astype(np.float64) - engine_logprobs)
+        if counted is not None:
+            gap, lengths = np.where(counted, gap, 0 * gap), np.bincount(owner, weights=counted, minlength=len(lengths))
+        return np.bincount(owner, weights=gap, minlength=len(lengths)) / np.maximum(lengths, SHORTEST)
+
+
+def rejections(
+    logprobs: np.ndarray,
+    engine_logprobs: np.ndarray,
+    lengths: np.ndarray,
+    weight_versions: np.ndarray,
+    version: int,
+    max_mean_gap: float | None,
+    max_staleness: int = 0,
+) -> dict[int, str]:
+    """Returns index of a rejected rollout -> reason.
+
+    weight_versions: int [R], the version of the weights that each token was sampled from; `version` (the policy's) and
+    up to `max_staleness` before it are accepted. max_mean_gap: the largest accepted `mean_gaps` over the tokens of
+    `version`, nats; None: any finite value. A response without tokens is never rejected.
+    """
+    gaps, reasons = mean_gaps(logprobs, engine_logprobs, lengths, weight_versions == version), {}
+    responses, oldest_allowed = np.flatnonzero(lengths), max(0, version - max_staleness)  # -1: an unknown version
+    starts = (np.cumsum(lengths) - lengths)[responses]
+    oldest, newest = (f.reduceat(weight_versions, starts) if len(starts) else starts for f in (np.minimum, np.maximum))
+    for i, old, new in zip(responses.tolist(), oldest.tolist(), newest.tolist(), strict=True):
+        if not oldest_allowed <= old <= new <= version:
+            spans = f"{old}" if old == new else f"{old} to {new}"
+            allowed = f"{oldest_allowed} to {version}" if oldest_allowed < version else f"{version}"
+            reasons[i] = f"sampled from weight version {spans}, not {allowed}"
+        elif not np.isfinite(gaps[i]):
+            reasons[i] = "a logprob that is not finite"
+        elif max_mean_gap is not None and gaps[i] > max_mean_gap:
+            reasons[i] = f"logprobs {gaps[i]:.3g} nats from the policy's on average"
+    return reasons

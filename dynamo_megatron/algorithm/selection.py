@@ -28,45 +28,36 @@ def top_entropy(entropy: Tensor, ratio: float) -> Tensor:
     entropy: float [n], nats, compared after rounding to `ENTROPY_GRID`; ties go to the lower index.
     """
     count = math.ceil(ratio * len(entropy) - 1e-9)
-    return _first(torch.argsort((entropy / ENTROPY_GRID).round(), descending=True, stable=True), count)
+    order = torch.argsort((entropy / ENTROPY_GRID).round(), descending=True, stable=True)
+    return _first(order, count, len(entropy))
 
 
 @torch_function
 def covariance(advantages: Tensor, logprobs: Tensor) -> Tensor:
-    """(A - mean A)(log pi - mean log pi), float64 [n], the means over the n tokens.
-
-    The token-wise covariance of arXiv 2505.22617, section 4: where it is large, an update lowers the entropy most.
-    """
+    """(A - mean A)(log pi - mean log pi), float64 [n], the means over the n tokens (arXiv 2505.22617, section 4)."""
     a, p = advantages.double(), logprobs.double()
     return (a - a.mean()) * (p - p.mean())
 
 
 @torch_function
 def clip_cov(covariance: Tensor, keys: Tensor, *, ratio: float, low: float, high: float) -> Tensor:
-    """max(1, floor(ratio n)) random tokens of those with low < covariance < high, bool [n].
-
-    Random means those with the smallest `keys` (float [n], see `random_keys`). All, if there are fewer.
-    Clip-Cov (arXiv 2505.22617, section 4) takes no policy gradient on them.
-    """
+    """max(1, floor(ratio n)) of the tokens with low < covariance < high, bool [n]: those with the smallest `keys`
+    (float [n], see `random_keys`). Clip-Cov (arXiv 2505.22617, section 4) takes no policy gradient on them."""
     inside = ((covariance > low) & (covariance < high)).nonzero()[:, 0]
-    order = inside[torch.argsort(keys[inside], stable=True)]
-    return _first(order, max(1, _floor(ratio, len(covariance))), len(covariance))
+    return _first(inside[torch.argsort(keys[inside], stable=True)], _least_one(ratio, covariance), len(covariance))
 
 
 @torch_function
 def kl_cov(covariance: Tensor, *, ratio: float) -> Tensor:
-    """The max(1, floor(ratio n)) tokens of the largest covariance, bool [n]; ties go to the lower index.
-
-    KL-Cov (arXiv 2505.22617, section 4) penalises their distance from the old policy.
-    """
-    return _first(torch.argsort(covariance, descending=True, stable=True), max(1, _floor(ratio, len(covariance))))
+    """The max(1, floor(ratio n)) tokens of the largest covariance, bool [n]; ties go to the lower index. KL-Cov (arXiv
+    2505.22617, section 4) penalises their distance from the old policy."""
+    order = torch.argsort(covariance, descending=True, stable=True)
+    return _first(order, _least_one(ratio, covariance), len(covariance))
 
 
 def random_keys(rollout_ids: Sequence[str], lengths: np.ndarray, *, seed: int) -> np.ndarray:
-    """Uniform in [0, 1), one per token, float64 [sum lengths], from seed, rollout's id and position in the response.
-
-    An id names step, group and index, so each step draws anew; neither ranks nor packing nor a resume change the draw.
-    """
+    """Uniform in [0, 1), one per token, float64 [sum lengths], from seed, rollout's id (which names the step) and
+    position in the response alone."""
     parts = [
         np.random.default_rng(derived_seed(seed, "keys", name)).random(length)
         for name, length in zip(rollout_ids, lengths, strict=True)
@@ -74,12 +65,13 @@ def random_keys(rollout_ids: Sequence[str], lengths: np.ndarray, *, seed: int) -
     return np.concatenate([np.zeros(0), *parts])
 
 
-def _floor(ratio: float, n: int) -> int:
-    return math.floor(ratio * n + 1e-9)  # a product such as 0.29 * 100 lies just below the integer that it means
+def _least_one(ratio: float, tokens: Tensor) -> int:
+    # A product such as 0.29 * 100 lies just below the integer that it means.
+    return max(1, math.floor(ratio * len(tokens) + 1e-9))
 
 
-def _first(order: torch.Tensor, count: int, n: int | None = None) -> torch.Tensor:
-    """bool [n] with the first `count` indices of `order` set; n None: `order` holds every index."""
-    chosen = torch.zeros(len(order) if n is None else n, dtype=torch.bool, device=order.device)
+def _first(order: Tensor, count: int, n: int) -> Tensor:
+    """bool [n] with the first `count` indices of `order` set."""
+    chosen = torch.zeros(n, dtype=torch.bool, device=order.device)
     chosen[order[:count]] = True
     return chosen

@@ -1,9 +1,7 @@
 """Rules that use a step's own outcomes: after each of its rounds they decide which prompts get further rollouts.
 
-An `Allocator` decides before a step's rollouts are sampled, so a prompt's count is independent of their rewards. Here
-it depends on them, which biases the gradient (docs/concepts.md), except with `pilot` and `explore`. The rules are
-pure functions of what the step has sampled so far: a step that is sampled again, or resumed in its middle, makes the
-same decisions.
+That biases the gradient (docs/concepts.md), except with `pilot` and `explore`. The rules are pure functions of what the
+step has sampled so far: a step that is sampled again, or resumed in its middle, makes the same decisions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From rollouts to tokens: what a method does to the advantages and weights of a mini-batch, in order.
 
-Everything here is over the whole mini-batch and from the log-prob pass, where the ratio is 1. Every rank has those
-statistics, so every rank computes the same. DynaMO's modulation itself is in the policy head, within the ranges found
-here.
+Everything is over the whole mini-batch and from the log-prob pass, where the ratio is 1, so every rank computes the
+same. DynaMO's modulation itself is in the policy head, within the ranges found here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dynamo_megatron.algorithm.rollout_correction import correction_weights, imp
 from dynamo_megatron.algorithm.selection import clip_cov, covariance, kl_cov, random_keys, top_entropy
 from dynamo_megatron.algorithm.user_functions import TokenInputs, custom_shaping, load_shaping
 from dynamo_megatron.config import AlgorithmConfig
-from dynamo_megatron.config.method import AdvantageConfig, EntropyShapingConfig
+from dynamo_megatron.config.method import AdvantageConfig
 from dynamo_megatron.types import RolloutBatch, TokenStats
 
 
@@ -56,9 +55,8 @@ def shape_tokens(
     """Advantages and weights of the tokens of the rollouts `members` (int64, ascending).
 
     advantages, weights: float64 [S], one a rollout. stats: float32 [R], of the policy that the step began with. `seed`:
-    of clip_cov's random keys. `process`: float64 [R], added to the advantage of each token; None: there are no process
-    rewards. The tokens that entropy_top_ratio selects keep the mini-batch's total weight (arXiv
-    2506.01939, Eq. 6: under `token_mean` each weighs 1 / their number).
+    of clip_cov's random keys. `process`: float64 [R], added to each token's advantage, or None. The tokens that
+    entropy_top_ratio selects keep the mini-batch's total weight (arXiv 2506.01939, Eq. 6).
     """
     member = np.zeros(len(advantages), bool)
     member[members] = True
@@ -96,7 +94,7 @@ def shape_tokens(
         over_the_step(w),
         None if old_kl_coef is None else over_the_step(old_kl_coef),
         over_the_step(selected, torch.bool),
-        _ranges(a.float(), logprobs, entropy, stats.expected_pi_lambda, lengths, config),
+        _ranges(a.float(), stats, lengths, config),
     )
 
 
@@ -119,28 +117,19 @@ def _token_advantages(
         a = a + torch.from_numpy(process)
     if (shaping := config.entropy_shaping) is not None:
         names = tuple(rollouts.rollout_ids[s] for s in members)
-        owner = torch.from_numpy(np.repeat(np.arange(len(members)), lengths))
-        a = _shape(TokenInputs(a, *stats, owner, names), shaping)
+        if isinstance(shaping, str):
+            owner = torch.from_numpy(np.repeat(np.arange(len(members)), lengths))
+            return custom_shaping(load_shaping(shaping), TokenInputs(a, *stats, owner, names))
+        a = entropy_advantages(a, stats.entropy, shaping.alpha, shaping.kappa)
     return a
 
 
-def _shape(inputs: TokenInputs, shaping: EntropyShapingConfig | str) -> torch.Tensor:
-    """float64 [n]"""
-    if isinstance(shaping, str):
-        return custom_shaping(load_shaping(shaping), inputs)
-    return entropy_advantages(inputs.advantages, inputs.entropy, shaping.alpha, shaping.kappa)
-
-
 def _ranges(
-    advantages: torch.Tensor,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    expected_pi_lambda: torch.Tensor,
-    lengths: np.ndarray,
-    config: AlgorithmConfig,
+    advantages: torch.Tensor, stats: TokenStats, lengths: np.ndarray, config: AlgorithmConfig
 ) -> ModulationRanges | None:
     """Of DynaMO's modulation, over the n tokens that the arrays hold."""
-    modulation, loss = config.modulation, config.loss
+    modulation, bounds = config.modulation, (config.loss.clip_ratio_low, config.loss.clip_ratio_high)
+    logprobs, entropy, expected_pi_lambda = stats.logprobs, stats.entropy, stats.expected_pi_lambda
     if modulation is None or modulation.scope == "micro_batch":
         return None
     if modulation.expectation == "sequence_mean":
@@ -148,15 +137,6 @@ def _ranges(
         sums = torch.zeros(len(lengths)).index_add_(0, owner, logprobs.exp() * (logprobs + entropy))
         expected_pi_lambda = (sums / torch.from_numpy(np.maximum(lengths, 1)))[owner]
     everywhere = torch.ones_like(entropy)
-    change = entropy_change(
-        advantages,
-        logprobs,
-        entropy,
-        logprobs,
-        everywhere,
-        loss.clip_ratio_low,
-        loss.clip_ratio_high,
-        expected_pi_lambda=expected_pi_lambda,
-    )
+    change = entropy_change(advantages, logprobs, entropy, logprobs, everywhere, *bounds, expected_pi_lambda)
     quantile = modulation.quantile if modulation.stabiliser == "quantile" else None
     return modulation_ranges(entropy, change, everywhere, quantile=quantile)

@@ -6,6 +6,8 @@ that of an allocator a few.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.arrays import group_index
 from dynamo_megatron.algorithm.history import COLUMNS
 from dynamo_megatron.algorithm.user_functions import (
     AdvantageInputs,
@@ -45,51 +48,36 @@ FARTHEST = 20.0  # nats; exp of it squared is still a float32
 def check_allocator(config: AllocationConfig | Mapping[str, Any]) -> None:
     """Requests counts from the allocator of `config` in some hundred seeded cases; takes seconds.
 
-    Prompts: one, few, many, one of them twice; never seen, all solved, none solved, seen and new ones, rewards that are
-    not 0/1, energies and lengths known or not. Budgets: within the bounds, at them, and beyond both. Checked: the sum
-    is the budget (with `cost: tokens` the tokens', to less than a rollout); the bounds; int64; a repeated call and a
-    state that went through JSON give the same counts; a prompt's place in the batch changes its count by one rollout at
-    most (ties). Raises ValueError naming the class, or AssertionError with the case.
+    Prompts: one, few, many, one of them twice; with and without history, energies and lengths. Budgets: within the
+    bounds, at them, and beyond both. Checked: sum, bounds and dtype; a repeated call and a state that went through JSON
+    give the same counts; a prompt's place in the batch changes its count by one rollout at most (ties). Raises
+    ValueError naming the class, or AssertionError with the case.
     """
     config = AllocationConfig.model_validate(config)
     rng = np.random.default_rng(0)
-    for low, high in BOUNDS:
-        for size in SIZES:
-            ids = [f"p{i}" for i in range(size)]
-            least, most = size * low, size * high
-            budgets = {
-                "clip": [0, least, int(rng.integers(least, most + 1)), most, 2 * most + 1],
-                "scale": [size, 2 * most + 1],  # beyond the bounds, which are scaled: `counts` gets the scaled ones
-            }
-            for on_shortfall, asked in budgets.items():
-                update = {"rollout_n_min": low, "rollout_n_max": high, "on_shortfall": on_shortfall}
-                for name, state in _histories(rng, ids).items():
-                    order = rng.permutation(size) if name == DISTINCT else np.arange(size)
-                    case = f"{size} prompts, {name}, bounds {low}..{high}, {on_shortfall}"
-                    _check_counts(config.model_copy(update=update), state, ids, asked, order, case)
-
-
-def _check_counts(
-    config: AllocationConfig,
-    state: dict[str, Any],
-    ids: list[str],
-    budgets: list[int],
-    order: np.ndarray,
-    case: str,
-) -> None:
-    allocator, restored = RolloutAllocator(config), RolloutAllocator(config)
-    allocator.load_state_dict(state)
-    restored.load_state_dict(json.loads(json.dumps(state)))
-    for budget in budgets:
-        counts = allocator.allocate(ids, budget, step=1)
-        again = restored.allocate(ids, budget, step=1)
-        assert np.array_equal(counts, again), f"{case}, budget {budget}: {counts}, from the same state {again}"
-        moved = allocator.allocate([ids[i] for i in order], budget, step=1)
-        same = np.abs(counts[order] - moved).max() <= 1
-        assert same, f"{case}, budget {budget}: {counts[order]}, in another order {moved}"
-        twice = allocator.allocate([*ids[1:], ids[-1]], budget, step=1)
-        same = config.cost == "tokens" or twice.sum() == counts.sum()  # the last prompt may have long responses
-        assert same, f"{case}, budget {budget}: {counts.sum()} rollouts, then {twice.sum()}"
+    for (low, high), size in itertools.product(BOUNDS, SIZES):
+        ids, least, most = [f"p{i}" for i in range(size)], size * low, size * high
+        budgets = {
+            "clip": [0, least, int(rng.integers(least, most + 1)), most, 2 * most + 1],
+            "scale": [size, 2 * most + 1],  # beyond the bounds, which are scaled: `counts` gets the scaled ones
+        }
+        for (shortfall, asked), (name, state) in itertools.product(budgets.items(), _histories(rng, ids).items()):
+            bounds = {"rollout_n_min": low, "rollout_n_max": high, "on_shortfall": shortfall}
+            allocator, restored = (RolloutAllocator(config.model_copy(update=bounds)) for _ in range(2))
+            allocator.load_state_dict(state)
+            restored.load_state_dict(json.loads(json.dumps(state)))
+            order = rng.permutation(size) if name == DISTINCT else np.arange(size)
+            for budget in asked:
+                case = f"{size} prompts, {name}, bounds {low}..{high}, {shortfall}, budget {budget}"
+                counts = allocator.allocate(ids, budget, step=1)
+                again = restored.allocate(ids, budget, step=1)
+                assert np.array_equal(counts, again), f"{case}: {counts}, from the same state {again}"
+                moved = allocator.allocate([ids[i] for i in order], budget, step=1)
+                same = np.abs(counts[order] - moved).max() <= 1
+                assert same, f"{case}: {counts[order]}, in another order {moved}"
+                twice = allocator.allocate([*ids[1:], ids[-1]], budget, step=1)
+                same = config.cost == "tokens" or twice.sum() == counts.sum()  # the last may have long responses
+                assert same, f"{case}: {counts.sum()} rollouts, then {twice.sum()}"
 
 
 def _histories(rng: np.random.Generator, ids: list[str]) -> dict[str, dict[str, Any]]:
@@ -126,11 +114,10 @@ def _histories(rng: np.random.Generator, ids: list[str]) -> dict[str, dict[str, 
 def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0", "p1", "p2")) -> None:
     """Calls `function` ("module:function", or the function) with made-up rollouts of the prompts `prompt_ids`.
 
-    Groups: one, several, of one rollout, of unequal sizes, a prompt drawn twice. Rewards: all 0, all 1, 0 and 1, any
-    number. Checked: the result is finite float64 [S]; a second call returns the same values; the inputs are not
-    modified; a rollout's value does not depend on the order of the rollouts in the batch, beyond rounding.
+    Checked, with groups and rewards of all kinds: the result is finite float64 [S]; a second call returns the same; the
+    inputs are not modified; a rollout's value does not depend on the order of the rollouts, beyond rounding.
     """
-    user = load_advantage(function) if isinstance(function, str) else _named(function)
+    user = _user(function, load_advantage)
     rng = np.random.default_rng(0)
     for sizes in GROUPS:
         group = np.repeat(np.arange(len(sizes)), sizes)
@@ -141,8 +128,14 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
             inputs = AdvantageInputs(values, values >= 1, group, names, rng.integers(0, 50, count))
             advantages = custom_advantages(user, inputs)
             order = rng.permutation(count)
-            moved = custom_advantages(user, _reordered(inputs, order))
-            same = np.allclose(advantages[order], moved, rtol=1e-9, atol=1e-9)
+            moved = AdvantageInputs(
+                values[order],
+                inputs.successes[order],
+                group_index(group[order], count)[0],
+                tuple(names[i] for i in order),
+                inputs.response_lengths[order],
+            )
+            same = np.allclose(advantages[order], custom_advantages(user, moved), rtol=1e-9, atol=1e-9)
             case = f"groups of {', '.join(map(str, sizes))} rollouts with rewards of {kind}"
             user.hold(same, f"gives a rollout another advantage where the batch is in another order ({case})")
 
@@ -150,19 +143,27 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
 def check_shaping(function: Callable | str) -> None:
     """Calls `function` ("module:function", or the function) with made-up tokens of one response and of several.
 
-    Advantages: of both signs, and all 0. Checked: the result is finite float64 [n]; a second call returns the same
-    values; the inputs are not modified.
+    Checked: the result is finite float64 [n]; a second call returns the same; the inputs are not modified.
     """
-    user = load_shaping(function) if isinstance(function, str) else _named(function)
+    user = _user(function, load_shaping)
     rng = np.random.default_rng(0)
     for lengths in RESPONSES:
         response = np.repeat(np.arange(len(lengths)), lengths)
         for size in (0.0, 1.0):
-            inputs = _token_inputs(response, size * rng.normal(size=len(lengths))[response], rng)
-            before = {name: t.clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
-            custom_shaping(user, inputs)
-            for name, tensor in before.items():
-                user.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name}")
+            logprobs = torch.from_numpy(rng.normal(0, 2, (len(response), 11))).log_softmax(1)
+            p = logprobs.exp()
+            entropy = -(p * logprobs).sum(1)
+            inputs = TokenInputs(
+                advantages=torch.from_numpy(size * rng.normal(size=len(lengths))[response]),
+                logprobs=logprobs[:, 0].float(),
+                entropy=entropy.float(),
+                expected_pi_lambda=(p.square() * (logprobs + entropy[:, None])).sum(1).float(),
+                collision=p.square().sum(1).float(),
+                response=torch.from_numpy(response),
+                rollout_ids=tuple(f"000001-{i:04}-000" for i in range(len(lengths))),
+            )
+            with _unchanged(user, inputs):
+                custom_shaping(user, inputs)
 
 
 def check_loss(
@@ -170,21 +171,23 @@ def check_loss(
 ) -> None:
     """Calls `function` ("module:function", or the function) with made-up tokens.
 
-    Responses: one and several, of one token and more. Policies: the old one, and others up to 20 nats from it.
-    Advantages: of both signs, and all 0; weights, some of them 0. `reference`: with logprobs of a reference policy, and
-    with `kl_coef` (algorithm.kl.where: function). Checked: the losses are finite, floating-point, [r], and so is their
-    gradient with respect to the logprobs; a second call returns the same bits; the inputs are not modified; a
-    response's losses do not depend on the other responses of its micro-batch, beyond rounding. `context_parallel`: a
-    token's loss must not depend on the other tokens of its response either, since other ranks may have them.
+    `reference`: with logprobs of a reference policy, and with `kl_coef` (algorithm.kl.where: function). Checked, up to
+    20 nats from the old policy: losses [r] and their gradient with respect to the logprobs are finite; a second call
+    returns the same bits; the inputs are not modified; a response's losses do not depend on the other responses of its
+    micro-batch, beyond rounding. `context_parallel`: a token's loss must not depend on the other tokens of its response
+    either, since other ranks may have them.
     """
-    user = load_loss(function) if isinstance(function, str) else _named(function)
+    user = _user(function, load_loss)
     for case, inputs in _loss_cases(reference, kl_coef):
-        before = {name: t.detach().clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
-        found = custom_losses(user, inputs)
-        for name, tensor in before.items():
-            user.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name} ({case})")
-        _hold_finite(user, inputs, found, case)
-        again = custom_losses(user, _part(inputs, torch.ones(len(before["weights"]), dtype=torch.bool)))
+        with _unchanged(user, inputs, f" ({case})"):
+            found = custom_losses(user, inputs)
+        for name, values in (("a loss", found.loss), ("a derivative by logprobs", found.gradient)):
+            if (bad := (~torch.isfinite(values)).nonzero()).numel():
+                i = int(bad[0, 0])
+                distance = float((inputs.logprobs - inputs.old_logprobs)[i].detach())
+                at = f"logprobs - old_logprobs is {distance:.3g} and the advantage {float(inputs.advantages[i]):.3g}"
+                user.hold(False, f"gave {name} of {float(values[i])} where {at} ({case})")
+        again = custom_losses(user, _part(inputs, torch.ones(len(inputs.response), dtype=torch.bool)))
         same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
         user.hold(same, f"gives other losses when called again with the same inputs ({case})")
         alone = [inputs.response == i for i in inputs.response.unique()]
@@ -196,37 +199,19 @@ def check_loss(
             _hold_parts(user, inputs, found, [halves, ~halves], f"whose tokens are apart: {why} ({case})")
 
 
-def _named(function: Callable) -> UserFunction:
+def _user(function: Callable | str, load: Callable[[str], UserFunction]) -> UserFunction:
+    if isinstance(function, str):
+        return load(function)
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))
     return UserFunction(function, f"{module}:{name}")
 
 
-def _reordered(inputs: AdvantageInputs, order: np.ndarray) -> AdvantageInputs:
-    numbers: dict[int, int] = {}
-    group = [numbers.setdefault(g, len(numbers)) for g in inputs.group[order].tolist()]
-    return AdvantageInputs(
-        inputs.rewards[order],
-        inputs.successes[order],
-        np.asarray(group, np.int64),
-        tuple(inputs.prompt_ids[i] for i in order),
-        inputs.response_lengths[order],
-    )
-
-
-def _token_inputs(response: np.ndarray, advantages: np.ndarray, rng: np.random.Generator) -> TokenInputs:
-    logprobs = torch.from_numpy(rng.normal(0, 2, (len(response), 11))).log_softmax(1)
-    p = logprobs.exp()
-    entropy = -(p * logprobs).sum(1)
-    expected_pi_lambda = (p.square() * (logprobs + entropy[:, None])).sum(1)
-    return TokenInputs(
-        advantages=torch.from_numpy(advantages),
-        logprobs=logprobs[:, 0].float(),
-        entropy=entropy.float(),
-        expected_pi_lambda=expected_pi_lambda.float(),
-        collision=p.square().sum(1).float(),
-        response=torch.from_numpy(response),
-        rollout_ids=tuple(f"000001-{i:04}-000" for i in range(int(response[-1]) + 1)),
-    )
+@contextlib.contextmanager
+def _unchanged(function: UserFunction, inputs: TokenInputs | LossInputs, case: str = "") -> Iterator[None]:
+    before = {name: t.detach().clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+    yield
+    for name, tensor in before.items():
+        function.hold(torch.equal(getattr(inputs, name), tensor), f"changes inputs.{name}{case}")
 
 
 def _loss_cases(reference: bool, kl_coef: float) -> Iterator[tuple[str, LossInputs]]:
@@ -262,15 +247,6 @@ def _part(inputs: LossInputs, kept: torch.Tensor) -> LossInputs:
     tensors["logprobs"].requires_grad_()
     tensors["response"] = tensors["response"].unique(return_inverse=True)[1]
     return replace(inputs, **tensors)
-
-
-def _hold_finite(function: UserFunction, inputs: LossInputs, found: TokenLosses, case: str) -> None:
-    for name, values in (("a loss", found.loss), ("a derivative by logprobs", found.gradient)):
-        if (bad := (~torch.isfinite(values)).nonzero()).numel():
-            i = int(bad[0, 0])
-            distance = float((inputs.logprobs - inputs.old_logprobs)[i].detach())
-            at = f"logprobs - old_logprobs is {distance:.3g} and the advantage {float(inputs.advantages[i]):.3g}"
-            function.hold(False, f"gave {name} of {float(values[i])} where {at} ({case})")
 
 
 def _hold_parts(

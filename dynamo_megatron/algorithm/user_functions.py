@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dynamo_megatron.algorithm.arrays import described, to_numpy
 from dynamo_megatron.runtime.user_code import UserFunction
 
 
@@ -39,9 +40,29 @@ class AdvantageInputs:
 
 
 @functools.cache
-def load_advantage(spec: str) -> UserFunction:
-    """Loads the function "module:name". Raises ValueError (one line)."""
-    return UserFunction.load(spec, "algorithm.advantage.kind", "inputs")
+def _load(key: str, spec: str) -> UserFunction:
+    """Loads the function "module:name" of `key`. Raises ValueError (one line)."""
+    return UserFunction.load(spec, f"algorithm.{key}", "inputs")
+
+
+load_advantage = functools.partial(_load, "advantage.kind")
+load_shaping = functools.partial(_load, "advantage.entropy_shaping")
+load_loss = functools.partial(_load, "loss.kind")
+
+
+def _called_twice(function: UserFunction, inputs: Any, wanted: str, place: Callable[[int], str]) -> Any:
+    """What `function` returns, if it is finite, as `described` like `wanted`, and the same the second time. `place`
+    names an entry. Raises UserCodeError."""
+    with function.named():
+        values, again = function.function(inputs), function.function(inputs)
+    what = "tensor" if " on " in wanted else "numpy array"
+    function.hold(described(values) == wanted, f"returned {described(values)}, not a {what} of {wanted}")
+    numbers = to_numpy(values, "the result")
+    if (bad := np.flatnonzero(~np.isfinite(numbers))).size:
+        function.hold(False, f"returned {numbers[bad[0]]} for {place(bad[0])}; give finite numbers")
+    same = np.array_equal(numbers, to_numpy(again, "the result"))
+    function.hold(same, "returned other advantages when called again with the same inputs")
+    return values
 
 
 def custom_advantages(
@@ -56,18 +77,8 @@ def custom_advantages(
     rollouts = len(inputs.rewards)
     if rollouts == 0:
         return np.zeros(0)
-    with function.named():
-        advantages = function.function(inputs)
-        again = function.function(inputs)
-    fits = isinstance(advantages, np.ndarray) and advantages.dtype == np.float64 and advantages.shape == (rollouts,)
-    given = (
-        f"{advantages.dtype} {advantages.shape}" if isinstance(advantages, np.ndarray) else type(advantages).__name__
-    )
-    function.hold(fits, f"returned {given}, not a numpy array of float64 ({rollouts},)")
-    if (bad := np.flatnonzero(~np.isfinite(advantages))).size:
-        which = f"rollout {bad[0]}, of prompt {inputs.prompt_ids[bad[0]]!r}"
-        function.hold(False, f"returned {advantages[bad[0]]} for {which}; advantages have to be finite")
-    function.hold(np.array_equal(advantages, again), "returned other advantages when called again with the same inputs")
+    place = lambda i: f"rollout {i}, of prompt {inputs.prompt_ids[i]!r}"  # noqa: E731
+    advantages = _called_twice(function, inputs, f"float64 ({rollouts},)", place)
     if gather is not None:
         digests = gather(hashlib.sha256(advantages.tobytes()).hexdigest())
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -92,30 +103,14 @@ class TokenInputs:
     rollout_ids: tuple[str, ...]  # of the mini-batch's rollouts; a step has each once
 
 
-@functools.cache
-def load_shaping(spec: str) -> UserFunction:
-    """Loads the function "module:name". Raises ValueError (one line)."""
-    return UserFunction.load(spec, "algorithm.advantage.entropy_shaping", "inputs")
-
-
 def custom_shaping(function: UserFunction, inputs: TokenInputs) -> torch.Tensor:
-    """Returns the tokens' advantages from `function`, float64 [n]. Without tokens `function` is not called.
-
-    Raises UserCodeError naming the function if it raises, returns anything but finite float64 [n], or returns other
-    values when called again with the same inputs.
-    """
+    """Returns the tokens' advantages from `function`, float64 [n]. Without tokens `function` is not called. Raises
+    UserCodeError naming the function if it raises, returns anything but finite float64 [n], or returns other values
+    when called again with the same inputs."""
     if len(inputs.advantages) == 0:
         return inputs.advantages
-    with function.named():
-        advantages = function.function(inputs)
-        again = function.function(inputs)
-    given, wanted = described(advantages), described(inputs.advantages)
-    function.hold(given == wanted, f"returned {given}, not a tensor of {wanted}")
-    if len(bad := (~torch.isfinite(advantages)).nonzero()[:, 0]):
-        name = inputs.rollout_ids[int(inputs.response[bad[0]])]
-        function.hold(False, f"returned {float(advantages[bad[0]])} for a token of rollout {name}; give finite numbers")
-    function.hold(torch.equal(advantages, again), "returned other advantages when called again with the same inputs")
-    return advantages
+    place = lambda i: f"a token of rollout {inputs.rollout_ids[int(inputs.response[i])]}"  # noqa: E731
+    return _called_twice(function, inputs, described(inputs.advantages), place)
 
 
 @dataclass(frozen=True)
@@ -141,43 +136,21 @@ class TokenLosses(NamedTuple):
     gradient: torch.Tensor  # float32 [r]: the derivative of sum(weights * loss) with respect to the logprobs
 
 
-@functools.cache
-def load_loss(spec: str) -> UserFunction:
-    """Loads the function "module:name". Raises ValueError (one line)."""
-    return UserFunction.load(spec, "algorithm.loss.kind", "inputs")
-
-
 def custom_losses(function: UserFunction, inputs: LossInputs) -> TokenLosses:
     """Returns the losses that `function` gives and their derivative. `inputs.logprobs` is a leaf that requires grad.
-
     Raises UserCodeError naming the function if it or its backward pass raises, or if it returns anything but floating
-    point [r] that depends on the logprobs. Does not check that values are finite, which would wait for the GPU.
-    """
+    point [r] that depends on the logprobs. Does not check that values are finite, which would wait for the GPU."""
     logprobs = inputs.logprobs
     assert logprobs.is_leaf and logprobs.requires_grad
     with torch.enable_grad():
         with function.named():
             loss = function.function(inputs)
-        function.hold(_fits(loss, logprobs), f"returned {described(loss)}, not a tensor of {described(logprobs)}")
+        fits = isinstance(loss, torch.Tensor) and loss.is_floating_point() and loss.device == logprobs.device
+        fits = fits and loss.shape == logprobs.shape
+        function.hold(fits, f"returned {described(loss)}, not a tensor of {described(logprobs)}")
         function.hold(loss.requires_grad, "returned losses that have no gradient by inputs.logprobs")
         with function.named():
             summed = (inputs.weights * loss).sum()
             (gradient,) = torch.autograd.grad(summed, logprobs, allow_unused=True)
     function.hold(gradient is not None, "returned losses that have no gradient by inputs.logprobs")
     return TokenLosses(loss.detach(), gradient)
-
-
-def _fits(loss: Any, like: torch.Tensor) -> bool:
-    return (
-        isinstance(loss, torch.Tensor)
-        and loss.shape == like.shape
-        and loss.is_floating_point()
-        and loss.device == like.device
-    )
-
-
-def described(value: Any) -> str:
-    """Describes a value that a user's function returned, for messages."""
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"

@@ -12,7 +12,6 @@ import torch
 from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint.folder import UNVERIFIED, checkpoint_folders, fault, sync_folder, verify, write_manifest
-from dynamo_megatron.checkpoint.megatron_folder import MegatronFolder, converted, write_megatron
 from dynamo_megatron.checkpoint.safetensors_folder import (
     CHAT_TEMPLATE_FILE,
     SINGLE_FILE,
@@ -23,11 +22,11 @@ from dynamo_megatron.checkpoint.safetensors_folder import (
     write_file,
     write_index,
 )
-from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
+from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, converted, is_torch_dist, write_megatron
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, read_yaml
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.mapping import cut, huggingface_shapes
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 NAME_MODEL = "`convert mcore2hf --model HF` names the folder of config.json and tokenizer"
@@ -68,18 +67,15 @@ def open_checkpoint(
 ) -> tuple[MegatronFolder, ModelSpec, Path]:
     """Returns (tensors, spec, folder of config.json and tokenizer). `path`: a folder that `hf2mcore` wrote, a run, its
     checkpoint, or any other folder in Megatron's torch_dist format. `model`: the folder of config.json and tokenizer;
-    None: `path` if it has a config.json, else the `model.path` of its run.
-
-    Raises ConfigError if a file is missing, ValueError if the tensors are damaged or are not those of the model.
+    None: `path` if it has a config.json, else the `model.path` of its run. Raises ConfigError if a file is missing,
+    ValueError if the tensors are damaged or are not those of the model.
     """
-    path, family = Path(path), None
-    in_run = path.resolve().parent.name == "checkpoints" and not (path / "config.json").is_file()
-    alone = step is None and is_torch_dist(path) and not in_run
-    checkpoint = path if alone else find_checkpoint(path, step)[1]
+    checkpoint, family = Path(path), None
+    in_run = checkpoint.resolve().parent.name == "checkpoints" and not (checkpoint / "config.json").is_file()
+    if step is not None or in_run or not is_torch_dist(checkpoint):
+        checkpoint = find_checkpoint(path, step)[1]
     if model is None and (checkpoint / "config.json").is_file():
         model = checkpoint
-    elif model is None and alone:
-        raise ConfigError(f"{path}: no config.json in it, and it is not in the folder of a run; {NAME_MODEL}")
     elif model is None:
         config = run_config(checkpoint).model
         model, family = Path(config.path), config.family
@@ -94,10 +90,8 @@ def open_checkpoint(
 
 def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     """Writes the Hugging Face folder `source` as a Megatron checkpoint that any layout loads, with config.json and
-    tokenizer beside it; `dtype` None: each tensor keeps its own.
-
-    Raises ConfigError or ValueError if it cannot be converted or `out` cannot be used, OSError if writing fails.
-    """
+    tokenizer beside it; `dtype` None: each tensor keeps its own. Raises ConfigError or ValueError if it cannot be
+    converted or `out` cannot be used, OSError if writing fails."""
     spec = load_model_config(source)
     with SafetensorsFolder(source, spec) as folder:
         kinds = _kinds(folder, dtype)
@@ -117,11 +111,7 @@ def mcore2hf(
     kinds = _kinds(folder, dtype)
     shapes = huggingface_shapes(spec)
     sizes = {name: nbytes(kind, shapes[name]) for name, kind in kinds.items()}
-    files: list[list[str]] = [[]]
-    for name in kinds:
-        if files[-1] and sum(sizes[n] for n in (*files[-1], name)) > FILE_BYTES:
-            files.append([])
-        files[-1].append(name)
+    files = cut(list(kinds), sizes, FILE_BYTES)
     with _aside(out) as unfinished:
         file_of = {}
         for number, names in enumerate(files, 1):

@@ -36,15 +36,15 @@ SHOWN = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"
 Tensors = TorchDistReader | SafetensorsFiles
 
 
-@dataclass(frozen=True)
+@dataclass
 class Contents:
-    """The content of one checkpoint. `problem`: the reason why it is not complete, or None."""
+    """The content of one checkpoint."""
 
     folder: Path
     kind: str
     facts: dict[str, str]
-    problem: str | None
-    tensors: Tensors | None  # None where they cannot be read
+    problem: str | None = None  # why it is not complete
+    tensors: Tensors | None = None  # None where they cannot be read
 
 
 def inspect(path: Path) -> Contents:
@@ -60,49 +60,42 @@ def inspect(path: Path) -> Contents:
             raise InputError(f"{path}: a run without a complete checkpoint{listed}")
         path = newest[1]
     if (path / MANIFEST_FILE).is_file() or re.fullmatch(r"step-\d{6,}", path.name):
-        return _with_manifest(path, others)
-    if is_torch_dist(path):
-        return Contents(path, "Megatron's torch_dist format", _huggingface_facts(path), None, TorchDistReader(path))
-    if any(path.glob("*.safetensors")):
-        return Contents(path, "Hugging Face folder", _huggingface_facts(path), None, SafetensorsFiles(path))
-    raise InputError(f"{path}: neither a run, nor a checkpoint, nor a Hugging Face folder with safetensors")
-
-
-def _with_manifest(folder: Path, others: dict[str, str]) -> Contents:
-    problem, facts, tensors, kind = fault(folder), others, None, "checkpoint of a run"
-    try:
-        if problem is None:
-            verify(folder)
-    except ValueError as error:
-        problem = str(error)  # the tensors are shown nevertheless, as far as they can be read
-    try:
-        manifest = read_manifest(folder)
-        model = ", ".join(f"{name} {value}" for name, value in manifest["model"].items() if value)
-        facts = facts | {"model": model, "dtype": manifest["dtype"]}
-        if manifest["layout"] is None:
-            kind = "converted model"
-        else:
-            layout = ", ".join(f"{name} {size}" for name, size in manifest["layout"].items())
-            facts |= {"step": str(manifest["step"]), "saved by": layout}
-        if problem is None:
-            facts["bytes"] = "as saved, by their checksums"
-        tensors = TorchDistReader(folder)
-    except ValueError as error:
-        problem = problem or str(error)
-    return Contents(folder, kind, facts, problem, tensors)
-
-
-def _huggingface_facts(folder: Path) -> dict[str, str]:
+        return _with_manifest(Contents(path, "checkpoint of a run", others))
+    torch_dist = is_torch_dist(path)
+    if not torch_dist and not any(path.glob("*.safetensors")):
+        raise InputError(f"{path}: neither a run, nor a checkpoint, nor a Hugging Face folder with safetensors")
     facts = {}
-    if (file := folder / "config.json").is_file():
+    if (file := path / "config.json").is_file():
         config = plain_json.read_object(file)
         shown = ", ".join(f"{key} {config[key]}" for key in SHOWN if key in config)
         facts["model"] = f"family {config.get('model_type', 'unknown')}, {shown}"
-    if (file := folder / EXPORT_FILE).is_file():
+    if (file := path / EXPORT_FILE).is_file():
         facts["step"] = str(plain_json.read_object(file).get("step"))
-    if is_torch_dist(folder):
+    if torch_dist:
         facts["bytes"] = UNVERIFIED
-    return facts
+        return Contents(path, "Megatron's torch_dist format", facts, tensors=TorchDistReader(path))
+    return Contents(path, "Hugging Face folder", facts, tensors=SafetensorsFiles(path))
+
+
+def _with_manifest(contents: Contents) -> Contents:
+    folder, facts = contents.folder, contents.facts
+    try:
+        manifest = read_manifest(folder)
+        facts["model"] = ", ".join(f"{name} {value}" for name, value in manifest["model"].items() if value)
+        facts["dtype"] = manifest["dtype"]
+        if manifest["layout"] is None:
+            contents.kind = "converted model"
+        else:
+            facts["step"] = str(manifest["step"])
+            facts["saved by"] = ", ".join(f"{name} {size}" for name, size in manifest["layout"].items())
+        contents.tensors = TorchDistReader(folder)  # shown as far as they can be read
+        contents.problem = fault(folder)
+        if contents.problem is None:
+            verify(folder)
+            facts["bytes"] = "as saved, by their checksums"
+    except ValueError as error:
+        contents.problem = fault(folder) or str(error)
+    return contents
 
 
 def describe(contents: Contents) -> str:
@@ -138,10 +131,8 @@ def _name(dtype: torch.dtype | str) -> str:
 
 
 def differences(a: Contents, b: Contents) -> Iterator[str]:
-    """Yields one line for each tensor that differs; nothing where all tensors are bit-identical.
-
-    Raises ValueError where the tensors of a checkpoint cannot be read.
-    """
+    """Yields one line for each tensor that differs; nothing where all tensors are bit-identical. Raises ValueError
+    where the tensors of a checkpoint cannot be read."""
     for contents in (a, b):
         if contents.tensors is None:
             raise InputError(contents.problem)

@@ -7,13 +7,16 @@ Megatron's own asynchronous writers are not used: their helper processes outlive
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import threading
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +26,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -32,6 +36,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -39,9 +44,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dynamo_megatron.checkpoint.checksums import ChecksumWriter
-from dynamo_megatron.checkpoint.folder import check_model, fault, publish, unfinished_folder, write_state
-from dynamo_megatron.checkpoint.optimizer_parts import without_gathering
+from dynamo_megatron.checkpoint.folder import (
+    ChecksumWriter,
+    check_model,
+    fault,
+    publish,
+    unfinished_folder,
+    write_state,
+)
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, write_common
 from dynamo_megatron.checkpoint.weights import verify_bytes
 from dynamo_megatron.errors import InputError
@@ -128,7 +138,12 @@ class Save:
     def __init__(self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
         self.step, self._state = step, state
         self._layout, self._folder, self._writer = policy.layout, folder, writer
-        self._contents = _contents(policy)
+        saved_by = {"ranks": policy.layout.world_size, **policy.config.parallel.model_dump()}
+        self._contents = {
+            "model": policy.spec.dimensions(),
+            "dtype": policy.config.model.dtype,
+            "layout": {**saved_by, "dp": policy.layout.dp.size()},
+        }
         self._thread = threading.Thread(target=writer.write, name=f"checkpoint of step {step}", daemon=True)
         if background:
             self._thread.start()
@@ -213,10 +228,7 @@ def _not_saved(root: Path, step: int, why: str) -> str:
 
 def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> None:
     """Loads the weights and, with `optimizer`, the optimizer's state; collective over all ranks. Any layout may have
-    saved them.
-
-    Raises ValueError for a checkpoint that is not complete, is damaged or belongs to another model.
-    """
+    saved them. Raises ValueError for a checkpoint that is not complete, is damaged or belongs to another model."""
     if (why := fault(folder)) is not None:
         raise InputError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
@@ -279,11 +291,99 @@ def _begin_moments(policy: Any) -> None:
             group.setdefault("step", 0)
 
 
-def _contents(policy: Any) -> dict[str, Any]:
-    """The manifest's entries on the model and on the layout that saved it."""
-    parallel, layout = policy.config.parallel.model_dump(), policy.layout
-    return {
-        "model": policy.spec.dimensions(),
-        "dtype": policy.config.model.dtype,
-        "layout": {"ranks": layout.world_size, **parallel, "dp": layout.dp.size()},
-    }
+# -- the optimizer's state ---------------------------------------------------------------------------------------------
+STORED = (ShardedTensor, ShardedTensorFactory)
+GATHERS = "sharded_param_state_fully_reshardable"  # the method of Megatron's optimizer that gathers
+
+
+@contextmanager
+def without_gathering(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Inside, `optimizer.sharded_state_dict` for a save in the format `fully_reshardable` has each rank's own parts, as
+    views of the optimizer's state, and communicates none of it.
+
+    A rank has runs of consecutive elements of parameters. The format stores whole tensors, for which Megatron gathers
+    the runs on one rank. But files may divide a tensor into any boxes, and a run is a few of them.
+    """
+    with ExitStack() as stack:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if not part.is_stub_optimizer:
+                assert callable(getattr(part, GATHERS, None)), f"megatron-core moved {GATHERS}"
+                setattr(part, GATHERS, partial(_parts, part))
+                stack.callback(delattr, part, GATHERS)
+        yield
+
+
+def _parts(optimizer: MegatronOptimizer, model: dict, is_loading: bool, metadata: dict) -> dict[int, Any]:
+    """This rank's parts by parameter and name of the state; the arguments are those of the method it replaces."""
+    assert not is_loading
+    stored_as = {base.data: base for base in nested_values(model) if isinstance(base, STORED)}
+    parts: dict[int, Any] = {}
+    for buffer in optimizer.gbuf_ranges:
+        for bucket in (bucket for of_dtype in buffer.values() for bucket in of_dtype):
+            for parameter, ranges in bucket["param_map"].items():
+                held = ranges["param"]
+                state = optimizer._get_main_param_and_optimizer_states(parameter)
+                parts[len(parts)] = {
+                    name: list(_of_run(stored_as[parameter], name, values, held.start, optimizer))
+                    for name, values in state.items()
+                    if name != "step"  # in the optimizer's groups
+                }
+    return parts
+
+
+def _of_run(
+    whole: ShardedTensor | ShardedTensorFactory,
+    name: str,
+    values: torch.Tensor,
+    start: int,
+    optimizer: MegatronOptimizer,
+) -> Iterator[ShardedTensor]:
+    """The parts of the state `name` of which this rank has `values`: the run of elements from `start` on of a parameter
+    that is stored as `whole`."""
+    # The first rank with the same parameters, but for those that share this run's buffer, writes.
+    replica = (*whole.replica_id[:2], optimizer.distributed_optimizer_instance_id)
+    named = replace(whole, key=f"optimizer.state.{name}.{whole.key}", replica_id=replica)
+    stored = list(nested_values({"": named.build()})) if isinstance(named, ShardedTensorFactory) else [named]
+    for tensor in stored:
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        view = tensor.data
+        assert view.is_contiguous() and view.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr(), (
+            f"{tensor.key} is not stored as a part of its parameter"
+        )
+        first = view.storage_offset() - whole.data.storage_offset()
+        begin, end = max(start, first), min(start + values.numel(), first + view.numel())
+        done = begin
+        axes = tensor.prepend_axis_num
+        for offset, sizes in boxes(tuple(view.shape), begin - first, max(begin, end) - first):
+            local, count = (1,) * axes + sizes, math.prod(sizes)
+            yield replace(
+                tensor,
+                data=values[done - start : done - start + count].view(local),
+                dtype=values.dtype,
+                local_shape=local,
+                global_offset=tuple(a + b for a, b in zip(tensor.global_offset, (0,) * axes + offset, strict=True)),
+                axis_fragmentations=None,  # no regular grid
+                prepend_axis_num=0,
+            )
+            done += count
+
+
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Divides the elements [begin, end) of a row-major tensor into boxes: at most 2 d - 1 for d dimensions. Yields
+    (offset, sizes) in the elements' order."""
+    if len(shape) <= 1:
+        if begin < end:
+            yield (begin,) * len(shape), (end - begin,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    while begin < end:
+        first, within = divmod(begin, row)
+        if not within and (rows := (end - begin) // row):
+            yield (first, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+            begin += rows * row
+            continue
+        stop = min(end, (first + 1) * row)
+        for offset, sizes in boxes(shape[1:], within, stop - first * row):
+            yield (first, *offset), (1, *sizes)
+        begin = stop

@@ -1,4 +1,5 @@
-"""The safetensors of a Hugging Face folder, read lazily and checked against the model's config, and written."""
+"""The safetensors of a Hugging Face folder, read lazily and checked against the model's config, and written; and the
+folders that a run exports."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from dynamo_megatron.checkpoint.folder import MANIFEST_FILE
+from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD, huggingface_shapes
 from dynamo_megatron.models.spec import ModelSpec
@@ -70,14 +73,22 @@ def set_dtype(folder: Path, dtype: str, quantization: Mapping[str, object] | Non
 class SafetensorsFiles:
     """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names, whatever they are.
 
-    Opening reads the headers only. Use as a context manager, or let it go out of scope, to close the files.
-
-    Raises ValueError, one line naming the file: nothing there, a malformed index, a file missing, corrupt or truncated.
+    Opening reads the headers only. Use as a context manager, or let it go out of scope, to close the files. Raises
+    ValueError, one line naming the file: nothing there, a malformed index, a file missing, corrupt or truncated.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        names = [SINGLE_FILE] if (self.path / SINGLE_FILE).is_file() else self._read_index()
+        names, index = [SINGLE_FILE], self.path / INDEX
+        if not (self.path / SINGLE_FILE).is_file():
+            if not index.is_file():
+                raise InputError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
+            listed = plain_json.read_object(index).get("weight_map")
+            if not isinstance(listed, dict) or not listed or any(Path(str(n)).name != n for n in listed.values()):
+                raise InputError(
+                    f"{index}: malformed (weight_map is missing, or names what are not files of the folder)"
+                )
+            names = sorted(set(listed.values()))
         self._files = {}
         self._file_of: dict[str, Path] = {}
         for file in (self.path / name for name in names):
@@ -120,24 +131,11 @@ class SafetensorsFiles:
         region = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
         return self._files[self._file_of[name]].get_slice(name)[region] if region else self.get(name)
 
-    def _read_index(self) -> list[str]:
-        """The names of the files."""
-        file = self.path / INDEX
-        if not file.is_file():
-            raise InputError(f"{self.path}: neither {SINGLE_FILE} nor {INDEX}; save the model as safetensors")
-        files = plain_json.read_object(file).get("weight_map")
-        if not isinstance(files, dict) or not files or any(Path(str(name)).name != name for name in files.values()):
-            raise InputError(f"{file}: malformed (weight_map is missing, or names what are not files of the folder)")
-        return sorted(set(files.values()))
-
 
 class SafetensorsFolder(SafetensorsFiles):
     """Checked on opening: these are the model's tensors, all of them and no others, in their shapes. A tied model may
-    carry `lm_head.weight`, equal to the embedding; rotary `inv_freq` buffers do not matter.
-
-    Raises ValueError, one line naming the file and the tensor, also for a tensor missing, too many, of the wrong shape
-    or quantised.
-    """
+    carry `lm_head.weight`, equal to the embedding; rotary `inv_freq` buffers do not matter. Raises ValueError, one line
+    naming the file and the tensor, also for a tensor missing, too many, of the wrong shape or quantised."""
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
         super().__init__(path)
@@ -194,3 +192,25 @@ def write_index(folder: Path, file_of: Mapping[str, str], size: int) -> None:
 
 def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype.itemsize
+
+
+def every_export(output: Path, step: int) -> Path:
+    """The folder of `checkpoint.export_hf: every`."""
+    return output / f"hf-step-{step:06d}"
+
+
+def exported_step(folder: Path) -> int | None:
+    """The step whose weights an exported folder has; None where `folder` is not an export. Raises ConfigError where the
+    folder's EXPORT_FILE names no step."""
+    file = folder / EXPORT_FILE
+    if not file.is_file():
+        return None
+    try:
+        return plain_json.read_object(file)["step"]
+    except (ValueError, KeyError):
+        raise ConfigError(f"{file}: names no step; delete {folder}, and the run exports its model again") from None
+
+
+def best_step(evaluations: Sequence[Mapping[str, Any]], config: Config) -> int:
+    """The step of the evaluation with the highest pass@k for the first `eval.k`; of equal ones the first."""
+    return max(evaluations, key=lambda e: e.get(f"eval/pass@{config.eval.k[0]}", -1.0))["step"]  # of another eval.k: -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from dynamo_megatron.checkpoint.folder import UNVERIFIED, verify
-from dynamo_megatron.checkpoint.megatron_folder import MegatronFolder
 from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
-from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
+from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, is_torch_dist
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import expert_number, global_name, huggingface_names, is_finite, to_megatron
 from dynamo_megatron.models.spec import ModelSpec
@@ -21,31 +21,24 @@ T = TypeVar("T")
 
 def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, layout: Any) -> None:
     """Loads the weights of a Hugging Face or Megatron folder into a policy's chunks; collective over all ranks of its
-    `layout` (policy/layout.py; the policy calls this, so that it is not imported here).
-
-    Raises ValueError, the same on every rank, also where only one rank reads the faulty tensor."""
+    `layout` (policy/layout.py; the policy calls this, so that it is not imported here). Raises ValueError, the same on
+    every rank, also where only one rank reads the faulty tensor."""
     if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
         print(f"{path}: {UNVERIFIED}", flush=True)
-    ranks = {
-        "tp_rank": layout.tp.rank(),
-        "tp_size": layout.tp.size(),
-        "ep_rank": layout.ep.rank(),
-        "ep_size": layout.ep.size(),
-    }
+    tp = {"tp_rank": layout.tp.rank(), "tp_size": layout.tp.size()}
+    ep = {"ep_rank": layout.ep.rank(), "ep_size": layout.ep.size()}
 
     def load() -> None:
         with open_weights(path, spec) as folder:
             for chunk in chunks:
-                load_weights(chunk, spec, folder, layer_offset=chunk.layer_offset, **ranks)
+                load_weights(chunk, spec, folder, layer_offset=chunk.layer_offset, **tp, **ep)
 
     _on_every_rank(layout, load)
 
 
 def verify_bytes(folder: Path, layout: Any, *, resume: bool = False) -> bool:
     """Runs `verify` with a share of the files on each rank; collective over all ranks. Returns False where there are no
-    checksums.
-
-    Raises ValueError, the same on every rank, naming the file and what to do."""
+    checksums. Raises ValueError, the same on every rank, naming the file and what to do."""
     return _on_every_rank(layout, lambda: verify(folder, layout.rank, layout.world_size, resume=resume))
 
 
@@ -73,22 +66,16 @@ def load_weights(
     ep_rank: int = 0,
     ep_size: int = 1,
 ) -> None:
-    """Fills the parameters of a GPTModel, in their dtype and on their device. The GPTModel's first layer is the model's
-    layer `layer_offset`. A stage of several chunks (interleaved pipeline) calls this once for each chunk.
-
-    Raises ValueError naming a parameter that is unknown to the family, whose shape differs from its shard's, or that
-    needs a tensor which another parameter has used. Raises ValueError naming a tensor that has no parameter (in the
-    chunk's layers, and of this rank's experts), or whose values are not all finite in the parameter's dtype.
-    """
+    """Fills the parameters of a GPTModel, a chunk of the policy whose first layer is the model's layer `layer_offset`,
+    in their dtype and on their device. Raises ValueError naming a parameter that is unknown to the family or has
+    another shape than its shard, a tensor that does not have one parameter (in the chunk's layers, and of this rank's
+    experts), or one whose values are not all finite in the parameter's dtype."""
     experts = spec.experts_of(ep_rank, ep_size)
-    used: dict[str, str] = {}
+    used: Counter[str] = Counter()
     for local_name, parameter in model.named_parameters():
         name = global_name(local_name, layer_offset, experts.start)
         names = huggingface_names(spec, name)
-        for tensor in names:
-            if tensor in used:
-                raise InputError(f"{name}: made of {tensor}, which {used[tensor]} has taken")
-            used[tensor] = name
+        used.update(names)
         shard = to_megatron(spec, name, [folder.get(tensor) for tensor in names], tp_rank, tp_size)
         if shard.shape != parameter.shape:
             raise InputError(
@@ -100,19 +87,14 @@ def load_weights(
             dtype = str(parameter.dtype).removeprefix("torch.")
             why = "holds NaN or infinity" if damaged else f"has a value too large for {dtype}"
             raise InputError(f"{folder.path}: tensor {damaged or names[0]} {why}; download or convert the model again")
+    own = [parts for name, parts in spec.layer_names.items() if expert_number(name) in (None, *experts)]
     for layer in {tensor.split(".")[2] for tensor in used if tensor.startswith("model.layers.")}:
-        for parameter_name, parts in spec.layer_names.items():
-            expert = expert_number(parameter_name)
-            if expert is not None and expert not in experts:
-                continue
-            for tensor in (f"model.layers.{layer}.{part}" for part in parts):
-                if tensor not in used:
-                    raise InputError(f"{folder.path}: tensor {tensor} has no parameter in the model")
+        used.update(f"model.layers.{layer}.{part}" for parts in own for part in parts)
+    if wrong := [name for name, times in used.items() if times != (2 if name.startswith("model.layers.") else 1)]:
+        raise InputError(f"{folder.path}: tensor {wrong[0]} does not have one parameter in the model")
 
 
 def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | MegatronFolder:
     """Opens the weights in a model's folder, safetensors or a Megatron checkpoint, and checks every name and shape.
-
-    Raises ValueError (one line).
-    """
+    Raises ValueError (one line)."""
     return MegatronFolder(path, spec) if is_torch_dist(path) else SafetensorsFolder(path, spec)

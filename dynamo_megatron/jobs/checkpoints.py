@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.checkpoint.exports import every_export, exported_step
 from dynamo_megatron.checkpoint.folder import choose_checkpoint, read_state
 from dynamo_megatron.checkpoint.policy_state import Save, begin_save, load_checkpoint
+from dynamo_megatron.checkpoint.safetensors_folder import every_export, exported_step
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.policy.policy import Policy

@@ -13,9 +13,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dynamo_megatron.checkpoint.exports import best_step, every_export, exported_step
 from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_state
-from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
+from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE, best_step, every_export, exported_step
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
 from dynamo_megatron.rollout.store import step_files

@@ -1,37 +1,106 @@
-"""One small file per family: Hugging Face config -> ModelSpec and the family's name table.
+"""Models: Hugging Face config -> ModelSpec; names, shapes, and an SGLang server's own layout.
 
-A new family is one file with `spec_from_config` and one entry in FAMILIES.
+Each family has a function and an entry in FAMILIES. It raises ValueError naming the field of config.json that cannot be
+mapped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models import llama, qwen2, qwen3, qwen3_moe
-from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.models.config_fields import flag, integer
+from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import on_one_line
 
-__all__ = ["FAMILIES", "ModelSpec", "load_model_config"]
+QWEN2_LAYER = {
+    **DENSE_LAYER,
+    "self_attention.linear_qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+}
+QWEN3_LAYER = {
+    **DENSE_LAYER,
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+}
+MIXTURE_FIELDS = """
+    decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
+    num_local_experts
+"""
+WINDOW = "sliding_window: attention other than full attention in every layer is not supported"
+
+
+def llama(config: Mapping[str, Any]) -> ModelSpec:
+    """Llama and models that compute the same (SmolLM2; Mistral without its window): no biases, no q/k norm."""
+    if flag(config, "mlp_bias"):
+        raise InputError("mlp_bias: true is not supported")
+    if config.get("model_type") == "mistral":
+        for key in ("num_key_value_heads", "sliding_window"):
+            if key not in config:
+                raise InputError(f"{key}: missing, and what that means differs between mistral and llama; give it")
+        if config["sliding_window"] is not None:  # transformers' Mistral applies it whatever layer_types has
+            raise InputError(WINDOW)
+    return decoder_spec(config, "llama", DENSE_LAYER, ("LlamaForCausalLM", "MistralForCausalLM"), ("mlp_bias",))
+
+
+def qwen2(config: Mapping[str, Any]) -> ModelSpec:
+    """Qwen2 and Qwen2.5, dense: q, k and v have a bias."""
+    return decoder_spec(config, "qwen2", QWEN2_LAYER, ("Qwen2ForCausalLM",))
+
+
+def qwen3(config: Mapping[str, Any]) -> ModelSpec:
+    """Qwen3, dense: RMSNorm on every head of q and k, a head size of its own."""
+    return decoder_spec(config, "qwen3", QWEN3_LAYER, ("Qwen3ForCausalLM",), head_dim=128)
+
+
+def qwen3_moe(config: Mapping[str, Any]) -> ModelSpec:
+    """Qwen3 mixture of experts (30B-A3B, 235B-A22B): Qwen3's attention, every MLP replaced by routed experts. The
+    router is a linear layer whose softmax picks `num_experts_per_tok` experts per token; no expert is shared."""
+    if integer(config, "decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
+        raise InputError(f"{key}: {config[key]!r} is not supported; every layer must be a mixture of experts")
+    if flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None:  # in every layer
+        raise InputError(WINDOW)
+    # transformers 5 writes num_local_experts, older ones and the published files num_experts
+    experts = integer(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
+    topk = integer(config, "num_experts_per_tok")
+    if topk == 1 and flag(config, "norm_topk_prob"):
+        raise InputError("norm_topk_prob: true with num_experts_per_tok 1 leaves the router no gradient; not supported")
+    names = {name: parts for name, parts in QWEN3_LAYER.items() if not name.startswith("mlp.")}
+    names["mlp.router.weight"] = ("mlp.gate.weight",)
+    for e in range(experts):
+        here, there = f"mlp.experts.local_experts.{e}", f"mlp.experts.{e}"
+        names[f"{here}.linear_fc1.weight"] = (f"{there}.gate_proj.weight", f"{there}.up_proj.weight")
+        names[f"{here}.linear_fc2.weight"] = (f"{there}.down_proj.weight",)
+    return replace(
+        decoder_spec(config, "qwen3_moe", names, ("Qwen3MoeForCausalLM",), MIXTURE_FIELDS.split()),
+        num_experts=experts,
+        router_topk=topk,
+        moe_ffn_hidden_size=integer(config, "moe_intermediate_size"),
+        norm_topk_prob=flag(config, "norm_topk_prob"),
+    )
+
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
-    "llama": llama.spec_from_config,
-    "qwen2": qwen2.spec_from_config,
-    "qwen3": qwen3.spec_from_config,
-    "qwen3_moe": qwen3_moe.spec_from_config,
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
 }
+
+
+__all__ = ["FAMILIES", "ModelSpec", "load_model_config"]
+
 ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the same from the fields that it knows
 
 
 def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
-    """Reads `path`/config.json. `family`: None, or the family that the file's model_type belongs to.
-
-    Raises ValueError, one line with the path, if there is no config.json, or if it is malformed, has a field that
-    cannot be mapped or an unknown model_type: a model with Llama's fields may compute something else.
-    """
+    """Reads `path`/config.json. `family`: None, or the family that the file's model_type belongs to. Raises ValueError,
+    one line with the path, if there is no config.json, or if it is malformed, has a field that cannot be mapped or an
+    unknown model_type: a model with Llama's fields may compute something else."""
     file = Path(path) / "config.json"
     if not file.parent.is_dir():
         raise InputError(

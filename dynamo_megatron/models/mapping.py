@@ -8,7 +8,7 @@ Hugging Face's, [out, in]. An expert is whole on its rank: tensor parallelism do
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -128,6 +128,18 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tied:
         shapes[HF_HEAD] = (spec.vocab_size, hidden)
     return shapes
+
+
+def cut(names: Sequence[str], sizes: Mapping[str, int], most: int) -> list[tuple[str, ...]]:
+    """Divides `names` in order into parts of at most `most` bytes, or of one name. `sizes`: of each in bytes."""
+    parts: list[tuple[str, ...]] = []
+    left = 0
+    for name in names:
+        if sizes[name] > left or not parts:
+            parts, left = [*parts, ()], most
+        parts[-1] += (name,)
+        left -= sizes[name]
+    return parts
 
 
 def is_sharded(name: str) -> bool:

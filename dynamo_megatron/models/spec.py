@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.config_fields import DECODER, check_fields, flag, integer, number
-from dynamo_megatron.models.rope import RopeScaling, read_rope
 
 if TYPE_CHECKING:
     import torch
@@ -95,20 +94,16 @@ class ModelSpec:
 def decoder_spec(
     config: Mapping[str, Any],
     family: str,
-    *,
     layer_names: Mapping[str, tuple[str, ...]],
     architectures: Collection[str],
     fields: Collection[str] = (),
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
     head_dim: int | None = None,
 ) -> ModelSpec:
     """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
 
-    `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the
-    family's module reads. `head_dim`: its value if config.json has none; None: hidden size / heads.
-
-    Raises ValueError naming the field that is missing, malformed or unknown, or that GPTModel would ignore.
+    `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the family
+    reads. `head_dim`: its value if config.json has none; None: hidden size / heads. Raises ValueError naming the field
+    that is missing, malformed or unknown, or that GPTModel would ignore.
     """
     check_fields(config, DECODER.union(fields), architectures)
     if flag(config, "attention_bias"):
@@ -145,8 +140,8 @@ def decoder_spec(
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tied=flag(config, "tie_word_embeddings"),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
+        qkv_bias="self_attention.linear_qkv.bias" in layer_names,
+        qk_norm="self_attention.q_layernorm.weight" in layer_names,
         layer_names=layer_names,
     )
 
@@ -185,3 +180,94 @@ def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:
         rope_scaling=parameters,
     )
     return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+
+
+# rope_type -> its parameters besides rope_theta
+PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor",
+        "mscale", "mscale_all_dim",
+    ),
+}  # fmt: skip
+COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+NULLABLE = {"attention_factor", "mscale", "mscale_all_dim"}  # null is as good as missing, for SGLang too
+
+RopeScaling = tuple[tuple[str, Any], ...]
+
+
+def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling]:
+    """Returns (theta, parameters of the scaling as (name, value) pairs: rope_type first, none for plain RoPE).
+
+    transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. Raises ValueError naming
+    the field that is malformed, not supported, or read differently by versions of transformers or by SGLang: both sets
+    if they differ, `mscale` 0, null except for NULLABLE.
+    """
+    given: dict[str, Mapping[str, Any]] = {k: config[k] for k in ("rope_scaling", "rope_parameters") if config.get(k)}
+    for key, part in given.items():
+        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
+            raise InputError(f"{key}: {part!r} is not one set of RoPE parameters for all layers")
+    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
+        raise InputError(
+            "rope_scaling: contradicts rope_parameters, and versions of transformers differ in which of them they "
+            "read; keep rope_parameters alone and add rope_scaling's keys to it"
+        )
+    none: tuple[str, Mapping[str, Any]] = ("rope_parameters", {})
+    where, part = next(iter(given.items()), none)
+    theta = number({"rope_theta": part.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta")
+    if theta <= 1:
+        raise InputError(f"rope_theta: {theta!r} is not above 1")
+    if config.get("rope_theta") not in (None, theta):
+        raise InputError(
+            f"rope_theta: {config['rope_theta']!r} contradicts the {theta!r} in {where}, which transformers reads; "
+            "remove one of them"
+        )
+    for holder in (config, part):
+        if holder.get("partial_rotary_factor") not in (None, 1):
+            raise InputError(f"partial_rotary_factor: {holder['partial_rotary_factor']!r} is not supported, only 1.0")
+    kind = part.get("rope_type", part.get("type", "default"))
+    if part.get("type", kind) != kind:
+        raise InputError(f"{where}: type {part['type']!r} contradicts rope_type {kind!r}; remove one of them")
+    if not isinstance(kind, str) or kind not in PARAMETERS:
+        raise InputError(f"rope_type: {kind!r} is not supported; supported are {', '.join(PARAMETERS)}")
+    for key in part:
+        if key not in COMMON and key not in PARAMETERS[kind]:
+            raise InputError(
+                f"{key}: not a parameter of rope_type {kind!r} in {where}, which has "
+                f"{', '.join(PARAMETERS[kind]) or 'none besides rope_theta'}; remove it if it has no effect"
+            )
+        if part[key] is None and key not in NULLABLE:
+            raise InputError(f"{key}: null in {where}; remove it or give a value")
+    return theta, _scaling(kind, part, max_positions)
+
+
+def _scaling(kind: str, part: Mapping[str, Any], max_positions: int) -> RopeScaling:
+    if kind == "default":
+        return ()
+    found: dict[str, Any] = {"rope_type": kind, "factor": number(part, "factor")}
+    if found["factor"] < 1:
+        raise InputError(f"factor: {part['factor']!r} of rope_type {kind!r} is below 1")
+    if kind == "linear":
+        return tuple(found.items())
+    yarn = kind == "yarn"
+    found["original_max_position_embeddings"] = integer(part, "original_max_position_embeddings", max_positions)
+    low, high = ("beta_slow", "beta_fast") if yarn else ("low_freq_factor", "high_freq_factor")
+    found[low] = number(part, low, 1.0 if yarn else None)
+    found[high] = number(part, high, 32.0 if yarn else None)
+    if found[high] <= found[low]:
+        raise InputError(f"{high}: {found[high]!r} is not above {low} {found[low]!r}")
+    if yarn:
+        found["truncate"] = flag({"truncate": True, **part}, "truncate")
+        scales = {key: number(part, key) for key in ("mscale", "mscale_all_dim") if part.get(key) is not None}
+        implied = 0.1 * math.log(found["factor"]) + 1
+        if len(scales) == 2:  # one alone has no effect
+            found |= scales
+            above, below = (0.1 * scale * math.log(found["factor"]) + 1 for scale in scales.values())
+            implied = above / below
+        if part.get("attention_factor") is not None:
+            factor = number(part, "attention_factor")
+            if not math.isclose(factor, implied, rel_tol=1e-6):  # left out if the others imply its value
+                found["attention_factor"] = factor
+    return tuple(found.items())

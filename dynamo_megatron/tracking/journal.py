@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.checkpoint.exports import best_step, every_export, exported_step
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
+from dynamo_megatron.checkpoint.safetensors_folder import best_step, every_export, exported_step
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,8 +23,10 @@ from dynamo_megatron.checkpoint.safetensors_folder import (
 )
 from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.weight_sync.gather import BucketSource
-from dynamo_megatron.weight_sync.schedule import SendSchedule, make_schedule
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import call, check_version
+from dynamo_megatron.weight_sync.schedule import Bucket, BucketSource, SendSchedule, make_schedule
+from dynamo_megatron.weight_sync.transports.base import Transport
 
 FILE_BYTES = 1 << 30  # of a file, more where one parameter is larger: host memory stays bounded
 
@@ -50,10 +52,8 @@ def export_huggingface(policy: Policy, folder: Path, step: int) -> None:
 
 
 def write_huggingface(policy: Policy, folder: Path) -> int:
-    """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks.
-
-    Raises OSError.
-    """
+    """Writes the policy as a Hugging Face folder and returns its bytes of parameters; collective over all ranks. Raises
+    OSError."""
     layout, config = policy.layout, policy.config
     itemsize = getattr(torch, config.model.dtype).itemsize
     schedule = make_schedule(
@@ -96,3 +96,38 @@ def write_companions(policy: Policy, folder: Path, schedule: SendSchedule) -> No
 
 def _file(number: int) -> str:
     return f"model-{number:05d}.safetensors"
+
+
+class DiskTransport(Transport):
+    def __init__(self, policy: Policy, schedule: SendSchedule, folder: Path):
+        self._policy, self._schedule, self._folder = policy, schedule, folder.absolute()
+        self._timeout = policy.config.rollout.start_timeout  # a load takes what the start's did
+
+    def begin(self, endpoint: Endpoint) -> None:
+        pass
+
+    def prepare(self) -> None:
+        empty_folder(self._folder)
+        write_companions(self._policy, self._folder, self._schedule)
+
+    def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        write_bucket(self._folder, number, tensors)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def turn(
+        self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
+    ) -> list[Endpoint]:
+        return []
+
+    def send(self, endpoint: Endpoint) -> int:
+        raise AssertionError("a server loads from disk when all is written")
+
+    def finish(self, endpoint: Endpoint, version: int) -> None:
+        payload = {
+            "model_path": str(self._folder),
+            "load_format": "auto",  # the server's own may be dummy (rollout/server.py)
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
+        call(endpoint, "/update_weights_from_disk", payload, self._timeout)
+        check_version(endpoint, version)

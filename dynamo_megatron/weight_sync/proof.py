@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD
 from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
@@ -36,22 +37,22 @@ class Sha256:
     the end."""
 
     def __init__(self, nbytes: int):
-        self._nbytes, self._parts = nbytes, {}
+        self.left = nbytes
+        self._parts: dict[int, np.ndarray] = {}
 
     def add(self, start: int, data: torch.Tensor) -> None:
         """`data`: any contiguous tensor; its first byte is byte `start`."""
         # `numpy` of a parameter itself would fix its storage, which is emptied where memory is released.
         self._parts[start] = data.flatten().view(torch.uint8).to("cpu", copy=True).numpy()
+        self.left -= data.nbytes
 
     def merge(self, other: Sha256) -> None:
+        self.left -= sum(map(len, other._parts.values()))
         self._parts.update(other._parts)
 
-    def digest(self) -> int:
-        """Returns the hash. Bytes that no part covers (the vocabulary's padding) count as 0."""
-        whole = np.zeros(self._nbytes, np.uint8)
-        for start, part in self._parts.items():
-            whole[start : start + len(part)] = part
-        return int.from_bytes(hashlib.sha256(whole).digest()[:8], "big")
+    def digest(self) -> str:
+        """Returns the hash, 16 hex digits, once no bytes are left."""
+        return hashlib.sha256(np.concatenate([self._parts[start] for start in sorted(self._parts)])).hexdigest()[:16]
 
 
 class TileHash:
@@ -60,40 +61,18 @@ class TileHash:
     adds the tiles."""
 
     def __init__(self, nbytes: int):
-        self._words = -(-nbytes // 4)
-        self._covered: list[tuple[int, int]] = []  # words
+        self.left, self._nbytes, self._words = nbytes, nbytes, -(-nbytes // 4)
         self._sums = torch.zeros(2, -(-self._words // TILE_WORDS), dtype=torch.int64)
 
     def add(self, start: int, data: torch.Tensor) -> None:
         """`data`: any contiguous tensor; its first byte is byte `start`. Parts begin and end on multiples of 4 bytes,
         except that the last part may end anywhere."""
+        self.left -= data.nbytes
         raw = data.flatten().view(torch.uint8)
         if tail := -len(raw) % 4:
             raw = torch.cat([raw, raw.new_zeros(tail)])
-        assert start % 4 == 0 and (not tail or start // 4 + len(raw) // 4 == self._words), "a part within a word"
-        self._add_words(start // 4, raw.view(torch.int32))
-
-    def merge(self, other: TileHash) -> None:
-        self._covered += other._covered
-        self._sums += other._sums
-
-    def digest(self) -> int:
-        """Returns the hash. Bytes that no part covers (the vocabulary's padding) count as 0."""
-        end = 0
-        for first, last in sorted([*self._covered, (self._words, self._words)]):
-            if first > end:
-                self._add_words(end, torch.zeros(first - end, dtype=torch.int32))
-            end = max(end, last)
-        if not self._words:
-            return 0
-        high, low = (_mix((lane & MASK) ^ (self._words * 4 & MASK)) for lane in self._sums)
-        x = ((int(high.sum()) << 32) + int(low.sum())) & 0xFFFFFFFFFFFFFFFF
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFFFFFFFFFF
-        return x ^ (x >> 31)
-
-    def _add_words(self, start: int, words: torch.Tensor) -> None:
-        self._covered.append((start, start + len(words)))
+        assert start % 4 == 0 and (not tail or start + len(raw) == self._words * 4), "a part within a word"
+        start, words = start // 4, raw.view(torch.int32)
         sums = []
         for offset in range(-(start % TILE_WORDS), len(words), CHUNK_WORDS):  # chunks begin with a tile
             chunk = words[max(0, offset) : offset + CHUNK_WORDS].long() & MASK
@@ -110,6 +89,18 @@ class TileHash:
             total = torch.cat(sums, 1).cpu()  # one transfer
             tile = start // TILE_WORDS
             self._sums[:, tile : tile + total.shape[1]] += total
+
+    def merge(self, other: TileHash) -> None:
+        self.left -= other._nbytes - other.left
+        self._sums += other._sums
+
+    def digest(self) -> str:
+        """As `Sha256.digest`."""
+        high, low = (_mix((lane & MASK) ^ (self._words * 4 & MASK)) for lane in self._sums)
+        x = ((int(high.sum()) << 32) + int(low.sum())) & 0xFFFFFFFFFFFFFFFF
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFFFFFFFFFF
+        return f"{x ^ (x >> 31):016x}"
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -135,57 +126,46 @@ class ExpectedChecksums:
     def __init__(self, spec: ModelSpec, tp_size: int, device: str):
         self._spec, self._tp_size, self._hash = spec, tp_size, HASHES[device]
         check_server_parallel(spec, tp_size, device)
-        layout = server_layout(spec, tp_size)
-        self._places, self._sizes = layout.places, layout.sizes
-        self._parts: dict[str, set[str]] = {}  # parameter -> the Hugging Face tensors it is made of
-        for name, (parameter, _) in self._places.items():
-            self._parts.setdefault(parameter, set()).add(name)
-        self._given: dict[str, set[str]] = {}  # parameter -> those of them that came
+        self._layout = server_layout(spec, tp_size)
         self._hashes: dict[tuple[str, int], Sha256 | TileHash | str] = {}  # (parameter, server rank); str: complete
 
     @torch.no_grad()
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """(Hugging Face name, whole tensor) in the servers' dtype. Nothing of a tensor is kept on its device."""
         for name, tensor in tensors:
-            parameter, start = self._places[name]
+            parameter, start = self._layout.places[name]
             for rank in range(self._tp_size):
                 shard = server_shard(self._spec, name, tensor, rank, self._tp_size).contiguous()
-                size = self._sizes[parameter] * shard.element_size()
-                running = self._hashes.setdefault((parameter, rank), self._hash(size))
-                running.add(start * shard.element_size(), shard)
-            self._given.setdefault(parameter, set()).add(name)
-            self._finish(parameter)
+                size, key = self._layout.sizes[parameter], (parameter, rank)
+                hashed = self._hashes.setdefault(key, self._hash(size * shard.element_size()))
+                hashed.add(start * shard.element_size(), shard)
+                if name in (HF_EMBEDDING, HF_HEAD) and size > shard.numel():
+                    hashed.add(shard.nbytes, shard.new_zeros(size - shard.numel()))  # the vocabulary's padding
+                if not hashed.left:
+                    self._hashes[key] = hashed.digest()
 
     def gather(self, group: dist.ProcessGroup) -> Expected | None:
         """What every rank of a server should report: of the parameters whose parts have all come. Collective over
         `group` (of host tensors), whose first rank gets the result and the others None."""
-        mine = (self._given, self._hashes)
         everyone = [None] * group.size() if group.rank() == 0 else None
-        dist.gather_object(mine, everyone, dst=dist.get_global_rank(group, 0), group=group)
-        return self._joined(everyone) if everyone is not None else None
+        dist.gather_object(self._hashes, everyone, dst=dist.get_global_rank(group, 0), group=group)
+        return joined(everyone, self._tp_size) if everyone is not None else None
 
-    def _joined(self, everyone: list[tuple[dict, dict]]) -> Expected:
-        self._given, self._hashes = {}, {}
-        for given, hashes in everyone:
-            for parameter, names in given.items():
-                known = self._given.setdefault(parameter, set())
-                assert not names & known, f"{parameter}: two ranks sent {names & known}"
-                for rank in range(self._tp_size):
-                    if known:
-                        self._hashes[parameter, rank].merge(hashes[parameter, rank])
-                    else:
-                        self._hashes[parameter, rank] = hashes[parameter, rank]
-                known |= names
-        for parameter in self._given:
-            self._finish(parameter)
-        complete = [parameter for parameter, parts in self._parts.items() if parts == self._given.get(parameter)]
-        return [{parameter: self._hashes[parameter, rank] for parameter in complete} for rank in range(self._tp_size)]
 
-    def _finish(self, parameter: str) -> None:
-        if self._given[parameter] == self._parts[parameter]:
-            for rank in range(self._tp_size):
-                if not isinstance(one := self._hashes[parameter, rank], str):
-                    self._hashes[parameter, rank] = f"{one.digest():016x}"
+def joined(everyone: Iterable[dict[tuple[str, int], Sha256 | TileHash | str]], tp_size: int) -> Expected:
+    """The hashes of the parameters whose parts have all come, from those of every training rank."""
+    whole: dict[tuple[str, int], Sha256 | TileHash | str] = {}
+    for hashes in everyone:
+        for key, one in hashes.items():
+            if key in whole:
+                whole[key].merge(one)
+            else:
+                whole[key] = one
+    expected: Expected = [{} for _ in range(tp_size)]
+    for (parameter, rank), one in whole.items():
+        if isinstance(one, str) or not one.left:
+            expected[rank][parameter] = one if isinstance(one, str) else one.digest()
+    return expected
 
 
 def compare(expected: Expected, ranks: Iterable[Mapping]) -> str | None:

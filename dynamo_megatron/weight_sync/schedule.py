@@ -1,11 +1,10 @@
-"""Which rank gathers and sends which weights: computed once from the training layout, the same on every rank.
+"""Which rank gathers and sends which weights, computed once from the training layout and the same on every rank; and
+the gathering: whole Hugging Face tensors on a bucket's sender, quantised where the schedule says so.
 
 A *bucket* is a run of Megatron parameters of one pipeline stage (or, of experts, of one expert-parallel rank), at most
 `bucket_bytes` of Hugging Face tensors. A parameter is never cut: q, k and v, and gate and up, which a server fuses,
-travel together. In a *round* every sender has at most one bucket.
-
-With `quantization` the sender quantises the bucket that it has gathered (models/fp8.py): names and bytes of a bucket
-are those of what is sent, its bound is that of what is gathered.
+travel together. In a *round* every sender has at most one bucket. With `quantization` names and bytes of a bucket are
+those of what is sent, its bound is that of what is gathered.
 """
 
 from __future__ import annotations
@@ -13,22 +12,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.models.fp8 import sent_bytes
+from dynamo_megatron.models.fp8 import quantize_tensors, sent_bytes
 from dynamo_megatron.models.mapping import (
     EMBEDDING,
+    LAYER,
     OUTPUT_LAYER,
+    cut,
     expert_number,
+    global_name,
     huggingface_names,
     huggingface_shapes,
     is_expert,
+    is_sharded,
     parameter_names,
+    to_huggingface,
 )
 from dynamo_megatron.models.server_layout import server_shard
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -88,12 +97,12 @@ def make_schedule(
     sizes = {parameter: sum(tensors.values()) for parameter, tensors in _tensors(spec, itemsize, None).items()}
     sent = _tensors(spec, itemsize, quantization)
     for stage in range(parallel.pp):
-        parameters = list(stage_parameters(spec, parallel, stage))
+        parameters = [p for p in sent if stage_of(p, spec, parallel) == stage]
         first = stage * stage_ranks  # tp 0, cp 0, dp 0 of the stage, and its ep 0 with expert-dp 0
-        queues[first] = _cut([p for p in parameters if not is_expert(p)], sizes, bucket_bytes)
+        queues[first] = cut([p for p in parameters if not is_expert(p)], sizes, bucket_bytes)
         for ep in range(parallel.ep if spec.num_experts else 0):
             own = [p for p in parameters if expert_number(p) in spec.experts_of(ep, parallel.ep)]
-            queues.setdefault(first + ep, []).extend(_cut(own, sizes, bucket_bytes))
+            queues.setdefault(first + ep, []).extend(cut(own, sizes, bucket_bytes))
     rounds, number = [], 0
     for position in range(max(map(len, queues.values()))):
         buckets = []
@@ -120,30 +129,11 @@ def _tensors(spec: ModelSpec, itemsize: int, quantization: str | None) -> dict[s
     }
 
 
-def _cut(parameters: list[str], sizes: dict[str, int], bucket_bytes: int) -> list[tuple[str, ...]]:
-    buckets: list[tuple[str, ...]] = []
-    held: list[str] = []
-    for parameter in parameters:
-        if held and sum(sizes[p] for p in (*held, parameter)) > bucket_bytes:
-            buckets.append(tuple(held))
-            held = []
-        held.append(parameter)
-    return [*buckets, tuple(held)] if held else buckets
-
-
-def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Iterator[str]:
-    """The parameters of a pipeline stage that are to be sent: a tied head is the embedding, which the first sends."""
-    depth = spec.num_layers // (parallel.pp * parallel.vpp)
-    if stage == 0:
-        yield EMBEDDING
-    for chunk in range(parallel.vpp):
-        first = (chunk * parallel.pp + stage) * depth
-        for layer in range(first, first + depth):
-            yield from (f"decoder.layers.{layer}.{part}" for part in spec.layer_names)
-    if stage == parallel.pp - 1:
-        yield "decoder.final_layernorm.weight"
-        if not spec.tied:
-            yield OUTPUT_LAYER
+def stage_of(name: str, spec: ModelSpec, parallel: ParallelConfig) -> int:
+    """The pipeline stage that sends parameter `name`; a tied head is the embedding."""
+    if layer := LAYER.fullmatch(name):
+        return int(layer[1]) * parallel.pp * parallel.vpp // spec.num_layers % parallel.pp
+    return 0 if name == EMBEDDING else parallel.pp - 1
 
 
 @functools.cache
@@ -159,3 +149,65 @@ def floor_bytes(spec: ModelSpec, tp: int, itemsize: int, quantization: str | Non
             part = server_shard(spec, name, whole, rank, tp)
             total += sum(sent_bytes(name, part.shape, itemsize, quantization).values())
     return total
+
+
+class BucketSource:
+    """This rank's part in gathering. All ranks call `gather` for every round, in order."""
+
+    def __init__(self, policy: Policy, schedule: SendSchedule):
+        layout, spec = policy.layout, policy.spec
+        self._spec, self._schedule, self._layout = spec, schedule, layout
+        stage, within = divmod(layout.rank, schedule.stage_ranks)
+        assert (stage, within % layout.tp.size()) == (layout.pp.rank(), layout.tp.rank()), "not Megatron's rank order"
+        assert within % layout.ep.size() == layout.ep.rank(), "not Megatron's rank order"
+        self._joins = layout.dp_cp.rank() == 0  # one replica of a stage gathers
+        assert self._joins == (within < layout.tp.size()), "not Megatron's rank order"
+        self._held: dict[tuple[str, ...], torch.nn.Parameter] = {}  # by the Hugging Face tensors they are made of
+        experts = spec.experts_of(layout.ep.rank(), layout.ep.size()).start
+        for chunk in policy.chunks:
+            for local, parameter in chunk.named_parameters():
+                name = global_name(local, chunk.layer_offset, experts)
+                if not (name == OUTPUT_LAYER and spec.tied):
+                    self._held[huggingface_names(spec, name)] = parameter
+
+    @torch.no_grad()
+    def gather(self, number: int) -> dict[str, torch.Tensor] | None:
+        """What this rank sends in round `number`, by Hugging Face name, on the parameters' device; None where it does
+        not send. A collective over the tensor-parallel ranks that hold a dense bucket.
+
+        Tensors may share memory with the parameters.
+        """
+        bucket = self._schedule.bucket_of(self._layout.rank, number)
+        together = self._schedule.dense_bucket(self._layout.pp.rank(), number) if self._joins else None
+        shards: dict[str, list[torch.Tensor]] = {}
+        if together is not None and self._layout.tp.size() > 1:
+            shards = self._collect(together)
+        if bucket is None:
+            return None
+        tensors: dict[str, torch.Tensor] = {}
+        for name in bucket.parameters:
+            tensors |= to_huggingface(self._spec, name, shards.get(name) or [self._parameter(name)])
+        if self._schedule.quantization is not None:
+            tensors = quantize_tensors(tensors)
+        assert tuple(tensors) == bucket.names, "not the schedule's tensors"
+        return tensors
+
+    def _collect(self, bucket: Bucket) -> dict[str, list[torch.Tensor]]:
+        """Of every sharded parameter the shards, on the bucket's sender: one gather for all of them."""
+        names = [name for name in bucket.parameters if is_sharded(name)]
+        if not names:
+            return {}
+        group = self._layout.tp
+        own = [self._parameter(name) for name in names]
+        flat = torch.cat([parameter.reshape(-1) for parameter in own])
+        leads = group.rank() == 0
+        parts = [torch.empty_like(flat) for _ in range(group.size())] if leads else None
+        dist.gather(flat, parts, group=group, group_dst=0)
+        if not leads:
+            return {}
+        pieces = zip(*(part.split([parameter.numel() for parameter in own]) for part in parts), strict=True)
+        # A shard has the same shape on every rank.
+        return {n: [s.view(p.shape) for s in shards] for n, p, shards in zip(names, own, pieces, strict=True)}
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        return self._held[huggingface_names(self._spec, name)].detach()

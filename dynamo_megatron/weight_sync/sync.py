@@ -25,15 +25,13 @@ from dynamo_megatron.rollout.servers.server_api import CHECK_TIMEOUT, ServerErro
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.threads import for_each
-from dynamo_megatron.weight_sync.gather import BucketSource
+from dynamo_megatron.weight_sync.folder import DiskTransport
 from dynamo_megatron.weight_sync.proof import Expected, ExpectedChecksums, mismatch, server_device
-from dynamo_megatron.weight_sync.schedule import Bucket, floor_bytes, make_schedule
+from dynamo_megatron.weight_sync.schedule import Bucket, BucketSource, floor_bytes, make_schedule
 from dynamo_megatron.weight_sync.transports import choose_transport
 from dynamo_megatron.weight_sync.transports.base import Transport
-from dynamo_megatron.weight_sync.transports.disk import DiskTransport
 from dynamo_megatron.weight_sync.transports.group import GroupTransport
-from dynamo_megatron.weight_sync.transports.ipc import IpcTransport
-from dynamo_megatron.weight_sync.transports.tensor import TensorTransport
+from dynamo_megatron.weight_sync.transports.handles import IpcTransport, TensorTransport
 
 T = TypeVar("T")
 OnPoll = Callable[[], None] | None
@@ -57,10 +55,8 @@ class SyncReport:
 
 
 class WeightSync:
-    """Made once by all ranks. `rollout` is rank 0's; None elsewhere, and where a run has no servers.
-
-    Raises ValueError where `rollout.sync` asks for what cannot work here.
-    """
+    """Made once by all ranks. `rollout` is rank 0's; None elsewhere, and where a run has no servers. Raises ValueError
+    where `rollout.sync` asks for what cannot work here."""
 
     def __init__(self, policy: Policy, rollout: RolloutWorker | None, coordinator: Coordinator):
         self._policy, self._rollout, self._coordinator = policy, rollout, coordinator

@@ -78,17 +78,3 @@ def test_earlier_steps_are_forgotten():
         wrong = 1.0 if step < 6 else 4.0
         allocator.observe(["a"] * 200, [1, 0] * 100, [True, False] * 100, step, energy=[1.0, wrong] * 100)
     assert allocator.history.energy_line.score_ratio == pytest.approx(4, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("energy", "says"),
-    [
-        ([1.0], "prompt_ids: 2 ids and 2 rewards, 2 successes, 1 energy"),
-        ([1, -1], "energy: prompt 'a' has -1"),
-        ([1, np.nan], "energy: prompt 'a' has nan"),
-    ],
-)
-def test_wrong_energies_are_refused(energy, says):
-    allocator = RolloutAllocator({})
-    with pytest.raises(ValueError, match=says):
-        allocator.observe(["a", "a"], [1, 0], [True, False], 1, energy=energy)

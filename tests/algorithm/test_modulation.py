@@ -119,16 +119,6 @@ def test_a_quantile_in_place_of_the_largest_change(quantile):
         assert got == want
 
 
-def test_a_quantile_damps_the_share_of_tokens_above_it():
-    rng = np.random.default_rng(6)
-    entropy, mask, change = rng.exponential(size=10_000), np.ones(10_000), rng.exponential(size=10_000)
-    shares = {}
-    for name, quantile in (("max", None), ("quantile", 0.99)):
-        ranges = modulation_ranges(entropy, change, mask, quantile=quantile)
-        shares[name] = float((modulate(np.ones(10_000), entropy, change, ranges, **PUBLISHED).beta_stab < 0.9).mean())
-    assert shares["max"] < 5e-4 and 0.01 <= shares["quantile"] < 0.02
-
-
 def test_a_quantile_of_no_change_is_no_change():
     ranges = modulation_ranges(np.ones(3), np.zeros(3), np.ones(3), quantile=0.5)
     assert ranges.entropy_change_max == 0

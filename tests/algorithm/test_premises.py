@@ -33,11 +33,7 @@ PILOT = {"kind": "pilot", "round_n": 4}
         ({"allocation": UNIFORM, "loss": {"clip_ratio_high": 0.28}}, {}, ["loss.mini_batches=1"]),
         ({"allocation": UNIFORM, "loss": {"kl_cov": {}, "mini_batches": 2}}, {}, []),
         ({"advantage": {"kind": "reinforce"}}, {}, ["advantage.kind=reinforce"]),
-        (
-            {"allocation": UNIFORM, "advantage": {"kind": "reinforce"}, "dynamic_sampling": {}},
-            {},
-            ["dynamic_sampling"],
-        ),
+        ({"allocation": UNIFORM, "advantage": {"kind": "reinforce"}, "dynamic_sampling": {}}, {}, ["dynamic_sampling"]),
         ({"allocation": {"kind": "cero"}, "advantage": {"kind": "history"}}, {}, ["advantage.kind=history"]),
         ({"allocation": {"static": True}, "advantage": {"kind": "history"}}, {}, ["advantage.kind=history"]),
         ({"advantage": {"kind": "history"}}, {}, []),

@@ -102,13 +102,3 @@ def test_one_step_that_is_the_response_is_an_outcome(rollouts, kind):
 def test_equal_steps_of_a_group_change_nothing(kind):
     rewards = np.array([0.1, NAN, 0.1, 0.1, NAN, 0.1])
     assert not process_advantages(rewards, np.array([0, 0, 0]), np.array([2, 3, 1]), config(kind)).any()
-
-
-def test_other_groups_and_rollouts_without_steps_change_nothing():
-    group = np.array([1, 0, 1, 0, 2])
-    lengths = np.array([2, 3, 1, 2, 2])
-    rewards = np.array([1.0, 2.0, NAN, 0.5, 1.5, 7.0, NAN, -1.0, NAN, NAN])
-    found = process_advantages(rewards, group, lengths, config(gamma=0.9))
-    alone = process_advantages(rewards[[2, 3, 4, 6, 7]], np.array([0, 0]), np.array([3, 2]), config(gamma=0.9))
-    np.testing.assert_array_equal(found[[2, 3, 4, 6, 7]], alone)
-    assert not found[-2:].any()

@@ -2,9 +2,14 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
-from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios, mismatch
+from dynamo_megatron.algorithm.rollout_correction import (
+    correction_weights,
+    importance_ratios,
+    mean_gaps,
+    mismatch,
+    rejections,
+)
 from dynamo_megatron.config.method import RolloutCorrectionConfig
 
 
@@ -36,29 +41,9 @@ def test_weights_against_a_loop(kind, level, low, high):
     assert (np.abs(got - importance_ratios(log_ratio, lengths, level)) > 1e-12).any()
 
 
-def test_equal_logprobs_weigh_one():
-    for kind in ("truncate", "mask"):
-        for level in ("token", "sequence"):
-            config = RolloutCorrectionConfig(kind=kind, level=level, low=0.5)
-            assert (
-                correction_weights(importance_ratios(torch.zeros(6), torch.tensor([2, 4]), level), config) == 1
-            ).all()
-
-
 def test_far_apart_stays_finite():
     ratios = importance_ratios(np.array([500.0, 500.0, -900.0]), np.array([2, 1]), "sequence")
     assert np.isfinite(ratios).all() and ratios[2] == 0
-
-
-def test_the_truncated_mean_is_unbiased_where_nothing_is_truncated():
-    """Importance sampling: the weighted mean under the engine's distribution is the policy's mean."""
-    rng = np.random.default_rng(1)
-    engine, policy, value = rng.dirichlet(np.ones(6) * 5), rng.dirichlet(np.ones(6) * 5), rng.normal(size=6)
-    log_ratio = np.log(policy / engine)
-    weights = correction_weights(
-        importance_ratios(log_ratio, np.ones(6, int), "token"), RolloutCorrectionConfig(high=1e6)
-    )
-    assert (engine * weights * value).sum() == pytest.approx((policy * value).sum(), rel=1e-12)
 
 
 def test_mismatch():
@@ -81,3 +66,71 @@ def test_mismatch():
     assert mismatch(np.array([-30.0]), np.array([1]), None)["kl"] == pytest.approx(29.0, rel=1e-12)
     assert math.isfinite(mismatch(np.full(10, 900.0), np.array([10]), None)["kl"])
     assert mismatch(np.zeros(0), np.zeros(3, int), None) == {"kl": 0.0, "ratio_max": 0.0}
+
+
+LENGTHS = np.array([20, 1, 0, 3])
+VERSIONS = np.full(24, 4)
+
+
+@pytest.fixture
+def pair():
+    """(policy's logprobs, the engine's): bfloat16's noise, with one token in it that is 0.45 nats off."""
+    rng = np.random.default_rng(0)
+    engine = -rng.exponential(1.0, 24).astype(np.float32)
+    policy = engine + rng.normal(0, 0.03, 24).astype(np.float32)
+    policy[20] = engine[20] + 0.45
+    return policy, engine
+
+
+def test_noise_passes_also_in_a_response_of_one_token(pair):
+    assert rejections(*pair, LENGTHS, VERSIONS, 4, 0.3) == {}
+    assert mean_gaps(*pair, LENGTHS)[1] == pytest.approx(0.45 / 8)
+
+
+def test_what_is_rejected_and_why(pair):
+    policy, engine = pair
+    assert rejections(policy, engine, LENGTHS, VERSIONS, 5, None).keys() == {0, 1, 3}
+    older = VERSIONS.copy()
+    older[21] = 3
+    assert rejections(policy, engine, LENGTHS, older, 4, 0.3) == {3: "sampled from weight version 3 to 4, not 4"}
+    assert rejections(policy, engine, LENGTHS, older, 3, 0.3)[3] == "sampled from weight version 3 to 4, not 3"
+    engine[:20] = policy[:20] - 0.5
+    engine[20] = -9.0
+    found = rejections(policy, engine, LENGTHS, VERSIONS, 4, 0.3)
+    assert found.keys() == {0, 1} and found[0] == "logprobs 0.5 nats from the policy's on average"
+    assert rejections(policy, engine, LENGTHS, VERSIONS, 4, None) == {}
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_not_finite_is_always_rejected(pair, bad, both):
+    policy, engine = pair
+    engine[22] = bad
+    if both:
+        policy[22] = bad
+    assert rejections(policy, engine, LENGTHS, VERSIONS, 4, None) == {3: "a logprob that is not finite"}
+
+
+def test_an_unknown_version_is_none_that_the_bound_allows(pair):
+    versions = np.array([1] * 20 + [-1, 0, 1, 1])
+    found = rejections(*pair, LENGTHS, versions, 1, None, 3)
+    assert found == {1: "sampled from weight version -1, not 0 to 1"}
+
+
+def test_older_weights_within_the_bound_are_no_reason_and_their_gap_is_none(pair):
+    policy, engine = pair
+    versions = np.array([2] * 10 + [4] * 11 + [1, 2, 4])
+    engine[:10] = policy[:10] - 5.0  # of older weights: another policy
+    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 3) == {}
+    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 2) == {
+        3: "sampled from weight version 1 to 4, not 2 to 4"
+    }
+    assert (
+        rejections(policy, engine, LENGTHS, versions, 3, 0.3, 2)[0] == "sampled from weight version 2 to 4, not 1 to 3"
+    )
+    engine[10:20] = policy[10:20] - 0.5  # of the present ones
+    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 3) == {
+        0: "logprobs 0.5 nats from the policy's on average"
+    }
+    engine[3] = np.nan
+    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 3) == {0: "a logprob that is not finite"}

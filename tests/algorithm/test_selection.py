@@ -54,15 +54,6 @@ def test_clip_cov_draws_from_the_open_band_only():
     assert clip_cov(values, keys, ratio=1e-9, low=1.0, high=5.0).sum() == 1
 
 
-def test_one_token_more_in_the_band_changes_the_draw_by_one_token_at_most():
-    """What a shuffle of the candidates would not do: the band's edge may fall on either side of a rounding error."""
-    rng = np.random.default_rng(4)
-    values, keys = rng.uniform(0, 10, 500), rng.random(500)
-    before = clip_cov(values, keys, ratio=0.05, low=1.0, high=5.0)
-    values[int(np.flatnonzero(values > 5)[0])] = 4.9
-    assert (clip_cov(values, keys, ratio=0.05, low=1.0, high=5.0) != before).sum() <= 2
-
-
 def test_random_keys_belong_to_the_rollout_not_to_the_order():
     ids, lengths = ["3/p/0-0", "3/p/0-1", "3/q/0-0"], np.array([4, 0, 3])
     keys = random_keys(ids, lengths, seed=0)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from dynamo_megatron.checkpoint.checksums import file_checksum
 from dynamo_megatron.checkpoint.folder import (
     choose_checkpoint,
     complete_checkpoints,
     fault,
+    file_checksum,
     latest_checkpoint,
     publish,
     read_manifest,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,51 @@ import time
 from pathlib import Path
 
 import psutil
+import torch
 from living_processes import living
+from safetensors.torch import load_file
+
+from dynamo_megatron.rollout.result import group_id, rollout_id
+from dynamo_megatron.types import Rollout
+
+
+def json_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def timeless(row: dict) -> dict:
+    """A line of metrics.jsonl but for what the machine decides."""
+    return {key: value for key, value in row.items() if not key.startswith(("time/", "throughput/", "resources/"))}
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    weights = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert weights, f"{folder} has no weights"
+    return weights
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = exported(one), exported(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int], response: list[int], **others):
+    """Rollout `k` of the step's group `place`. `others`: `right`, and further fields."""
+    group, right = group_id(step, place), others.pop("right")
+    fields = {
+        "rollout_id": rollout_id(group, k),
+        "group_id": group,
+        "prompt_id": prompt_id,
+        "step": step,
+        "tokens": prompt + response,
+        "response_mask": [0] * len(prompt) + [1] * len(response),
+        "weight_versions": [(step - 1, 0, len(response))],
+        "finish_reason": "length",
+        "reward": float(right),
+        "success": bool(right),
+        "reward_parts": {},
+    }
+    return Rollout(**fields | others)
 
 
 class Run:

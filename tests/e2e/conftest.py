@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from background_run import Run
+from background_run import Run, json_lines, made_rollout
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.line_files import read_raw_lines
 from dynamo_megatron.types import Rollout
@@ -25,8 +24,7 @@ REPLAYED_STEPS, REPLAYED_GROUP, REPLAYED_RESPONSE = 2, 16, 12  # tokens
 
 
 def metrics(output: Path) -> list[dict]:
-    file = output / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return json_lines(output / "metrics.jsonl")
 
 
 def rollout_lines(output: Path, step: int) -> list[str]:
@@ -139,7 +137,7 @@ def made_rollouts(workspace, tiny_model) -> list[Rollout]:
     """Random responses with the logprobs that the untrained model gives them: the policy's own, to rounding."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), load_tokenizer(tiny_model)
     rng, made = np.random.default_rng(0), []
-    problems = [json.loads(line) for line in (workspace / "problems.jsonl").read_text().splitlines()]
+    problems = json_lines(workspace / "problems.jsonl")
     for step in range(1, REPLAYED_STEPS + 1):
         for i, problem in enumerate([*problems, *problems]):  # an epoch that ends in the step draws some twice
             prompt = tokenizer.encode(problem["problem"] + "\n")
@@ -150,23 +148,9 @@ def made_rollouts(workspace, tiny_model) -> list[Rollout]:
             chosen = logprobs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
             for k in range(REPLAYED_GROUP):
                 right = bool(rng.random() < 0.5)
-                made.append(
-                    Rollout(
-                        rollout_id=rollout_id(group_id(step, 1000 + i), k),
-                        group_id=group_id(step, 1000 + i),
-                        prompt_id=problem["id"],
-                        step=step,
-                        tokens=tokens[k].tolist(),
-                        response_mask=[0] * len(prompt) + [1] * REPLAYED_RESPONSE,
-                        engine_logprobs=chosen[k].tolist(),
-                        weight_versions=[(step - 1, 0, REPLAYED_RESPONSE)],
-                        finish_reason="length",
-                        reward=float(right),
-                        success=right,
-                        reward_parts={},
-                        server=f"server-{k % 2}",
-                    )
-                )
+                others = {"engine_logprobs": chosen[k].tolist(), "right": right, "server": f"server-{k % 2}"}
+                response = responses[k].tolist()
+                made.append(made_rollout(step, 1000 + i, k, problem["id"], prompt, response, **others))
     return made
 
 

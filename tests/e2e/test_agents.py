@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dynamo_megatron.checkpoint.exports import every_export
+from dynamo_megatron.checkpoint.safetensors_folder import every_export
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
 pytestmark = pytest.mark.full

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from background_run import json_lines
 from transformers import AutoModelForCausalLM
 
-from dynamo_megatron.checkpoint.exports import every_export
+from dynamo_megatron.checkpoint.safetensors_folder import every_export
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.types import Rollout
 
@@ -23,8 +23,9 @@ def ahead(workspace, start_run, tiny_model) -> tuple[Path, dict[int, torch.nn.Mo
     """(output, the model of each version) of 10 steps at a bound of 2, whose weights change a lot in each of them."""
     output = workspace / "ahead"
     exports = ("checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.export_hf=every", "trainer.steps=10")
-    command = (workspace / "config.yaml", *AHEAD, *exports, "rollout.max_staleness=2", f"output_dir={output}")
-    run = start_run(workspace, *command)
+    evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.every=3", "eval.samples=2", "eval.cache=false")
+    command = (workspace / "config.yaml", *AHEAD, *exports, *evaluation, "rollout.max_staleness=2")
+    run = start_run(workspace, *command, f"output_dir={output}")
     assert run.wait(400) == 0, run.text[-3000:]
     models = {step: AutoModelForCausalLM.from_pretrained(every_export(output, step)) for step in range(1, 10)}
     return output, {0: AutoModelForCausalLM.from_pretrained(tiny_model), **models}
@@ -54,33 +55,20 @@ def test_each_token_has_the_logprob_of_the_weights_that_it_names(ahead, step_lin
     assert all(row["rollout/dropped"] == 0 and row.get("rollout/logprob_gap_max", 0.0) <= 1e-4 for row in rows)
     assert sum(row["rollout/mixed_versions"] > 0 for row in rows) > 2
 
-
-def test_evaluations_run_beside_the_steps_that_follow(workspace, start_run):
-    output = workspace / "ahead-evaluated"
-    evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.every=2", "eval.samples=2", "eval.cache=false")
-    options = (*evaluation, "rollout.max_staleness=1", "trainer.steps=7", f"output_dir={output}")
-    run = start_run(workspace, workspace / "config.yaml", *AHEAD, *options)
-    assert run.wait() == 0, run.text[-3000:]
-    rows = [json.loads(line) for line in (output / "evaluations.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 2, 4, 6, 7]
+    assert [row["step"] for row in json_lines(output / "evaluations.jsonl")] == [0, 3, 6, 9, 10]
 
 
 @pytest.mark.timeout(1200)
-def test_a_server_killed_and_one_frozen_break_no_bound(workspace, start_run, step_lines, problems_on_disk):
+def test_a_server_killed_breaks_no_bound(workspace, start_run, step_lines, problems_on_disk):
     output = workspace / "ahead-hurt"
-    options = ("trainer.steps=40", "rollout.max_staleness=2", "rollout.servers=2", "rollout.health_timeout=6")
-    run = start_run(workspace, workspace / "config.yaml", *AHEAD, *options, f"output_dir={output}")
+    options = ("trainer.steps=20", "rollout.max_staleness=2", "rollout.servers=2", f"output_dir={output}")
+    run = start_run(workspace, workspace / "config.yaml", *AHEAD, *options)
     run.wait_until(lambda: len(step_lines(output)) >= 5, "five steps")
     for process in run.servers()["server-1"]:
         process.kill()
-    run.wait_until(lambda: len(step_lines(output)) >= 20, "twenty steps")
-    frozen = run.servers()["server-0"]
-    for process in frozen:
-        process.suspend()
     assert run.wait(900) == 0, run.text[-3000:]
     rows = step_lines(output)
-    assert len(rows) == 40 and all(row["rollout/dropped"] == 0 for row in rows)
+    assert len(rows) == 20 and all(row["rollout/dropped"] == 0 for row in rows)
     assert max(row["rollout/staleness_max"] for row in rows) == 2
-    assert sum(row["fleet/restarts"] for row in rows) == 2
-    assert problems_on_disk(output, range(1, 41)) == []
+    assert problems_on_disk(output, range(1, 21)) == [] and "server-1 left the rotation" in run.text
     assert run.left_behind() == []

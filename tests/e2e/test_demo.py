@@ -11,9 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 400  # seconds of each command
-SHORTER = {
-    "train": ["trainer.steps=3", "eval.limit=32", "eval.samples=2", "eval.k=[1,2]"],
-}
+SHORTER = {"train": ["trainer.steps=3", "eval.limit=32", "eval.samples=2", "eval.k=[1,2]"]}
 
 
 def commands() -> list[list[str]]:

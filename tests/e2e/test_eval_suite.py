@@ -73,13 +73,3 @@ def test_a_model_and_a_server_side_by_side(suite, tiny_model, sglang_server):
             different += sum(a != b for a, b in zip(one.responses, other.responses, strict=True))
     assert different <= 1  # the same responses but for a token within rounding of another
     assert "| average |" in (out / "table.md").read_text()
-
-
-def test_greedy_responses_are_all_the_same(suite, sglang_server):
-    url = sglang_server.endpoint.url
-    out = suite("greedy", "--model", url, "eval.samples=2", "eval.temperature=0")
-    (model,) = (path for path in out.iterdir() if (path / "aime24.jsonl").is_file())
-    problems = [problem for name in TABLE for problem in read_results(model / f"{name}.jsonl")]
-    assert len(problems) == PROBLEMS * len(TABLE)
-    assert all(len(set(problem.responses)) == 1 for problem in problems)
-    assert ", greedy, " in (out / "table.md").read_text()

@@ -42,32 +42,22 @@ def recorded(live, workspace, tmp_path):
     )
 
 
-def test_a_failure_on_another_rank_ends_all_with_its_message(recorded, workspace, start_run, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(FAILS_ON_RANK_1)
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [
+        (FAILS_ON_RANK_1, "rank 1, step 3: KeyError: 'this rank has had enough'"),
+        (FAILS_ON_RANK_0, "rank 0, step 3: OSError: [Errno 28] No space left on device"),  # it has the ranks' store
+        (DIES_ON_RANK_1, f"rank 1 was ended by SIGKILL; {FROM_STEP_0}"),
+    ],
+    ids=["rank 1", "rank 0", "kill -9"],
+)
+def test_a_failed_rank_ends_all_with_its_message(recorded, workspace, start_run, tmp_path, code, last):
+    (tmp_path / "sitecustomize.py").write_text(code)
     run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
-    assert run.wait() == 1
-    assert run.text.splitlines()[-1] == "rank 1, step 3: KeyError: 'this rank has had enough'"
-    assert run.left_behind() == []
-
-
-def test_the_failure_of_rank_0_is_all_that_is_said(recorded, workspace, start_run, tmp_path):
-    """Its end takes the ranks' store from the others."""
-    (tmp_path / "sitecustomize.py").write_text(FAILS_ON_RANK_0)
-    run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
-    assert run.wait() == 1
-    step, last = [line for line in run.text.splitlines() if not line.startswith("allocation of step ")][-2:]
-    assert step.startswith("step") and last == "rank 0, step 3: OSError: [Errno 28] No space left on device"
-    assert run.left_behind() == []
-
-
-def test_a_rank_killed_while_another_one_talks_to_it_is_named_without_a_traceback(
-    recorded, workspace, start_run, tmp_path
-):
-    (tmp_path / "sitecustomize.py").write_text(DIES_ON_RANK_1)
-    run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
-    assert run.wait() == 1
-    assert run.text.splitlines()[-1] == f"rank 1 was ended by SIGKILL; {FROM_STEP_0}"
-    assert "Traceback" not in run.text
+    assert run.wait() == 1 and run.text.splitlines()[-1] == last
+    if code is FAILS_ON_RANK_0:  # nothing else is said
+        said = [line for line in run.text.splitlines() if not line.startswith("allocation of step ")]
+        assert "rank" not in said[-2] and "Traceback" not in run.text
     assert run.left_behind() == []
 
 

@@ -16,7 +16,7 @@ from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.runtime.guard import shared_memory_of
 
 pytestmark = pytest.mark.full
-STEPS = FAULTS = 8
+STEPS = FAULTS = 6
 BUDGET = 24
 OUTCOMES = ("truncated", "aborted", "failed", "rejected")
 
@@ -34,10 +34,10 @@ def hurt(run, rng: random.Random) -> str:
     return f"{number.name} to {len(some)} of {len(processes)} processes of {name}"
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2400)
 def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, step_lines, tmp_path):
     output, rng, faults = tmp_path / "run", random.Random(7), []
-    keys = ["rollout.servers=2", "rollout.health_timeout=5", f"trainer.steps={STEPS}", f"output_dir={output}"]
+    keys = ["rollout.servers=2", "rollout.health_timeout=60", f"trainer.steps={STEPS}", f"output_dir={output}"]
     run = start_run(workspace, workspace / "config.yaml", *keys)
     while len(faults) < FAULTS:
         due = len(faults)

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from background_run import json_lines
 
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.rollout.store import read_lines, step_file
@@ -12,13 +13,9 @@ from dynamo_megatron.runtime.line_files import read_raw_lines
 pytestmark = pytest.mark.full
 
 
-def read(output, name):
-    return [json.loads(line) for line in (output / name).read_text().splitlines()]
-
-
 def test_policy_and_engine_agree_at_every_step(live, steps):
     output, _ = live
-    rows = read(output, "metrics.jsonl")
+    rows = json_lines(output / "metrics.jsonl")
     print("largest gap", max(row["rollout/logprob_gap_max"] for row in rows))
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4
@@ -29,7 +26,7 @@ def test_policy_and_engine_agree_at_every_step(live, steps):
 
 def test_the_parts_of_a_step_add_up_to_its_time(live):
     parts = ("generate", "logprobs", "update", "weight_sync", "evaluate", "save", "other")
-    for row in read(live[0], "metrics.jsonl"):
+    for row in json_lines(live[0] / "metrics.jsonl"):
         seconds = [row[f"time/{part}"] for part in parts]
         assert sum(seconds) == pytest.approx(row["time/step"], abs=1e-6) and min(seconds) >= 0, row
 
@@ -55,7 +52,7 @@ def test_a_log_file_has_the_phases_of_the_start_a_legend_and_what_comes_next(liv
 def test_a_server_killed_while_it_generates_loses_no_rollout(live, steps):
     output, seen = live
     assert "server-1 left the rotation: " in seen["said"]
-    for row in read(output, "metrics.jsonl"):
+    for row in json_lines(output / "metrics.jsonl"):
         assert row["rollout/failed"] == row["rollout/aborted"] == row["rollout/rejected"] == 0, row
         names = [r.rollout_id for r in read_lines(step_file(output, row["step"]))]
         assert len(names) == len(set(names)) == 24
@@ -81,7 +78,7 @@ def test_a_kill_regenerates_no_finished_rollout(live):
     step = json.loads(seen["finished"][0])["step"]
     now = [line.decode() for line in read_raw_lines(step_file(output, step))]
     assert len(seen["finished"]) == 22 and set(seen["finished"]) <= set(now)
-    reused = next(row["rollout/reused"] for row in read(output, "metrics.jsonl") if row["step"] == step)
+    reused = next(row["rollout/reused"] for row in json_lines(output / "metrics.jsonl") if row["step"] == step)
     assert reused >= 22 / 24
 
 
@@ -98,7 +95,7 @@ def wrongly_scored(output, answers: dict[str, str], tokenizer, steps) -> list[st
 
 def test_every_rollout_is_scored_against_its_own_answer(live, workspace, tiny_model, steps):
     output, _ = live
-    answers = {row["id"]: row["answer"] for row in read(workspace, "problems.jsonl")}
+    answers = {row["id"]: row["answer"] for row in json_lines(workspace / "problems.jsonl")}
     tokenizer = load_tokenizer(tiny_model)
     assert wrongly_scored(output, answers, tokenizer, range(1, steps + 1)) == []
 
@@ -106,7 +103,7 @@ def test_every_rollout_is_scored_against_its_own_answer(live, workspace, tiny_mo
 def test_groups_have_unequal_sizes_and_a_prompt_may_come_twice(live):
     output, _ = live
     by_step = {}
-    for row in read(output, "allocation.jsonl"):
+    for row in json_lines(output / "allocation.jsonl"):
         by_step.setdefault(row["step"], []).append(row)
     assert all(sum(row["n"] for row in rows) == 24 for rows in by_step.values())
     assert all(2 <= row["n"] <= 15 for rows in by_step.values() for row in rows)

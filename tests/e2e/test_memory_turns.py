@@ -6,17 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from background_run import exported, same_weights
 
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
 POISONING = Path(__file__).with_name("poisoning_saver")
 STEPS = 5
-
-
-def exported(output: Path) -> dict[str, torch.Tensor]:
-    return {n: t for f in sorted((output / "hf").glob("*.safetensors")) for n, t in load_file(f).items()}
 
 
 @pytest.mark.full
@@ -66,13 +61,13 @@ def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything
         run = colocated(name, *keys, poisoned=name == "poisoned")
         assert run.wait() == 0, run.text[-3000:]
         assert "left the rotation" not in run.text
-    plain, poisoned = (exported(tmp_path / name) for name in names)
+    plain, poisoned = (tmp_path / name / "hf" for name in names)
     log = (tmp_path / "poisoned" / "logs" / "sglang-server-0.log").read_text()
     lost = re.findall(r"^lost: (\w+) (\d+)$", log, re.MULTILINE)
     weights = [int(size) for tag, size in lost if tag == "weights"]
-    assert len(weights) >= STEPS and min(weights) >= sum(tensor.nbytes for tensor in plain.values())
+    assert len(weights) >= STEPS and min(weights) >= sum(tensor.nbytes for tensor in exported(plain).values())
     assert all(int(size) > 0 for tag, size in lost if tag == "kv_cache")
-    assert all(torch.equal(tensor, plain[name]) for name, tensor in poisoned.items())
+    assert same_weights(plain, poisoned)
     for row, other in zip(*(step_lines(tmp_path / name) for name in names), strict=True):
         same = {key for key in row if key.startswith(("policy/", "reward/", "allocation/", "eval/"))}
         assert {key: other[key] for key in same} == {key: row[key] for key in same}
@@ -85,7 +80,7 @@ def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything
 LEAVE_OUT = """
 import os
 if os.environ.get("RANK"):
-    from dynamo_megatron.weight_sync.gather import BucketSource
+    from dynamo_megatron.weight_sync.schedule import BucketSource
     gather = BucketSource.gather
     def without_the_last_norm(self, number):
         tensors = gather(self, number)

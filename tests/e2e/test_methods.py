@@ -9,19 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from background_run import json_lines, made_rollout
 
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.types import Rollout
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("dynamo", "dapo", "spo", "pilot", "reinforce_ada")  # each loops in its own way; tests/policy has them all
 STEPS, PROMPTS, GROUP = 3, 120, 24  # so many that dynamic sampling draws none of them twice
-SEQUENTIAL = {
-    "pilot": ("algorithm.sequential.round_n=4", "algorithm.allocation.rollout_n_max=12"),
-    "reinforce_ada": (),
-}
+SEQUENTIAL = {"pilot": ("algorithm.sequential.round_n=4", "algorithm.allocation.rollout_n_max=12"), "reinforce_ada": ()}
 ROUNDS = 4, 8  # groups of a problem, and rollouts of each, for these
 
 
@@ -31,27 +27,14 @@ def record(folder: Path, model: Path, problems: list[dict], groups: int, size: i
     store = RolloutStore(folder)
     for step in range(1, STEPS + 1):
         for i, problem in [*enumerate(problems)] * groups:
-            group, prompt = group_id(step, next(places)), tokenizer.encode(problem["problem"])
+            place, prompt = next(places), tokenizer.encode(problem["problem"])
             for k in range(size):
                 right = i % 4 == 0 or bool(i % 2 and generator.random() < 0.5)
                 text = problem["answer"] if right else str(generator.integers(200, 1000))
                 response = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-                store.append(
-                    Rollout(
-                        rollout_id=rollout_id(group, k),
-                        group_id=group,
-                        prompt_id=problem["id"],
-                        step=step,
-                        tokens=prompt + response,
-                        response_mask=[0] * len(prompt) + [1] * len(response),
-                        engine_logprobs=[-1.0] * len(response),
-                        weight_versions=[(step - 1, 0, len(response))],
-                        finish_reason="stop",
-                        reward=float(right),
-                        success=right,
-                        reward_parts={"math": float(right)},
-                    )
-                )
+                others = {"engine_logprobs": [-1.0] * len(response), "finish_reason": "stop", "right": right}
+                others["reward_parts"] = {"math": float(right)}
+                store.append(made_rollout(step, place, k, problem["id"], prompt, response, **others))
     store.close()
 
 
@@ -64,8 +47,7 @@ def warm(tmp_path_factory, command_line) -> Path:
     short = ("trainer.steps=20", "optimizer.warmup_steps=0", f"output_dir={folder}/warmup", "--ranks", "2")
     code, text = command_line(folder, "sft", *start, *short)
     assert code == 0, text[-3000:]
-    problems = [json.loads(line) for line in (task / "pool.jsonl").read_text().splitlines()[:PROMPTS]]
-    problems = [{"id": f"p{i}", **problem} for i, problem in enumerate(problems)]
+    problems = [{"id": f"p{i}", **row} for i, row in enumerate(json_lines(task / "pool.jsonl")[:PROMPTS])]
     (folder / "problems.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
     record(folder / "recording", folder / "warmup" / "hf", problems, 1, GROUP)
     record(folder / "rounds", folder / "warmup" / "hf", problems, *ROUNDS)
@@ -94,7 +76,7 @@ def train(warm: Path, command_line, method: str, output: Path, *more: str) -> li
     configs = (ROOT / "configs" / "demo" / "rl.yaml", ROOT / "configs" / "methods" / f"{method}.yaml")
     code, text = command_line(warm, "train", *configs, *keys)
     assert code == 0, text[-3000:]
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(output / "metrics.jsonl")
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -82,6 +81,8 @@ def test_a_nan_stops_with_its_name_and_is_repeated(
     code, text = command_line(workspace, "replay", "--step", output, 2)
     assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
     assert f"step-000002: {PASSES[fault]}, " in text and NAMES[fault] in text
+    code, said = command_line(workspace, "replay", "--step", output, 1)
+    assert code == 2 and said.strip().endswith(f"--step: {output / 'nonfinite'} has no complete folder of step 1")
     if fault == "ADVANTAGE":
         repaired(command_line, workspace, output, folder)
     if stages == 2:  # the weights load in another layout
@@ -124,43 +125,32 @@ def test_a_disk_that_is_full_then_does_not_hide_the_nan(
     assert [path.name for path in (small_disk / "run" / "nonfinite").iterdir()] == ["step-000009"]
 
 
-def overflowing(model: Path, folder: Path) -> Path:
-    """A copy of the model whose weights are finite, but whose logits are not."""
-    shutil.copytree(model, folder)
-    tensors = load_file(folder / "model.safetensors")
+PRIME = "reward.prime={{model: {0}, reference: {1}, beta: 0.5}}"
+SWAPPED = "reward.prime={{model: {1}, reference: {0}, beta: 0.5}}"
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "what"),
+    [
+        ("algorithm.kl.reference", "algorithm.kl={{coef: 0.1, reference: {0}}}", "reference_logprobs"),
+        ("reward.prime.model", PRIME, "implicit_rewards"),
+        ("reward.prime.reference", SWAPPED, "implicit_rewards"),
+    ],
+)
+def test_a_pass_of_another_model_is_repeated(tiny_model, replay, command_line, workspace, tmp_path, name, keys, what):
+    """A model whose weights are finite, but whose logits are not; `keys` get it and a whole one."""
+    huge = shutil.copytree(tiny_model, tmp_path / "huge")
+    tensors = load_file(huge / "model.safetensors")
     tensors["model.norm.weight"].fill_(3e38)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def test_a_pass_of_the_reference_model_is_repeated(tiny_model, replay, command_line, workspace, tmp_path):
-    huge = overflowing(tiny_model, tmp_path / "huge")
-    keys = ("parallel.pp=1", f"algorithm.kl={{coef: 0.1, reference: {huge}}}")
-    code, text, output = replay("reference", lambda rollout: rollout, *keys)
+    save_file(tensors, huge / "model.safetensors", {"format": "pt"})
+    words = ["parallel.pp=1", "algorithm.allocation.kind=uniform", keys.format(huge, tiny_model)]
+    words += ["reward.functions=[own_reward:contains,prime]"] if "prime" in name else []
+    code, text, output = replay(name, lambda rollout: rollout, *words)
     last, error = text.strip().splitlines()[-1], "NonFiniteError: NaN or infinite logprobs or entropy of the "
-    assert code == 1 and f"step 1: {error}algorithm.kl.reference {huge}" in last, text[-3000:]
+    assert code == 1 and f"step 1: {error}{name} {huge}" in last, text[-3000:]
     code, text = command_line(workspace, "replay", "--step", output, 1)
     assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
-    assert "step-000001: reference_logprobs, " in text
-
-
-@pytest.mark.parametrize("broken", ["model", "reference"])
-def test_a_pass_of_implicit_rewards_is_repeated(tiny_model, replay, command_line, workspace, tmp_path, broken):
-    """One of PRIME's two models overflows."""
-    huge = overflowing(tiny_model, tmp_path / "huge")
-    name = {"model": tiny_model, "reference": tiny_model, broken: huge}
-    keys = (
-        "parallel.pp=1",
-        "algorithm.allocation.kind=uniform",
-        "reward.functions=[own_reward:contains,prime]",
-        f"reward.prime={{model: {name['model']}, reference: {name['reference']}, beta: 0.5}}",
-    )
-    code, text, output = replay(f"implicit-{broken}", lambda rollout: rollout, *keys)
-    last, error = text.strip().splitlines()[-1], "NonFiniteError: NaN or infinite logprobs or entropy of the "
-    assert code == 1 and f"step 1: {error}reward.prime.{broken} {huge}" in last, text[-3000:]
-    code, text = command_line(workspace, "replay", "--step", output, 1)
-    assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
-    assert "step-000001: implicit_rewards, " in text and f"entropy of the reward.prime.{broken} {huge}" in text
+    assert f"step-000001: {what}, " in text and f"entropy of the {name} {huge}" in text
 
 
 def test_an_update_of_sft_is_repeated(command_line, workspace, tmp_path, monkeypatch):
@@ -175,10 +165,3 @@ def test_an_update_of_sft_is_repeated(command_line, workspace, tmp_path, monkeyp
     code, text = command_line(workspace, "replay", "--step", output, 2)
     assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
     assert "step-000002: fit, 3 sequences" in text
-
-
-def test_a_step_that_did_not_fail_is_refused(replay, command_line, workspace):
-    code, text, output = replay("finite", lambda rollout: rollout, "parallel.pp=1")
-    assert code == 0, text[-3000:]
-    code, text = command_line(workspace, "replay", "--step", output, 2)
-    assert code == 2 and text.strip().endswith(f"--step: {output / 'nonfinite'} has no complete folder of step 2")

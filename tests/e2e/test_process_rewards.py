@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from background_run import exported, json_lines, made_rollout, timeless
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.types import Rollout
 
 pytestmark = pytest.mark.full
 STEPS, PROMPTS, GROUP, RESPONSE = 4, 8, 4, 6
@@ -30,24 +28,10 @@ def record(folder, model_path) -> None:
                 logprobs = model(tokens).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
             chosen = logprobs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
             for k in range(GROUP):
-                group = group_id(step, i)
-                store.append(
-                    Rollout(
-                        rollout_id=rollout_id(group, k),
-                        group_id=group,
-                        prompt_id=f"problem-{i}",
-                        step=step,
-                        tokens=tokens[k].tolist(),
-                        response_mask=[0] * len(prompt) + [1] * RESPONSE,
-                        engine_logprobs=chosen[k].tolist(),
-                        weight_versions=[(step - 1, 0, RESPONSE)],
-                        finish_reason="length",
-                        reward=float(k % 2),
-                        success=bool(k % 2),
-                        reward_parts={},
-                        step_rewards=[(0, 2, float(rng.normal())), (2, RESPONSE, float(rng.normal()))],
-                    )
-                )
+                steps = [(0, 2, float(rng.normal())), (2, RESPONSE, float(rng.normal()))]
+                others = {"engine_logprobs": chosen[k].tolist(), "right": k % 2, "step_rewards": steps}
+                response = tokens[k, len(prompt) :].tolist()
+                store.append(made_rollout(step, i, k, f"problem-{i}", prompt, response, **others))
     store.close()
 
 
@@ -76,10 +60,7 @@ def run(make_tiny_model, tmp_path_factory, start_run):
         output = folder / name
         process = start_run(folder, folder / "config.yaml", f"output_dir={output}", *keys)
         assert process.wait() == 0, process.text[-3000:]
-        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        timed = ("time/", "throughput/", "resources/")
-        rows = [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
-        return rows, {k: v for file in (output / "hf").glob("*.safetensors") for k, v in load_file(file).items()}
+        return list(map(timeless, json_lines(output / "metrics.jsonl"))), exported(output / "hf")
 
     return go
 
@@ -89,5 +70,5 @@ def test_a_resumed_run_has_the_process_rewards_of_the_straight_one(run):
     run("cut", "trainer.steps=2")
     resumed, again = run("cut", f"trainer.steps={STEPS}")
     assert resumed == straight and len(straight) == STEPS
-    assert weights and all(torch.equal(weights[name], again[name]) for name in weights)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert all(row["reward/steps"] != 0 and row["reward/prime"] != 0 for row in straight)

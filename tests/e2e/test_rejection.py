@@ -1,12 +1,9 @@
 """Rollouts that are not what they are said to be, in a recorded run: no weight, group or statistic learns from them."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from background_run import json_lines, same_weights, timeless
 
 from dynamo_megatron.types import Rollout
 
@@ -36,10 +33,6 @@ def left_out(rollout: Rollout) -> Rollout:
     return rollout if garble(rollout) is rollout else dataclasses.replace(rollout, status="rejected")
 
 
-def rows(output: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (output / name).read_text().splitlines()]
-
-
 SAMPLED = "rollout/response_tokens"  # those of rejected rollouts, too
 
 
@@ -47,21 +40,13 @@ def test_they_are_counted_and_training_is_as_if_they_had_not_come(replay):
     runs = [replay("garbled", garble), replay("left-out", left_out)]
     assert all(code == 0 for code, *_ in runs), [text[-2000:] for _, text, _ in runs]
     one, other = (output for *_, output in runs)
-    metrics = rows(one, "metrics.jsonl")
+    metrics = json_lines(one / "metrics.jsonl")
     assert metrics[0]["rollout/rejected"] > 0 and all(m["rollout/logprob_gap_max"] < 0.1 for m in metrics)
     assert "rollouts rejected (" in runs[0][1] and "of server-" in runs[0][1]
-    timeless = [
-        [
-            {k: v for k, v in m.items() if not k.startswith(("time/", "throughput/", "resources/")) and k != SAMPLED}
-            for m in metrics
-        ]
-        for metrics in (rows(one, "metrics.jsonl"), rows(other, "metrics.jsonl"))
-    ]
-    assert timeless[0] == timeless[1] and rows(one, "allocation.jsonl") == rows(other, "allocation.jsonl")
-    weights = [
-        {n: t for f in sorted((o / "hf").glob("*.safetensors")) for n, t in load_file(f).items()} for o in (one, other)
-    ]
-    assert weights[0].keys() == weights[1].keys() and all(torch.equal(t, weights[1][n]) for n, t in weights[0].items())
+    for row, without in zip(metrics, json_lines(other / "metrics.jsonl"), strict=True):
+        assert timeless(row | {SAMPLED: 0}) == timeless(without | {SAMPLED: 0})
+    assert json_lines(one / "allocation.jsonl") == json_lines(other / "allocation.jsonl")
+    assert same_weights(one / "hf", other / "hf")
 
 
 def test_too_many_end_the_run_with_one_line(replay):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from background_run import exported, json_lines, timeless
 
 from dynamo_megatron.checkpoint.folder import read_state
 from dynamo_megatron.replay.allocators import base_allocator
@@ -16,15 +16,9 @@ pytestmark = pytest.mark.full
 KILL_AFTER = 5  # steps
 
 
-def outcome(output: Path, exported: Path | None = None) -> tuple[dict, dict[str, torch.Tensor], dict]:
+def outcome(output: Path, export: Path | None = None) -> tuple[dict, dict[str, torch.Tensor], dict]:
     """(the last metrics line but for times, the final weights, rank 0's state of the last checkpoint)."""
-    line = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
-    plain = {key: value for key, value in line.items() if not key.startswith(("time/", "throughput/", "resources/"))}
-    weights = {}
-    for file in (exported or output / "hf").glob("*.safetensors"):
-        with safe_open(file, "pt") as f:
-            weights.update({name: f.get_tensor(name) for name in f.keys()})  # noqa: SIM118
-    assert weights, f"{output} exported none"
+    plain, weights = timeless(json_lines(output / "metrics.jsonl")[-1]), exported(export or output / "hf")
     last = sorted((output / "checkpoints").glob("step-*"))[-1]
     state = read_state(last)
     state["allocator"] = {k: v if k == "prompt_ids" else v.tolist() for k, v in state["allocator"].items()}
@@ -112,7 +106,7 @@ def test_evaluating_leaves_the_run_as_it_was(evaluated, straight, steps, workspa
     assert metrics["weight_sync/bytes"] > again["weight_sync/bytes"] == 0
     metrics, again = ({k: v for k, v in m.items() if not k.startswith("weight_sync/")} for m in (metrics, again))
     same((metrics, *rest), (again, *others))
-    rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
+    rows = json_lines(evaluated / "evaluations.jsonl")
     assert [row["step"] for row in rows] == list(range(0, steps + 1, 4))
 
 
@@ -120,7 +114,7 @@ def test_the_best_export_answers_as_its_checkpoint(evaluated, workspace, tiny_mo
     """Greedy: the checkpoint through `eval` and the server, against transformers on the run's export."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    rows = [json.loads(line) for line in (evaluated / "evaluations.jsonl").read_text().splitlines()]
+    rows = json_lines(evaluated / "evaluations.jsonl")
     best = max(rows, key=lambda row: row["eval/pass@1"])["step"]
     assert json.loads((evaluated / "hf" / "export.json").read_text()) == {"step": best}
     checkpoint = evaluated / "checkpoints" / f"step-{best:06d}" if best else tiny_model
@@ -132,8 +126,7 @@ def test_the_best_export_answers_as_its_checkpoint(evaluated, workspace, tiny_mo
     model = AutoModelForCausalLM.from_pretrained(evaluated / "hf")  # in the dtype that its config names
     tokenizer = AutoTokenizer.from_pretrained(evaluated / "hf")
     assert tokenizer.chat_template and (evaluated / "hf" / "generation_config.json").is_file()
-    for line in (out / checkpoint.name / "held-out.jsonl").read_text().splitlines():
-        problem = json.loads(line)
+    for problem in json_lines(out / checkpoint.name / "held-out.jsonl"):
         answer = problem["prompt_id"].removeprefix("held-out-")
         prompt = tokenizer(f"Say {answer!r}.\n", return_tensors="pt")
         tokens = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]

@@ -1,7 +1,7 @@
 """Two runs of one command: on a CPU they sample the same responses, whatever the servers make of their order."""
 
 import pytest
-from safetensors.torch import load_file
+from background_run import same_weights
 
 from dynamo_megatron.evaluation.results import read_results, results_file
 from dynamo_megatron.rollout.store import read_rollouts, step_file
@@ -14,10 +14,7 @@ STEPS = 2
 def runs(workspace, command_line):
     """Folders of the same run with one server, and with two that get few requests at once."""
     found = {}
-    for name, keys in (
-        ("seed-one", ()),
-        ("seed-two", ("rollout.servers=2", "rollout.concurrency=3")),
-    ):
+    for name, keys in (("seed-one", ()), ("seed-two", ("rollout.servers=2", "rollout.concurrency=3"))):
         output = workspace / name
         evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.samples=4", "eval.every=2", "eval.cache=false")
         code, text = command_line(
@@ -48,8 +45,4 @@ def test_the_same_command_samples_the_same_responses(runs):
 
 
 def test_the_same_command_ends_in_the_same_weights(runs):
-    one, two = (
-        {name: tensor for file in (output / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()}
-        for output in runs.values()
-    )
-    assert all((one[name] == two[name]).all() for name in one)
+    assert same_weights(*(output / "hf" for output in runs.values()))

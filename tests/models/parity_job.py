@@ -81,11 +81,7 @@ def logits_gap(model, spec, folder, cp):
 
 
 def place(layout, chunk):
-    return {
-        "layer_offset": chunk.layer_offset,
-        "ep_rank": layout.ep.rank(),
-        "ep_size": layout.ep.size(),
-    }
+    return {"layer_offset": chunk.layer_offset, "ep_rank": layout.ep.rank(), "ep_size": layout.ep.size()}
 
 
 @torch.no_grad()

@@ -13,29 +13,17 @@ from dynamo_megatron.models.config_fields import HARMLESS, HARMLESS_AS
 from dynamo_megatron.models.published import PUBLISHED
 
 # config.json as published, or what transformers 4 wrote of it.
-MISTRAL = {  # Mistral-7B-v0.3
+MISTRAL = PUBLISHED["Qwen3-14B"]["config"] | {  # Mistral-7B-v0.3
     "architectures": ["MistralForCausalLM"],
-    "attention_dropout": 0.0,
     "bos_token_id": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
     "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
     "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
     "sliding_window": None,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.42.0.dev0",
     "use_cache": True,
-    "vocab_size": 32768,
 }
+del MISTRAL["attention_bias"], MISTRAL["use_sliding_window"]
 PUBLISHED_WHOLE = {"Mistral-7B-v0.3": MISTRAL} | {name: model["config"] for name, model in PUBLISHED.items()}
 
 # Other families -> the field that is named where someone writes model_type llama into the file. None: all its fields

@@ -17,9 +17,9 @@ from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import ServerError
 from dynamo_megatron.runtime.threads import for_each
-from dynamo_megatron.weight_sync.transports import check_segments, check_transport, choose_transport, ipc
-from dynamo_megatron.weight_sync.transports.base import FlatBuffer
-from dynamo_megatron.weight_sync.transports.tensor import TensorTransport
+from dynamo_megatron.weight_sync.transports import check_segments, check_transport, choose_transport, handles
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, pickled
+from dynamo_megatron.weight_sync.transports.handles import TensorTransport
 
 GONE = Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")
 CPU, GPU, TWO_HOSTS = (False, 1), (True, 1), (False, 2)
@@ -105,7 +105,7 @@ def test_a_flat_buffer_is_the_tensors_end_to_end_and_is_used_again():
 def test_a_handle_is_small_and_names_only_what_sglang_lets_in():
     transport = TensorTransport()
     transport.stage(0, {"a": torch.randn(1000, 100)})
-    raw = base64.b64decode(transport._handle())
+    raw = base64.b64decode(pickled(transport._buffer.used, transport._buffer.tensors))
     assert len(raw) < 2000
     seen = []
 
@@ -134,7 +134,7 @@ def test_a_send_that_failed_leaves_no_shared_memory():
 
 SHARES = """
 import os, psutil, signal, torch
-from dynamo_megatron.weight_sync.transports.tensor import TensorTransport
+from dynamo_megatron.weight_sync.transports.handles import TensorTransport
 
 transport = TensorTransport()
 transport.stage(1, {"weight": torch.zeros(4)})
@@ -154,7 +154,7 @@ def test_a_sync_outlives_signals_to_all_processes_of_a_job():
 
 
 FULL = "mount -t tmpfs -o size=1m none /dev/shm && exec "
-ASKS = "from dynamo_megatron.weight_sync.transports.tensor import _shared; _shared(2 << 20)"
+ASKS = "from dynamo_megatron.weight_sync.transports.handles import _shared; _shared(2 << 20)"
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts a /dev/shm of 1 MiB: as root")
@@ -166,7 +166,7 @@ def test_a_full_dev_shm_is_named_in_one_line():
 
 def test_ipc_without_a_servers_gpus_is_that_servers_failure(monkeypatch):
     """A server with GPUs that this process has not, and one that does not say which it has."""
-    monkeypatch.setattr(ipc, "_uuid", ["a", "b"].__getitem__)
+    monkeypatch.setattr(handles, "_uuid", ["a", "b"].__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     said = {"server-0": (1, 1), "server-1": (1, 1), "server-2": None}
 
@@ -175,8 +175,8 @@ def test_ipc_without_a_servers_gpus_is_that_servers_failure(monkeypatch):
             raise ServerError("/server_info said nothing of base_gpu_id")
         return said[endpoint.name]
 
-    monkeypatch.setattr(ipc, "call_for", call_for)
-    transport = ipc.IpcTransport(SimpleNamespace(local_rank=1, rank=0, gather=lambda value: [value]))
+    monkeypatch.setattr(handles, "call_for", call_for)
+    transport = handles.IpcTransport(SimpleNamespace(local_rank=1, rank=0, gather=lambda value: [value]))
     servers = [Endpoint(name, 1, "http://127.0.0.1:9", tp, "") for name, tp in zip(said, (1, 2, 1), strict=True)]
     transport._locate(servers)
     assert [transport._ranks[server] for server in servers] == [[0], [], []]

@@ -30,7 +30,9 @@ VERSIONS = {
 def choose_transport(config: RolloutConfig, cuda: bool, hosts: int) -> str:
     """The transport of `rollout.sync.transport`, `auto` resolved. `cuda`: whether the training ranks have GPUs;
     `hosts`: that they run on. Raises ValueError, one line, where it cannot work."""
-    name, near = config.sync.transport, hosts == 1 and servers_are_here(config)
+    name, here = config.sync.transport, config.host in ("127.0.0.1", "localhost", "lo")
+    here = all(map(is_local, config.urls)) if config.placement == "external" else here
+    near = hosts == 1 and (here or config.placement == "colocated")  # as far as the config tells
     on_gpu = "ipc" if config.placement == "colocated" else "nccl"
     if name == "auto":
         return on_gpu if cuda else "tensor" if near else "disk"
@@ -52,13 +54,6 @@ def choose_transport(config: RolloutConfig, cuda: bool, hosts: int) -> str:
         if applies:
             raise InputError(f"rollout.sync.transport: {name} {reason}")
     return name
-
-
-def servers_are_here(config: RolloutConfig) -> bool:
-    """Whether all servers run on this host, as far as the config tells."""
-    if config.placement == "external":
-        return all(is_local(url) for url in config.urls)
-    return config.placement == "colocated" or config.host in ("127.0.0.1", "localhost", "lo")
 
 
 def is_local(url: str) -> bool:

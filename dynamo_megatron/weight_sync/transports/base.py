@@ -1,80 +1,81 @@
-"""The interface of a transport, which weight_sync/sync.py calls, and the code that streaming transports share."""
+"""The interface of a transport, which weight_sync/sync.py calls; its defaults are those of transports that stream."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import base64
+import io
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import close_session, open_session, set_version
+from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, call, close_session, open_session, set_version
 from dynamo_megatron.weight_sync.schedule import Bucket
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """One way to send weights to servers. Calls for different servers come from different threads, calls for one server
     one at a time. What goes wrong with a server raises ServerError, RuntimeError or OSError; after that only `forget`
     is called for it in this sync.
     """
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027  as others below: most transports have nothing to do
         """Rank 0, at the start of a sync, before any server is notified."""
 
     def begin(self, endpoint: Endpoint) -> None:
         """Rank 0: tells the server that weights are coming."""
+        open_session(endpoint)
 
-    def connect(self, endpoint: Endpoint) -> None:
+    def connect(self, endpoint: Endpoint) -> None:  # noqa: B027
         """Every sender, one after the other: links to this incarnation of the server, for later syncs, too."""
 
     @abstractmethod
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """A sender: makes bucket `number` ready for all servers; returns the bytes written for all of them together."""
 
-    @abstractmethod
     def turn(
         self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
     ) -> list[Endpoint]:
         """Every rank, `len(buckets)` times a round: returns the servers to which it sends in this turn, so that each
         receives from one rank in a turn, and every bucket once. `own`: this rank's bucket of the round."""
+        if own is None:
+            return []
+        return [e for place, e in enumerate(endpoints) if (place + turn) % len(buckets) == buckets.index(own)]
 
     @abstractmethod
     def send(self, endpoint: Endpoint) -> int:
         """Sends the turn's bucket to one server; returns the bytes sent to it alone."""
 
-    @abstractmethod
     def finish(self, endpoint: Endpoint, version: int) -> None:
         """Rank 0, after all buckets: has the server run the new weights under `version`, with no cached prefix left."""
+        close_session(endpoint)
+        set_version(endpoint, version)
 
-    def forget(self, endpoint: Endpoint) -> None:
+    def forget(self, endpoint: Endpoint) -> None:  # noqa: B027
         """A sender: drops the link to a server that has failed."""
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027
         """Every rank, at the end of a sync: frees memory that only the sync needed."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Every rank, at the end of the run."""
 
 
-class Streamed(Transport):
-    """The part of transports that send bucket by bucket into an update session."""
+def pickled(tensor: torch.Tensor, metadata: Sequence[Any], pickler: type[ForkingPickler] = ForkingPickler) -> str:
+    """A flat buffer's tensor as a handle of shared memory for one server rank, which maps it. SGLang takes any object
+    with the attributes of its FlattenedTensorMetadata, which cannot be imported here."""
+    raw = io.BytesIO()
+    pickler(raw).dump({"flattened_tensor": tensor, "metadata": metadata})
+    return base64.b64encode(raw.getvalue()).decode()
 
-    def begin(self, endpoint: Endpoint) -> None:
-        open_session(endpoint)
 
-    def turn(
-        self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
-    ) -> list[Endpoint]:
-        """Senders go round the servers, so that in one turn they send to different ones."""
-        if own is None:
-            return []
-        return [e for place, e in enumerate(endpoints) if (place + turn) % len(buckets) == buckets.index(own)]
-
-    def finish(self, endpoint: Endpoint, version: int) -> None:
-        close_session(endpoint)
-        set_version(endpoint, version)
+def send_handles(endpoint: Endpoint, handles: Sequence[str]) -> None:
+    payload = {"serialized_named_tensors": handles, "load_format": "flattened_bucket", "flush_cache": False}
+    call(endpoint, "/update_weights_from_tensor", payload, TRANSFER_TIMEOUT)
 
 
 class FlatBuffer:

@@ -25,7 +25,7 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, ServerError, call, request
 from dynamo_megatron.runtime.listening import address_towards, gloo_listens_on, serve_store
 from dynamo_megatron.runtime.threads import Call
-from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Streamed
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Transport
 
 JOIN_TIMEOUT = 120.0  # seconds for all members of a group to meet
 GROUP_TIMEOUT = TRANSFER_TIMEOUT + 60  # seconds for one broadcast: the server's own error comes first
@@ -34,7 +34,7 @@ POLL_EVERY = 0.01  # seconds
 ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"  # by default a broken group ends the process
 
 
-class GroupTransport(Streamed):
+class GroupTransport(Transport):
     def __init__(self, backend: Literal["gloo", "nccl"], device: torch.device):
         self._backend, self._device = backend, device
         self._buffer = FlatBuffer(self._allocate)
@@ -73,9 +73,7 @@ class GroupTransport(Streamed):
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # this thread has a current device of its own
-            torch.cuda.current_stream().synchronize()  # the buffer is filled
+        self._synchronize()  # the buffer is filled
         theirs = Call(call, endpoint, "/update_weights_from_distributed", payload, TRANSFER_TIMEOUT)
         # In a thread: NCCL connects in the first broadcast, and is stuck where the server does not take part.
         ours = Call(self._broadcast, group, self._buffer.used)
@@ -93,12 +91,15 @@ class GroupTransport(Streamed):
         return self._buffer.used.nbytes * endpoint.tp
 
     def _broadcast(self, group: dist.ProcessGroup, buffer: torch.Tensor) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # as above
+        self._synchronize()  # sets this thread's device, for the broadcast
         options = dist.BroadcastOptions()
         options.rootRank, options.asyncOp = 0, True
         group.broadcast([buffer], options).wait()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread has a current device of its own
             torch.cuda.current_stream().synchronize()
 
     def forget(self, endpoint: Endpoint) -> None:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.allocators import BUILT_IN, Allocator
-from dynamo_megatron.algorithm.allocators.solvers import spread
+from dynamo_megatron.algorithm.allocators import BUILT_IN, Allocator, spread
 from dynamo_megatron.algorithm.testing import check_allocator
 from dynamo_megatron.config.method import ALLOCATORS
 
@@ -40,6 +39,15 @@ class HardestFirst(Allocator):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, c.values())))
 def test_contract(config):
     check_allocator(config)
+
+
+@pytest.mark.parametrize("config", CONFIGS[:-1], ids=lambda c: "-".join(map(str, c.values())))
+def test_prompts_without_a_difference_get_the_same(config):
+    allocator = RolloutAllocator(config)
+    assert allocator.allocate(["a", "b", "c"], 26, step=1).tolist() == [9, 9, 8]
+    assert not allocator.last.history.any()
+    allocator.observe(["a", "b", "c"] * 4, [0.0, 0.0, 0.0] * 4, [False] * 12, 1)
+    assert allocator.allocate(["a", "b", "c"], 24, step=2).tolist() == [8, 8, 8]
 
 
 def test_built_in_names_are_those_of_the_configuration():
@@ -90,7 +98,7 @@ class NaN(HardestFirst):
     ("broken", "says"),
     [
         (OneMore, "gave 42 rollouts in all for a budget of 41"),
-        (TooMany, r"gave prompt 'p0' 0 rollouts, outside \[2, 24\]"),
+        (TooMany, r"counts of prompt 'p0' is 0, outside \[2, 24\]"),
         (Whatever, "other counts when asked twice"),
         (Listed, r"counts returned list, not a numpy array of int64 \(8,\)"),
         (Halves, r"counts returned float64 \(8,\), not"),

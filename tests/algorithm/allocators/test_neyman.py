@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator, neyman
-from dynamo_megatron.algorithm.allocators.neyman import priced
+from dynamo_megatron.algorithm.allocators import priced
 
 
 def greedy(variance, budget, low, high):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.allocators.solvers import proportional
+from dynamo_megatron.algorithm.allocators import proportional
 from dynamo_megatron.algorithm.success import success_rate
 
 
@@ -106,12 +106,3 @@ def test_cures_by_hand():
     want = np.array([sigma(0.25, 4, 2), sigma(0.5, 1, 3), 0])
     np.testing.assert_allclose(decision.variance, want, rtol=1e-12)
     assert decision.counts[2] == 2 and np.abs(decision.counts - 38 * want / want.sum())[:2].max() < 1
-
-
-@pytest.mark.parametrize("kind", ["knapsack", "cero", "gvm", "cures"])
-def test_a_first_pass_is_uniform_and_energies_may_be_unknown(kind):
-    allocator = RolloutAllocator({"kind": kind})
-    assert allocator.allocate(["a", "b", "c"], 26, step=1).tolist() == [9, 9, 8]
-    allocator.observe(["a", "b"] * 4, [1.0, 0.0, 0.0, 1.0] * 2, [True, False, False, True] * 2, 1)
-    n = allocator.allocate(["a", "b"], 24, step=2)
-    assert n.tolist() == [12, 12]

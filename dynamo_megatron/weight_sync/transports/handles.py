@@ -1,31 +1,84 @@
-"""`ipc`: colocated servers read each bucket from the memory of their own GPU. Never run on a GPU (docs/rollouts.md).
+"""`tensor` and `ipc`: handles of memory that go over HTTP, for servers on the sending rank's host.
 
-A bucket is broadcast to all training ranks; each makes a CUDA IPC handle of its copy, and the rank on the first GPU of
-a server posts the handles of all the server's GPUs, in the order of the server's ranks.
+`tensor`: CPU tensors in shared memory. A bucket is written once, for all servers; each server rank maps it and copies
+its own shard into its parameters.
+
+`ipc`: colocated servers read each bucket from the memory of their own GPU. A bucket is broadcast to all training ranks;
+each makes a CUDA IPC handle of its copy, and the rank on the first GPU of a server posts the handles of all the
+server's GPUs, in the order of the server's ranks. Never run on a GPU (docs/rollouts.md).
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import errno
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.multiprocessing import reductions
 
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, TRANSFER_TIMEOUT, ServerError, call, call_for
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, ServerError, call_for
+from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, keeping
 from dynamo_megatron.weight_sync.schedule import Bucket
 from dynamo_megatron.weight_sync.transports import is_local
-from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Streamed
+from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Transport, pickled, send_handles
+
+
+class TensorTransport(Transport):
+    def __init__(self) -> None:
+        # With the default, file descriptors, a process that is not our child cannot authenticate, and SGLang's
+        # scheduler dies of it.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        with keeping(*FOR_THE_RANKS):
+            _shared(1)  # starts torch's shared-memory manager: these signals would kill it and break later weight syncs
+        self._buffer = FlatBuffer(_shared)
+
+    def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        self._buffer.fill(tensors)
+        return self._buffer.used.nbytes
+
+    def send(self, endpoint: Endpoint) -> int:
+        # A pickled handle counts as one reader of the shared memory: every server rank needs its own.
+        handles = [pickled(self._buffer.used, self._buffer.tensors) for _ in range(endpoint.tp)]
+        send_handles(endpoint, handles)
+        return sum(map(len, handles))
+
+    def end(self) -> None:
+        self._buffer = FlatBuffer(_shared)
+
+
+def _shared(nbytes: int) -> torch.Tensor:
+    """Returns a uint8 tensor [nbytes] in shared memory that is removed with the tensor. torch would leave the memory
+    behind if a handle is never read, as when a server fails. Therefore one reader more than there are is registered: no
+    reader removes the memory, and this process does. Raises OSError where /dev/shm has no room for it."""
+    try:
+        tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if os.strerror(errno.ENOSPC) not in reason:
+            raise
+        raise OSError(
+            f"/dev/shm has no room for {nbytes / 1e6:.2f} MB of weights ({reason}); free some there, or lower "
+            "rollout.sync.bucket_bytes, and resume"
+        ) from None
+    storage = tensor.untyped_storage()
+    storage._shared_incref()
+    name = storage._share_filename_cpu_()[1].decode()
+    weakref.finalize(tensor, Path(f"/dev/shm{name}").unlink, missing_ok=True)
+    return tensor
+
 
 DEVICE = 6  # position of the device in rebuild_cuda_tensor's arguments
 
 
-class IpcTransport(Streamed):
+class IpcTransport(Transport):
     def __init__(self, layout: Layout):
         self._layout = layout
         self._staged = FlatBuffer(self._allocate)
@@ -54,7 +107,7 @@ class IpcTransport(Streamed):
         metadata = self._layout.gather(self._staged.tensors if own is bucket else None)[bucket.sender]
         # Only what is read: an unread handle keeps its memory from being freed.
         reads = any(self._layout.rank in self._ranks[e] for e in endpoints if e not in self._failed)
-        handle = _handle({"flattened_tensor": here, "metadata": metadata}) if reads else ""
+        handle = pickled(here, metadata, _Pickler) if reads else ""
         self._handles = self._layout.gather(handle)
         return [e for e in endpoints if (self._ranks[e] or [0])[0] == self._layout.rank]
 
@@ -62,12 +115,7 @@ class IpcTransport(Streamed):
         ranks = self._ranks[endpoint]
         if not ranks:
             raise ServerError("its GPUs are not those of training ranks: CUDA IPC needs rollout.placement colocated")
-        payload = {
-            "serialized_named_tensors": [self._handles[rank] for rank in ranks],
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        call(endpoint, "/update_weights_from_tensor", payload, TRANSFER_TIMEOUT)
+        send_handles(endpoint, [self._handles[rank] for rank in ranks])
         return self._size * endpoint.tp
 
     def forget(self, endpoint: Endpoint) -> None:
@@ -119,12 +167,6 @@ class _Pickler(ForkingPickler):
             rebuild, arguments = reductions.reduce_tensor(value)
             return rebuild, (*arguments[:DEVICE], _uuid(value.device.index), *arguments[DEVICE + 1 :])
         return NotImplemented
-
-
-def _handle(value: dict) -> str:
-    raw = io.BytesIO()
-    _Pickler(raw).dump(value)
-    return base64.b64encode(raw.getvalue()).decode()
 
 
 def _uuid(gpu: int) -> str:

@@ -1,0 +1,369 @@
+"""The allocators, built in and loaded by name, and their arithmetic: who gets how many rollouts.
+
+`variance` and `counts` of an allocator are pure functions of the statistics, never of random numbers, the time or
+earlier calls. So a resumed run and a replay give the same counts. `testing.check_allocator` tests all that is required.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+
+from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
+from dynamo_megatron.algorithm.history import Statistics
+from dynamo_megatron.algorithm.success import expected_variance, measured_energies, success_rate, success_variance
+from dynamo_megatron.config import AllocationConfig
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.runtime.user_code import load_callable
+
+# The published priority of solved prompts, those with at least this success rate, is this variance.
+SOLVED_RATE, SOLVED_VARIANCE = 0.85, 0.01
+GVM_ALPHA, GVM_BETA = 1e-3, 2.0  # as in the published run_em.sh
+
+
+class Allocator(ABC):
+    """Decides how many rollouts each prompt of a batch gets. Derive from it and name yours as `kind: module:Class`."""
+
+    forgets = True  # False: observations keep their full weight, whatever `half_life` says
+
+    def __init__(self, config: AllocationConfig) -> None:
+        self.config = config
+
+    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
+        """Returns what `counts` decides by, finite float64 [N], 0 or above; logged as `variance` in allocation.jsonl.
+
+        `prompts`: those of the batch. `pool`: all prompts observed so far. Unless overridden: the expected variance of
+        a rollout by `config.variance`.
+        """
+        return expected_variance(self.config.variance, prompts, pool)
+
+    @abstractmethod
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+        """Rollouts of each of N >= 1 prompts, int64 [N] with sum `budget` and low <= n <= high.
+
+        The caller ensures N low <= budget <= N high and low >= 1.
+        """
+
+
+class Uniform(Allocator):
+    """The same number of rollouts for every prompt."""
+
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+        return spread(len(prompts), budget)
+
+
+class Neyman(Allocator):
+    """Minimises sum_i v_i / n_i, v_i the expected variance plus `variance_floor` times the batch's mean variance: the
+    optimum of the theory (DynaMO, arXiv 2602.19208), with integer counts and bounds, also with prices."""
+
+    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
+        variance = super().variance(prompts, pool)
+        return variance + self.config.variance_floor * variance.mean()
+
+    def counts(
+        self,
+        prompts: Statistics,
+        variance: np.ndarray,
+        budget: float,
+        low: int,
+        high: int,
+        price: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """As the other allocators'; with `price`, float64 [N], as `priced`."""
+        even = np.ones(len(prompts))
+        # Without a variance all counts are equally good: spread evenly, not to the lower indices first.
+        return priced(variance if variance.any() else even, even if price is None else price, budget, low, high)
+
+
+class Waterfill(Allocator):
+    """The published code's (GithubX-F/DynaMO-RL): shares the budget in proportion to sigma or, as published, sigma^2
+    (`power`)."""
+
+    forgets = False
+
+    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
+        """The priority, float64 [N]."""
+        # Fewer than two rollouts have no variance: the priority is 0, and `initial_budget` provides rollouts.
+        variance = np.nan_to_num(success_variance(prompts.successes, prompts.trials))
+        solved = prompts.successes / np.maximum(prompts.trials, 1) >= SOLVED_RATE
+        priority = np.where(solved, SOLVED_VARIANCE, variance)
+        return np.sqrt(priority) if self.config.power == "sigma" else priority
+
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+        return waterfill(prompts.trials, variance, budget, low, high, self.config.initial_budget)
+
+
+class Knapsack(Allocator):
+    """Maximises sum (1 - p^n - (1-p)^n) p (1-p)^2: the chance that a group's rewards differ, times the expected rise
+    of p by a gradient step (Knapsack RL, arXiv 2509.25849).
+
+    The paper solves it by dynamic programming. The value is concave in n, so taking the largest gains one by one gives
+    the same optimum. In the paper p is the success rate of the last visit, and prompts that were always right or always
+    wrong have no value: they get a fixed number of rollouts, and in public code a share of those that the others are
+    estimated not to need. Here p is the posterior mean under a prior fitted to the pool. It is never 0 or 1, so no such
+    rule is needed.
+    """
+
+    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
+        """p, the success rate."""
+        return success_rate(prompts, pool)
+
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+        p = variance[:, None]
+        q = 1 - p
+        # The gain is p^n q + q^n p, times the worth p q^2.
+        return largest_gains(lambda n: p * q * q * (p**n * q + q**n * p), np.ones(len(p)), budget, low, high)
+
+
+class Cero(Allocator):
+    """Gives rollouts to the prompts that have had too few over the whole run (CERO, arXiv 2606.05606): maximises
+    sum v_i (x_i + n_i) / (x_i + n_i + 1), x_i the rollouts of prompt i so far, v_i its expected p(1-p).
+
+    The paper has a concave, saturating utility of a prompt's rollouts over all epochs, scaled by E[p(1-p)] under a Beta
+    posterior, and prices for the prompts and the run's budget that are updated by projected gradient steps. Its text
+    was not at hand, so form and constants are ours: v x / (x + 1), whose optimum gives every prompt rollouts over the
+    whole run in proportion to sqrt(v). Here the step's budget is fixed and is used up exactly, which needs no prices.
+    """
+
+    forgets = False
+
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+        value = (variance if variance.any() else np.ones(len(variance)))[:, None]
+        after = prompts.trials[:, None] + 1
+        return largest_gains(lambda n: value / ((after + n) * (after + n + 1)), np.ones(len(value)), budget, low, high)
+
+
+class Gvm(Allocator):
+    """GVM-RAFT's (arXiv 2505.02391; code RLHFlow/GVM): n ~ G / sqrt(p + alpha / p^(beta - 1)), G a prompt's gradient
+    norm over right rollouts; 0 without a right one.
+
+    The published code measures G by a backward pass through one matrix for each right rollout of a first stage. Here G
+    is sqrt(mean energy of right rollouts), from forward passes only; if none is known, the pool's. p is the success
+    rate of the prompt's earlier rollouts in place of a first stage; without history it is the pool's.
+    """
+
+    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
+        """What the counts are proportional to, float64 [N]."""
+        p = observed_rate(prompts, pool)
+        right, _ = measured_energies(prompts, pool)
+        safe = np.where(p > 0, p, 1.0)
+        return np.where(p > 0, np.sqrt(right / (safe + GVM_ALPHA / safe ** (GVM_BETA - 1))), 0.0)
+
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+        return proportional(variance, budget, low, high)
+
+
+class Cures(Gvm):
+    """CurES's (arXiv 2510.01037, equation 127; code ZexuSun/CurES): n ~ sigma, sigma^2 = p q^2 E1[G^2] + p^2 q E0[G^2]
+    - p^2 q^2 (E1[G] - E0[G])^2, q = 1 - p, G gradient norms of right (1) and of wrong (0) rollouts; a prompt that was
+    always right or always wrong has sigma 0.
+
+    The published code measures norms by backward passes once, before training. Here E[G^2] is the mean energy of
+    earlier rollouts (the pool's if none is known) and E[G] its root, so sigma = sqrt(p q) (q G1 + p G0). p is as in
+    `Gvm`. The method's selection of prompts is not implemented.
+    """
+
+    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
+        """sigma, float64 [N]."""
+        p = observed_rate(prompts, pool)
+        right, wrong = (np.sqrt(energy) for energy in measured_energies(prompts, pool))
+        return np.sqrt(p * (1 - p)) * ((1 - p) * right + p * wrong)
+
+
+def observed_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
+    """Successes / rollouts of each prompt, float64 [N]; without history the pool's, and without a pool 1/2."""
+    trials = pool.trials.sum()
+    unknown = np.full(len(prompts), pool.successes.sum() / trials if trials > 0 else 0.5)
+    return np.divide(prompts.successes, prompts.trials, out=unknown, where=prompts.trials > 0)
+
+
+BUILT_IN = {
+    "uniform": Uniform,
+    "waterfill": Waterfill,
+    "neyman": Neyman,
+    "knapsack": Knapsack,
+    "cero": Cero,
+    "gvm": Gvm,
+    "cures": Cures,
+}
+
+
+def load_allocator(kind: str) -> type[Allocator]:
+    """The class that `algorithm.allocation.kind` names: a built-in one or the user's. Raises ValueError (one line)."""
+    if kind in BUILT_IN:
+        return BUILT_IN[kind]
+    found = load_callable(kind, "algorithm.allocation.kind")
+    if not (isinstance(found, type) and issubclass(found, Allocator)):
+        raise InputError(
+            f"algorithm.allocation.kind: {kind!r} is no allocator; "
+            "derive the class from dynamo_megatron.algorithm.allocators.Allocator"
+        )
+    return found
+
+
+# Relative: counts that cost the budget exactly are not refused for the rounding of a sum.
+ROUNDING = 1e-12
+LEAST_PRIORITY = 1e-8  # at or below it a prompt takes no part in the published proportional share
+
+
+def checked(values: Array, name: str, least: int, low: int, high: int) -> np.ndarray:
+    """`values` as float64 [N]. Raises ValueError naming the bounds or the entry that is negative or not finite."""
+    if not least <= low <= high:
+        raise ValueError(
+            f"rollout_n_min: {low}, rollout_n_max: {high}; expected {least} <= rollout_n_min <= rollout_n_max"
+        )
+    result = to_numpy(values, name).astype(np.float64)
+    if (bad := np.flatnonzero(~(np.isfinite(result) & (result >= 0)))).size:
+        raise ValueError(f"{name}: entry {bad[0]} is {result[bad[0]]}; expected a finite number, 0 or above")
+    return result
+
+
+def spread(prompts: int, budget: int) -> np.ndarray:
+    """The budget spread evenly, int64 [prompts]; the remainder goes to the lower indices."""
+    return budget // prompts + (np.arange(prompts) < budget % prompts).astype(np.int64)
+
+
+def settle(n: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+    """Clips `n` to the bounds, then adds or removes rollouts one by one in index order, in turn, until the sum is
+    `budget`."""
+    n = np.clip(n, low, high)
+    while missing := budget - int(n.sum()):
+        step = 1 if missing > 0 else -1
+        room = np.flatnonzero(n < high if step > 0 else n > low)
+        n[room[: abs(missing)]] += step
+    return n
+
+
+def largest_gains(
+    gain: Callable[[np.ndarray], np.ndarray], price: np.ndarray, budget: float, low: int, high: int
+) -> np.ndarray:
+    """The counts that maximise a sum of concave values: int64 [N], low <= n <= high, sum price n <= budget.
+
+    A rollout of prompt i costs price_i > 0. `gain`: numbers of rollouts, float64 [1, M] -> the value of one more
+    rollout of each prompt, float64 [N, M], falling with the number. Takes the largest gains per price one by one, ties
+    by the lower index, until the next one costs more than is left. So less than a rollout's price is left, unless all
+    prompts have `high`. The caller ensures low sum price <= budget.
+    """
+    left = budget * (1 + ROUNDING) - low * float(price.sum())
+    further = min(high - low, int(left / price.min()))  # of any one prompt
+    if further <= 0:
+        return np.full(len(price), low, np.int64)
+    per_price = (gain(low + np.arange(further, dtype=np.float64)[None]) / price[:, None]).ravel()
+    most = min(int(left / price.min()), per_price.size)  # the rollouts that can be paid for are among the largest
+    threshold = np.partition(per_price, per_price.size - most)[per_price.size - most]
+    above, tied = np.flatnonzero(per_price > threshold), np.flatnonzero(per_price == threshold)
+    if price.min() < price.max():
+        above = above[np.argsort(-per_price[above], kind="stable")]
+    taken = np.concatenate([above, tied]) // further
+    paid = int(np.searchsorted(np.cumsum(price[taken]), left, side="right"))
+    return low + np.bincount(taken[:paid], minlength=len(price)).astype(np.int64)
+
+
+def proportional(weight: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+    """int64 [N], sum `budget`, low <= n <= high, n as nearly in proportion to `weight` >= 0 as that allows.
+
+    n_i is s weight_i clamped to the bounds, with s such that the sum is `budget`; fractions are rounded by the largest
+    remainders. Rollouts that must go to prompts of weight 0 are given one by one in turn. The caller ensures
+    N low <= budget <= N high.
+    """
+    if not weight.any():
+        return settle(np.full(len(weight), low), budget, low, high)
+    share = weight / weight.max()
+    least = share[share > 0].min()
+    below, above = 0.0, float(high)
+    while np.clip(above * share, low, high).sum() <= budget and above * least < high:
+        above *= 2
+    while above - below > 1e-12 * above:
+        middle = (below + above) / 2
+        if np.clip(middle * share, low, high).sum() <= budget:
+            below = middle
+        else:
+            above = middle
+    exact = np.clip(below * share, low, high)
+    whole = np.floor(exact).astype(np.int64)
+    # Rounded, so that equal prompts have equal remainders wherever the bisection stopped.
+    rest = np.round(np.where(share > 0, exact - whole, -1.0), 9)
+    rest[whole == high] = -1.0
+    order = np.argsort(-rest, kind="stable")
+    largest = order[: min(max(budget - int(whole.sum()), 0), int((rest >= 0).sum()))]
+    whole[largest] += 1
+    return settle(whole, budget, low, high)
+
+
+def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int) -> Array:
+    """The exact integer minimiser of sum_i variance_i / n_i, int64 [N] (Neyman allocation, integer and bounded).
+
+    sum n = budget clipped to [N rollout_n_min, N rollout_n_max], rollout_n_min <= n_i <= rollout_n_max. One rollout
+    more for prompt i gains variance_i / (n (n + 1)), which falls with n, so taking the largest gains one by one is
+    optimal; ties go to the lower index. Prompts of variance 0 get what the others have no room for, in index order.
+    Raises ValueError for bounds that contradict each other or a variance that is negative or not finite.
+    """
+    v = checked(variance, "variance", 1, rollout_n_min, rollout_n_max)
+    budget = min(max(budget, len(v) * rollout_n_min), len(v) * rollout_n_max)
+    return like(priced(v, np.ones(len(v)), budget, rollout_n_min, rollout_n_max), variance)
+
+
+def priced(variance: np.ndarray, price: np.ndarray, budget: float, low: int, high: int) -> np.ndarray:
+    """As `neyman`, but a rollout of prompt i costs price_i > 0: int64 [N] with sum price n <= budget, up to rounding.
+
+    No counts of at most the same cost have a smaller sum variance / n. (Counts that use up the rest may: a knapsack
+    problem.) The caller ensures low sum price <= budget.
+    """
+    if not len(variance):
+        return np.zeros(0, np.int64)
+    return largest_gains(lambda n: variance[:, None] / (n * (n + 1)), price, budget, low, high)
+
+
+def waterfill(
+    sample_counts: Array,
+    priority: Array,
+    total_rollout_n: int,
+    rollout_n_min: int,
+    rollout_n_max: int,
+    initial_budget: int,
+) -> Array:
+    """The allocation of the published code (GithubX-F/DynaMO-RL), kept within its bounds; int64 [N].
+
+    `sample_counts`: the rollouts of each prompt so far. `priority` >= 0: what a prompt's share is proportional to. sum
+    n = total_rollout_n clipped to [N rollout_n_min, N rollout_n_max]. First every prompt is brought to
+    max(rollout_n_min, initial_budget) samples, then to the lower bound, then the rest is shared by priority. At last
+    rollouts are added or removed one by one in index order until the sum fits (the published code breaks the bounds
+    there). Raises ValueError for bounds or lengths that contradict each other and for entries that are negative or not
+    finite.
+    """
+    share = checked(priority, "priority", 0, rollout_n_min, rollout_n_max)
+    seen = to_numpy(sample_counts, "sample_counts")
+    if seen.shape != share.shape:
+        raise ValueError(f"sample_counts: {len(seen)} entries for {len(share)} priorities")
+    if (bad := np.flatnonzero(~(np.isfinite(seen) & (seen >= 0)))).size:
+        raise ValueError(f"sample_counts: entry {bad[0]} is {seen[bad[0]]}; expected a count")
+    low, high = rollout_n_min, rollout_n_max
+    budget = min(max(total_rollout_n, len(share) * low), len(share) * high)
+
+    need = np.clip(max(low, initial_budget) - np.floor(seen).astype(np.int64), 0, high)
+    n = need if need.sum() <= budget else np.maximum(need * budget // need.sum(), low)
+    for _ in range(int(n.sum()) - budget):
+        n[np.argmax(n)] -= 1
+    short = np.maximum(0, low - n)
+    rest = budget - int(n.sum())
+    if short.any():
+        n = n + (short if short.sum() <= rest else short * rest // short.sum())
+    n = _share_by_priority(n, share, budget, high)
+    return like(settle(n, budget, low, high), priority)
+
+
+def _share_by_priority(n: np.ndarray, priority: np.ndarray, budget: int, high: int) -> np.ndarray:
+    """Shares the rest in proportion to priority by largest remainders, capped at `high`, until no prompt has room."""
+    n = n.copy()
+    while (rest := budget - int(n.sum())) > 0:
+        open_ = np.flatnonzero((n < high) & (priority > LEAST_PRIORITY))
+        if not len(open_):
+            break
+        exact = rest * (priority[open_] / priority[open_].sum())
+        whole = np.floor(exact).astype(np.int64)
+        largest = np.argsort(-(exact - whole), kind="stable")[: max(0, rest - int(whole.sum()))]
+        whole[largest] += 1
+        n[open_] = np.minimum(n[open_] + whole, high)
+    return n
