@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 from dataclasses import dataclass, field
@@ -61,8 +60,7 @@ class RewardPool:
     def start(self) -> None:
         """Checks that the services accept connections, starts the workers and waits until all are ready. Raises
         ValueError where one of these fails, TimeoutError naming a worker that is not ready in time."""
-        with contextlib.ExitStack() as unless_started:
-            unless_started.callback(self.close)
+        try:
             for name in self._config.outcomes:
                 if name not in self._local:
                     self._services.append(self._service(name))
@@ -70,7 +68,9 @@ class RewardPool:
             if self._local:
                 self._workers = self._placed()
                 self._workers.start()
-            unless_started.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     async def score(self, prompt: Prompt, response: str) -> Score:
         """Scores one response. Raises RewardError where a function fails and `on_error` is `raise`, RuntimeError where

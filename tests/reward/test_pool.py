@@ -96,9 +96,11 @@ def started(folder, pool):
 
 def late(p, response="sleep"):
     """The score of a stuck function, in a tenth of a second: a short deadline from the start would meet others."""
-    p._workers._config = p._config.model_copy(update={"deadline": 0.1})
+    for worker in p._workers.workers:
+        worker.deadline = 0.1
     (score,) = scored(p, response)
-    p._workers._config = p._config
+    for worker in p._workers.workers:
+        worker.deadline = PATIENCE
     return score
 
 
@@ -269,7 +271,7 @@ def test_a_function_that_cannot_be_loaded_stops_the_start(folder, function, word
     with pytest.raises(ValueError, match=r"reward\.functions: ") as error:
         p.start()
     assert words in str(error.value) and "\n" not in str(error.value)
-    assert not any(alive(worker.process.pid) for worker in p._workers.processes)
+    assert not any(alive(worker.process.pid) for worker in p._workers.workers)
 
 
 def test_workers_import_no_torch(started):
@@ -288,13 +290,13 @@ def test_signals_are_the_parents_and_an_idle_worker_that_died_is_replaced(starte
     assert first == second and second.status == "ok"
     os.kill(int(second.reward), signal.SIGKILL)
     # A zombie is not enough: its other threads may hold the socket for a moment.
-    p._workers.processes[0].process.wait(timeout=PATIENCE)
+    p._workers.workers[0].process.wait(timeout=PATIENCE)
     assert scored(p, "fine")[0].status == "ok"
 
 
 def test_close_ends_stuck_workers_and_scoring_after_it_is_an_error(started):
     p = started(workers=2)
-    pids = [worker.process.pid for worker in p._workers.processes]
+    pids = [worker.process.pid for worker in p._workers.workers]
 
     async def close_while_stuck():
         tasks = [asyncio.create_task(p.score(Prompt("p", text="?"), "spin")) for _ in range(3)]
@@ -321,7 +323,7 @@ def test_workers_and_what_they_started_die_with_a_killed_parent(folder):
         async def main():
             stuck = asyncio.create_task(pool.score(Prompt("p", text="?", meta=dict(file="daemon")), "daemon, stuck"))
             while not os.path.exists("daemon"): await asyncio.sleep(0.02)
-            print(*(w.process.pid for w in pool._workers.processes), open("daemon").read(), flush=True)
+            print(*(w.process.pid for w in pool._workers.workers), open("daemon").read(), flush=True)
             await stuck
         asyncio.run(main())
     """
