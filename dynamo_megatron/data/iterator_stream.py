@@ -9,11 +9,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.limits import too_long
-from dynamo_megatron.data.sources import content_digest, located_prompts
+from dynamo_megatron.data.sources import content_digest, id_taken, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
@@ -23,18 +24,13 @@ POLL_EVERY = 0.1  # seconds
 SKIPPED_IN_A_ROW = 10_000  # skipped items in a row are an error: an endless iterator may have no others
 
 
-def _nothing() -> None:
-    pass
-
-
-class _ReadingThread:
+class _Reader:
     """Takes items from iterators on a separate thread, which does not keep the process alive, so that a request to stop
-    ends the wait for an item. At most one item is read ahead: that of an interrupted wait."""
+    ends the wait for an item."""
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[Iterator] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[object, BaseException | None]] = queue.SimpleQueue()
-        self._waits = False
+        self._asked: queue.SimpleQueue[tuple[Iterator, Future]] = queue.SimpleQueue()
+        self._pending: Future | None = None  # the item of an interrupted wait
         threading.Thread(target=self._read, name="data", daemon=True).start()
 
     def next(self, items: Iterator[Any], on_poll: Callable[[], None]) -> Any:
@@ -43,31 +39,24 @@ class _ReadingThread:
         `on_poll` is called every POLL_EVERY seconds of the wait. An exception of `on_poll` ends the wait, and the next
         call gets the item that this call requested.
         """
-        if not self._waits:
-            self._asked.put(items)
-            self._waits = True
-        while True:
-            try:
-                item, error = self._answers.get(timeout=POLL_EVERY)
-            except queue.Empty:
-                on_poll()
-                continue
-            self._waits = False
-            if error is not None:
-                raise error
-            return item
+        if self._pending is None:
+            self._pending = Future()
+            self._asked.put((items, self._pending))
+        while not wait([self._pending], POLL_EVERY).done:
+            on_poll()
+        answer, self._pending = self._pending, None
+        return answer.result()
 
     def _read(self) -> None:
         while True:
-            items = self._asked.get()
+            items, answer = self._asked.get()
             try:
-                self._answers.put((next(items, None), None))
+                answer.set_result(next(items, None))
             except BaseException as error:  # any exception is for the thread that called `next`
-                self._answers.put((None, error))
+                answer.set_exception(error)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """`taken` problems of the epoch, `digest`, a hash of their ids and contents, and `skipped`, the prompts that were
     too long and the rows that were no problem, of all epochs."""
 
@@ -94,22 +83,17 @@ class IteratorStream:
         config: DataConfig,
         encode: Callable[[Prompt], list[int]],
         max_prompt_length: int | None,
-        on_progress: Callable[[int], None] | None = None,
         *,
         needs_answer: bool = False,
     ) -> None:
         self._config, self._encode, self._limit = config, encode, max_prompt_length
         self._needs_answer = needs_answer
         self._bad: InputError | None = None  # what is wrong with the first row that was skipped as no problem
-        self._known: dict[str, int] = {}
-        self._thread = _ReadingThread()
+        self._known: dict[str, str] = {}  # id -> digest of the content
+        self._reader = _Reader()
         self._drawn = self._read = _Place()
         self._items = self._opened()
-        self._ahead: deque[tuple[Prompt, _Place]] = deque()
-        while len(self._ahead) < config.batch_prompts:
-            self._ahead.append(self._draw(_nothing))
-            if on_progress is not None:
-                on_progress(len(self._ahead))
+        self._ahead = deque(self._draw(lambda: None) for _ in range(config.batch_prompts))
         # The first prompt's tokens show a change of tokenizer or template.
         self._rendering = hashlib.sha256(repr(self._ahead[0][0].tokens).encode()).hexdigest()
 
@@ -124,7 +108,7 @@ class IteratorStream:
         """The epoch of the prompt drawn last, from 0."""
         return self._drawn.epoch
 
-    def next(self, n: int, on_poll: Callable[[], None] = _nothing) -> list[Prompt]:
+    def next(self, n: int, on_poll: Callable[[], None] = lambda: None) -> list[Prompt]:
         """The next `n` prompts, with `tokens` set. `on_poll` is called while this waits for the iterator. An exception
         of `on_poll` ends the wait; the prompts drawn until then are not drawn again."""
         batch: list[Prompt] = []
@@ -146,7 +130,7 @@ class IteratorStream:
                 tokens = self._encode(prompt)
                 if not too_long(prompt, tokens, self._limit, self._config):
                     return dataclasses.replace(prompt, tokens=tokens), self._read
-            self._read = dataclasses.replace(self._read, skipped=self._read.skipped + 1)
+            self._read = self._read._replace(skipped=self._read.skipped + 1)
         raise InputError(
             f"data.source: {SKIPPED_IN_A_ROW:,} rows of {self._config.source} in a row are no problems or have more "
             f"than {self._limit} tokens{'' if self._bad is None else f'; the first that is none: {self._bad}'}"
@@ -159,7 +143,7 @@ class IteratorStream:
         """The iterator's next item, None for a row that is skipped as no problem; where the iterator has ended, the
         first item of the next epoch."""
         source, place = self._config.source, self._read
-        item = self._thread.next(self._items, on_poll)
+        item = self._reader.next(self._items, on_poll)
         if item is None:
             if not place.taken:
                 raise self._bad or InputError(
@@ -174,19 +158,15 @@ class IteratorStream:
                 log.warning("data.source: rows that are no problems are counted in data/skipped_prompts: %s", prompt)
             return None
         content = content_digest(prompt)
-        if self._known.setdefault(prompt.prompt_id, int(content, 16)) != int(content, 16):
-            raise InputError(
-                f"{where}: the id {prompt.prompt_id!r:.80} is taken by an earlier problem with other content; "
-                f"give every problem its own id (data.id_key: {self._config.id_key})"
-            )
+        if self._known.setdefault(prompt.prompt_id, content) != content:
+            raise id_taken(prompt, where, "an earlier problem", self._config)
         chained = f"{place.digest} {content} {prompt.prompt_id}".encode("utf-8", "surrogatepass")
-        digest = hashlib.sha256(chained).hexdigest()
-        self._read = dataclasses.replace(place, taken=place.taken + 1, digest=digest)
+        self._read = place._replace(taken=place.taken + 1, digest=hashlib.sha256(chained).hexdigest())
         return prompt
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data of a fixed size."""
-        return {**dataclasses.asdict(self._drawn), "rendering": self._rendering}
+        return {**self._drawn._asdict(), "rendering": self._rendering}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues after the last prompt drawn in `state`. Raises ValueError where the function yields other items, or
@@ -196,8 +176,8 @@ class IteratorStream:
         self._items, self._read = self._opened(), _Place(state["epoch"])
         self._ahead.clear()
         while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):
-            self._take(_nothing)
-        self._drawn = self._read = dataclasses.replace(self._read, skipped=state["skipped"])
+            self._take(lambda: None)
+        self._drawn = self._read = self._read._replace(skipped=state["skipped"])
         if (self._read.epoch, self._read.digest) != (state["epoch"], state["digest"]):
             raise InputError(
                 f"data.source: {self._config.source} does not yield the {state['taken']} items that the checkpoint's "

@@ -35,7 +35,7 @@ USUAL_KEYS = {
 
 def load_prompts(
     config: DataConfig,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda count: None,
     *,
     needs_answer: bool = False,
     say: Callable[[str], None] = log.warning,
@@ -49,28 +49,29 @@ def load_prompts(
     the number of problems read so far. Raises ValueError (one line, with `path:line` or `path row N`).
     """
     first: dict[str, Prompt] = {}
-    bad: InputError | None = None  # the first
-    skipped = repeated = in_a_row = 0
-    for where, prompt in located_prompts(config, needs_answer=needs_answer):
+    bad: list[InputError] = []
+    repeated = newest = 0
+    for number, (where, prompt) in enumerate(located_prompts(config, needs_answer=needs_answer)):
+        if config.limit is not None and number - newest > REPEATS_IN_A_ROW:  # an endless iterator may have no others
+            raise InputError(f"data.limit: {config.source} has {len(first):,} different problems, no more")
         if isinstance(prompt, InputError):
-            bad, skipped = bad or prompt, skipped + 1
-        elif _is_new(prompt, first, where, config.id_key):
-            if on_progress is not None:
-                on_progress(len(first))
+            bad.append(prompt)
+            continue
+        known = first.setdefault(prompt.prompt_id, prompt)
+        if known is prompt:
+            newest = number
+            on_progress(len(first))
             if len(first) == config.limit:
                 break
-            in_a_row = 0
-            continue
-        else:
+        elif content_digest(known) == content_digest(prompt):  # NaN, which a column may hold, does not equal itself
             repeated += 1
-        in_a_row += 1
-        if config.limit is not None and in_a_row == REPEATS_IN_A_ROW:  # an endless iterator may have no others
-            raise InputError(f"data.limit: {config.source} has {len(first):,} different problems, no more")
-    if bad is not None:
-        counted = f"{skipped:,} of {skipped + repeated + len(first):,} rows cannot be used"
-        if skipped > repeated + len(first):
-            raise InputError(f"{bad}; {counted}") if skipped > 1 else bad
-        say(f"data.source: {config.source}: {counted} and are skipped (data.on_bad_row), the first: {bad}")
+        else:
+            raise id_taken(prompt, where, known.where, config)
+    if bad:
+        counted = f"{len(bad):,} of {len(bad) + repeated + len(first):,} rows cannot be used"
+        if len(bad) > repeated + len(first):
+            raise InputError(f"{bad[0]}; {counted}") if len(bad) > 1 else bad[0]
+        say(f"data.source: {config.source}: {counted} and are skipped (data.on_bad_row), the first: {bad[0]}")
     if not first:
         raise InputError(f"data.source: {config.source} has no prompts")
     if repeated:
@@ -115,17 +116,11 @@ def located_prompts(
         yield where, prompt
 
 
-def _is_new(prompt: Prompt, first: dict[str, Prompt], where: str, id_key: str) -> bool:
-    """Adds `prompt` to `first` where its id is new. Raises InputError where it has other content than the known one."""
-    known = first.setdefault(prompt.prompt_id, prompt)
-    if known is prompt:
-        return True
-    if content_digest(known) != content_digest(prompt):  # NaN, which a column may hold, does not equal itself
-        raise InputError(
-            f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
-            f"give every problem its own id (data.id_key: {id_key})"
-        )
-    return False
+def id_taken(prompt: Prompt, where: str, by: str, config: DataConfig) -> InputError:
+    return InputError(
+        f"{where}: the id {prompt.prompt_id!r:.80} is taken by {by} with other content; "
+        f"give every problem its own id (data.id_key: {config.id_key})"
+    )
 
 
 def content_digest(prompt: Prompt) -> str:

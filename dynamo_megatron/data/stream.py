@@ -24,7 +24,7 @@ def open_stream(
     encode: Callable[[Prompt], list[int]],
     max_prompt_length: int | None,
     before: Mapping[str, Any] | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda count: None,
     *,
     needs_answer: bool = False,
 ) -> PromptStream | IteratorStream:
@@ -36,7 +36,7 @@ def open_stream(
     stream: PromptStream | IteratorStream
     if config.streamed:
         log.warning("data.source: %s is read as the run goes on, in its order (see data.limit)", config.source)
-        stream = IteratorStream(config, encode, max_prompt_length, on_progress, needs_answer=needs_answer)
+        stream = IteratorStream(config, encode, max_prompt_length, needs_answer=needs_answer)
     else:
         prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
         stream = PromptStream(prompts, config, encode, max_prompt_length)
@@ -53,8 +53,8 @@ class PromptStream:
     The order depends only on `config.shuffle_seed`, the epoch and the number of prompts. A batch may span two epochs,
     and may then have the same prompt twice. `encode` gives a prompt's tokens; it is called once for every prompt at the
     start, and again for each prompt that is drawn. A prompt of more than `max_prompt_length` tokens (None: any length)
-    is skipped and counted, or raises an error in the constructor (`config.on_long_prompt`). Raises ValueError where
-    there are no prompts, or none that is short enough, and what `encode` raises.
+    is skipped and counted (`skipped`), or raises an error in the constructor (`config.on_long_prompt`). Raises
+    ValueError where no prompt is short enough, and what `encode` raises.
     """
 
     def __init__(
@@ -64,33 +64,21 @@ class PromptStream:
         encode: Callable[[Prompt], list[int]],
         max_prompt_length: int | None,
     ) -> None:
-        if not prompts:
-            raise InputError("data.source: no prompts to draw from")
         self.prompts = prompts
-        self._config = config
-        self._encode = encode
-        self._limit = max_prompt_length
-        self._too_long = self._check_lengths()
-        self._skipped: set[int] = set()
-        self._epoch = 0
-        self._position = 0
-        self._order = self._shuffled(0)
+        self.epoch = 0  # of the prompt drawn last
+        self._config, self._encode = config, encode
+        # All are encoded here: a prompt that cannot be encoded would stop the run in the middle, and after each resume.
+        self._too_long = {
+            index for index, prompt in enumerate(prompts) if too_long(prompt, encode(prompt), max_prompt_length, config)
+        }
+        self.skipped = len(self._too_long)
+        self.size = len(prompts) - self.skipped  # prompts that can be drawn
+        if not self.size:
+            raise InputError(
+                f"data.max_prompt_length: all {len(prompts)} prompts have more than {max_prompt_length} tokens"
+            )
+        self._position, self._order = 0, self._shuffled()
         self._fingerprint = _fingerprint(prompts, encode(prompts[0]))
-
-    @property
-    def size(self) -> int:
-        """The number of prompts that can be drawn."""
-        return len(self.prompts) - len(self._too_long)
-
-    @property
-    def skipped(self) -> int:
-        """The number of distinct prompts that were skipped so far because they are too long."""
-        return len(self._skipped)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the prompt drawn last, from 0."""
-        return self._epoch
 
     def next(self, n: int, on_poll: Callable[[], None] | None = None) -> list[Prompt]:
         """The next `n` prompts, as copies with `tokens` set. Nothing is waited for, so `on_poll` is not called."""
@@ -100,14 +88,10 @@ class PromptStream:
         """The next `n` prompts, without their tokens."""
         batch: list[Prompt] = []
         while len(batch) < n:
-            if self._position == len(self.prompts):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._shuffled(self._epoch)
-            index = self._order[self._position]
-            if index in self._too_long:
-                self._skipped.add(index)
-            else:
-                batch.append(self.prompts[index])
+            if self._position == self.size:
+                self.epoch, self._position = self.epoch + 1, 0
+                self._order = self._shuffled()
+            batch.append(self.prompts[self._order[self._position]])
             self._position += 1
         return batch
 
@@ -115,33 +99,18 @@ class PromptStream:
         """A copy of one of the `candidates` with `tokens` set."""
         return dataclasses.replace(prompt, tokens=self._encode(prompt))
 
-    def _check_lengths(self) -> set[int]:
-        """The indices of the prompts that are too long. All prompts are encoded here, before the run: a prompt that
-        cannot be encoded would stop the run in the middle, and again after each resume."""
-        long = {
-            index
-            for index, prompt in enumerate(self.prompts)
-            if too_long(prompt, self._encode(prompt), self._limit, self._config)
-        }
-        if len(long) == len(self.prompts):
-            raise InputError(
-                f"data.max_prompt_length: all {len(self.prompts)} prompts have more than {self._limit} tokens"
-            )
-        return long
-
-    def _shuffled(self, epoch: int) -> list[int]:
+    def _shuffled(self) -> list[int]:
         # Python guarantees that an integer seed gives the same random() in all versions, but not the same shuffle().
-        seed = hashlib.sha256(f"{self._config.shuffle_seed}/{epoch}".encode()).digest()
+        seed = hashlib.sha256(f"{self._config.shuffle_seed}/{self.epoch}".encode()).digest()
         generator = random.Random(int.from_bytes(seed, "big"))
         keys = [generator.random() for _ in self.prompts]
-        return sorted(range(len(keys)), key=keys.__getitem__)
+        return sorted(set(range(len(keys))) - self._too_long, key=keys.__getitem__)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data: the stream's position, and a fingerprint of the prompts (`_fingerprint`)."""
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "position": self._position,
-            "skipped": sorted(self._skipped),
             "shuffle_seed": self._config.shuffle_seed,
             "fingerprint": self._fingerprint,
         }
@@ -159,9 +128,8 @@ class PromptStream:
                 f"data.shuffle_seed: {self._config.shuffle_seed} is not the checkpoint's {state['shuffle_seed']}; "
                 "resume with that one, or start a new output_dir"
             )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._skipped = set(state["skipped"])
-        self._order = self._shuffled(self._epoch)
+        self.epoch, self._position = state["epoch"], state["position"]
+        self._order = self._shuffled()
 
 
 def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
