@@ -1,38 +1,30 @@
-"""Sets of real numbers as disjoint pieces, so that unions and differences that are written differently are equal."""
+"""Sets of real numbers by their members, so that unions and differences that are written differently are equal."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
 
 from mpmath import mp
 
 from dynamo_megatron.reward.mathematics.nodes import INFINITY, REALS, Group, Node, Op, Relation, Symbol
-from dynamo_megatron.reward.mathematics.value import Undefined, value_at, walk
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The numbers between `low` and `high`; a point where both are the same. Infinite ends are open."""
-
-    low: mp.mpf
-    high: mp.mpf
-    low_open: bool = False
-    high_open: bool = False
-
+from dynamo_megatron.reward.mathematics.value import DIGITS, Undefined, value_at, walk
 
 LESS = {"<": "<", "<=": "<=", ">": "<", ">=": "<="}
-Pieces = list[Piece]
-ALL = [Piece(-mp.inf, mp.inf, True, True)]
+Members = tuple[list[mp.mpf], Callable[[mp.mpf], bool]]  # the ends of a set's intervals; whether it has a number
 
 
 def same_set(first: Node, second: Node) -> bool | None:
-    """Whether two unions, differences or the like are one set; None where one of them is no set of real numbers."""
-    sets = [_pieces(node) for node in (first, second)]
+    """Whether two unions, differences or the like are one set; None where one of them is no set of real numbers.
+    Membership can change only at the ends of intervals, so it is compared at these, between them and beyond them."""
+    sets = [_members(node) for node in (first, second)]
     if None in sets:
         return None
-    mine, other = (_merged(pieces or []) for pieces in sets)
-    return len(mine) == len(other) and all(_same_piece(a, b) for a, b in zip(mine, other, strict=True))
+    with mp.workdps(2 * DIGITS):
+        (ends, mine), (more, other) = sets  # type: ignore[misc]
+        ends = sorted(end for end in ends + more if mp.isfinite(end)) or [mp.mpf(0)]
+        between = [(low + high) / 2 for low, high in pairwise(ends) if not _near(low, high)]
+        return all(mine(x) == other(x) for x in [ends[0] - 1, *ends, *between, ends[-1] + 1])
 
 
 def is_composed(node: Node) -> bool:
@@ -77,42 +69,45 @@ def turned_left(relation: Relation) -> Relation:
     return relation
 
 
-def _pieces(node: Node) -> Pieces | None:
+def _members(node: Node) -> Members | None:
     match node:
         case Symbol():
-            return ALL if node == REALS else [] if node.name == "emptyset" else None
+            return ([], lambda x: node == REALS) if node == REALS or node.name == "emptyset" else None
         case Relation(signs=("!=",), members=(Symbol(), value)):
             number = _number(value)
-            return None if number is None else _complement([Piece(number, number)])
+            return None if number is None else ([number], lambda x: not _near(x, number))
         case Relation(signs=("in",), members=(Symbol(), inside)):
-            return _pieces(inside)
+            return _members(inside)
         case Relation():
-            return None if (between := interval_of(node)) is None else _pieces(between)
+            return None if (between := interval_of(node)) is None else _members(between)
         case Group(kind="set", items=items):
             numbers = [_number(item) for item in items]
-            return None if None in numbers else [Piece(number, number) for number in numbers]
-        case Group(kind="()" | "[]" | "(]" | "[)" as ends, items=(low, high)):
-            return _between(_number(low), _number(high), ends[0] == "(", ends[1] == ")")
+            return None if None in numbers else (numbers, lambda x: any(_near(x, number) for number in numbers))
+        case Group(kind="()" | "[]" | "(]" | "[)" as ends, items=(left, right)):
+            low = -mp.inf if left == Op("neg", (INFINITY,)) else _number(left)
+            high = mp.inf if right == INFINITY else _number(right)
+            closed = ends[0] == "[", ends[1] == "]"
+            if low is None or high is None or low > high or (low == high and not all(closed)):
+                return None
+            return [
+                low,
+                high,
+            ], lambda x: (closed[0] if _near(x, low) else x > low) and (closed[1] if _near(x, high) else x < high)
         case Group(kind="union" | "cap" | "minus" as kind, items=items):
-            sets = [_pieces(item) for item in items]
+            sets = [_members(item) for item in items]
             if None in sets:
                 return None
-            first, *others = (pieces or [] for pieces in sets)
-            for each in others:
-                first = _combined(kind, first, each)
-            return first
+            holding = [holds for _, holds in sets]  # type: ignore[misc]
+            holds = {
+                "union": lambda x: any(holds(x) for holds in holding),
+                "cap": lambda x: all(holds(x) for holds in holding),
+                "minus": lambda x: holding[0](x) and not any(holds(x) for holds in holding[1:]),
+            }
+            return [end for ends, _ in sets for end in ends], holds[kind]  # type: ignore[misc]
     return None
 
 
-def _between(low: mp.mpf | None, high: mp.mpf | None, low_open: bool, high_open: bool) -> Pieces | None:
-    if low is None or high is None or low > high or (low == high and (low_open or high_open)):
-        return None
-    return [Piece(low, high, low_open or low == -mp.inf, high_open or high == mp.inf)]
-
-
 def _number(node: Node) -> mp.mpf | None:
-    if node == INFINITY or node == Op("neg", (INFINITY,)):
-        return mp.inf if node == INFINITY else -mp.inf
     try:
         value = value_at(node, {})
     except Undefined:
@@ -120,32 +115,5 @@ def _number(node: Node) -> mp.mpf | None:
     return mp.re(value) if mp.im(value) == 0 else None
 
 
-def _combined(kind: str, first: Pieces, second: Pieces) -> Pieces:
-    if kind == "union":
-        return first + second
-    outside = _complement(first) + (_complement(second) if kind == "cap" else second)
-    return _complement(outside)
-
-
-def _merged(pieces: Pieces) -> Pieces:
-    merged: Pieces = []
-    for piece in sorted(pieces, key=lambda each: (each.low, each.low_open)):
-        last = merged[-1] if merged else None
-        if last is None or piece.low > last.high or (piece.low == last.high and piece.low_open and last.high_open):
-            merged.append(piece)
-        elif (piece.high, not piece.high_open) > (last.high, not last.high_open):
-            merged[-1] = Piece(last.low, piece.high, last.low_open, piece.high_open)
-    return merged
-
-
-def _complement(pieces: Pieces) -> Pieces:
-    ends = [Piece(-mp.inf, -mp.inf, True, True), *_merged(pieces), Piece(mp.inf, mp.inf, True, True)]
-    gaps = [Piece(a.high, b.low, not a.high_open or a.high == -mp.inf, not b.low_open or b.low == mp.inf)
-            for a, b in pairwise(ends)]  # fmt: skip
-    return [gap for gap in gaps if gap.low < gap.high or not (gap.low_open or gap.high_open)]
-
-
-def _same_piece(a: Piece, b: Piece) -> bool:
-    ends = ((a.low, b.low), (a.high, b.high))
-    near = all(x == y or (mp.isfinite(x) and abs(x - y) <= mp.mpf(10) ** -30 * abs(x)) for x, y in ends)
-    return near and (a.low_open, a.high_open) == (b.low_open, b.high_open)
+def _near(x: mp.mpf, y: mp.mpf) -> bool:
+    return abs(x - y) <= mp.mpf(10) ** -30 * abs(x)
