@@ -42,22 +42,20 @@ class Addresses:
 
     def __init__(self, given: Iterable[Address] = (), restarts_within: float = 0.0) -> None:
         """`restarts_within`: how long to wait for a server while none is up, in seconds; 0: the addresses are fixed."""
-        self._up = {address.url: address for address in given}  # replaced by a new dict, never changed in place
+        self.known = list(given)  # replaced by a new list, never changed in place
         self.restarts_within = restarts_within
+        self._up: dict[str, Address] = {}
         self._turns = itertools.count()
-        self._why_none = "none has come up"
-        self._final = False
-
-    @property
-    def known(self) -> list[Address]:
-        return list(self._up.values())
+        self._why_none, self._final = "none has come up", False
 
     def up(self, name: str, address: Address) -> None:
-        self._up = {**self._up, name: address}
+        self._up[name] = address
+        self.known = list(self._up.values())
 
     def down(self, name: str, why: str, final: bool = False) -> None:
         """Removes the server `name`; `why` is for error messages. `final`: no server will come up again."""
-        self._up = {other: address for other, address in self._up.items() if other != name}
+        self._up.pop(name, None)
+        self.known = list(self._up.values())
         self._why_none, self._final = f"{name}: {why}", final
 
     async def next(self) -> Address:
@@ -94,14 +92,12 @@ class HttpReward:
         self.name = service.name
         self._service, self._addresses, self._deadline = service, addresses, deadline
         self._concurrency, self._per_second, self._cached = concurrency, per_second, cached
-        self._cache: OrderedDict[bytes, asyncio.Future[FunctionResult]] = OrderedDict()  # also those under way
+        self._cache: OrderedDict[bytes, FunctionResult] = OrderedDict()
         self._next_turn = 0.0  # monotonic seconds
-        self._lock = threading.Lock()
-        self._closed = False
-        self._ready = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve()), name=f"reward {self.name}", daemon=True
-        )
+        self._loop = asyncio.new_event_loop()
+        self._end, self._alone = asyncio.Event(), asyncio.Lock()
+        self._waiting: asyncio.Queue[tuple[bytes, int, asyncio.Future[FunctionResult]]] = asyncio.Queue()
+        self._thread = threading.Thread(target=self._run, name=f"reward {self.name}", daemon=True)
 
     def start(self) -> None:
         """Raises ValueError (one line) for a malformed URL, and if no service accepts connections at the URL."""
@@ -113,55 +109,53 @@ class HttpReward:
                 what = f"reward.functions: {self.name}: {address.url}"
                 raise InputError(f"{what}: cannot connect, is the service up? ({error})") from error
         self._thread.start()
-        self._ready.wait()
 
     async def score(self, prompt: Prompt, response: str) -> FunctionResult:
         """The result of one response: "timed_out" if no answer came within the deadline, "crashed" if an attempt failed
-        before it passed. After `close` raises RuntimeError."""
+        before it passed."""
         try:
             sample = self._service.sample(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
             return FunctionResult(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
-        with self._lock:  # a sample that comes after `close` would wait for ever
-            if self._closed:
-                raise RuntimeError("the reward pool was closed")
-            waiting = asyncio.run_coroutine_threadsafe(self._result(sample, len(response)), self._loop)
-        return await asyncio.wrap_future(waiting)
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._result(sample, len(response)), self._loop)
+        )
 
     def close(self) -> None:
         """Stops the requests under way and the thread, and cancels waiting samples. May be called twice."""
-        with self._lock:
-            if not self._closed and self._ready.is_set():
-                self._loop.call_soon_threadsafe(self._end.set)
-            self._closed = True
-        if self._ready.is_set():
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it cancels the samples that wait at the end
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
-        self._loop, self._end, self._alone = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
-        self._waiting: asyncio.Queue[tuple[bytes, int, asyncio.Future[FunctionResult]]] = asyncio.Queue()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._session:
-            senders = [asyncio.create_task(self._send()) for _ in range(self._concurrency)]
-            self._ready.set()
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._session,
+            asyncio.TaskGroup() as group,
+        ):
+            senders = [group.create_task(self._send()) for _ in range(self._concurrency)]
             await self._end.wait()
             for sender in senders:
                 sender.cancel()
-            await asyncio.wait(senders)
 
     async def _result(self, sample: bytes, characters: int) -> FunctionResult:
         key = hashlib.sha256(sample).digest()
-        if (result := self._cache.get(key)) is None:
-            result = self._loop.create_future()
-            self._waiting.put_nowait((sample, characters, result))
-            if self._cached:
-                self._cache[key] = result
-                result.add_done_callback(lambda done: done.result().state == "scored" or self._cache.pop(key, None))
-        if self._cached:
+        if (kept := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
-            while len(self._cache) > self._cached:
+            return kept
+        waiting = self._loop.create_future()
+        self._waiting.put_nowait((sample, characters, waiting))
+        result = await waiting
+        if self._cached and result.state == "scored":
+            self._cache[key] = result
+            if len(self._cache) > self._cached:
                 self._cache.popitem(last=False)
-        return await asyncio.shield(result)  # one caller's cancellation does not end the request of the others
+        return result
 
     async def _send(self) -> None:
         while True:
@@ -177,7 +171,8 @@ class HttpReward:
                 text = on_one_line(f"its answer cannot be read: {error_line(error)}", SHOWN)
                 results = [FunctionResult(self.name, "crashed", text=text)] * len(batch)
             for (_, _, future), result in zip(batch, results, strict=True):
-                future.set_result(result)
+                if not future.cancelled():
+                    future.set_result(result)
 
     async def _reply(self, body: bytes) -> bytes:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""

@@ -299,30 +299,6 @@ def test_scores_are_kept_and_failures_are_not(start):
     assert len(scored(pool, *"aaa")) == len(endpoint.requests) == 3
 
 
-def test_equal_responses_share_a_request_that_outlives_a_cancelled_caller(start):
-    answers = threading.Event()
-
-    async def answer(*_):
-        while not answers.is_set():
-            await asyncio.sleep(0.01)
-        return value()["judge"]
-
-    endpoint, pool, _ = start("judge", answer, cache=2)
-
-    async def first_cancelled():
-        calls = [asyncio.create_task(pool.score(PROMPT, "a")) for _ in range(4)]
-        while not endpoint.under_way:
-            await asyncio.sleep(0.01)
-        calls[0].cancel()
-        await asyncio.wait(calls[:1])
-        answers.set()
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    cancelled, *others = asyncio.run(first_cancelled())
-    assert isinstance(cancelled, asyncio.CancelledError) and [score.reward for score in others] == [0.5] * 3
-    assert len(endpoint.requests) == 1
-
-
 def test_close_ends_requests_and_scoring_after_it_is_an_error(start):
     endpoint, pool, name = start("url", lambda *_: asyncio.sleep(3600))
 
@@ -336,9 +312,8 @@ def test_close_ends_requests_and_scoring_after_it_is_an_error(start):
     assert all(isinstance(result, asyncio.CancelledError) for result in asyncio.run(close_while_waiting()))
     assert not any(thread.name == f"reward {name}" for thread in threading.enumerate())
     pool.close()
-    for asked in (pool, pool._services[0]):
-        with pytest.raises(RuntimeError, match=r"not open|was closed"):
-            asyncio.run(asked.score(PROMPT, "x"))
+    with pytest.raises(RuntimeError, match="not open"):
+        asyncio.run(pool.score(PROMPT, "x"))
 
 
 # Servers that are restarted
