@@ -27,6 +27,7 @@ from dynamo_megatron.reward.mathematics.nodes import (
 )
 from dynamo_megatron.reward.mathematics.tokens import GREEK, LONGEST, TRIGONOMETRIC, NotMathematics, Token, tokens
 from dynamo_megatron.reward.mathematics.units import MAGNITUDES, Unit, is_unit, unit_of
+from dynamo_megatron.reward.mathematics.value import exact
 
 DEEPEST = 60  # brackets in brackets
 OTHER_NAME = {"infty": INFINITY, "inf": INFINITY, "infinity": INFINITY, "oo": INFINITY, "ldots": DOTS, "pi": PI}
@@ -63,6 +64,10 @@ class _Parser:
         if self.next.kind != kind:
             self.fail()
         return self.step()
+
+    def word(self) -> str:
+        """The next token in lower case if it is a word, else ""."""
+        return self.next.text.lower() if self.next.kind == "word" else ""
 
     def accept(self, *kinds: str) -> bool:
         if self.next.kind in kinds:
@@ -151,10 +156,10 @@ class _Parser:
         return compound([Quantity(value, unit), self.quantity()]) or self.fail()  # 5 hours 20 minutes
 
     def magnitude(self, value: Node) -> Node:
-        if self.next.kind == "word" and self.next.text.lower() == "percent":
+        if self.word() == "percent":
             self.step()
             return Op("percent", (value,))
-        while self.next.kind == "word" and (size := MAGNITUDES.get(self.next.text.lower().removesuffix("s"))):
+        while size := MAGNITUDES.get(self.word().removesuffix("s")):
             self.step()
             value = Op("mul", (Number(Fraction(size)), value))
         return value
@@ -170,7 +175,10 @@ class _Parser:
             elif token.kind == "/":
                 words.append("/")
             elif token.kind == "^":
-                words.append(self.small_integer())
+                power = exact(self.exponent())
+                if power is None or power.denominator != 1 or abs(power) > 99:
+                    self.fail()
+                words.append(int(power))
             if token.kind in ("/", "\\cdot") and self.next.kind == "name" and is_unit(self.next.text):
                 words.append(self.step().text)  # km/h
         if not words:
@@ -180,26 +188,15 @@ class _Parser:
             self.fail()
         return unit
 
-    def small_integer(self) -> int:
-        braced = self.accept("{")
-        negative = self.accept("-")
-        number = self.take("number").text
-        if braced:
-            self.take("}")
-        if not number.isdecimal() or len(number) > 2:
-            self.fail()
-        return -int(number) if negative else int(number)
-
     def time(self) -> Node:
         found = re.match(r"(\d+):(\d+)(?::(\d+))?\W*(?:text\W*)?([AaPp])?", self.step().text)
         assert found is not None
         half = (found[4] or "").lower()
-        if not half and self.next.kind == "word" and self.next.text.lower() in ("am", "pm"):
+        if not half and self.word() in ("am", "pm"):
             half = self.step().text[0].lower()
         hour = int(found[1]) % 12 + (12 if half == "p" else 0) if half else int(found[1])
-        clock = "clock" if half or hour > 12 else "12-hour clock"
-        values = (Number(Fraction(hour)), Number(Fraction(found[2])), Number(Fraction(found[3] or 0)))
-        return Group(clock, values)
+        values = (hour, found[2], found[3] or 0)
+        return Group("clock" if half or hour > 12 else "12-hour clock", tuple(Number(Fraction(v)) for v in values))
 
     # Expressions
 
@@ -276,15 +273,12 @@ class _Parser:
         return Op("pow", (node, self.exponent())) if self.accept("^") else node
 
     def postfix(self, node: Node) -> Node:
-        while True:
-            if self.next.kind == "!":
-                self.step()
-                node = Op("factorial2" if self.accept("!") else "factorial", (node,))
-            elif self.next.kind == "%":
-                self.step()
+        while self.next.kind in ("!", "%"):
+            if self.step().kind == "%":
                 node = Op("percent", (node,))
             else:
-                return node
+                node = Op("factorial2" if self.accept("!") else "factorial", (node,))
+        return node
 
     def atom(self) -> Node:
         token = self.next
@@ -361,16 +355,14 @@ class _Parser:
         digits, _, power = text.partition("e")
         if len(digits) > LONGEST or abs(int(power or 0)) > 30_000:
             self.fail()
-        whole, _, places = digits.partition(".")
-        value = Fraction(int((whole + places) or 0), 10 ** len(places)) * Fraction(10) ** int(power or 0)
-        return Number(value, len(places) - int(power or 0) if places or power else None)
+        places = len(digits.partition(".")[2])
+        return Number(Fraction(text), places - int(power or 0) if places or power else None)
 
     def repeating(self, text: str, digits: str) -> Node:
         if not digits.isdecimal() or "e" in text:
             self.fail()
-        whole, _, places = text.partition(".")
-        start = Fraction(int((whole + places) or 0), 10 ** len(places))
-        return Number(start + Fraction(int(digits), (10 ** len(digits) - 1) * 10 ** len(places)))
+        places = len(text.partition(".")[2])
+        return Number(Fraction(text) + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places))
 
     def symbol(self, name: str) -> Node:
         while self.next.kind in ("_", "'"):
@@ -488,17 +480,14 @@ class _Parser:
         if kind == "array":
             self.raw()
         rows: list[Group] = []
-        row: list[Node] = []
-        while True:
-            row.append(self.element())
-            if self.accept("&"):
-                continue
-            if self.accept("\\\\") and self.next.kind != "\\end":
-                rows.append(Group("row", tuple(row)))
-                row = []
-                continue
+        while self.next.kind != "\\end":
+            row = [self.element()]
+            while self.accept("&"):
+                row.append(self.element())
             rows.append(Group("row", tuple(row)))
-            self.take("\\end")
-            if self.raw() != kind:
-                self.fail()
-            return Group("determinant" if kind == "vmatrix" else "matrix", tuple(rows))
+            if not self.accept("\\\\"):
+                break
+        self.take("\\end")
+        if self.raw() != kind:
+            self.fail()
+        return Group("determinant" if kind == "vmatrix" else "matrix", tuple(rows))
