@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from typing import NoReturn
 
@@ -115,9 +114,7 @@ class _Parser:
             self.at += 2
             modulus = self.sum()
             self.take(")")
-        if not signs:
-            return members[0]
-        return Relation(tuple(signs), tuple(members), modulus)
+        return Relation(tuple(signs), tuple(members), modulus) if signs else members[0]
 
     def side(self) -> Node:
         parts, kind = [self.quantity()], ""
@@ -141,10 +138,8 @@ class _Parser:
                 self.fail()
             return Quantity(value, unit)
         if self.next.kind in ("-", "+") and self.tokens[self.at + 1].kind == "currency":
-            negative = self.step().kind == "-"
-            found = self.quantity()
-            assert isinstance(found, Quantity)
-            return replace(found, value=Op("neg", (found.value,))) if negative else found
+            negative, found = self.step().kind == "-", self.quantity()
+            return Quantity(Op("neg", (found.value,)), found.unit) if negative else found  # type: ignore[union-attr]
         value = self.magnitude(self.sum())
         unit = self.units()
         if unit is None:
@@ -242,14 +237,13 @@ class _Parser:
         return bool(name in OTHER_NAME or LETTERS.fullmatch(name) or MARKS.fullmatch(name))
 
     def unary(self) -> Node:
-        sign = self.next.kind
-        if sign in ("-", "+", "\\pm", "\\mp"):
-            self.step()
-            operand = self.deeper(self.unary)
-            if sign == "+":
-                return operand
-            return Op("neg", (operand,)) if sign == "-" else Op(sign[1:], (Number(Fraction(0)), operand))
-        return self.power()
+        return self.signed(self.unary) if self.next.kind in ("-", "+", "\\pm", "\\mp") else self.power()
+
+    def signed(self, part: Callable[[], Node]) -> Node:
+        sign, operand = self.step().kind, self.deeper(part)
+        if sign == "+":
+            return operand
+        return Op("neg", (operand,)) if sign == "-" else Op(sign[1:], (Number(Fraction(0)), operand))
 
     def power(self) -> Node:
         node = self.postfix(self.atom())
@@ -268,7 +262,7 @@ class _Parser:
             self.take("}")
             return node
         if self.next.kind in ("-", "+"):
-            return Op("neg", (self.exponent(),)) if self.step().kind == "-" else self.exponent()
+            return self.signed(self.exponent)
         node = self.atom()
         return Op("pow", (node, self.exponent())) if self.accept("^") else node
 
@@ -282,13 +276,16 @@ class _Parser:
 
     def atom(self) -> Node:
         token = self.next
-        if token.kind == "number":
+        name = token.kind.removeprefix("\\")
+        if token.kind == "currency":  # the second one of \$30 - \$24
+            self.step()
+        if token.kind in ("number", "currency"):
             return self.number()
         if token.kind == "mixed":
             return Number(sum(map(Fraction, self.step().text.split()), Fraction(0)))
-        if token.kind == "name":
+        if token.kind == "name" or LETTERS.fullmatch(name):
             return self.symbol(self.step().text)
-        if token.kind == "function":
+        if token.kind in ("function", "\\sqrt"):
             return self.function(self.step().text)
         if token.kind in ("(", "[", "\\{"):
             return self.brackets()
@@ -304,16 +301,10 @@ class _Parser:
             return Op("abs", (node,))
         if token.kind == "word":
             return self.named_in_words()
-        if token.kind == "currency":  # the second one of \$30 - \$24
-            self.step()
-            return self.number()
-        name = token.kind.removeprefix("\\")
         if token.kind in ("\\frac", "\\binom"):
             self.step()
             args = (self.argument(), self.argument())
             return Op("div" if name == "frac" else "binom", args)
-        if token.kind == "\\sqrt":
-            return self.function(self.step().text)
         if token.kind in ("\\lfloor", "\\lceil"):
             self.step()
             node = self.sum()
@@ -327,8 +318,6 @@ class _Parser:
         if MARKS.fullmatch(name):
             self.step()
             return self.symbol(f"{name} {self.raw()}")
-        if LETTERS.fullmatch(name):
-            return self.symbol(self.step().text)
         self.fail()
 
     def named_in_words(self) -> Node:
@@ -378,15 +367,12 @@ class _Parser:
         """The text of a group or of one token: a subscript, or what a mark is over."""
         if not self.accept("{"):
             return self.step().text if self.next.kind != "end" else self.fail()
-        parts, depth = [], 1
-        while True:
-            token = self.step()
-            if token.kind == "end":
-                raise NotMathematics("{")
-            depth += {"{": 1, "}": -1}.get(token.kind, 0)
-            if depth == 0:
-                return "".join(parts)
-            parts.append(token.text)
+        parts = []
+        while not self.accept("}"):
+            if self.next.kind == "end":
+                self.fail()
+            parts.append(f"{{{self.raw()}}}" if self.next.kind == "{" else self.step().text)
+        return "".join(parts)
 
     def argument(self) -> Node:
         r"""A group in braces, or one digit, letter or command: the arguments of \frac."""
@@ -436,7 +422,7 @@ class _Parser:
     def operand(self) -> Node:
         """What a function without brackets is of: \\sin 2t, up to the next sign or function."""
         if self.next.kind in ("-", "+"):
-            return Op("neg", (self.operand(),)) if self.step().kind == "-" else self.operand()
+            return self.signed(self.operand)
         node = self.power()
         while self.starts_factor() and self.next.kind not in ("function", "(", "["):
             node = Op("mul", (node, self.power()))
@@ -453,24 +439,20 @@ class _Parser:
     def brackets(self) -> Node:
         opening = self.step().kind
         closings = ("\\}",) if opening == "\\{" else (")", "]")
-        bars, self.bars = self.bars, 0
-        if self.next.kind in closings and opening == "\\{":
-            self.step()
-            self.bars = bars
+        if opening == "\\{" and self.accept("\\}"):
             return Symbol("emptyset")
+        bars, self.bars = self.bars, 0
         node = self.answer(closings)
         self.bars = bars
         if self.next.kind not in closings:
             self.fail()
-        closing = self.step().kind
+        kind = opening + self.step().kind
         items = node.items if isinstance(node, Group) and node.kind == "list" else (node,)
         if opening == "\\{":
             return Group("set", items)
-        if len(items) == 1 and not isinstance(items[0], Quantity):
-            if opening + closing not in ("()", "[]"):
-                self.fail()
-            return items[0]
-        return Group(opening + closing, items)
+        if len(items) > 1 or isinstance(items[0], Quantity):
+            return Group(kind, items)
+        return items[0] if kind in ("()", "[]") else self.fail()
 
     def matrix(self) -> Node:
         self.step()
