@@ -30,7 +30,16 @@ from dynamo_megatron.reward.mathematics.real_sets import (
 )
 from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC
 from dynamo_megatron.reward.mathematics.units import DEGREE
-from dynamo_megatron.reward.mathematics.value import Undefined, decimals, equal_values, exact, points, value_at, walk
+from dynamo_megatron.reward.mathematics.value import (
+    ENOUGH,
+    both_values,
+    decimals,
+    equal_values,
+    exact,
+    points,
+    variables,
+    walk,
+)
 
 MOST_ITEMS = 100
 
@@ -60,12 +69,10 @@ def _shape(node: Node) -> Node:
     """Lists of one element are the element, a ± b is two elements, x < 3 is an interval, 30° a quantity."""
     if isinstance(node, Op) and node.name == "degrees":
         return Quantity(node.args[0], DEGREE)
-    if isinstance(node, Group) and node.kind in ("list", "set"):
-        items = [each for item in node.items for each in _both_signs(item)]
-        return items[0] if len(items) == 1 else replace(node, items=tuple(items))
-    if isinstance(node, Op) or (isinstance(node, Group) and node.kind == "()"):
-        items = _both_signs(node)
-        return items[0] if len(items) == 1 else Group("list", tuple(items))
+    if isinstance(node, Op) or (isinstance(node, Group) and node.kind in ("list", "set", "()")):
+        several = isinstance(node, Group) and node.kind != "()"
+        items = [each for item in (node.items if several else (node,)) for each in _both_signs(item)]
+        return items[0] if len(items) == 1 else Group(node.kind if several else "list", tuple(items))
     if (
         isinstance(node, Relation)
         and node.signs == ("=",)
@@ -105,10 +112,7 @@ def _is_percent(node: Node) -> bool:
 
 
 def _equal_percents(reference: Node, answer: Node) -> bool:
-    def number(node: Node) -> Node:
-        return node.args[0] if isinstance(node, Op) and _is_percent(node) else node
-
-    if equal_values(number(reference), number(answer)):
+    if equal_values(_bare_value(reference), _bare_value(answer)):
         return True  # 10% and 10
     return _is_percent(reference) != _is_percent(answer) and equal_values(reference, answer)  # 10% and 0.1
 
@@ -147,15 +151,15 @@ def _equal_groups(reference: Node, answer: Node) -> bool:
             return _contained(reference.items, answer.items) and _contained(answer.items, reference.items)
         return _equal_in_any_order(reference.items, answer.items)
     if kinds == {"matrix", "()"}:  # a column as a tuple
-        rows = [item.items if isinstance(item, Group) and item.kind == "row" else (item,) for item in reference.items]
-        others = [item.items if isinstance(item, Group) and item.kind == "row" else (item,) for item in answer.items]
-        columns = all(len(row) == 1 for row in (*rows, *others))
-        return columns and _equal_in_order([row[0] for row in rows], [row[0] for row in others])
-    if reference.kind != answer.kind:
-        return False
-    if reference.kind in ("union", "cap"):
-        return _equal_in_any_order(reference.items, answer.items)
-    return _equal_in_order(reference.items, answer.items)
+        return _equal_in_order(_column(reference), _column(answer))
+    same = _equal_in_any_order if reference.kind in ("union", "cap") else _equal_in_order
+    return reference.kind == answer.kind and same(reference.items, answer.items)
+
+
+def _column(group: Group) -> list[Node]:
+    """The items of a tuple, or of a matrix of one column."""
+    rows = (item.items if isinstance(item, Group) and item.kind == "row" else (item,) for item in group.items)
+    return [row[0] if len(row) == 1 else Group("row", row) for row in rows]
 
 
 def _values_by_name(group: Group) -> list[Node]:
@@ -191,10 +195,10 @@ def _equal_in_any_order(reference: Sequence[Node], answer: Sequence[Node]) -> bo
         return False
     left = list(answer)
     for item in reference:
-        place = next((k for k, other in enumerate(left) if equal(item, other)), None)
-        if place is None:
+        found = next((other for other in left if equal(item, other)), None)
+        if found is None:
             return False
-        del left[place]
+        left.remove(found)
     return True
 
 
@@ -268,11 +272,8 @@ def _rounds_to(value: Node, last: Node) -> bool:
     places = decimals(last)
     if not places or abs(places) > 100 or decimals(value) is not None:
         return False
-    try:
-        exactly, about = value_at(value, {}), value_at(last, {})
-    except Undefined:
-        return False
-    return abs(exactly - about) <= min(mp.mpf(10) ** -places, abs(exactly) / 50)
+    pairs = both_values(value, last, [{}])
+    return any(abs(exactly - about) <= min(mp.mpf(10) ** -places, abs(exactly) / 50) for exactly, about in pairs)
 
 
 def _is_structured(node: Node) -> bool:
@@ -321,11 +322,10 @@ def _approximated(relation: Relation) -> list[Node] | None:
     whole = (known := exact(value)) is not None and known.denominator == 1
     if whole or decimals(value) is not None or not 1 <= (places := decimals(rounded) or 0) <= 100:
         return [value]
-    try:
-        near = abs(value_at(value, {}) - value_at(rounded, {})) <= mp.mpf(10) ** -places / 2
-    except Undefined:
+    pair = next(both_values(value, rounded, [{}]), None)
+    if pair is None:
         return None
-    return [value, last] if near else [value]
+    return [value, last] if abs(pair[0] - pair[1]) <= mp.mpf(10) ** -places / 2 else [value]
 
 
 def _about_one_variable(*nodes: Node) -> bool:
@@ -370,17 +370,9 @@ def _proportional(reference: Relation, answer: Relation, positive: bool) -> bool
     mine, other = (Op("sub", each.members) for each in (reference, answer))
     if _is_structured(mine) or _is_structured(other):
         return False
-    names = sorted({part.name for part in walk(mine, other) if isinstance(part, Symbol)} - {"pi", "e", "i"})
-    ratios = []
-    for point in points(names, "real"):
-        try:
-            a, b = value_at(mine, point), value_at(other, point)
-        except Undefined:
-            continue
-        if a == 0 or b == 0:
-            return False
-        ratios.append(b / a)
-    if len(ratios) < 4:
+    pairs = list(both_values(mine, other, points(variables(mine, other), "real")))
+    if len(pairs) < ENOUGH or any(a == 0 or b == 0 for a, b in pairs):
         return False
+    ratios = [b / a for a, b in pairs]
     same = all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-25 for ratio in ratios)
     return same and (not positive or ratios[0].real > 0)
