@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dynamo_megatron.config import Config, DataConfig
+from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.spec import ModelSpec
-from dynamo_megatron.types import Prompt
 
 
 def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = False) -> int:
@@ -30,15 +29,3 @@ def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = Fal
             f"prompt{f', data.max_prompt_length asks for {asked}' if config.data.max_prompt_length else ''}"
         )
     return asked
-
-
-def too_long(prompt: Prompt, tokens: list[int], limit: int | None, config: DataConfig) -> bool:
-    """Whether `prompt` has more than `limit` tokens; an InputError, if `config.on_long_prompt` says so."""
-    if limit is None or len(tokens) <= limit:
-        return False
-    if config.on_long_prompt == "error":
-        raise InputError(
-            f"prompt {prompt.prompt_id!r} has {len(tokens)} tokens, above the limit of {limit}; "
-            "raise data.max_prompt_length or set data.on_long_prompt: skip"
-        )
-    return True

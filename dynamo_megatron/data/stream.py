@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import queue
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data.iterator_stream import IteratorStream
-from dynamo_megatron.data.limits import too_long
-from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.sources import content_digest, id_taken, load_prompts, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
+
+POLL_EVERY = 0.1  # seconds
+SKIPPED_IN_A_ROW = 10_000  # skipped items in a row are an error: an endless iterator may have no others
 
 
 def open_stream(
@@ -139,3 +144,182 @@ def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
     for p in prompts:
         digest.update(repr((p.prompt_id, p.messages, p.text, p.answer)).encode("utf-8", "backslashreplace"))
     return digest.hexdigest()
+
+
+class _Reader:
+    """Takes items from iterators on a separate thread, which does not keep the process alive, so that a request to stop
+    ends the wait for an item."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[Iterator, Future]] = queue.SimpleQueue()
+        self._pending: Future | None = None  # the item of an interrupted wait
+        threading.Thread(target=self._read, name="data", daemon=True).start()
+
+    def next(self, items: Iterator[Any], on_poll: Callable[[], None]) -> Any:
+        """The next item of `items`, None at their end. Raises what the iterator raises.
+
+        `on_poll` is called every POLL_EVERY seconds of the wait. An exception of `on_poll` ends the wait, and the next
+        call gets the item that this call requested.
+        """
+        if self._pending is None:
+            self._pending = Future()
+            self._asked.put((items, self._pending))
+        while not wait([self._pending], POLL_EVERY).done:
+            on_poll()
+        answer, self._pending = self._pending, None
+        return answer.result()
+
+    def _read(self) -> None:
+        while True:
+            items, answer = self._asked.get()
+            try:
+                answer.set_result(next(items, None))
+            except BaseException as error:  # any exception is for the thread that called `next`
+                answer.set_exception(error)
+
+
+class _Place(NamedTuple):
+    """`taken` problems of the epoch, `digest`, a hash of their ids and contents, and `skipped`, the prompts that were
+    too long and the rows that were no problem, of all epochs."""
+
+    epoch: int = 0
+    taken: int = 0
+    digest: str = ""
+    skipped: int = 0
+
+
+class IteratorStream:
+    """Prompts without end, in the order in which the function `config.source` yields them.
+
+    If the iterator ends, the function is called again, and a new epoch begins. Only the first batch is read ahead, so
+    that errors in the data show before the run. The ids of all items stay in memory with a hash of the content. An id
+    that occurs again is the same problem; it is an error if its content differs. Arguments and errors are as for
+    `open_stream` and `PromptStream`. A resumed run calls the function again and skips the items that were taken.
+    """
+
+    prompts: tuple[Prompt, ...] = ()  # none is known before the run
+    size: int | None = None  # the number of prompts is not known
+
+    def __init__(
+        self,
+        config: DataConfig,
+        encode: Callable[[Prompt], list[int]],
+        max_prompt_length: int | None,
+        *,
+        needs_answer: bool = False,
+    ) -> None:
+        self._config, self._encode, self._limit = config, encode, max_prompt_length
+        self._needs_answer = needs_answer
+        self._bad: InputError | None = None  # what is wrong with the first row that was skipped as no problem
+        self._known: dict[str, str] = {}  # id -> digest of the content
+        self._reader = _Reader()
+        self._drawn = self._read = _Place()
+        self._items = self._opened()
+        self._ahead = deque(self._draw(lambda: None) for _ in range(config.batch_prompts))
+        # The first prompt's tokens show a change of tokenizer or template.
+        self._rendering = hashlib.sha256(repr(self._ahead[0][0].tokens).encode()).hexdigest()
+
+    @property
+    def skipped(self) -> int:
+        """The number of too long prompts and of rows that are no problem before the prompt drawn last. A prompt that
+        occurs again counts again."""
+        return self._drawn.skipped
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the prompt drawn last, from 0."""
+        return self._drawn.epoch
+
+    def next(self, n: int, on_poll: Callable[[], None] = lambda: None) -> list[Prompt]:
+        """The next `n` prompts, with `tokens` set. `on_poll` is called while this waits for the iterator. An exception
+        of `on_poll` ends the wait; the prompts drawn until then are not drawn again."""
+        batch: list[Prompt] = []
+        while len(batch) < n:
+            prompt, self._drawn = self._ahead.popleft() if self._ahead else self._draw(on_poll)
+            batch.append(prompt)
+        return batch
+
+    candidates = next  # prompts are encoded as they are read
+
+    def encoded(self, prompt: Prompt) -> Prompt:
+        """Returns `prompt`, one of the `candidates`, as it is."""
+        return prompt
+
+    def _draw(self, on_poll: Callable[[], None]) -> tuple[Prompt, _Place]:
+        for _ in range(SKIPPED_IN_A_ROW):
+            prompt = self._take(on_poll)
+            if prompt is not None:
+                tokens = self._encode(prompt)
+                if not too_long(prompt, tokens, self._limit, self._config):
+                    return dataclasses.replace(prompt, tokens=tokens), self._read
+            self._read = self._read._replace(skipped=self._read.skipped + 1)
+        raise InputError(
+            f"data.source: {SKIPPED_IN_A_ROW:,} rows of {self._config.source} in a row are no problems or have more "
+            f"than {self._limit} tokens{'' if self._bad is None else f'; the first that is none: {self._bad}'}"
+        )
+
+    def _opened(self) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
+        return located_prompts(self._config, needs_answer=self._needs_answer)
+
+    def _take(self, on_poll: Callable[[], None]) -> Prompt | None:
+        """The iterator's next item, None for a row that is skipped as no problem; where the iterator has ended, the
+        first item of the next epoch."""
+        source, place = self._config.source, self._read
+        item = self._reader.next(self._items, on_poll)
+        if item is None:
+            if not place.taken:
+                raise self._bad or InputError(
+                    f"data.source: {source} has no prompts (it has to return a new iterator each time it is called)"
+                )
+            self._items, self._read = self._opened(), _Place(place.epoch + 1, skipped=place.skipped)
+            return self._take(on_poll)
+        where, prompt = item
+        if isinstance(prompt, InputError):
+            if self._bad is None:
+                self._bad = prompt
+                log.warning("data.source: rows that are no problems are counted in data/skipped_prompts: %s", prompt)
+            return None
+        content = content_digest(prompt)
+        if self._known.setdefault(prompt.prompt_id, content) != content:
+            raise id_taken(prompt, where, "an earlier problem", self._config)
+        chained = f"{place.digest} {content} {prompt.prompt_id}".encode("utf-8", "surrogatepass")
+        self._read = place._replace(taken=place.taken + 1, digest=hashlib.sha256(chained).hexdigest())
+        return prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data of a fixed size."""
+        return {**self._drawn._asdict(), "rendering": self._rendering}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues after the last prompt drawn in `state`. Raises ValueError where the function yields other items, or
+        the tokenizer or template has changed."""
+        if state == self.state_dict():
+            return  # to skip the items a second time could take hours
+        self._items, self._read = self._opened(), _Place(state["epoch"])
+        self._ahead.clear()
+        while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):
+            self._take(lambda: None)
+        self._drawn = self._read = self._read._replace(skipped=state["skipped"])
+        if (self._read.epoch, self._read.digest) != (state["epoch"], state["digest"]):
+            raise InputError(
+                f"data.source: {self._config.source} does not yield the {state['taken']} items that the checkpoint's "
+                "run has drawn; it has to yield the same ones each time it is called: give its random numbers a seed, "
+                "or start a new output_dir"
+            )
+        if state["rendering"] != self._rendering:
+            raise InputError(
+                "data.template: the checkpoint's first prompt had other tokens: the tokenizer or the template differs; "
+                "resume with the same ones, or start a new output_dir"
+            )
+
+
+def too_long(prompt: Prompt, tokens: list[int], limit: int | None, config: DataConfig) -> bool:
+    """Whether `prompt` has more than `limit` tokens; an InputError, if `config.on_long_prompt` says so."""
+    if limit is None or len(tokens) <= limit:
+        return False
+    if config.on_long_prompt == "error":
+        raise InputError(
+            f"prompt {prompt.prompt_id!r} has {len(tokens)} tokens, above the limit of {limit}; "
+            "raise data.max_prompt_length or set data.on_long_prompt: skip"
+        )
+    return True

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dynamo_megatron.config import Config, EvalConfig
-from dynamo_megatron.data.readers import DATASETS
-from dynamo_megatron.data.sources import load_prompts, located_prompts
+from dynamo_megatron.data.sources import DATASETS, load_prompts, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
 from dynamo_megatron.types import Prompt

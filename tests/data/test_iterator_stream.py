@@ -3,7 +3,7 @@ import json
 import pytest
 
 from dynamo_megatron.config import Config, DataConfig
-from dynamo_megatron.data import iterator_stream, load_prompts, open_stream
+from dynamo_megatron.data import load_prompts, open_stream
 from dynamo_megatron.evaluation.problems import UNLIMITED, load_problems
 
 READ_WITHIN = 60.0  # seconds for an item that is there, on a machine that holds the reading thread up
@@ -98,7 +98,7 @@ def test_a_stop_ends_the_wait_for_a_stalled_iterator_and_loses_no_item(functions
 
     s = stream(functions, "stalls")
     with monkeypatch.context() as patched:
-        patched.setattr(iterator_stream, "POLL_EVERY", READ_WITHIN)
+        patched.setattr("dynamo_megatron.data.stream.POLL_EVERY", READ_WITHIN)
         assert ids(s.next(5, stop)) == ["0", "1", "2", "3", "4"] and not polls
     state = s.state_dict()
     with pytest.raises(Asked):
