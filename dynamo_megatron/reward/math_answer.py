@@ -9,7 +9,6 @@ from typing import Any
 
 from dynamo_megatron.reward.extraction import SENTENCE_END, after_thinking, boxed, last_boxes, last_line
 from dynamo_megatron.reward.mathematics.equality import equal
-from dynamo_megatron.reward.mathematics.nodes import Node
 from dynamo_megatron.reward.mathematics.parser import parse
 from dynamo_megatron.reward.mathematics.text import (
     in_words,
@@ -20,6 +19,7 @@ from dynamo_megatron.reward.mathematics.text import (
 )
 from dynamo_megatron.reward.mathematics.tokens import NotMathematics
 from dynamo_megatron.reward.mathematics.units import MAGNITUDES, NO_UNIT, is_unit
+from dynamo_megatron.reward.mathematics.value import Node
 from dynamo_megatron.types import Prompt
 
 # Spans of bounded length, so that opening marks without a closing one do not cost a quadratic search.

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NoReturn
 
-from dynamo_megatron.reward.mathematics.nodes import (
+from dynamo_megatron.reward.mathematics.tokens import GREEK, LONGEST, TRIGONOMETRIC, NotMathematics, Token, tokens
+from dynamo_megatron.reward.mathematics.units import MAGNITUDES, Unit, is_unit, unit_of
+from dynamo_megatron.reward.mathematics.value import (
     DOTS,
     INFINITY,
     PI,
@@ -22,11 +24,9 @@ from dynamo_megatron.reward.mathematics.nodes import (
     Relation,
     Symbol,
     compound,
+    exact,
     is_plain_number,
 )
-from dynamo_megatron.reward.mathematics.tokens import GREEK, LONGEST, TRIGONOMETRIC, NotMathematics, Token, tokens
-from dynamo_megatron.reward.mathematics.units import MAGNITUDES, Unit, is_unit, unit_of
-from dynamo_megatron.reward.mathematics.value import exact
 
 DEEPEST = 60  # brackets in brackets
 OTHER_NAME = {"infty": INFINITY, "inf": INFINITY, "infinity": INFINITY, "oo": INFINITY, "ldots": DOTS, "pi": PI}
