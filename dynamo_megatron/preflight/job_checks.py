@@ -15,8 +15,7 @@ from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
-from dynamo_megatron.evaluation.problems import load_problems
+from dynamo_megatron.evaluation.problems import load_problems, overlap_warnings
 from dynamo_megatron.jobs.start_checks import check_layout, check_vocabulary, describe_layout
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
@@ -197,6 +196,5 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         return
     problems = load_problems(config, subject.encode, max_prompt_length(config, subject.spec, evaluation=True))
     yield ok(f"{len(problems):,} problems from {config.eval.data}")
-    if found := overlaps(problems, subject.prompts):
-        warning = overlap_warning(config.eval.data, len(problems), found, config.data.source)
+    for warning in overlap_warnings({config.eval.data: problems}, subject.prompts, config.data.source):
         yield note(f"{warning}: take them out of data.source or eval.data")

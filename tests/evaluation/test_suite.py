@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.evaluation.estimates import paired_bootstrap
-from dynamo_megatron.evaluation.results import ProblemResult
-from dynamo_megatron.evaluation.suite import TABLE, set_scores, suite_sets, suite_summary, suite_table
+from dynamo_megatron.evaluation.results import TABLE, ProblemResult, SetScores, suite_sets, suite_summary, suite_table
 
 
 def scored(name: str, *rows: str):
@@ -17,7 +16,7 @@ def scored(name: str, *rows: str):
         lists = {"rewards": [float(r) for r in right], "successes": [r == "1" for r in right], "lengths": [10] * n}
         lists |= {"finish_reasons": ["stop"] * n, "statuses": ["ok"] * n, "responses": ["r"] * n}
         results.append(ProblemResult(prompt_id=f"{name}/{i}", source=name, **lists))
-    return set_scores(results, [1, 4])
+    return SetScores.of(results, [1, 4])
 
 
 def by_enumeration(rows: tuple[str, ...], k: int) -> float:
