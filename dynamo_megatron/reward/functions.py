@@ -74,10 +74,9 @@ def checked(value: Any) -> float:
     if not isinstance(value, numbers.Real | np.bool_):
         kind = "" if value is None else f" of type {type(value).__name__}"
         raise ValueError(f"returned {value!r:.80}{kind}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"returned {value}")
-    if abs(value) > LARGEST_REWARD:
-        raise ValueError(f"returned {float(value):g}, of more than {LARGEST_REWARD:g} in size")
+    if not abs(value) <= LARGEST_REWARD:
+        limit = f", of more than {LARGEST_REWARD:g} in size" if math.isfinite(value) else ""
+        raise ValueError(f"returned {float(value):g}{limit}")
     return float(value)
 
 

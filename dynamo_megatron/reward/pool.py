@@ -151,15 +151,8 @@ def _failure(prompt: Prompt, response: str, failed: FunctionResult) -> str:
     problem = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
     lines = [
         *([failed.frames] if failed.frames else []),
-        f"prompt {prompt.label}: {_shown(problem)!r}, answer {_shown(prompt.answer)!r}",
-        f"response of {len(response)} characters: {_shown(response)!r}",
+        f"prompt {prompt.label}: {on_one_line(problem, SHOWN)!r}, answer {on_one_line(repr(prompt.answer), SHOWN)}",
+        f"response of {len(response)} characters: {on_one_line(response, SHOWN)!r}",
         f"reward function {failed.function} failed on prompt {prompt.label}: {failed.text}",
     ]
     return "\n".join(lines)
-
-
-def _shown(value: object) -> str:
-    try:
-        return on_one_line(str(value), SHOWN)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, or nested too deep
-        return f"a value of type {type(value).__name__} that cannot be shown"

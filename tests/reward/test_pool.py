@@ -229,16 +229,6 @@ def test_a_failure_shows_the_users_own_frames_the_row_and_the_response(started, 
     ]
 
 
-def test_a_problem_that_no_worker_can_be_sent_is_a_failure_of_its_own(started):
-    deep = 1
-    for _ in range(100_000):
-        deep = [deep]
-    p = started()
-    (score,) = scored(p, "fine", prompt=Prompt("p", text="?", answer=deep))
-    assert score.failure.startswith(f"{NAME}: maximum recursion depth exceeded")
-    assert scored(p, "fine")[0].status == "ok"
-
-
 def test_a_worker_that_cannot_be_started_again_is_a_failure_and_no_end(started, folder, monkeypatch):
     def no_process(*_, **__):
         raise BlockingIOError("no more processes")

@@ -210,14 +210,13 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
     if not isinstance(reference, Relation) or not isinstance(answer, Relation):
         relation, other = (reference, answer) if isinstance(reference, Relation) else (answer, reference)
         assert isinstance(relation, Relation)
-        about = _approximated(relation)
-        if about is not None:
-            return any(equal(value, other) if relation is reference else equal(other, value) for value in about)
-        value = _assigned(relation, of_answer=relation is answer)
-        if value is not None:
-            return equal(value, other) if relation is reference else equal(other, value)
-        interval = interval_of(relation)
-        return interval is not None and equal(interval, other)
+        values = _approximated(relation)
+        if values is None:
+            assigned = _assigned(relation, of_answer=relation is answer)
+            values = [
+                value for value in (interval_of(relation) if assigned is None else assigned,) if value is not None
+            ]
+        return any(equal(value, other) if relation is reference else equal(other, value) for value in values)
     intervals = [interval_of(each) or _element_of(each) for each in (reference, answer)]
     if all(intervals) and _variable(reference) == _variable(answer):
         return equal(*intervals)  # type: ignore[arg-type]

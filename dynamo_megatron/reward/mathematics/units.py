@@ -22,12 +22,7 @@ NO_UNIT = re.compile(
 )
 
 
-def _define(dimension: str, factor: str | int, *names: str) -> None:
-    for name in names:
-        UNITS[name] = (dimension, Fraction(factor))
-
-
-for _dimension, _units in {
+for _dimension, _factors in {
     "time": {"1": "s sec second 秒", "60": "min minute 分钟 分鐘 分", "3600": "h hr hour 小时 小時 時間"}
     | {"86400": "day 天 日", "604800": "wk week 周 週"},
     "month": {"1": "month 月 个月", "12": "yr year 年 岁 歳"},
@@ -62,8 +57,8 @@ for _dimension, _units in {
     "electronvolt": {"1": "eV", "1000000": "MeV"},
     "mole": {"1": "mol mole"},
 }.items():
-    for _factor, _names in _units.items():
-        _define(_dimension, _factor, *_names.split())
+    for _factor, _names in _factors.items():
+        UNITS |= dict.fromkeys(_names.split(), (_dimension, Fraction(_factor)))
 COMPOUND = {"mph": ("mile", "/", "hour"), "kmh": ("km", "/", "hour"), "kph": ("km", "/", "hour")}
 AREA = {"平方": 2, "立方": 3, "square": 2, "sq": 2, "cubic": 3, "cu": 3}
 # Unit names that are also written outside of \text{}, where other letters are variables.
