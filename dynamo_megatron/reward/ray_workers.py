@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import FunctionResult
-from dynamo_megatron.reward.workers import START_TIMEOUT, Pool, Workers
+from dynamo_megatron.reward.pool import START_TIMEOUT, WorkerPool, Workers
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
@@ -36,7 +36,7 @@ class NodeWorkers:
         return self._workers.submit(prompt, response).result()
 
 
-class RayWorkers(Pool):
+class RayWorkers(WorkerPool):
     """As `Workers`, with `config.workers` processes on each node that the cluster has at the start. Ray sends the
     samples of a lost node to another one, with the whole deadline."""
 
