@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
 import socket
 import threading
@@ -21,13 +22,14 @@ import regex
 from jinja2 import TemplateError
 from yarl import URL
 
-from dynamo_megatron.config.reward import JudgeConfig, RewardModelConfig
+from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import FunctionResult, NoScore, checked, checked_steps
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
+REQUESTS = 8  # to one URL, under way at once
 CONNECT_TIMEOUT = 5.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
 LOSSES = 3  # servers that may go away while they have a request: the request may be the reason
@@ -79,35 +81,47 @@ class Addresses:
 
 
 class HttpReward:
-    """The reward function that `service` computes.
+    """A reward function that a service computes: `sample`, `body` and `results` say what is sent and received.
 
     A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
-    answer is final. A request and its repeats have `deadline` seconds; waiting for a free request does not count, nor
-    do attempts that end with a server that is restarted; such repeats go one at a time, so that a request that ends
-    servers is not held against the others. Samples may come from any event loop and thread.
+    answer is final. A request and its repeats have `config.deadline` seconds; waiting for a free request does not
+    count, nor do attempts that end with a server that is restarted; such repeats go one at a time, so that a request
+    that ends servers is not held against the others. The last `config.cache` scores are kept. Samples may come from any
+    event loop and thread.
     """
+
+    path = ""  # is appended to the address
+    batch = 1  # most samples of a request
 
     def __init__(
         self,
-        service: Service,
+        name: str,
         addresses: Addresses,
-        *,
-        deadline: float,
+        config: RewardConfig,
         concurrency: int,
         per_second: float | None = None,
-        cached: int = 0,
     ) -> None:
         """`concurrency`: requests under way at once. `per_second`: how many may be sent per second, repeats included;
-        None: no limit. `cached`: how many of the last used scores are kept."""
-        self.name = service.name
-        self._service, self._addresses, self._deadline = service, addresses, deadline
-        self._concurrency, self._per_second, self._cached = concurrency, per_second, cached
+        None: no limit."""
+        self.name, self._addresses, self._deadline, self._cached = name, addresses, config.deadline, config.cache
+        self._concurrency, self._per_second = concurrency, per_second
         self._cache: OrderedDict[bytes, FunctionResult] = OrderedDict()
         self._next_turn = 0.0  # monotonic seconds
         self._loop = asyncio.new_event_loop()
         self._end, self._alone = asyncio.Event(), asyncio.Lock()
         self._waiting: asyncio.Queue[tuple[bytes, int, asyncio.Future[FunctionResult]]] = asyncio.Queue()
         self._thread = threading.Thread(target=self._run, name=f"reward {self.name}", daemon=True)
+
+    def sample(self, prompt: Prompt, response: str) -> bytes:
+        """Encodes one sample. Raises ValueError, TypeError or RecursionError if that is not possible."""
+        raise NotImplementedError
+
+    def body(self, samples: Sequence[bytes]) -> bytes:
+        return samples[0]
+
+    def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
+        """One result per sample; `characters`: their responses' lengths. Raises NoScore for a reply without scores."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Raises ValueError (one line) for a malformed URL, and if no service accepts connections at the URL."""
@@ -124,7 +138,7 @@ class HttpReward:
         """The result of one response: "timed_out" if no answer came within the deadline, "crashed" if an attempt failed
         before it passed."""
         try:
-            sample = self._service.sample(prompt, response)
+            sample = self.sample(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
             return FunctionResult(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
         return await asyncio.wrap_future(
@@ -170,11 +184,11 @@ class HttpReward:
     async def _send(self) -> None:
         while True:
             batch = [await self._waiting.get()]
-            while len(batch) < self._service.batch and not self._waiting.empty():
+            while len(batch) < self.batch and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             try:
-                reply = await self._reply(self._service.body([sample for sample, _, _ in batch]))
-                results = self._service.results(reply, [characters for _, characters, _ in batch])
+                reply = await self._reply(self.body([sample for sample, _, _ in batch]))
+                results = self.results(reply, [characters for _, characters, _ in batch])
             except NoScore as failure:
                 results = [FunctionResult(self.name, failure.state, text=str(failure))] * len(batch)
             except Exception as error:  # else the samples would wait for ever
@@ -222,7 +236,7 @@ class HttpReward:
         if not address.api_key:
             del headers["Authorization"]
         # A followed redirect may become a GET, and would send the API key to another address.
-        url = URL(address.url + self._service.path)
+        url = URL(address.url + self.path)
         return self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
     async def _turn(self) -> None:
@@ -237,32 +251,14 @@ class HttpReward:
 # What each service is sent, and how its replies become scores
 
 
-class Service:
-    """One kind of service: its name in `reward.functions`, and one sample per request unless it says otherwise."""
-
-    name = ""
-    path = ""  # is appended to the address
-    batch = 1  # most samples of a request
-
-    def sample(self, prompt: Prompt, response: str) -> bytes:
-        """Encodes one sample. Raises ValueError, TypeError or RecursionError if that is not possible."""
-        raise NotImplementedError
-
-    def body(self, samples: Sequence[bytes]) -> bytes:
-        return samples[0]
-
-    def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
-        """One result per sample; `characters`: their responses' lengths. Raises NoScore for a reply without scores."""
-        raise NotImplementedError
-
-
-class UrlService(Service):
+class UrlService(HttpReward):
     """A service of the user's at `url`."""
 
     batch = 64
 
-    def __init__(self, url: str) -> None:
-        self.name = url
+    def __init__(self, url: str, config: RewardConfig) -> None:
+        key = key_of(config.api_key_env, "reward.api_key_env")
+        super().__init__(url, Addresses([Address(url, key)]), config, REQUESTS)
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
         fields = {name: getattr(prompt, name) for name in ("prompt_id", "answer", "source", "meta")}
@@ -291,13 +287,16 @@ class UrlService(Service):
         return results
 
 
-class Judge(Service):
+class Judge(HttpReward):
     """The chat completions of an OpenAI-compatible endpoint."""
 
-    name, path = "judge", "/chat/completions"
+    path = "/chat/completions"
 
-    def __init__(self, config: JudgeConfig) -> None:
-        self._config, self._pattern = config, regex.compile(config.pattern)
+    def __init__(self, config: RewardConfig) -> None:
+        judge = config.judge
+        address = Address(judge.url.rstrip("/"), key_of(judge.api_key_env, "reward.judge.api_key_env"))
+        super().__init__("judge", Addresses([address]), config, judge.concurrency, judge.requests_per_second)
+        self._config, self._pattern = judge, regex.compile(judge.pattern)
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
         answer = "" if prompt.answer is None else str(prompt.answer)
@@ -342,17 +341,21 @@ class Judge(Service):
         return (value - low) / (high - low)
 
 
-class RewardModel(Service):
+class RewardModel(HttpReward):
     """SGLang's /classify: takes token ids, returns a sequence classifier's one output."""
 
-    name, path = "reward_model", "/classify"
+    path = "/classify"
 
-    def __init__(self, config: RewardModelConfig) -> None:
-        """Raises ValueError (one line) if the folder has no tokenizer, or the tokenizer has no chat template."""
-        self._config = config
-        self._tokenizer = load_tokenizer(config.path, key="reward.reward_model.path")
+    def __init__(self, config: RewardConfig, servers: Addresses | None) -> None:
+        """`servers`: None: those of `urls`. Raises ValueError (one line) if the folder has no tokenizer, or the
+        tokenizer has no chat template."""
+        model = config.reward_model
+        key = key_of(model.api_key_env, "reward.reward_model.api_key_env")
+        addresses = servers or Addresses(Address(url.rstrip("/"), key) for url in model.urls)
+        super().__init__("reward_model", addresses, config, model.concurrency, model.requests_per_second)
+        self._range, self._tokenizer = model.range, load_tokenizer(model.path, key="reward.reward_model.path")
         if self._tokenizer.chat_template is None:
-            raise InputError(f"reward.reward_model.path: the tokenizer of {config.path} has no chat template")
+            raise InputError(f"reward.reward_model.path: the tokenizer of {model.path} has no chat template")
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
         messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
@@ -366,10 +369,19 @@ class RewardModel(Service):
 
     def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
         value = classifier_output(_parsed(reply))
-        if self._config.range is not None:
-            low, high = self._config.range
+        if self._range is not None:
+            low, high = self._range
             value = (min(max(value, low), high) - low) / (high - low)
         return [FunctionResult(self.name, "scored", value)]
+
+
+def key_of(variable: str | None, key: str) -> str:
+    """The value of the environment variable `variable`, which the configuration's `key` names; "" where `variable` is
+    None. Raises InputError where it is not set, or has a control character."""
+    secret = "" if variable is None else os.environ.get(variable, "")
+    if variable is not None and (not secret or not secret.isprintable()):  # mostly a line break at the end
+        raise InputError(f"{key}: the environment variable {variable} is not set, or has a line break")
+    return secret
 
 
 def classifier_output(reply: Any) -> float:

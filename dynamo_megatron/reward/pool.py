@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import queue
 import signal
 import socket
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from dynamo_megatron.reward.http import Addresses, HttpReward
     from dynamo_megatron.reward.ray_workers import RayWorkers
 
-REQUESTS = 8  # to one URL, under way at once
 SHOWN = 300  # characters of a problem, an answer or a response in a message
 Runner = Callable[[Prompt, str], list[FunctionResult]]
 GUARD = ("-P", "-m", "dynamo_megatron.runtime.guard", "--")
@@ -116,20 +114,11 @@ class RewardPool:
 
     def _service(self, name: str) -> HttpReward:
         # Not at the top: the workers import this file too, and aiohttp would slow their start.
-        from dynamo_megatron.reward.http import Address, Addresses, HttpReward, Judge, RewardModel, UrlService
+        from dynamo_megatron.reward.http import Judge, RewardModel, UrlService
 
-        config = self._config
-        common = {"deadline": config.deadline, "cached": config.cache}
-        if name not in SERVICES:
-            key = key_of(config.api_key_env, "reward.api_key_env")
-            return HttpReward(UrlService(name), Addresses([Address(name, key)]), concurrency=REQUESTS, **common)
-        section = config.judge if name == "judge" else config.reward_model
-        common |= {"concurrency": section.concurrency, "per_second": section.requests_per_second}
-        key = key_of(section.api_key_env, f"reward.{name}.api_key_env")
         if name == "judge":
-            return HttpReward(Judge(section), Addresses([Address(section.url.rstrip("/"), key)]), **common)
-        given = Addresses(Address(url.rstrip("/"), key) for url in section.urls)
-        return HttpReward(RewardModel(section), self._servers or given, **common)
+            return Judge(self._config)
+        return RewardModel(self._config, self._servers) if name == "reward_model" else UrlService(name, self._config)
 
     def _combined(self, prompt: Prompt, response: str, results: list[FunctionResult]) -> Score:
         by_name = {result.function: result for result in results}
@@ -150,15 +139,6 @@ class RewardPool:
             raise RewardError(_failure(prompt, response, failed))
         status, first = ("reward_error", failed) if failed is not None else ("reward_timeout", late)
         return Score(0.0, False, parts, status, f"{first.function}: {first.text}", failures)
-
-
-def key_of(variable: str | None, key: str) -> str:
-    """The value of the environment variable `variable`, which the configuration's `key` names; "" where `variable` is
-    None. Raises InputError where it is not set, or has a control character."""
-    secret = "" if variable is None else os.environ.get(variable, "")
-    if variable is not None and (not secret or not secret.isprintable()):  # mostly a line break at the end
-        raise InputError(f"{key}: the environment variable {variable} is not set, or has a line break")
-    return secret
 
 
 def _failure(prompt: Prompt, response: str, failed: FunctionResult) -> str:

@@ -173,7 +173,7 @@ def test_an_answer_without_a_score_is_final(start, kind, answer, words):
 
 
 def test_one_bad_reward_does_not_harm_the_others_of_its_request(start, monkeypatch):
-    monkeypatch.setattr("dynamo_megatron.reward.pool.REQUESTS", 1)
+    monkeypatch.setattr("dynamo_megatron.reward.http.REQUESTS", 1)
     rewards = {"bad": None, "steps": {"reward": 1, "steps": [[0, 2, 0.5]]}}
     together = threading.Event()
 
