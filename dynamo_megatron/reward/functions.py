@@ -23,7 +23,7 @@ BUILT_IN = {
     "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",
     "qa_f1": "dynamo_megatron.reward.question_answering:qa_f1",
     "qa_exact": "dynamo_megatron.reward.question_answering:qa_exact",
-    "choice": "dynamo_megatron.reward.choice:choice_answer",
+    "choice": "dynamo_megatron.reward.question_answering:choice_answer",
 }
 # These functions are built from the configuration: they have settings of their own.
 CONFIGURED = {

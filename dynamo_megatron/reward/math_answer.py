@@ -17,8 +17,7 @@ from dynamo_megatron.reward.mathematics.text import (
     same_text,
     without_introduction,
 )
-from dynamo_megatron.reward.mathematics.tokens import NotMathematics
-from dynamo_megatron.reward.mathematics.units import MAGNITUDES, NO_UNIT, is_unit
+from dynamo_megatron.reward.mathematics.tokens import MAGNITUDES, NO_UNIT, NotMathematics, is_unit
 from dynamo_megatron.reward.mathematics.value import Node
 from dynamo_megatron.types import Prompt
 

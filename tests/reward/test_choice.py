@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo_megatron.reward.choice import choice_answer, chosen
+from dynamo_megatron.reward.question_answering import choice_answer, chosen
 from dynamo_megatron.types import Prompt
 
 

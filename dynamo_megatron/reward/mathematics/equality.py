@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from mpmath import mp
 
-from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC
-from dynamo_megatron.reward.mathematics.units import DEGREE
+from dynamo_megatron.reward.mathematics.tokens import DEGREE, TRIGONOMETRIC
 from dynamo_megatron.reward.mathematics.value import (
     DIGITS,
     DOTS,

@@ -10,8 +10,18 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NoReturn
 
-from dynamo_megatron.reward.mathematics.tokens import GREEK, LONGEST, TRIGONOMETRIC, NotMathematics, Token, tokens
-from dynamo_megatron.reward.mathematics.units import MAGNITUDES, Unit, is_unit, unit_of
+from dynamo_megatron.reward.mathematics.tokens import (
+    GREEK,
+    LONGEST,
+    MAGNITUDES,
+    TRIGONOMETRIC,
+    NotMathematics,
+    Token,
+    Unit,
+    is_unit,
+    tokens,
+    unit_of,
+)
 from dynamo_megatron.reward.mathematics.value import (
     DOTS,
     INFINITY,

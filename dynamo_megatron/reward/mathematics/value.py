@@ -14,8 +14,7 @@ from itertools import pairwise
 
 from mpmath import mp
 
-from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC
-from dynamo_megatron.reward.mathematics.units import Unit
+from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC, Unit
 
 TOLERANCE = Fraction(5, 10**7)  # relative, where a side is written with a decimal point
 DIGITS = 50  # decimal digits of a value
