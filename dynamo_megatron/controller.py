@@ -13,7 +13,7 @@ from dynamo_megatron.algorithm.energy import rollout_energies
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.algorithm.rejection import rejections
 from dynamo_megatron.config import Config
-from dynamo_megatron.data.stream import PromptSelection
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded

@@ -10,7 +10,7 @@ import pytest
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import PromptStream, open_stream
-from dynamo_megatron.data.stream import PromptSelection
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.types import Prompt
 
 KINDS = ("priority", "thompson", "greso")

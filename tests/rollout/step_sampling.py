@@ -10,7 +10,8 @@ from stand_ins import rollout
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
 from dynamo_megatron.controller import Controller
-from dynamo_megatron.data.stream import PromptSelection, PromptStream
+from dynamo_megatron.data.selection import PromptSelection
+from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.rollout.result import RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.tracking.journal import Journal
