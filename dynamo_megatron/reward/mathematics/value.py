@@ -211,14 +211,9 @@ def exact(node: Node) -> Fraction | None:
         return node.value if node.base is None else Fraction(in_base(node))
     if not isinstance(node, Op):
         return None
-    args = []
-    for arg in node.args:
-        value = exact(arg)
-        if value is None:
-            return None
-        args.append(value)
+    args = [exact(arg) for arg in node.args]
     try:
-        found = _exact_operation(node.name, *args)
+        found = None if None in args else _exact_operation(node.name, *args)  # type: ignore[arg-type]
     except (ZeroDivisionError, TypeError):  # TypeError: floor(1, 2)
         return None
     return found if found is not None and _bits(found) <= BITS else None
