@@ -53,10 +53,18 @@ def read_problems(config: Config) -> list[Prompt]:
 
     Raises ValueError, also for a function that yields more than UNLIMITED problems without a limit.
     """
+    source = config.eval.data or config.data.source
+    of_training = config.data.limit if config.eval.data is None else None
+    data = config.data.model_copy(update={"source": source, "limit": config.eval.limit or of_training})
+    if streamed := data.streamed:
+        data = data.model_copy(update={"limit": UNLIMITED + 1})
     try:
-        return _first_problems(config, config.eval.data or config.data.source)
+        prompts = load_prompts(data, needs_answer=config.needs_answers)
     except ValueError as error:
         raise InputError(str(error).replace("data.source:", "eval.data:", 1) if config.eval.data else error) from None
+    if streamed and len(prompts) > UNLIMITED:
+        raise InputError(f"eval.limit: {source} yields more than {UNLIMITED:,} problems; set how many are evaluated")
+    return prompts
 
 
 def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], max_length: int) -> list[Prompt]:
@@ -83,17 +91,6 @@ def training_prompts(config: Config) -> Iterator[Prompt]:
     """Yields the prompts of `data.source`, or of its first `data.limit` rows. Raises ValueError as `load_prompts`."""
     rows = (prompt for _, prompt in located_prompts(config.data) if isinstance(prompt, Prompt))
     return itertools.islice(rows, config.data.limit)
-
-
-def _first_problems(config: Config, source: str) -> list[Prompt]:
-    of_training = config.data.limit if config.eval.data is None else None
-    data = config.data.model_copy(update={"source": source, "limit": config.eval.limit or of_training})
-    if streamed := data.streamed:
-        data = data.model_copy(update={"limit": UNLIMITED + 1})
-    prompts = load_prompts(data, needs_answer=config.needs_answers)
-    if streamed and len(prompts) > UNLIMITED:
-        raise InputError(f"eval.limit: {source} yields more than {UNLIMITED:,} problems; set how many are evaluated")
-    return prompts
 
 
 # Problems that training prompts contain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,13 +95,10 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def align(*evaluations: Sequence[ProblemResult]) -> list[list[ProblemResult]]:
     """The evaluations with their problems in the order of the first evaluation.
 
-    Raises ValueError naming a problem that is not in all evaluations, or that is in one of them more than once.
+    Raises ValueError naming a problem that is not in all evaluations.
     """
     by_id = [{r.prompt_id: r for r in results} for results in evaluations]
-    for results, ids in zip(evaluations, by_id, strict=True):
-        if len(ids) < len(results):
-            ((most, _),) = Counter(r.prompt_id for r in results).most_common(1)
-            raise InputError(f"problem {most!r} is more than once in an evaluation")
+    for ids in by_id:
         if differ := ids.keys() ^ by_id[0].keys():
             raise InputError(f"problem {min(differ)!r} is not in every evaluation; compare those of the same problems")
     return [[ids[prompt_id] for prompt_id in by_id[0]] for ids in by_id]
