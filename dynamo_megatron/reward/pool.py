@@ -23,7 +23,7 @@ from dynamo_megatron.config.reward import URLS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import SERVICES, FunctionResult, RewardError, Step
 from dynamo_megatron.runtime.plain_text import on_one_line
-from dynamo_megatron.types import LARGEST_REWARD, Prompt
+from dynamo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from dynamo_megatron.reward.http import Addresses, HttpReward
@@ -121,24 +121,20 @@ class RewardPool:
         return RewardModel(self._config, self._servers) if name == "reward_model" else UrlService(name, self._config)
 
     def _combined(self, prompt: Prompt, response: str, results: list[FunctionResult]) -> Score:
-        by_name = {result.function: result for result in results}
-        scored = [by_name[n] for n in self._config.outcomes if n in by_name and by_name[n].state == "scored"]
+        by_name = {result.function: result for result in results if result.state == "scored"}
+        scored = [by_name[name] for name in self._config.outcomes if name in by_name]
         parts = {result.function: result.value for result in scored}
-        failures = {result.function: result.state for result in results if result.state != "scored"}
-        late = next((result for result in results if result.state == "timed_out"), None)
-        failed = next((result for result in results if result.state in ("wrong_format", "crashed")), None)
-        if failed is None and late is None:
+        failures = [result for result in results if result.state != "scored"]
+        if not failures:
             reward = FUSIONS[self._config.fusion](list(parts.values()))
-            if abs(reward) <= LARGEST_REWARD:
-                success = parts[self._config.outcomes[0]] >= self._config.success_threshold
-                steps = [step for result in scored for step in result.steps]
-                return Score(reward, success, parts, steps=steps)
-            text = f"their {self._config.fusion} is {reward:g}, of more than {LARGEST_REWARD:g} in size"
-            failed = FunctionResult(", ".join(parts), "wrong_format", text=text)
-        if failed is not None and self._config.on_error == "raise":
-            raise RewardError(_failure(prompt, response, failed))
-        status, first = ("reward_error", failed) if failed is not None else ("reward_timeout", late)
-        return Score(0.0, False, parts, status, f"{first.function}: {first.text}", failures)
+            success = parts[self._config.outcomes[0]] >= self._config.success_threshold
+            return Score(reward, success, parts, steps=[step for result in scored for step in result.steps])
+        first = min(failures, key=lambda result: result.state == "timed_out")  # an error counts before a timeout
+        status = "reward_timeout" if first.state == "timed_out" else "reward_error"
+        if status == "reward_error" and self._config.on_error == "raise":
+            raise RewardError(_failure(prompt, response, first))
+        states = {result.function: result.state for result in failures}
+        return Score(0.0, False, parts, status, f"{first.function}: {first.text}", states)
 
 
 def _failure(prompt: Prompt, response: str, failed: FunctionResult) -> str:

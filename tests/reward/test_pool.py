@@ -137,13 +137,6 @@ def test_functions_and_services_give_one_score_in_the_order_of_the_configuration
     assert score.reward == 3.25 and score.steps == [(1, 2, 0.25), (0, 2, 0.5)]
 
 
-def test_a_product_of_rewards_has_the_limit_of_one(started, serve):
-    large = [serve(lambda *_: {"rewards": [1e10]}) for _ in range(2)]
-    (score,) = scored(started(*large, fusion="product"), "x")
-    assert score.status == "reward_error"
-    assert score.failure.endswith("their product is 1e+20, of more than 1e+18 in size")
-
-
 FAILURES = {
     "raise": ("crashed", "KeyError: 'two\\nlines' ({file}, line {line})"),
     "exit": ("crashed", "SystemExit: 3 ({file}, line {line})"),
