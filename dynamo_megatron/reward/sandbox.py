@@ -84,11 +84,15 @@ class Sandbox:
         """`tests`, Python code, in one sandbox about the names of `program` in another. `ok`: nothing was raised."""
         end = time.monotonic() + self._config.seconds
         with contextlib.ExitStack() as processes, open(os.memfd_create("verdict"), "rb") as verdict:
-            with _pipe() as (requests, asking), _pipe() as (replies, replying):
+            (requests, asking), (replies, replying) = os.pipe(), os.pipe()
+            try:
                 serve = self._started("serve", {harness.PROGRAM: program}, requests, replying)
                 serving = processes.enter_context(serve)
                 check = self._started("check", {harness.TESTS: tests}, replies, asking, verdict.fileno())
                 checking = processes.enter_context(check)
+            finally:
+                for descriptor in (requests, asking, replies, replying):
+                    os.close(descriptor)
             code = _exit_code(checking, end)
             verdict.seek(0)
             passed = code == 0 and verdict.read() == harness.VERDICT.encode()
@@ -194,16 +198,6 @@ def _in_memory(content: bytes) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _pipe() -> Iterator[tuple[int, int]]:
-    ends = os.pipe()
-    try:
-        yield ends
-    finally:
-        for descriptor in ends:
-            os.close(descriptor)
 
 
 def _exit_code(process: subprocess.Popen, end: float) -> int | None:
