@@ -121,7 +121,7 @@ def judged(name: str, pairs: list[list[str]], deadline: int) -> dict[str, Any]:
         start, right, raised = time.perf_counter(), False, None
         try:
             right = bool(verdict(reference, response))
-        except Exception as error:
+        except Exception as error:  # a peer may raise anything: it is counted as a verdict of wrong
             raised = type(error).__name__
         found.append([right, 1000 * (time.perf_counter() - start), raised])
     versions = {}

@@ -11,8 +11,7 @@ import numpy as np
 from dynamo_megatron.algorithm.history import History
 from dynamo_megatron.algorithm.prompt_selection import RULES
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data.iterator_stream import IteratorStream
-from dynamo_megatron.data.stream import PromptStream
+from dynamo_megatron.data.stream import IteratorStream, PromptStream
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import Prompt, RolloutBatch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import hashlib
 import json
@@ -11,15 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data.readers import DATASETS, dataset_rows, jsonl_rows, name_and_options, parquet_rows
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.runtime.user_code import SPEC, failure, load_callable
 from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 
+DATASETS = "datasets:"
+ROWS = 16  # of a Parquet file read at once: Arrow cannot read 2 GiB of a nested column at once
+TEXT_OPTIONS = ("name", "split")  # not parsed as YAML, where the configuration "no" (Norwegian) would be False
 REASONING_GYM = "reasoning_gym:"
 REPEATS_IN_A_ROW = 10_000
 WAYS = "data.chat_template to plain (lines of User: and Assistant:) or to a Jinja file"
@@ -35,7 +41,7 @@ USUAL_KEYS = {
 
 def load_prompts(
     config: DataConfig,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda count: None,
     *,
     needs_answer: bool = False,
     say: Callable[[str], None] = log.warning,
@@ -49,28 +55,29 @@ def load_prompts(
     the number of problems read so far. Raises ValueError (one line, with `path:line` or `path row N`).
     """
     first: dict[str, Prompt] = {}
-    bad: InputError | None = None  # the first
-    skipped = repeated = in_a_row = 0
-    for where, prompt in located_prompts(config, needs_answer=needs_answer):
+    bad: list[InputError] = []
+    repeated = newest = 0
+    for number, (where, prompt) in enumerate(located_prompts(config, needs_answer=needs_answer)):
+        if config.limit is not None and number - newest > REPEATS_IN_A_ROW:  # an endless iterator may have no others
+            raise InputError(f"data.limit: {config.source} has {len(first):,} different problems, no more")
         if isinstance(prompt, InputError):
-            bad, skipped = bad or prompt, skipped + 1
-        elif _is_new(prompt, first, where, config.id_key):
-            if on_progress is not None:
-                on_progress(len(first))
+            bad.append(prompt)
+            continue
+        known = first.setdefault(prompt.prompt_id, prompt)
+        if known is prompt:
+            newest = number
+            on_progress(len(first))
             if len(first) == config.limit:
                 break
-            in_a_row = 0
-            continue
-        else:
+        elif content_digest(known) == content_digest(prompt):  # NaN, which a column may hold, does not equal itself
             repeated += 1
-        in_a_row += 1
-        if config.limit is not None and in_a_row == REPEATS_IN_A_ROW:  # an endless iterator may have no others
-            raise InputError(f"data.limit: {config.source} has {len(first):,} different problems, no more")
-    if bad is not None:
-        counted = f"{skipped:,} of {skipped + repeated + len(first):,} rows cannot be used"
-        if skipped > repeated + len(first):
-            raise InputError(f"{bad}; {counted}") if skipped > 1 else bad
-        say(f"data.source: {config.source}: {counted} and are skipped (data.on_bad_row), the first: {bad}")
+        else:
+            raise id_taken(prompt, where, known.where, config)
+    if bad:
+        counted = f"{len(bad):,} of {len(bad) + repeated + len(first):,} rows cannot be used"
+        if len(bad) > repeated + len(first):
+            raise InputError(f"{bad[0]}; {counted}") if len(bad) > 1 else bad[0]
+        say(f"data.source: {config.source}: {counted} and are skipped (data.on_bad_row), the first: {bad[0]}")
     if not first:
         raise InputError(f"data.source: {config.source} has no prompts")
     if repeated:
@@ -115,17 +122,11 @@ def located_prompts(
         yield where, prompt
 
 
-def _is_new(prompt: Prompt, first: dict[str, Prompt], where: str, id_key: str) -> bool:
-    """Adds `prompt` to `first` where its id is new. Raises InputError where it has other content than the known one."""
-    known = first.setdefault(prompt.prompt_id, prompt)
-    if known is prompt:
-        return True
-    if content_digest(known) != content_digest(prompt):  # NaN, which a column may hold, does not equal itself
-        raise InputError(
-            f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
-            f"give every problem its own id (data.id_key: {id_key})"
-        )
-    return False
+def id_taken(prompt: Prompt, where: str, by: str, config: DataConfig) -> InputError:
+    return InputError(
+        f"{where}: the id {prompt.prompt_id!r:.80} is taken by {by} with other content; "
+        f"give every problem its own id (data.id_key: {config.id_key})"
+    )
 
 
 def content_digest(prompt: Prompt) -> str:
@@ -235,6 +236,83 @@ def _check_content(prompt: Prompt, where: str, needs_answer: bool) -> None:
             raise InputError(f"{where}: a chat message needs 'role' and 'content' as text, not {message!r:.80}")
     if not any(message["content"].strip() for message in prompt.messages):
         raise InputError(f"{where}: the prompt is empty")
+
+
+def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """("path:line", value) of every line that is not empty, parsed by `plain_json.parse`. Raises ValueError (one
+    line)."""
+    if not path.is_file():
+        raise InputError(f"data.source: there is no file {path}")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where, line = f"{path}:{number}", line.removeprefix(codecs.BOM_UTF8).strip()
+            if line:
+                yield where, plain_json.parse(line, where)
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("path row N", row) with N from 1, its values as plain Python. ROWS rows are in memory at a time.
+
+    Raises ValueError (one line) where there is no such file, where it is not a valid parquet file, and for rows that
+    cannot be converted to Python values.
+    """
+    import pyarrow.parquet
+
+    if not path.is_file():
+        raise InputError(f"data.source: there is no file {path}")
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=ROWS):
+                for row in batch.to_pylist(maps_as_pydicts="lossy"):
+                    number += 1
+                    yield f"{path} row {number}", row
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
+        after = f" after row {number}" if number else ""
+        raise InputError(f"data.source: cannot read {path} as parquet{after}: {error_line(error)}") from error
+
+
+def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("source row N", row) with N from 1, of `datasets:NAME?split=SPLIT&key=value`. The default split is "train".
+
+    NAME is a folder written by the `datasets` library's `save_to_disk`, or a name for its `load_dataset`, which gets
+    the options. Raises ValueError (one line) where the package or the dataset is missing, or an option is refused.
+    """
+    name, options = name_and_options(source.removeprefix(DATASETS), source)
+    options = {"split": "train", **options}
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ModuleNotFoundError as error:
+        raise InputError(f"data.source: {source}: {error}; pip install 'dynamo-megatron[datasets]'") from None
+    number = 0
+    try:
+        if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            dataset = datasets.load_from_disk(name)
+            if isinstance(dataset, dict):
+                dataset = dataset[options["split"]]
+        else:
+            dataset = datasets.load_dataset(name, **options)
+        for number, row in enumerate(dataset, 1):
+            yield f"{source} row {number}", row
+    except (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError, DatasetsError) as error:
+        # When building a dataset fails, the library wraps the cause in an error that does not name it.
+        after = f" after row {number}" if number else ""
+        raise InputError(f"data.source: {source}{after}: {error_line(error.__cause__ or error)}") from error
+
+
+def name_and_options(spec: str, source: str) -> tuple[str, dict[str, Any]]:
+    """The parts of "name?key=value&key=value", the values parsed as YAML. Raises ValueError (one line) that names
+    `source`."""
+    name, _, query = spec.partition("?")
+    options: dict[str, Any] = {}
+    for item in filter(None, query.split("&")):
+        key, _, value = item.partition("=")
+        try:
+            options[key] = value if key in TEXT_OPTIONS else yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"data.source: {source}: the value of {key!r} is not YAML: {value!r}") from None
+    return name, options
 
 
 def _user_items(source: str) -> Iterator[tuple[str, Any]]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import queue
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data.iterator_stream import IteratorStream
-from dynamo_megatron.data.limits import too_long
-from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.sources import content_digest, id_taken, load_prompts, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
+
+POLL_EVERY = 0.1  # seconds
+SKIPPED_IN_A_ROW = 10_000  # skipped items in a row are an error: an endless iterator may have no others
 
 
 def open_stream(
@@ -24,7 +29,7 @@ def open_stream(
     encode: Callable[[Prompt], list[int]],
     max_prompt_length: int | None,
     before: Mapping[str, Any] | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda count: None,
     *,
     needs_answer: bool = False,
 ) -> PromptStream | IteratorStream:
@@ -36,7 +41,7 @@ def open_stream(
     stream: PromptStream | IteratorStream
     if config.streamed:
         log.warning("data.source: %s is read as the run goes on, in its order (see data.limit)", config.source)
-        stream = IteratorStream(config, encode, max_prompt_length, on_progress, needs_answer=needs_answer)
+        stream = IteratorStream(config, encode, max_prompt_length, needs_answer=needs_answer)
     else:
         prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
         stream = PromptStream(prompts, config, encode, max_prompt_length)
@@ -53,8 +58,8 @@ class PromptStream:
     The order depends only on `config.shuffle_seed`, the epoch and the number of prompts. A batch may span two epochs,
     and may then have the same prompt twice. `encode` gives a prompt's tokens; it is called once for every prompt at the
     start, and again for each prompt that is drawn. A prompt of more than `max_prompt_length` tokens (None: any length)
-    is skipped and counted, or raises an error in the constructor (`config.on_long_prompt`). Raises ValueError where
-    there are no prompts, or none that is short enough, and what `encode` raises.
+    is skipped and counted (`skipped`), or raises an error in the constructor (`config.on_long_prompt`). Raises
+    ValueError where no prompt is short enough, and what `encode` raises.
     """
 
     def __init__(
@@ -64,33 +69,21 @@ class PromptStream:
         encode: Callable[[Prompt], list[int]],
         max_prompt_length: int | None,
     ) -> None:
-        if not prompts:
-            raise InputError("data.source: no prompts to draw from")
         self.prompts = prompts
-        self._config = config
-        self._encode = encode
-        self._limit = max_prompt_length
-        self._too_long = self._check_lengths()
-        self._skipped: set[int] = set()
-        self._epoch = 0
-        self._position = 0
-        self._order = self._shuffled(0)
+        self.epoch = 0  # of the prompt drawn last
+        self._config, self._encode = config, encode
+        # All are encoded here: a prompt that cannot be encoded would stop the run in the middle, and after each resume.
+        self._too_long = {
+            index for index, prompt in enumerate(prompts) if too_long(prompt, encode(prompt), max_prompt_length, config)
+        }
+        self.skipped = len(self._too_long)
+        self.size = len(prompts) - self.skipped  # prompts that can be drawn
+        if not self.size:
+            raise InputError(
+                f"data.max_prompt_length: all {len(prompts)} prompts have more than {max_prompt_length} tokens"
+            )
+        self._position, self._order = 0, self._shuffled()
         self._fingerprint = _fingerprint(prompts, encode(prompts[0]))
-
-    @property
-    def size(self) -> int:
-        """The number of prompts that can be drawn."""
-        return len(self.prompts) - len(self._too_long)
-
-    @property
-    def skipped(self) -> int:
-        """The number of distinct prompts that were skipped so far because they are too long."""
-        return len(self._skipped)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the prompt drawn last, from 0."""
-        return self._epoch
 
     def next(self, n: int, on_poll: Callable[[], None] | None = None) -> list[Prompt]:
         """The next `n` prompts, as copies with `tokens` set. Nothing is waited for, so `on_poll` is not called."""
@@ -100,14 +93,10 @@ class PromptStream:
         """The next `n` prompts, without their tokens."""
         batch: list[Prompt] = []
         while len(batch) < n:
-            if self._position == len(self.prompts):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._shuffled(self._epoch)
-            index = self._order[self._position]
-            if index in self._too_long:
-                self._skipped.add(index)
-            else:
-                batch.append(self.prompts[index])
+            if self._position == self.size:
+                self.epoch, self._position = self.epoch + 1, 0
+                self._order = self._shuffled()
+            batch.append(self.prompts[self._order[self._position]])
             self._position += 1
         return batch
 
@@ -115,33 +104,18 @@ class PromptStream:
         """A copy of one of the `candidates` with `tokens` set."""
         return dataclasses.replace(prompt, tokens=self._encode(prompt))
 
-    def _check_lengths(self) -> set[int]:
-        """The indices of the prompts that are too long. All prompts are encoded here, before the run: a prompt that
-        cannot be encoded would stop the run in the middle, and again after each resume."""
-        long = {
-            index
-            for index, prompt in enumerate(self.prompts)
-            if too_long(prompt, self._encode(prompt), self._limit, self._config)
-        }
-        if len(long) == len(self.prompts):
-            raise InputError(
-                f"data.max_prompt_length: all {len(self.prompts)} prompts have more than {self._limit} tokens"
-            )
-        return long
-
-    def _shuffled(self, epoch: int) -> list[int]:
+    def _shuffled(self) -> list[int]:
         # Python guarantees that an integer seed gives the same random() in all versions, but not the same shuffle().
-        seed = hashlib.sha256(f"{self._config.shuffle_seed}/{epoch}".encode()).digest()
+        seed = hashlib.sha256(f"{self._config.shuffle_seed}/{self.epoch}".encode()).digest()
         generator = random.Random(int.from_bytes(seed, "big"))
         keys = [generator.random() for _ in self.prompts]
-        return sorted(range(len(keys)), key=keys.__getitem__)
+        return sorted(set(range(len(keys))) - self._too_long, key=keys.__getitem__)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data: the stream's position, and a fingerprint of the prompts (`_fingerprint`)."""
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "position": self._position,
-            "skipped": sorted(self._skipped),
             "shuffle_seed": self._config.shuffle_seed,
             "fingerprint": self._fingerprint,
         }
@@ -159,9 +133,8 @@ class PromptStream:
                 f"data.shuffle_seed: {self._config.shuffle_seed} is not the checkpoint's {state['shuffle_seed']}; "
                 "resume with that one, or start a new output_dir"
             )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._skipped = set(state["skipped"])
-        self._order = self._shuffled(self._epoch)
+        self.epoch, self._position = state["epoch"], state["position"]
+        self._order = self._shuffled()
 
 
 def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
@@ -171,3 +144,182 @@ def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
     for p in prompts:
         digest.update(repr((p.prompt_id, p.messages, p.text, p.answer)).encode("utf-8", "backslashreplace"))
     return digest.hexdigest()
+
+
+class _Reader:
+    """Takes items from iterators on a separate thread, which does not keep the process alive, so that a request to stop
+    ends the wait for an item."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[Iterator, Future]] = queue.SimpleQueue()
+        self._pending: Future | None = None  # the item of an interrupted wait
+        threading.Thread(target=self._read, name="data", daemon=True).start()
+
+    def next(self, items: Iterator[Any], on_poll: Callable[[], None]) -> Any:
+        """The next item of `items`, None at their end. Raises what the iterator raises.
+
+        `on_poll` is called every POLL_EVERY seconds of the wait. An exception of `on_poll` ends the wait, and the next
+        call gets the item that this call requested.
+        """
+        if self._pending is None:
+            self._pending = Future()
+            self._asked.put((items, self._pending))
+        while not wait([self._pending], POLL_EVERY).done:
+            on_poll()
+        answer, self._pending = self._pending, None
+        return answer.result()
+
+    def _read(self) -> None:
+        while True:
+            items, answer = self._asked.get()
+            try:
+                answer.set_result(next(items, None))
+            except BaseException as error:  # any exception is for the thread that called `next`
+                answer.set_exception(error)
+
+
+class _Place(NamedTuple):
+    """`taken` problems of the epoch, `digest`, a hash of their ids and contents, and `skipped`, the prompts that were
+    too long and the rows that were no problem, of all epochs."""
+
+    epoch: int = 0
+    taken: int = 0
+    digest: str = ""
+    skipped: int = 0
+
+
+class IteratorStream:
+    """Prompts without end, in the order in which the function `config.source` yields them.
+
+    If the iterator ends, the function is called again, and a new epoch begins. Only the first batch is read ahead, so
+    that errors in the data show before the run. The ids of all items stay in memory with a hash of the content. An id
+    that occurs again is the same problem; it is an error if its content differs. Arguments and errors are as for
+    `open_stream` and `PromptStream`. A resumed run calls the function again and skips the items that were taken.
+    """
+
+    prompts: tuple[Prompt, ...] = ()  # none is known before the run
+    size: int | None = None  # the number of prompts is not known
+
+    def __init__(
+        self,
+        config: DataConfig,
+        encode: Callable[[Prompt], list[int]],
+        max_prompt_length: int | None,
+        *,
+        needs_answer: bool = False,
+    ) -> None:
+        self._config, self._encode, self._limit = config, encode, max_prompt_length
+        self._needs_answer = needs_answer
+        self._bad: InputError | None = None  # what is wrong with the first row that was skipped as no problem
+        self._known: dict[str, str] = {}  # id -> digest of the content
+        self._reader = _Reader()
+        self._drawn = self._read = _Place()
+        self._items = self._opened()
+        self._ahead = deque(self._draw(lambda: None) for _ in range(config.batch_prompts))
+        # The first prompt's tokens show a change of tokenizer or template.
+        self._rendering = hashlib.sha256(repr(self._ahead[0][0].tokens).encode()).hexdigest()
+
+    @property
+    def skipped(self) -> int:
+        """The number of too long prompts and of rows that are no problem before the prompt drawn last. A prompt that
+        occurs again counts again."""
+        return self._drawn.skipped
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the prompt drawn last, from 0."""
+        return self._drawn.epoch
+
+    def next(self, n: int, on_poll: Callable[[], None] = lambda: None) -> list[Prompt]:
+        """The next `n` prompts, with `tokens` set. `on_poll` is called while this waits for the iterator. An exception
+        of `on_poll` ends the wait; the prompts drawn until then are not drawn again."""
+        batch: list[Prompt] = []
+        while len(batch) < n:
+            prompt, self._drawn = self._ahead.popleft() if self._ahead else self._draw(on_poll)
+            batch.append(prompt)
+        return batch
+
+    candidates = next  # prompts are encoded as they are read
+
+    def encoded(self, prompt: Prompt) -> Prompt:
+        """Returns `prompt`, one of the `candidates`, as it is."""
+        return prompt
+
+    def _draw(self, on_poll: Callable[[], None]) -> tuple[Prompt, _Place]:
+        for _ in range(SKIPPED_IN_A_ROW):
+            prompt = self._take(on_poll)
+            if prompt is not None:
+                tokens = self._encode(prompt)
+                if not too_long(prompt, tokens, self._limit, self._config):
+                    return dataclasses.replace(prompt, tokens=tokens), self._read
+            self._read = self._read._replace(skipped=self._read.skipped + 1)
+        raise InputError(
+            f"data.source: {SKIPPED_IN_A_ROW:,} rows of {self._config.source} in a row are no problems or have more "
+            f"than {self._limit} tokens{'' if self._bad is None else f'; the first that is none: {self._bad}'}"
+        )
+
+    def _opened(self) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
+        return located_prompts(self._config, needs_answer=self._needs_answer)
+
+    def _take(self, on_poll: Callable[[], None]) -> Prompt | None:
+        """The iterator's next item, None for a row that is skipped as no problem; where the iterator has ended, the
+        first item of the next epoch."""
+        source, place = self._config.source, self._read
+        item = self._reader.next(self._items, on_poll)
+        if item is None:
+            if not place.taken:
+                raise self._bad or InputError(
+                    f"data.source: {source} has no prompts (it has to return a new iterator each time it is called)"
+                )
+            self._items, self._read = self._opened(), _Place(place.epoch + 1, skipped=place.skipped)
+            return self._take(on_poll)
+        where, prompt = item
+        if isinstance(prompt, InputError):
+            if self._bad is None:
+                self._bad = prompt
+                log.warning("data.source: rows that are no problems are counted in data/skipped_prompts: %s", prompt)
+            return None
+        content = content_digest(prompt)
+        if self._known.setdefault(prompt.prompt_id, content) != content:
+            raise id_taken(prompt, where, "an earlier problem", self._config)
+        chained = f"{place.digest} {content} {prompt.prompt_id}".encode("utf-8", "surrogatepass")
+        self._read = place._replace(taken=place.taken + 1, digest=hashlib.sha256(chained).hexdigest())
+        return prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data of a fixed size."""
+        return {**self._drawn._asdict(), "rendering": self._rendering}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues after the last prompt drawn in `state`. Raises ValueError where the function yields other items, or
+        the tokenizer or template has changed."""
+        if state == self.state_dict():
+            return  # to skip the items a second time could take hours
+        self._items, self._read = self._opened(), _Place(state["epoch"])
+        self._ahead.clear()
+        while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):
+            self._take(lambda: None)
+        self._drawn = self._read = self._read._replace(skipped=state["skipped"])
+        if (self._read.epoch, self._read.digest) != (state["epoch"], state["digest"]):
+            raise InputError(
+                f"data.source: {self._config.source} does not yield the {state['taken']} items that the checkpoint's "
+                "run has drawn; it has to yield the same ones each time it is called: give its random numbers a seed, "
+                "or start a new output_dir"
+            )
+        if state["rendering"] != self._rendering:
+            raise InputError(
+                "data.template: the checkpoint's first prompt had other tokens: the tokenizer or the template differs; "
+                "resume with the same ones, or start a new output_dir"
+            )
+
+
+def too_long(prompt: Prompt, tokens: list[int], limit: int | None, config: DataConfig) -> bool:
+    """Whether `prompt` has more than `limit` tokens; an InputError, if `config.on_long_prompt` says so."""
+    if limit is None or len(tokens) <= limit:
+        return False
+    if config.on_long_prompt == "error":
+        raise InputError(
+            f"prompt {prompt.prompt_id!r} has {len(tokens)} tokens, above the limit of {limit}; "
+            "raise data.max_prompt_length or set data.on_long_prompt: skip"
+        )
+    return True

@@ -25,8 +25,6 @@ def pass_at_k(samples: ArrayLike, successes: ArrayLike, k: int) -> np.ndarray:
     Raises ValueError naming an entry that does not satisfy 0 <= c <= n and 1 <= k <= n.
     """
     n, c = np.asarray(samples), np.asarray(successes)
-    if n.shape != c.shape:
-        raise ValueError(f"successes: {c.size} entries for {n.size} of samples")
     if (bad := np.flatnonzero((c < 0) | (c > n))).size:
         raise ValueError(f"successes: entry {bad[0]} is {c[bad[0]]} of {n[bad[0]]} samples")
     if k < 1 or (n < k).any():

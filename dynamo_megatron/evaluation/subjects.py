@@ -45,8 +45,8 @@ def find_subjects(
     """
     if not models:
         config = _config(files, overrides, None, None, out)
-        return {file_name(_last_part(config.model.path)): Subject(config)}
-    names = [file_name(_last_part(model)) for model in models]
+        return {file_name(Path(config.model.path).name): Subject(config)}
+    names = [file_name(Path(model).name) for model in models]
     if len(set(names)) < len(names):
         names = list(map(file_name, models))
     subjects: dict[str, Subject] = {}
@@ -63,10 +63,6 @@ def find_subjects(
         subjects[name] = Subject(_config(files, overrides, model, checkpoint, out), url)
     _check_comparable({name: subject.config for name, subject in subjects.items()})
     return subjects
-
-
-def _last_part(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2]
 
 
 def file_name(text: str) -> str:

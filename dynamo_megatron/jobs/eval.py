@@ -21,14 +21,18 @@ from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, to_plain
-from dynamo_megatron.data.limits import max_prompt_length
-from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
-from dynamo_megatron.evaluation.problems import greedy_warnings, is_local, read_problems, tokenized, training_prompts
-from dynamo_megatron.evaluation.results import write_results
+from dynamo_megatron.evaluation.problems import (
+    greedy_warnings,
+    is_local,
+    overlap_warnings,
+    read_problems,
+    tokenized,
+    training_prompts,
+)
+from dynamo_megatron.evaluation.results import SetScores, suite_sets, suite_summary, suite_table, write_results
 from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, sampling, with_model
-from dynamo_megatron.evaluation.suite import SetScores, set_scores, suite_sets, suite_summary, suite_table
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.reward import RewardError
@@ -123,7 +127,7 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done:
                     results = worker.evaluate(each, stop.check, progress.count)
                     write_results(out / name / f"{set_name}.jsonl", results)
                     done.sets += 1
-                    own[set_name] = set_scores(results, config.eval.k)
+                    own[set_name] = SetScores.of(results, config.eval.k)
             except RewardError as error:
                 raise RolloutError(str(error)) from None
             finally:
@@ -170,14 +174,9 @@ def _overlap_warnings(
     for source, config in trained.items():
         progress.phase("comparing with the training data")
         try:
-            found = overlaps([p for each in problems.values() for p in each], training_prompts(config))
+            warnings += overlap_warnings(problems, training_prompts(config), source)
         except (ValueError, OSError) as error:
             warnings.append(f"the evaluation was not compared with the training data: {error}")
-            continue
-        for name, prompts in problems.items():
-            ours = {id(prompt) for prompt in prompts}
-            if own := [overlap for overlap in found if id(overlap.problem) in ours]:
-                warnings.append(overlap_warning(name, len(prompts), own, source))
     return warnings
 
 

@@ -14,7 +14,7 @@ import torch
 from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.data.readers import DATASETS
+from dynamo_megatron.data.sources import DATASETS
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec, load_model_config

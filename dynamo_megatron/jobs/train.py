@@ -11,11 +11,10 @@ from dynamo_megatron.algorithm.testing import check_loss, check_shaping
 from dynamo_megatron.algorithm.user_functions import load_advantage
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.sources import prompt_strata
 from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.jobs.output_dir import OutputDir

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.data.limits import max_prompt_length
+from dynamo_megatron.data.templates import max_prompt_length
 from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas

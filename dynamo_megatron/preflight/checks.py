@@ -22,12 +22,10 @@ import torch
 
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, RewardConfig
-from dynamo_megatron.data.limits import max_prompt_length
 from dynamo_megatron.data.sources import load_prompts
-from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer
+from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation.overlap import overlap_warning, overlaps
-from dynamo_megatron.evaluation.problems import load_problems
+from dynamo_megatron.evaluation.problems import load_problems, overlap_warnings
 from dynamo_megatron.jobs import start_checks
 from dynamo_megatron.jobs.start_checks import check_layout, size_text
 from dynamo_megatron.models import ModelSpec, load_model_config
@@ -234,8 +232,7 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         return
     problems = load_problems(config, subject.encode, max_prompt_length(config, subject.spec, evaluation=True))
     yield ok(f"{len(problems):,} problems from {config.eval.data}")
-    if found := overlaps(problems, subject.prompts):
-        warning = overlap_warning(config.eval.data, len(problems), found, config.data.source)
+    for warning in overlap_warnings({config.eval.data: problems}, subject.prompts, config.data.source):
         yield note(f"{warning}: take them out of data.source or eval.data")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-NUMBER = re.compile(r"(?<![\w.])([-+]?)(?:(\d+(?:,\d+)*)((?:\.\d+)?(?:/\d+|[eE][-+]?\d+)?)|(\.\d+))")
+NUMBER = re.compile(
+    r"(?<![\w.])[-+]?(?:(?:(?<!\d,)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?(?:/\d+|[eE][-+]?\d+)?|\.\d+)"
+)
 THINK = r"(?:think(?:ing)?|thought|reasoning)"
 FINAL = re.compile(rf"</{THINK}>|\[/THINK\]|<\|channel\|>final(?: [^<]{{0,50}})?<\|message\|>|◁/think▷|</seed:think>")
 THINKING = re.compile(rf"<{THINK}>|\[THINK\]|<\|channel\|>analysis|◁think▷|<seed:think>")
@@ -123,12 +125,4 @@ def fenced(text: str, languages: Collection[str]) -> str | None:
 def last_number(text: str) -> str | None:
     """The last number of `text` without thousands separators; a/b and 1.5e-3 count as one number. None: no number."""
     numbers = NUMBER.findall(text)
-    if not numbers:
-        return None
-    sign, digits, rest, bare = numbers[-1]
-    if bare:
-        return sign + bare
-    if re.fullmatch(r"\d{1,3}(,\d{3})+", digits):
-        return sign + digits.replace(",", "") + rest
-    head, _, tail = digits.rpartition(",")
-    return ("" if head else sign) + tail + rest  # "-12,34" is a list; the sign belongs to its first number
+    return numbers[-1].replace(",", "") if numbers else None

@@ -23,7 +23,7 @@ BUILT_IN = {
     "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",
     "qa_f1": "dynamo_megatron.reward.question_answering:qa_f1",
     "qa_exact": "dynamo_megatron.reward.question_answering:qa_exact",
-    "choice": "dynamo_megatron.reward.choice:choice_answer",
+    "choice": "dynamo_megatron.reward.question_answering:choice_answer",
 }
 # These functions are built from the configuration: they have settings of their own.
 CONFIGURED = {
@@ -74,10 +74,9 @@ def checked(value: Any) -> float:
     if not isinstance(value, numbers.Real | np.bool_):
         kind = "" if value is None else f" of type {type(value).__name__}"
         raise ValueError(f"returned {value!r:.80}{kind}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"returned {value}")
-    if abs(value) > LARGEST_REWARD:
-        raise ValueError(f"returned {float(value):g}, of more than {LARGEST_REWARD:g} in size")
+    if not abs(value) <= LARGEST_REWARD:
+        limit = f", of more than {LARGEST_REWARD:g} in size" if math.isfinite(value) else ""
+        raise ValueError(f"returned {float(value):g}{limit}")
     return float(value)
 
 
@@ -108,19 +107,8 @@ def format_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
     """The built-in reward `format`: 1.0 for a response of the form `config.format`, else 0.0. `reward.deadline` stops a
     pattern that takes exponential time."""
     tags, pattern = config.format.tags, config.format.pattern
-    if pattern is not None:
-        compiled = re.compile(pattern, re.DOTALL)
-        return lambda prompt, response: float(compiled.fullmatch(response) is not None)
-    return lambda prompt, response: float(has_tags(response, tags))
-
-
-def has_tags(response: str, tags: Sequence[str]) -> bool:
-    """Returns True if `response` opens and closes each of `tags` exactly once, one after the other, with only white
-    space outside the tags."""
-    rest = response.strip()
-    for tag in tags:
-        opening, closing = f"<{tag}>", f"</{tag}>"
-        if response.count(opening) != 1 or response.count(closing) != 1 or not rest.startswith(opening):
-            return False
-        rest = rest.partition(closing)[2].lstrip()
-    return not rest
+    if pattern is None:  # each tag once, one after the other, with only white space outside
+        inside = rf"(?:(?!</?(?:{'|'.join(tags)})>).)*"
+        pattern = r"\s*".join(["", *(f"<{tag}>{inside}</{tag}>" for tag in tags), ""])
+    compiled = re.compile(pattern, re.DOTALL)
+    return lambda prompt, response: float(compiled.fullmatch(response) is not None)

@@ -6,27 +6,39 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import json
+import os
+import re
 import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
+import regex
+from jinja2 import TemplateError
 from yarl import URL
 
+from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.functions import FunctionResult, NoScore
-from dynamo_megatron.reward.services import Service
+from dynamo_megatron.reward.functions import FunctionResult, NoScore, checked, checked_steps
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
+REQUESTS = 8  # to one URL, under way at once
 CONNECT_TIMEOUT = 5.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
 LOSSES = 3  # servers that may go away while they have a request: the request may be the reason
 POLL_EVERY = 0.2  # seconds
 SHOWN = 200  # characters of an answer in a message
+REPLY_SHOWN = 80  # characters of a reply in a message
+LONGEST_ERROR = 200  # characters of the description of a wrong reward in a message
+PLACES = re.compile(r"\{(prompt|response|answer)\}")
+PATTERN_TIMEOUT = 0.5  # seconds: the user's pattern may take exponential time while other replies wait
 
 
 @dataclass(frozen=True)
@@ -42,22 +54,20 @@ class Addresses:
 
     def __init__(self, given: Iterable[Address] = (), restarts_within: float = 0.0) -> None:
         """`restarts_within`: how long to wait for a server while none is up, in seconds; 0: the addresses are fixed."""
-        self._up = {address.url: address for address in given}  # replaced by a new dict, never changed in place
+        self.known = list(given)  # replaced by a new list, never changed in place
         self.restarts_within = restarts_within
+        self._up: dict[str, Address] = {}
         self._turns = itertools.count()
-        self._why_none = "none has come up"
-        self._final = False
-
-    @property
-    def known(self) -> list[Address]:
-        return list(self._up.values())
+        self._why_none, self._final = "none has come up", False
 
     def up(self, name: str, address: Address) -> None:
-        self._up = {**self._up, name: address}
+        self._up[name] = address
+        self.known = list(self._up.values())
 
     def down(self, name: str, why: str, final: bool = False) -> None:
         """Removes the server `name`; `why` is for error messages. `final`: no server will come up again."""
-        self._up = {other: address for other, address in self._up.items() if other != name}
+        self._up.pop(name, None)
+        self.known = list(self._up.values())
         self._why_none, self._final = f"{name}: {why}", final
 
     async def next(self) -> Address:
@@ -71,37 +81,47 @@ class Addresses:
 
 
 class HttpReward:
-    """The reward function that `service` computes.
+    """A reward function that a service computes: `sample`, `body` and `results` say what is sent and received.
 
     A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
-    answer is final. A request and its repeats have `deadline` seconds; waiting for a free request does not count, nor
-    do attempts that end with a server that is restarted; such repeats go one at a time, so that a request that ends
-    servers is not held against the others. Samples may come from any event loop and thread.
+    answer is final. A request and its repeats have `config.deadline` seconds; waiting for a free request does not
+    count, nor do attempts that end with a server that is restarted; such repeats go one at a time, so that a request
+    that ends servers is not held against the others. The last `config.cache` scores are kept. Samples may come from any
+    event loop and thread.
     """
+
+    path = ""  # is appended to the address
+    batch = 1  # most samples of a request
 
     def __init__(
         self,
-        service: Service,
+        name: str,
         addresses: Addresses,
-        *,
-        deadline: float,
+        config: RewardConfig,
         concurrency: int,
         per_second: float | None = None,
-        cached: int = 0,
     ) -> None:
         """`concurrency`: requests under way at once. `per_second`: how many may be sent per second, repeats included;
-        None: no limit. `cached`: how many of the last used scores are kept."""
-        self.name = service.name
-        self._service, self._addresses, self._deadline = service, addresses, deadline
-        self._concurrency, self._per_second, self._cached = concurrency, per_second, cached
-        self._cache: OrderedDict[bytes, asyncio.Future[FunctionResult]] = OrderedDict()  # also those under way
+        None: no limit."""
+        self.name, self._addresses, self._deadline, self._cached = name, addresses, config.deadline, config.cache
+        self._concurrency, self._per_second = concurrency, per_second
+        self._cache: OrderedDict[bytes, FunctionResult] = OrderedDict()
         self._next_turn = 0.0  # monotonic seconds
-        self._lock = threading.Lock()
-        self._closed = False
-        self._ready = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve()), name=f"reward {self.name}", daemon=True
-        )
+        self._loop = asyncio.new_event_loop()
+        self._end, self._alone = asyncio.Event(), asyncio.Lock()
+        self._waiting: asyncio.Queue[tuple[bytes, int, asyncio.Future[FunctionResult]]] = asyncio.Queue()
+        self._thread = threading.Thread(target=self._run, name=f"reward {self.name}", daemon=True)
+
+    def sample(self, prompt: Prompt, response: str) -> bytes:
+        """Encodes one sample. Raises ValueError, TypeError or RecursionError if that is not possible."""
+        raise NotImplementedError
+
+    def body(self, samples: Sequence[bytes]) -> bytes:
+        return samples[0]
+
+    def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
+        """One result per sample; `characters`: their responses' lengths. Raises NoScore for a reply without scores."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Raises ValueError (one line) for a malformed URL, and if no service accepts connections at the URL."""
@@ -113,71 +133,70 @@ class HttpReward:
                 what = f"reward.functions: {self.name}: {address.url}"
                 raise InputError(f"{what}: cannot connect, is the service up? ({error})") from error
         self._thread.start()
-        self._ready.wait()
 
     async def score(self, prompt: Prompt, response: str) -> FunctionResult:
         """The result of one response: "timed_out" if no answer came within the deadline, "crashed" if an attempt failed
-        before it passed. After `close` raises RuntimeError."""
+        before it passed."""
         try:
-            sample = self._service.sample(prompt, response)
+            sample = self.sample(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
             return FunctionResult(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
-        with self._lock:  # a sample that comes after `close` would wait for ever
-            if self._closed:
-                raise RuntimeError("the reward pool was closed")
-            waiting = asyncio.run_coroutine_threadsafe(self._result(sample, len(response)), self._loop)
-        return await asyncio.wrap_future(waiting)
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._result(sample, len(response)), self._loop)
+        )
 
     def close(self) -> None:
         """Stops the requests under way and the thread, and cancels waiting samples. May be called twice."""
-        with self._lock:
-            if not self._closed and self._ready.is_set():
-                self._loop.call_soon_threadsafe(self._end.set)
-            self._closed = True
-        if self._ready.is_set():
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it cancels the samples that wait at the end
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
-        self._loop, self._end, self._alone = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
-        self._waiting: asyncio.Queue[tuple[bytes, int, asyncio.Future[FunctionResult]]] = asyncio.Queue()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._session:
-            senders = [asyncio.create_task(self._send()) for _ in range(self._concurrency)]
-            self._ready.set()
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._session,
+            asyncio.TaskGroup() as group,
+        ):
+            senders = [group.create_task(self._send()) for _ in range(self._concurrency)]
             await self._end.wait()
             for sender in senders:
                 sender.cancel()
-            await asyncio.wait(senders)
 
     async def _result(self, sample: bytes, characters: int) -> FunctionResult:
         key = hashlib.sha256(sample).digest()
-        if (result := self._cache.get(key)) is None:
-            result = self._loop.create_future()
-            self._waiting.put_nowait((sample, characters, result))
-            if self._cached:
-                self._cache[key] = result
-                result.add_done_callback(lambda done: done.result().state == "scored" or self._cache.pop(key, None))
-        if self._cached:
+        if (kept := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
-            while len(self._cache) > self._cached:
+            return kept
+        waiting = self._loop.create_future()
+        self._waiting.put_nowait((sample, characters, waiting))
+        result = await waiting
+        if self._cached and result.state == "scored":
+            self._cache[key] = result
+            if len(self._cache) > self._cached:
                 self._cache.popitem(last=False)
-        return await asyncio.shield(result)  # one caller's cancellation does not end the request of the others
+        return result
 
     async def _send(self) -> None:
         while True:
             batch = [await self._waiting.get()]
-            while len(batch) < self._service.batch and not self._waiting.empty():
+            while len(batch) < self.batch and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             try:
-                reply = await self._reply(self._service.body([sample for sample, _, _ in batch]))
-                results = self._service.results(reply, [characters for _, characters, _ in batch])
+                reply = await self._reply(self.body([sample for sample, _, _ in batch]))
+                results = self.results(reply, [characters for _, characters, _ in batch])
             except NoScore as failure:
                 results = [FunctionResult(self.name, failure.state, text=str(failure))] * len(batch)
             except Exception as error:  # else the samples would wait for ever
                 text = on_one_line(f"its answer cannot be read: {error_line(error)}", SHOWN)
                 results = [FunctionResult(self.name, "crashed", text=text)] * len(batch)
             for (_, _, future), result in zip(batch, results, strict=True):
-                future.set_result(result)
+                if not future.cancelled():
+                    future.set_result(result)
 
     async def _reply(self, body: bytes) -> bytes:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
@@ -217,7 +236,7 @@ class HttpReward:
         if not address.api_key:
             del headers["Authorization"]
         # A followed redirect may become a GET, and would send the API key to another address.
-        url = URL(address.url + self._service.path)
+        url = URL(address.url + self.path)
         return self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
     async def _turn(self) -> None:
@@ -227,3 +246,169 @@ class HttpReward:
             turn = max(now, self._next_turn)
             self._next_turn = turn + 1 / self._per_second
             await asyncio.sleep(turn - now)
+
+
+# What each service is sent, and how its replies become scores
+
+
+class UrlService(HttpReward):
+    """A service of the user's at `url`."""
+
+    batch = 64
+
+    def __init__(self, url: str, config: RewardConfig) -> None:
+        key = key_of(config.api_key_env, "reward.api_key_env")
+        super().__init__(url, Addresses([Address(url, key)]), config, REQUESTS)
+
+    def sample(self, prompt: Prompt, response: str) -> bytes:
+        fields = {name: getattr(prompt, name) for name in ("prompt_id", "answer", "source", "meta")}
+        fields |= {"prompt": prompt.text if prompt.messages is None else prompt.messages, "response": response}
+        text = json.dumps(fields, default=str)
+        # NaN and Infinity can occur in Parquet columns but not in JSON; they are sent as null.
+        return json.dumps(json.loads(text, parse_constant=lambda _: None)).encode()
+
+    def body(self, samples: Sequence[bytes]) -> bytes:
+        return b'{"samples": [' + b", ".join(samples) + b"]}"
+
+    def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
+        parsed = _parsed(reply)
+        rewards = parsed.get("rewards") if isinstance(parsed, dict) else None
+        if not isinstance(rewards, list):
+            raise NoScore(f'the answer is not {{"rewards": [...]}} but {_start(reply)}')
+        if len(rewards) != len(characters):
+            raise NoScore(f"gave {len(rewards)} rewards for {len(characters)} samples")
+        results = []
+        for value, length in zip(rewards, characters, strict=True):
+            try:
+                results.append(FunctionResult(self.name, "scored", *checked_steps(value, length)))
+            except (ValueError, OverflowError) as error:
+                text = on_one_line(str(error), LONGEST_ERROR)
+                results.append(FunctionResult(self.name, "wrong_format", text=text))
+        return results
+
+
+class Judge(HttpReward):
+    """The chat completions of an OpenAI-compatible endpoint."""
+
+    path = "/chat/completions"
+
+    def __init__(self, config: RewardConfig) -> None:
+        judge = config.judge
+        address = Address(judge.url.rstrip("/"), key_of(judge.api_key_env, "reward.judge.api_key_env"))
+        super().__init__("judge", Addresses([address]), config, judge.concurrency, judge.requests_per_second)
+        self._config, self._pattern = judge, regex.compile(judge.pattern)
+
+    def sample(self, prompt: Prompt, response: str) -> bytes:
+        answer = "" if prompt.answer is None else str(prompt.answer)
+        texts = {"prompt": _problem(prompt), "response": response, "answer": answer}
+        # In one pass: the text "{answer}" in a response must not be replaced by the answer.
+        asked = PLACES.sub(lambda place: texts[place[1]], self._config.template)
+        messages = [{"role": "user", "content": asked}]
+        return json.dumps({**self._config.request, "model": self._config.model, "messages": messages}).encode()
+
+    def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
+        try:
+            choice = _parsed(reply)["choices"][0]
+            text = choice["message"]["content"]
+        except (TypeError, LookupError):
+            text = None
+        if not isinstance(text, str):
+            raise NoScore(f"the answer is no chat completion with a text but {_start(reply)}")
+        return [FunctionResult(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))]
+
+    def _score(self, text: str, cut_off: bool) -> float:
+        """The pattern's last match as a score in [0, 1]. Raises NoScore if nothing matches, if the number is not in the
+        range, and if the text was cut off right after the number, which may then lack digits."""
+        try:
+            matches = list(self._pattern.finditer(text, timeout=PATTERN_TIMEOUT))
+        except TimeoutError:
+            raise NoScore(f"reward.judge.pattern took more than {PATTERN_TIMEOUT:g} s on the judge's reply") from None
+        end = on_one_line(text[-REPLY_SHOWN:])
+        if not matches or matches[-1][1] is None:
+            raise NoScore(f"nothing in the judge's reply matches reward.judge.pattern; it ends with {end!r}")
+        number = matches[-1][1]
+        if cut_off and not text[matches[-1].end(1) :].strip(".eE+-"):
+            raise NoScore(
+                f"the judge's reply was cut off in its number, {end!r}; raise reward.judge.request.max_tokens"
+            )
+        try:
+            value = checked(float(number.replace("\N{MINUS SIGN}", "-")))
+        except ValueError:
+            raise NoScore(f"the judge's score {number!r:.{REPLY_SHOWN}} is not a number") from None
+        low, high = self._config.range
+        if not low <= value <= high:
+            raise NoScore(f"the judge's score {value:g} is not in reward.judge.range ({low:g} to {high:g})")
+        return (value - low) / (high - low)
+
+
+class RewardModel(HttpReward):
+    """SGLang's /classify: takes token ids, returns a sequence classifier's one output."""
+
+    path = "/classify"
+
+    def __init__(self, config: RewardConfig, servers: Addresses | None) -> None:
+        """`servers`: None: those of `urls`. Raises ValueError (one line) if the folder has no tokenizer, or the
+        tokenizer has no chat template."""
+        model = config.reward_model
+        key = key_of(model.api_key_env, "reward.reward_model.api_key_env")
+        addresses = servers or Addresses(Address(url.rstrip("/"), key) for url in model.urls)
+        super().__init__("reward_model", addresses, config, model.concurrency, model.requests_per_second)
+        self._range, self._tokenizer = model.range, load_tokenizer(model.path, key="reward.reward_model.path")
+        if self._tokenizer.chat_template is None:
+            raise InputError(f"reward.reward_model.path: the tokenizer of {model.path} has no chat template")
+
+    def sample(self, prompt: Prompt, response: str) -> bytes:
+        messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                [*messages, {"role": "assistant", "content": response}], tokenize=True, return_dict=True
+            )
+        except (TemplateError, KeyError) as error:
+            raise InputError(f"the reward model's chat template fails on it: {error_line(error)}") from error
+        return json.dumps({"input_ids": [list(encoded["input_ids"])]}).encode()
+
+    def results(self, reply: bytes, characters: Sequence[int]) -> list[FunctionResult]:
+        value = classifier_output(_parsed(reply))
+        if self._range is not None:
+            low, high = self._range
+            value = (min(max(value, low), high) - low) / (high - low)
+        return [FunctionResult(self.name, "scored", value)]
+
+
+def key_of(variable: str | None, key: str) -> str:
+    """The value of the environment variable `variable`, which the configuration's `key` names; "" where `variable` is
+    None. Raises InputError where it is not set, or has a control character."""
+    secret = "" if variable is None else os.environ.get(variable, "")
+    if variable is not None and (not secret or not secret.isprintable()):  # mostly a line break at the end
+        raise InputError(f"{key}: the environment variable {variable} is not set, or has a line break")
+    return secret
+
+
+def classifier_output(reply: Any) -> float:
+    """The score in a reply of /classify to a list of one input. Raises NoScore for any other reply."""
+    found = reply[0].get("embedding") if isinstance(reply, list) and reply and isinstance(reply[0], dict) else None
+    found = found if isinstance(found, list) else [found]  # from an encoder a number, from a decoder a list of one
+    if len(found) != 1:
+        raise NoScore(f"gave {len(found)} numbers for a response; a reward model is a classifier with num_labels 1")
+    try:
+        return checked(found[0])
+    except (ValueError, OverflowError) as error:
+        raise NoScore(str(error)) from None
+
+
+def _problem(prompt: Prompt) -> str:
+    """The problem as one text; in a conversation the role stands before each message."""
+    if prompt.messages is None or len(prompt.messages) == 1:
+        return str(prompt.text if prompt.messages is None else prompt.messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt.messages)
+
+
+def _parsed(reply: bytes) -> Any:
+    try:
+        return json.loads(reply)
+    except ValueError:
+        raise NoScore(f"the answer is not JSON but {_start(reply)}") from None
+
+
+def _start(reply: bytes) -> str:
+    return f"{reply.decode(errors='replace')!r:.{REPLY_SHOWN}}"

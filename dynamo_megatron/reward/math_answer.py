@@ -9,7 +9,6 @@ from typing import Any
 
 from dynamo_megatron.reward.extraction import SENTENCE_END, after_thinking, boxed, last_boxes, last_line
 from dynamo_megatron.reward.mathematics.equality import equal
-from dynamo_megatron.reward.mathematics.nodes import Node
 from dynamo_megatron.reward.mathematics.parser import parse
 from dynamo_megatron.reward.mathematics.text import (
     in_words,
@@ -18,8 +17,8 @@ from dynamo_megatron.reward.mathematics.text import (
     same_text,
     without_introduction,
 )
-from dynamo_megatron.reward.mathematics.tokens import NotMathematics
-from dynamo_megatron.reward.mathematics.units import MAGNITUDES, NO_UNIT, is_unit
+from dynamo_megatron.reward.mathematics.tokens import MAGNITUDES, NO_UNIT, NotMathematics, is_unit
+from dynamo_megatron.reward.mathematics.value import Node
 from dynamo_megatron.types import Prompt
 
 # Spans of bounded length, so that opening marks without a closing one do not cost a quadratic search.
@@ -70,7 +69,7 @@ def math_answer(prompt: Prompt, response: str) -> float:
     normal form, or both can be parsed whole and are mathematically equal. `prompt.answer` is a number or text: plain,
     LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises ValueError for anything else."""
     reference = normal_form(_reference(prompt.answer))
-    words = in_words(reference) or _parsed_reference(reference) is None
+    words = in_words(reference) or _parsed(reference) is None
     choices = [normal_form(text) for text in final_answers(response, words)]
     return float(any(equal_answers(reference, choice) for choice in choices if choice))
 
@@ -90,7 +89,7 @@ def equal_answers(reference: str, answer: str) -> bool:
         return True
     if in_words(reference):
         return False
-    parsed = _parsed_reference(reference)
+    parsed = _parsed(reference)
     given = _parsed_answer(answer)
     try:
         return parsed is not None and given is not None and equal(parsed, given)
@@ -179,11 +178,7 @@ def refused(text: str, span: re.Match[str]) -> bool:
     )
 
 
-@lru_cache(maxsize=1024)
-def _parsed_reference(reference: str) -> Node | None:
-    return _parsed(reference)
-
-
+@lru_cache(maxsize=1024)  # a reference is parsed for each of its responses
 def _parsed(text: str) -> Node | None:
     try:
         return parse(text)

@@ -5,24 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.config.reward import URLS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import SERVICES, FunctionResult, RewardError, Step
-from dynamo_megatron.reward.workers import Workers
 from dynamo_megatron.runtime.plain_text import on_one_line
-from dynamo_megatron.types import LARGEST_REWARD, Prompt
+from dynamo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from dynamo_megatron.reward.http import Addresses, HttpReward
     from dynamo_megatron.reward.ray_workers import RayWorkers
 
-REQUESTS = 8  # to one URL, under way at once
 SHOWN = 300  # characters of a problem, an answer or a response in a message
+Runner = Callable[[Prompt, str], list[FunctionResult]]
+GUARD = ("-P", "-m", "dynamo_megatron.runtime.guard", "--")
+WORKER = ("-P", "-m", "dynamo_megatron.reward.worker")
+START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
+END_TIMEOUT = 30.0  # seconds for a worker to end with all that it has started: mostly 0.1, more on a busy machine
 FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(values), "product": math.prod}
 
 
@@ -61,8 +73,7 @@ class RewardPool:
     def start(self) -> None:
         """Checks that the services accept connections, starts the workers and waits until all are ready. Raises
         ValueError where one of these fails, TimeoutError naming a worker that is not ready in time."""
-        with contextlib.ExitStack() as unless_started:
-            unless_started.callback(self.close)
+        try:
             for name in self._config.outcomes:
                 if name not in self._local:
                     self._services.append(self._service(name))
@@ -70,7 +81,9 @@ class RewardPool:
             if self._local:
                 self._workers = self._placed()
                 self._workers.start()
-            unless_started.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     async def score(self, prompt: Prompt, response: str) -> Score:
         """Scores one response. Raises RewardError where a function fails and `on_error` is `raise`, RuntimeError where
@@ -101,65 +114,178 @@ class RewardPool:
 
     def _service(self, name: str) -> HttpReward:
         # Not at the top: the workers import this file too, and aiohttp would slow their start.
-        from dynamo_megatron.reward.http import Address, Addresses, HttpReward
-        from dynamo_megatron.reward.services import Judge, RewardModel, UrlService
+        from dynamo_megatron.reward.http import Judge, RewardModel, UrlService
 
-        config = self._config
-        common = {"deadline": config.deadline, "cached": config.cache}
-        if name not in SERVICES:
-            key = key_of(config.api_key_env, "reward.api_key_env")
-            return HttpReward(UrlService(name), Addresses([Address(name, key)]), concurrency=REQUESTS, **common)
-        section = config.judge if name == "judge" else config.reward_model
-        common |= {"concurrency": section.concurrency, "per_second": section.requests_per_second}
-        key = key_of(section.api_key_env, f"reward.{name}.api_key_env")
         if name == "judge":
-            return HttpReward(Judge(section), Addresses([Address(section.url.rstrip("/"), key)]), **common)
-        given = Addresses(Address(url.rstrip("/"), key) for url in section.urls)
-        return HttpReward(RewardModel(section), self._servers or given, **common)
+            return Judge(self._config)
+        return RewardModel(self._config, self._servers) if name == "reward_model" else UrlService(name, self._config)
 
     def _combined(self, prompt: Prompt, response: str, results: list[FunctionResult]) -> Score:
-        by_name = {result.function: result for result in results}
-        scored = [by_name[n] for n in self._config.outcomes if n in by_name and by_name[n].state == "scored"]
+        by_name = {result.function: result for result in results if result.state == "scored"}
+        scored = [by_name[name] for name in self._config.outcomes if name in by_name]
         parts = {result.function: result.value for result in scored}
-        failures = {result.function: result.state for result in results if result.state != "scored"}
-        late = next((result for result in results if result.state == "timed_out"), None)
-        failed = next((result for result in results if result.state in ("wrong_format", "crashed")), None)
-        if failed is None and late is None:
+        failures = [result for result in results if result.state != "scored"]
+        if not failures:
             reward = FUSIONS[self._config.fusion](list(parts.values()))
-            if abs(reward) <= LARGEST_REWARD:
-                success = parts[self._config.outcomes[0]] >= self._config.success_threshold
-                steps = [step for result in scored for step in result.steps]
-                return Score(reward, success, parts, steps=steps)
-            text = f"their {self._config.fusion} is {reward:g}, of more than {LARGEST_REWARD:g} in size"
-            failed = FunctionResult(", ".join(parts), "wrong_format", text=text)
-        if failed is not None and self._config.on_error == "raise":
-            raise RewardError(_failure(prompt, response, failed))
-        status, first = ("reward_error", failed) if failed is not None else ("reward_timeout", late)
-        return Score(0.0, False, parts, status, f"{first.function}: {first.text}", failures)
-
-
-def key_of(variable: str | None, key: str) -> str:
-    """The value of the environment variable `variable`, which the configuration's `key` names; "" where `variable` is
-    None. Raises InputError where it is not set, or has a control character."""
-    secret = "" if variable is None else os.environ.get(variable, "")
-    if variable is not None and (not secret or not secret.isprintable()):  # mostly a line break at the end
-        raise InputError(f"{key}: the environment variable {variable} is not set, or has a line break")
-    return secret
+            success = parts[self._config.outcomes[0]] >= self._config.success_threshold
+            return Score(reward, success, parts, steps=[step for result in scored for step in result.steps])
+        first = min(failures, key=lambda result: result.state == "timed_out")  # an error counts before a timeout
+        status = "reward_timeout" if first.state == "timed_out" else "reward_error"
+        if status == "reward_error" and self._config.on_error == "raise":
+            raise RewardError(_failure(prompt, response, first))
+        states = {result.function: result.state for result in failures}
+        return Score(0.0, False, parts, status, f"{first.function}: {first.text}", states)
 
 
 def _failure(prompt: Prompt, response: str, failed: FunctionResult) -> str:
     problem = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
     lines = [
         *([failed.frames] if failed.frames else []),
-        f"prompt {prompt.label}: {_shown(problem)!r}, answer {_shown(prompt.answer)!r}",
-        f"response of {len(response)} characters: {_shown(response)!r}",
+        f"prompt {prompt.label}: {on_one_line(problem, SHOWN)!r}, answer {on_one_line(repr(prompt.answer), SHOWN)}",
+        f"response of {len(response)} characters: {on_one_line(response, SHOWN)!r}",
         f"reward function {failed.function} failed on prompt {prompt.label}: {failed.text}",
     ]
     return "\n".join(lines)
 
 
-def _shown(value: object) -> str:
-    try:
-        return on_one_line(str(value), SHOWN)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, or nested too deep
-        return f"a value of type {type(value).__name__} that cannot be shown"
+# Worker processes
+
+
+class WorkerPool:
+    """Gives samples to `runners`, to each one sample at a time. May be used from any thread."""
+
+    def __init__(self, runners: Iterable[Runner]) -> None:
+        self._free: queue.SimpleQueue[Runner] = queue.SimpleQueue()
+        for runner in runners:
+            self._free.put(runner)
+        # Blocking reads in threads, not asyncio's: the pool outlives event loops.
+        self._threads = ThreadPoolExecutor(self._free.qsize(), thread_name_prefix="reward")
+
+    def submit(self, prompt: Prompt, response: str) -> Future[list[FunctionResult]]:
+        """One result per function, up to the first one that took all of the deadline or ended its process."""
+        return self._threads.submit(self._run, prompt, response)
+
+    def close(self) -> None:
+        """Drops the samples that wait, and waits for those under way. May be called twice."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
+        runner = self._free.get()  # does not wait: as many runners as threads
+        try:
+            return runner(prompt, response)
+        finally:
+            self._free.put(runner)
+
+
+class Workers(WorkerPool):
+    """`config.workers` processes on this machine that run `functions`."""
+
+    def __init__(self, functions: list[str], config: RewardConfig) -> None:
+        self.workers = [Worker(functions, config) for _ in range(config.workers)]
+        super().__init__(worker.run for worker in self.workers)
+
+    def start(self) -> None:
+        """Waits until all are ready. Raises as `Worker.wait_ready`."""
+        for worker in self.workers:
+            worker.wait_ready()
+
+    def close(self) -> None:
+        """Stops all workers now; samples under way are lost. May be called twice."""
+        for worker in self.workers:
+            worker.close()  # all at once: each takes a moment to end
+        for worker in self.workers:
+            worker.end()
+        super().close()
+
+
+class Worker:
+    """A process that runs `functions`.
+
+    A sample has `config.deadline` seconds. A process that is late, even inside C code, is killed together with all
+    processes that it has started, and replaced.
+    """
+
+    def __init__(self, functions: list[str], config: RewardConfig) -> None:
+        self.deadline = config.deadline
+        self._given = functions, config
+        self._lock, self._closed = threading.Lock(), False
+        self._start()
+
+    def run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
+        """As `WorkerPool.submit`. Raises RuntimeError after `close`."""
+        try:
+            if self.process.poll() is not None:
+                self._start()
+            self.wait_ready()
+            results = self._results(prompt, response)
+            if self.process.poll() is not None:
+                self._start()  # now, so that the next sample need not wait for the imports
+            return results
+        except (ValueError, OSError, RecursionError) as error:  # no process can be started, or the problem is too deep
+            text = on_one_line(str(error), SHOWN)
+            return [FunctionResult(name, "crashed", text=text) for name in self._given[0]]
+
+    def wait_ready(self) -> None:
+        """Waits for the process's imports. Raises TimeoutError, InputError if a function cannot be loaded, RewardError
+        if the process has ended."""
+        if self._ready:
+            return
+        if not self._connection.poll(max(0.0, self._begun + START_TIMEOUT - time.monotonic())):
+            names = ", ".join(self._given[0])
+            raise TimeoutError(f"waited {START_TIMEOUT:.0f} s for reward worker {self.process.pid} to import {names}")
+        try:
+            status, *message = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise RewardError(f"a reward worker ended while it started: {self._how_it_ended()}") from None
+        if status == "failed":
+            raise InputError(message[0])
+        self._ready = True
+
+    def close(self) -> None:
+        """Begins to end the process, and starts no other one."""
+        with self._lock:
+            self._closed = True
+            self.process.stdin.close()
+
+    def end(self) -> None:
+        """Ends the process and all that it has started."""
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=END_TIMEOUT)
+        self.process.kill()  # in case that took too long: the worker dies with this process, what it started may not
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with self._lock, ours, theirs:
+            if self._closed:
+                raise RuntimeError("the reward pool was closed")
+            command = [sys.executable, *GUARD, sys.executable, *WORKER, str(theirs.fileno())]
+            # A session of its own: Ctrl-C in the terminal must reach only the parent.
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE, start_new_session=True
+            )
+            self._connection, self._ready, self._begun = Connection(ours.detach()), False, time.monotonic()
+        self._connection.send(self._given)
+
+    def _results(self, prompt: Prompt, response: str) -> list[FunctionResult]:
+        end = time.monotonic() + self.deadline
+        results: list[FunctionResult] = []
+        try:
+            self._connection.send((prompt, response))
+            for name in self._given[0]:
+                if not self._connection.poll(max(0.0, end - time.monotonic())):
+                    self.end()
+                    text = f"no value within reward.deadline ({self.deadline:g} s)"
+                    return [*results, FunctionResult(name, "timed_out", text=text)]
+                results.append(self._connection.recv())
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            ended = f"its process ended: {self._how_it_ended()}"
+            results.append(FunctionResult(self._given[0][len(results)], "crashed", text=ended))
+        return results
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self.process.wait(timeout=END_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return f"what it has started has not ended for {END_TIMEOUT:g} s"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,4 +1,5 @@
-"""The built-in rewards `qa_f1` and `qa_exact`: a short answer in words against references, compared as SQuAD does."""
+"""The built-in rewards `qa_f1` and `qa_exact`, a short answer in words against references, compared as SQuAD does, and
+`choice`, the letter of a multiple-choice question."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dynamo_megatron.reward.extraction import final_answer
+from dynamo_megatron.reward.extraction import MARKUP, after_thinking, boxed, final_answer, tagged
 from dynamo_megatron.types import Prompt
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -17,6 +18,20 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 MARKS = [mark for mark in map(chr, range(128, 1 << 16)) if unicodedata.category(mark).startswith("P")]
 PUNCTUATION = str.maketrans("", "", string.punctuation + "".join(MARKS))
 REFERENCES = ("text", "target", "aliases")  # the list's name in SQuAD, Search-R1 and TriviaQA
+# A capital letter by itself, with any marks around it: "(B)", "**B**", "B.". Not the pronoun I, nor "A" before a noun.
+LETTER = re.compile(
+    r"(?<![\w'’])(?!I['’ ])(?!A (?!(?:is|and|or|because|since|as|but|only|here|seems)\b)[a-z])([A-Z])(?![\w'’])"
+)
+ANOTHER = re.compile(r"[^\w\n,/&]*(?:,|/|&|\bor\b|\band\b)[^\w\n]*(?:and\b|or\b)?[^\w\n]*" + LETTER.pattern)
+STATED = re.compile(
+    r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])|答案(?:[是为為]|[ \t*]*[:：]))([^\n]{0,200})",
+    re.IGNORECASE,
+)
+# What a box begins with that chooses a letter: "(B) 12", "B. 12", but not "H \ll E".
+CHOICE = re.compile(rf"[\W_]*{LETTER.pattern}(?:[\W_]*$|[\s}}*]*[)\].:]|(?={ANOTHER.pattern}))")
+ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+SMALL = re.compile(r"\s*\(?([a-z])(?:[.)]\s|[.)]?\s*$)")  # a response that is or begins with "b" or "b. 4"
+FORMULA = re.compile(r"\\[A-Za-z]|[=<>+^_]|[A-Za-z]\(")
 
 
 def qa_exact(prompt: Prompt, response: str) -> float:
@@ -69,3 +84,64 @@ def _f1(answer: list[str], reference: list[str]) -> float:
         return 1.0
     common = sum((Counter(answer) & Counter(reference)).values())
     return 2 * common / (len(answer) + len(reference)) if common else 0.0
+
+
+# Multiple choice
+
+
+def choice_answer(prompt: Prompt, response: str) -> float:
+    """1.0 where the letter that `response` has `chosen` is `prompt.answer`, else 0.0. `prompt.answer` is a letter ("B",
+    "(B)"), or the index of a letter, 0 for A. Raises ValueError for anything else."""
+    return float(chosen(response) == _right(prompt.answer))
+
+
+def chosen(response: str) -> str | None:
+    r"""The letter in the last `<answer>` tag, else in an "answer is X" or "Answer: X" after the last `\boxed{}`, else
+    in this box, else in the last "answer is X", else the last capital letter by itself. None where there is no letter,
+    where one of these places has several, and where a box holds no choice and nothing states the answer. Only the text
+    `after_thinking` is searched.
+    """
+    text = after_thinking(response)
+    if text is None:
+        return None
+    if (inside := tagged(text)) is not None:
+        return _letter(MARKUP.sub("", inside))
+    box = boxed(text)
+    if box is None:
+        stated, letters = _stated(text), LETTER.findall(text)
+        if not stated and (small := SMALL.match(text)):
+            return small[1].upper()
+        return _letter(stated) if stated else (letters[-1] if letters else None)
+    content = MARKUP.sub("", box)
+    if stated := _stated(text[max(text.rfind("\\boxed"), text.rfind("\\fbox")) :]):
+        return _letter(stated)
+    if ALONE.fullmatch(content) or CHOICE.match(content):
+        return _letter(content)
+    if stated := _stated(text):
+        return _letter(stated)
+    return None if FORMULA.search(content) else _letter(content)
+
+
+def _stated(text: str) -> str:
+    """What follows the last "answer is" that a letter follows; "" where there is none."""
+    for said in reversed(STATED.findall(text)):
+        letter = LETTER.search(said)
+        if letter and not re.search(r"\bnot\b|n['’]t\b", said[: letter.start()]):
+            return said
+    return ""
+
+
+def _letter(text: str) -> str | None:
+    if alone := ALONE.fullmatch(text):
+        return alone[1].upper()
+    letter = LETTER.search(text)
+    return None if letter is None or ANOTHER.match(text, letter.end()) else letter[1]
+
+
+def _right(answer: Any) -> str:
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(string.ascii_uppercase):
+        return string.ascii_uppercase[answer]
+    bare = answer.strip(string.whitespace + string.punctuation) if isinstance(answer, str) else ""
+    if not re.fullmatch("[A-Za-z]", bare):
+        raise ValueError(f"the choice reward needs a letter as the answer, or its index from 0, not {answer!r:.200}")
+    return bare.upper()

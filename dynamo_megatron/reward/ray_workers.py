@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import queue
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import ray
 from ray.exceptions import RayError
@@ -14,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import FunctionResult
-from dynamo_megatron.reward.workers import START_TIMEOUT, Workers
+from dynamo_megatron.reward.pool import START_TIMEOUT, WorkerPool, Workers
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
@@ -28,73 +26,58 @@ class NodeWorkers:
         os.chdir(folder)  # the user's functions are found from here
         if python_path is not None:
             os.environ["PYTHONPATH"] = python_path
-        self._workers, self._started, self._lock = Workers(functions, config), False, threading.Lock()
+        self._workers = Workers(functions, config)
 
     def start(self) -> None:
-        with self._lock:
-            if not self._started:
-                self._workers.start()
-                self._started = True
+        self._workers.start()
 
     def run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
         """As `Workers.submit`. As many threads may call it at once as there are workers."""
-        self.start()
         return self._workers.submit(prompt, response).result()
 
 
-class RayWorkers:
+class RayWorkers(WorkerPool):
     """As `Workers`, with `config.workers` processes on each node that the cluster has at the start. Ray sends the
     samples of a lost node to another one, with the whole deadline."""
 
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
-        self._functions, self._config = functions, config
-        self._actors: list[ray.actor.ActorHandle] = []
-        self._free: queue.SimpleQueue[ray.actor.ActorHandle] = queue.SimpleQueue()  # one entry for each worker
-        self._threads: ThreadPoolExecutor | None = None
-
-    def start(self) -> None:
-        """Starts the workers on all nodes. Raises ValueError if there is no cluster, or a node loads no functions."""
+        """Raises ValueError if there is no cluster."""
+        self._functions = functions
         try:
             ray.init(address="auto", log_to_driver=False, logging_level="error")
         except (RuntimeError, ValueError, OSError) as error:
             why = on_one_line(str(error), SHOWN)
             raise InputError(f"reward.placement: ray, and there is no Ray cluster ({why}); see RAY_ADDRESS") from None
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        given = (self._functions, self._config, os.getcwd(), os.environ.get("PYTHONPATH"))
-        options = {"num_cpus": 0, "max_concurrency": self._config.workers, "max_restarts": -1, "max_task_retries": -1}
-        for node in nodes:
-            placed = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
-            actor = ray.remote(NodeWorkers).options(scheduling_strategy=placed, **options).remote(*given)
-            self._actors.append(actor)
-        for node, started in zip(nodes, [actor.start.remote() for actor in self._actors], strict=True):
+        given = (functions, config, os.getcwd(), os.environ.get("PYTHONPATH"))
+        options = {"num_cpus": 0, "max_concurrency": config.workers, "max_restarts": -1, "max_task_retries": -1}
+        self._actors: dict[str, ray.actor.ActorHandle] = {}  # by the address of the node
+        for node in ray.nodes():
+            if node["Alive"]:
+                placed = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+                actor = ray.remote(NodeWorkers).options(scheduling_strategy=placed, **options).remote(*given)
+                self._actors[f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"] = actor
+        super().__init__([functools.partial(self._ask, actor) for actor in self._actors.values()] * config.workers)
+
+    def start(self) -> None:
+        """Waits until all are ready. Raises ValueError if a node loads no functions."""
+        started = {address: actor.start.remote() for address, actor in self._actors.items()}
+        for address, reference in started.items():
             try:
-                ray.get(started, timeout=2 * START_TIMEOUT)
+                ray.get(reference, timeout=2 * START_TIMEOUT)
             except (RayError, ValueError) as error:
                 why = on_one_line(str(getattr(error, "cause", error)))
-                raise InputError(f"reward.placement: node {node['NodeManagerAddress']}: {why}") from None
-        for actor in self._actors * self._config.workers:
-            self._free.put(actor)
-        self._threads = ThreadPoolExecutor(self._config.workers * len(nodes), thread_name_prefix="reward")
-
-    def submit(self, prompt: Prompt, response: str) -> Future[list[FunctionResult]]:
-        """As `Workers.submit`."""
-        assert self._threads is not None, "not started"
-        return self._threads.submit(self._run, prompt, response)
+                raise InputError(f"reward.placement: node {address}: {why}") from None
 
     def close(self) -> None:
         """Stops all workers now; samples under way are lost. May be called twice."""
-        for actor in self._actors:
+        for actor in self._actors.values():
             ray.kill(actor)  # its workers go with it
-        self._actors = []
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+        self._actors = {}
+        super().close()
         ray.shutdown()
 
-    def _run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
-        actor = self._free.get()  # does not wait: as many threads as workers
+    def _ask(self, actor: ray.actor.ActorHandle, prompt: Prompt, response: str) -> list[FunctionResult]:
         try:
             return ray.get(actor.run.remote(prompt, response))
         except (RayError, RecursionError) as error:
             return [FunctionResult(name, "crashed", text=error_line(error, SHOWN)) for name in self._functions]
-        finally:
-            self._free.put(actor)

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import platform
-import selectors
 import shutil
 import signal
 import struct
@@ -21,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from dynamo_megatron.config.reward import CodeConfig
 from dynamo_megatron.errors import InputError
@@ -79,39 +77,45 @@ class Sandbox:
         self._try()
 
     def run(self, mode: str, program: bytes, stdin: bytes, longest: int) -> Result:
-        """`program` in the harness's `mode`; more than `longest` bytes of output end it."""
-        end = time.monotonic() + self._config.seconds
-        with (
-            _in_memory(stdin) as source,
-            self._started(mode, {harness.PROGRAM: program}, source, subprocess.PIPE) as process,
-        ):
-            return _result(process, process.stdout, longest, end)
+        """`program` in the harness's `mode`. With more than `longest` bytes of output it is not `ok`."""
+        return self._run(mode, program, stdin, longest, self._config.seconds)
 
     def check(self, program: bytes, tests: bytes) -> Result:
         """`tests`, Python code, in one sandbox about the names of `program` in another. `ok`: nothing was raised."""
         end = time.monotonic() + self._config.seconds
-        with contextlib.ExitStack() as processes:
-            with _pipe() as (requests, asking), _pipe() as (replies, replying):
+        with contextlib.ExitStack() as processes, open(os.memfd_create("verdict"), "rb") as verdict:
+            (requests, asking), (replies, replying) = os.pipe(), os.pipe()
+            try:
                 serve = self._started("serve", {harness.PROGRAM: program}, requests, replying)
                 serving = processes.enter_context(serve)
-                check = self._started("check", {harness.TESTS: tests}, replies, asking, subprocess.PIPE)
+                check = self._started("check", {harness.TESTS: tests}, replies, asking, verdict.fileno())
                 checking = processes.enter_context(check)
-            result = _result(checking, checking.stderr, MESSAGE, end)
-            passed = result.ok and result.output == harness.VERDICT.encode()
+            finally:
+                for descriptor in (requests, asking, replies, replying):
+                    os.close(descriptor)
+            code = _exit_code(checking, end)
+            verdict.seek(0)
+            passed = code == 0 and verdict.read() == harness.VERDICT.encode()
             # Its requests have ended, so that it ends too, unless it was late before.
-            late = result.late or (not passed and _exit_code(serving, end) in LATE)
-        return Result(result.output, passed, late)
+            late = code in LATE or (not passed and _exit_code(serving, end) in LATE)
+        return Result(b"", passed, late)
 
     def _try(self) -> None:
-        program, end = b"print(input())", time.monotonic() + START_TIMEOUT
-        with (
-            _in_memory(b"ready") as source,
-            self._started("run", {harness.PROGRAM: program}, source, subprocess.PIPE, subprocess.STDOUT) as process,
-        ):
-            result = _result(process, process.stdout, MESSAGE, end)
+        result = self._run("run", b"print(input())", b"ready", MESSAGE, START_TIMEOUT, subprocess.STDOUT)
         if result.output != b"ready\n":
             said = on_one_line(result.output.decode(errors="replace"), 300) or "it did not start in time"
             raise InputError(f"reward.functions: code: no sandbox can be made here: {said}; {MEND}")
+
+    def _run(
+        self, mode: str, program: bytes, stdin: bytes, longest: int, seconds: float, stderr: int = subprocess.DEVNULL
+    ) -> Result:
+        # A file, which RLIMIT_FSIZE limits: nobody has to read while the program runs.
+        with _in_memory(stdin) as source, open(os.memfd_create("output"), "rb") as output:
+            with self._started(mode, {harness.PROGRAM: program}, source, output.fileno(), stderr) as process:
+                code = _exit_code(process, time.monotonic() + seconds)
+            output.seek(0)
+            text = output.read(longest + 1)
+        return Result(text[:longest], code == 0 and len(text) <= longest, code in LATE)
 
     @contextlib.contextmanager
     def _started(
@@ -194,33 +198,6 @@ def _in_memory(content: bytes) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _pipe() -> Iterator[tuple[int, int]]:
-    ends = os.pipe()
-    try:
-        yield ends
-    finally:
-        for descriptor in ends:
-            os.close(descriptor)
-
-
-def _result(process: subprocess.Popen, stream: IO[bytes] | None, longest: int, end: float) -> Result:
-    """What it writes to `stream`, `longest` bytes at most, until `end` (time.monotonic)."""
-    assert stream is not None
-    output = bytearray()
-    with selectors.DefaultSelector() as ready:  # select() refuses descriptors from 1024 on
-        ready.register(stream, selectors.EVENT_READ)
-        while ready.select(max(0.0, end - time.monotonic())):
-            part = os.read(stream.fileno(), 1 << 16)
-            if not part:
-                break
-            output += part
-            if len(output) > longest:
-                return Result(bytes(output[:longest]), False, False)
-    code = _exit_code(process, end)
-    return Result(bytes(output), code == 0, code in LATE)
 
 
 def _exit_code(process: subprocess.Popen, end: float) -> int | None:

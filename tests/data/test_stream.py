@@ -3,11 +3,10 @@ from collections import Counter
 
 import pytest
 
-from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data import PromptStream, open_stream
+from dynamo_megatron.config import Config, DataConfig
+from dynamo_megatron.data import PromptStream, load_prompts, open_stream
+from dynamo_megatron.evaluation.problems import UNLIMITED, load_problems
 from dynamo_megatron.types import Prompt
-
-ORDER_OF_SEED_0 = ["p1", "p3", "p0", "p2", "p5", "p4"]
 
 
 def prompts(n, long=()):
@@ -86,3 +85,186 @@ def test_a_prompt_that_cannot_be_encoded_is_found_before_the_run():
 
     with pytest.raises(ValueError, match="p7"):
         PromptStream(prompts(9), DataConfig(source="a.jsonl"), encode, 10)
+
+
+# Functions that are read as the run goes on
+
+READ_WITHIN = 60.0  # seconds for an item that is there, on a machine that holds the reading thread up
+FUNCTIONS = """
+import itertools, random, threading
+taken = []
+def row(number):
+    return {"id": number, "problem": f"{number}+1?", "answer": str(number + 1)}
+def endless():
+    for number in itertools.count():
+        taken.append(number)
+        yield row(number)
+def five():
+    return (row(number) for number in range(5))
+def cycle():
+    return itertools.cycle([row(number) for number in range(3)])
+def unseeded():
+    while True:
+        yield row(random.randrange(10**9))
+def clash():
+    yield from five()
+    yield {"id": 2, "problem": "another one", "answer": "3"}
+def long_ones():
+    for number in itertools.count():
+        yield {"problem": f"{number} " + "x" * (40 if number % 3 else 0), "answer": "1"}
+def too_long():
+    for number in itertools.count():
+        yield {"problem": f"{number} " + "x" * 40, "answer": "1"}
+def bad_ones():
+    for number in itertools.count():
+        yield row(number) if number % 3 else {"problem": None, "answer": "1"}
+def all_bad():
+    yield {"problem": None, "answer": "1"}
+def endless_bad():
+    yield row(0)
+    while True:
+        yield {"problem": None, "answer": "1"}
+def fails():
+    yield row(0)
+    yield {"problem": {}["absent"]}
+def nothing():
+    return iter(())
+once = iter([row(0), row(1)])
+def exhausted():
+    return once
+gate = threading.Event()
+def stalls():
+    yield from five()
+    gate.wait()
+    yield row(5)
+    yield {}["absent"]
+"""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch, request):
+    name = f"streamed_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def streamed(name, function, before=None, **settings):
+    config = DataConfig(source=f"{name}:{function}", **{"batch_prompts": 4, **settings})
+    return open_stream(config, lambda p: [1] * len(p.text), 20, before)
+
+
+def test_an_endless_iterator_is_read_as_far_as_the_first_batch_and_then_as_it_is_needed(functions):
+    s = streamed(functions, "endless")
+    taken = __import__(functions).taken
+    assert taken == [0, 1, 2, 3]
+    assert ids(s.next(3)) == ["0", "1", "2"] and taken == [0, 1, 2, 3]
+    (first, *_) = s.next(3)
+    assert taken == [0, 1, 2, 3, 4, 5] and first.where.endswith(":endless row 4") and first.tokens == [1] * 4
+
+
+class Asked(Exception):
+    pass
+
+
+def test_a_stop_ends_the_wait_for_a_stalled_iterator_and_loses_no_item(functions, monkeypatch):
+    polls = []
+
+    def stop():
+        polls.append(1)
+        if len(polls) == 2:
+            raise Asked
+
+    s = streamed(functions, "stalls")
+    with monkeypatch.context() as patched:
+        patched.setattr("dynamo_megatron.data.stream.POLL_EVERY", READ_WITHIN)
+        assert ids(s.next(5, stop)) == ["0", "1", "2", "3", "4"] and not polls
+    state = s.state_dict()
+    with pytest.raises(Asked):
+        s.next(1, stop)
+    assert len(polls) == 2 and s.state_dict() == state
+    __import__(functions).gate.set()
+    assert ids(s.next(1)) == ["5"]
+    with pytest.raises(ValueError, match=r"^data\.source: .*:stalls failed after 6 items: KeyError: 'absent' \("):
+        s.next(1)
+
+
+def test_rows_that_are_no_problem_are_skipped_and_counted(functions, caplog):
+    s = streamed(functions, "bad_ones")
+    assert ids(s.next(5)) == ["1", "2", "4", "5", "7"] and s.skipped == 3
+    assert caplog.text.count("counted in data/skipped_prompts: ") == 1
+    with pytest.raises(ValueError, match="row 1: 'problem' must be text"):
+        streamed(functions, "bad_ones", on_bad_row="error")
+
+
+def test_an_iterator_that_ends_starts_anew_in_its_order(functions):
+    s = streamed(functions, "five")
+    assert ids(s.next(7)) == ["0", "1", "2", "3", "4", "0", "1"] and s.epoch == 1
+    s = streamed(functions, "cycle")
+    assert ids(s.next(7)) == ["0", "1", "2", "0", "1", "2", "0"] and s.epoch == 0
+
+
+@pytest.mark.parametrize("function", ["endless", "five", "long_ones", "bad_ones"])
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_resume_of_a_function_goes_on_as_the_straight_stream(functions, function, before):
+    straight = streamed(functions, function)
+    for _ in range(before):
+        straight.next(3)
+    state = json.loads(json.dumps(straight.state_dict()))
+    resumed = streamed(functions, function, before=state)
+    resumed.load_state_dict(state)
+    for _ in range(5):
+        assert ids(resumed.next(3)) == ids(straight.next(3))
+        assert (resumed.epoch, resumed.skipped) == (straight.epoch, straight.skipped)
+    assert resumed.state_dict() == straight.state_dict()
+
+
+def test_resume_refuses_other_items_and_another_template(functions):
+    s = streamed(functions, "unseeded")
+    s.next(2)
+    state = s.state_dict()
+    with pytest.raises(ValueError, match=r"2 items .* the same ones each time it is called: give its random numbers a"):
+        streamed(functions, "unseeded").load_state_dict(state)
+    config = DataConfig(source=f"{functions}:five", batch_prompts=4)
+    other = open_stream(config, lambda p: [2] * len(p.text), None)
+    with pytest.raises(ValueError, match="the tokenizer or the template differs"):
+        other.load_state_dict(streamed(functions, "five").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("clash", "row 6: the id '2' is taken by an earlier problem with other content"),
+        ("too_long", "10,000 rows of .* in a row are no problems or have more than 20 tokens$"),
+        ("all_bad", "^.*:all_bad row 1: 'problem' must be text or a list of messages, not null$"),
+        ("endless_bad", "10,000 rows .* the first that is none: .*:endless_bad row 2: 'problem' must be text"),
+        ("nothing", "has no prompts"),
+        ("fails", r"^data\.source: .*:fails failed after 1 items: KeyError: 'absent' \(.*\.py, line \d+\)$"),
+        ("exhausted", "has no prompts .it has to return a new iterator each time it is called"),
+    ],
+)
+def test_refusals_are_one_line(functions, function, words):
+    with pytest.raises(ValueError, match=words) as error:
+        streamed(functions, function, batch_prompts=10)
+    assert "\n" not in str(error.value)
+
+
+def test_a_limit_reads_so_many_at_the_start_of_any_source(functions, tmp_path):
+    s = streamed(functions, "endless", limit=6)
+    assert sorted(ids(s.next(6))) == ["0", "1", "2", "3", "4", "5"] and len(s.prompts) == 6
+    rows = [{"id": i, "problem": "q", "answer": "1"} for i in (0, 0, 1, 2)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ids(load_prompts(DataConfig(source="a.jsonl", limit=2))) == ["0", "1"]
+    with pytest.raises(ValueError, match=r"has 3 different problems, no more"):
+        load_prompts(DataConfig(source=f"{functions}:cycle", limit=4))
+
+
+def test_an_evaluation_on_an_endless_iterator_needs_a_limit(functions):
+    def problems(**settings):
+        config = {"model": {"path": "m"}, "data": {"source": "a.jsonl"}, "output_dir": "run"}
+        config = Config.model_validate({**config, "eval": {"data": f"{functions}:endless", **settings}})
+        return load_problems(config, lambda p: [1], 10)
+
+    assert len(problems(limit=7)) == 7
+    with pytest.raises(ValueError, match=rf"^eval\.limit: .* yields more than {UNLIMITED:,} problems"):
+        problems()

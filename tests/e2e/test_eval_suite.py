@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.evaluation.results import read_results, summarise
-from dynamo_megatron.evaluation.suite import TABLE
+from dynamo_megatron.evaluation.results import TABLE, read_results, summarise
 
 pytestmark = pytest.mark.full
 PROBLEMS, SAMPLES = 5, 4

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from dynamo_megatron.evaluation.overlap import LENGTH, SHORT, overlaps
+from dynamo_megatron.evaluation.problems import LENGTH, SHORT, overlaps
 from dynamo_megatron.types import Prompt
 
 WORDS = [f"w{i}" for i in range(5000)]

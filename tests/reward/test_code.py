@@ -307,18 +307,11 @@ def test_when_a_value_is_right(value, expected, same):
     assert same_value(value, expected) is same
 
 
-@pytest.mark.parametrize(
-    ("answer", "bare_passes"),
-    [
-        ({"fn_name": "f", "inputs": [[1]], "outputs": [[3]]}, True),
-        ([{"fn_name": "f", "input": [1], "output": [3]}], True),
-        ([{"input": "1", "output": "[3]", "testtype": "functional", "metadata": {"func_name": "f"}}], False),
-    ],
-)
-def test_only_layouts_that_wrap_results_take_a_list_of_one_for_the_value_in_it(answer, bare_passes):
-    (test,) = problem_tests(prompt(answer))
-    assert test.passes([3]) and test.passes(3) is bare_passes
-    assert not test.passes([[3]]) and not test.passes([3, 3]) and not test.passes(4)
+def test_only_layouts_that_wrap_results_take_a_list_of_one_for_the_value_in_it():
+    bare = [{"input": "1", "output": "[3]", "testtype": "functional", "metadata": {"func_name": "f"}}]
+    for answer, wrapped in (({"fn_name": "f", "inputs": [[1]], "outputs": [[3]]}, True), (bare, False)):
+        (test,) = problem_tests(prompt(answer))
+        assert test.passes([3]) and test.passes(3) is wrapped and not test.passes([[3]])
 
 
 @pytest.mark.parametrize(

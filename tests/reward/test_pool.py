@@ -96,9 +96,11 @@ def started(folder, pool):
 
 def late(p, response="sleep"):
     """The score of a stuck function, in a tenth of a second: a short deadline from the start would meet others."""
-    p._workers._config = p._config.model_copy(update={"deadline": 0.1})
+    for worker in p._workers.workers:
+        worker.deadline = 0.1
     (score,) = scored(p, response)
-    p._workers._config = p._config
+    for worker in p._workers.workers:
+        worker.deadline = PATIENCE
     return score
 
 
@@ -135,13 +137,6 @@ def test_functions_and_services_give_one_score_in_the_order_of_the_configuration
     assert score.reward == 3.25 and score.steps == [(1, 2, 0.25), (0, 2, 0.5)]
 
 
-def test_a_product_of_rewards_has_the_limit_of_one(started, serve):
-    large = [serve(lambda *_: {"rewards": [1e10]}) for _ in range(2)]
-    (score,) = scored(started(*large, fusion="product"), "x")
-    assert score.status == "reward_error"
-    assert score.failure.endswith("their product is 1e+20, of more than 1e+18 in size")
-
-
 FAILURES = {
     "raise": ("crashed", "KeyError: 'two\\nlines' ({file}, line {line})"),
     "exit": ("crashed", "SystemExit: 3 ({file}, line {line})"),
@@ -171,14 +166,10 @@ def test_the_function_that_failed_is_named_and_the_others_keep_their_values(star
 
 
 def test_a_stuck_function_is_killed_and_the_others_go_on(started):
-    p = started(LENGTH, NAME, workers=2)
+    p = started(workers=2)
     for response in ("spin", "sleep"):
         score = late(p, response)
-        assert (score.status, score.failures, score.parts) == (
-            "reward_timeout",
-            {NAME: "timed_out"},
-            {LENGTH: len(response)},
-        )
+        assert (score.status, score.failures) == ("reward_timeout", {NAME: "timed_out"})
     assert [score.status for score in scored(p, *["fine"] * 20)] == ["ok"] * 20  # by the new workers
 
 
@@ -227,16 +218,6 @@ def test_a_failure_shows_the_users_own_frames_the_row_and_the_response(started, 
     ]
 
 
-def test_a_problem_that_no_worker_can_be_sent_is_a_failure_of_its_own(started):
-    deep = 1
-    for _ in range(100_000):
-        deep = [deep]
-    p = started()
-    (score,) = scored(p, "fine", prompt=Prompt("p", text="?", answer=deep))
-    assert score.failure.startswith(f"{NAME}: maximum recursion depth exceeded")
-    assert scored(p, "fine")[0].status == "ok"
-
-
 def test_a_worker_that_cannot_be_started_again_is_a_failure_and_no_end(started, folder, monkeypatch):
     def no_process(*_, **__):
         raise BlockingIOError("no more processes")
@@ -269,7 +250,7 @@ def test_a_function_that_cannot_be_loaded_stops_the_start(folder, function, word
     with pytest.raises(ValueError, match=r"reward\.functions: ") as error:
         p.start()
     assert words in str(error.value) and "\n" not in str(error.value)
-    assert not any(alive(worker.process.pid) for worker in p._workers.processes)
+    assert not any(alive(worker.process.pid) for worker in p._workers.workers)
 
 
 def test_workers_import_no_torch(started):
@@ -288,13 +269,13 @@ def test_signals_are_the_parents_and_an_idle_worker_that_died_is_replaced(starte
     assert first == second and second.status == "ok"
     os.kill(int(second.reward), signal.SIGKILL)
     # A zombie is not enough: its other threads may hold the socket for a moment.
-    p._workers.processes[0].process.wait(timeout=PATIENCE)
+    p._workers.workers[0].process.wait(timeout=PATIENCE)
     assert scored(p, "fine")[0].status == "ok"
 
 
 def test_close_ends_stuck_workers_and_scoring_after_it_is_an_error(started):
     p = started(workers=2)
-    pids = [worker.process.pid for worker in p._workers.processes]
+    pids = [worker.process.pid for worker in p._workers.workers]
 
     async def close_while_stuck():
         tasks = [asyncio.create_task(p.score(Prompt("p", text="?"), "spin")) for _ in range(3)]
@@ -321,7 +302,7 @@ def test_workers_and_what_they_started_die_with_a_killed_parent(folder):
         async def main():
             stuck = asyncio.create_task(pool.score(Prompt("p", text="?", meta=dict(file="daemon")), "daemon, stuck"))
             while not os.path.exists("daemon"): await asyncio.sleep(0.02)
-            print(*(w.process.pid for w in pool._workers.processes), open("daemon").read(), flush=True)
+            print(*(w.process.pid for w in pool._workers.workers), open("daemon").read(), flush=True)
             await stuck
         asyncio.run(main())
     """

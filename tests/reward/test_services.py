@@ -173,30 +173,13 @@ def test_an_answer_without_a_score_is_final(start, kind, answer, words):
 
 
 def test_one_bad_reward_does_not_harm_the_others_of_its_request(start, monkeypatch):
-    monkeypatch.setattr("dynamo_megatron.reward.pool.REQUESTS", 1)
+    monkeypatch.setattr(http, "REQUESTS", 1)
     rewards = {"bad": None, "steps": {"reward": 1, "steps": [[0, 2, 0.5]]}}
-    together = threading.Event()
-
-    async def answer(request, _):
-        while not together.is_set():
-            await asyncio.sleep(0.01)
-        return {"rewards": [rewards.get(sample["response"], 1) for sample in request["samples"]]}
-
+    answer = lambda request, _: {"rewards": [rewards.get(each["response"], 1) for each in request["samples"]]}  # noqa: E731
     endpoint, pool, _ = start("url", answer)
-
-    async def the_first_before_the_others():
-        calls = [asyncio.create_task(pool.score(PROMPT, "a"))]
-        while not endpoint.under_way:
-            await asyncio.sleep(0.01)
-        calls += [asyncio.create_task(pool.score(PROMPT, response)) for response in ("bad", "steps", "c")]
-        while pool._services[0]._waiting.qsize() < 3:
-            await asyncio.sleep(0.01)
-        together.set()
-        return await asyncio.gather(*calls)
-
-    scores = asyncio.run(the_first_before_the_others())
-    assert [score.status for score in scores] == ["ok", "reward_error", "ok", "ok"]
-    assert scores[2].steps == [(0, 2, 0.5)] and [len(r["samples"]) for r in endpoint.requests] == [1, 3]
+    scores = scored(pool, *["a", "bad", "steps", "c"] * 50)
+    assert [score.status for score in scores] == ["ok", "reward_error", "ok", "ok"] * 50
+    assert scores[2].steps == [(0, 2, 0.5)] and len(endpoint.requests) < 50
 
 
 def test_a_pattern_that_takes_exponential_time_is_ended_and_others_are_scored(start):
@@ -299,30 +282,6 @@ def test_scores_are_kept_and_failures_are_not(start):
     assert len(scored(pool, *"aaa")) == len(endpoint.requests) == 3
 
 
-def test_equal_responses_share_a_request_that_outlives_a_cancelled_caller(start):
-    answers = threading.Event()
-
-    async def answer(*_):
-        while not answers.is_set():
-            await asyncio.sleep(0.01)
-        return value()["judge"]
-
-    endpoint, pool, _ = start("judge", answer, cache=2)
-
-    async def first_cancelled():
-        calls = [asyncio.create_task(pool.score(PROMPT, "a")) for _ in range(4)]
-        while not endpoint.under_way:
-            await asyncio.sleep(0.01)
-        calls[0].cancel()
-        await asyncio.wait(calls[:1])
-        answers.set()
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    cancelled, *others = asyncio.run(first_cancelled())
-    assert isinstance(cancelled, asyncio.CancelledError) and [score.reward for score in others] == [0.5] * 3
-    assert len(endpoint.requests) == 1
-
-
 def test_close_ends_requests_and_scoring_after_it_is_an_error(start):
     endpoint, pool, name = start("url", lambda *_: asyncio.sleep(3600))
 
@@ -336,9 +295,8 @@ def test_close_ends_requests_and_scoring_after_it_is_an_error(start):
     assert all(isinstance(result, asyncio.CancelledError) for result in asyncio.run(close_while_waiting()))
     assert not any(thread.name == f"reward {name}" for thread in threading.enumerate())
     pool.close()
-    for asked in (pool, pool._services[0]):
-        with pytest.raises(RuntimeError, match=r"not open|was closed"):
-            asyncio.run(asked.score(PROMPT, "x"))
+    with pytest.raises(RuntimeError, match="not open"):
+        asyncio.run(pool.score(PROMPT, "x"))
 
 
 # Servers that are restarted
@@ -365,20 +323,19 @@ def test_servers_take_turns_and_one_that_is_lost_is_waited_for(start, serve):
 
 def test_what_ends_every_server_is_given_up_and_the_others_are_scored(start):
     """Two responses end every server that reads them, and with it what the server is asked for others."""
-    ends = 0
+    reading = ends = 0
 
     async def answer(request, _):
-        nonlocal ends
+        nonlocal reading, ends
         if len(request["input_ids"][0]) > 200:
+            reading += 1
             await asyncio.sleep(0.05)
-            ends += 1
+            reading, ends = reading - 1, ends + 1
             return None
-        ends_before = ends
-        for _ in range(30):
+        before = ends
+        while reading:
             await asyncio.sleep(0.01)
-            if ends != ends_before:
-                return None
-        return value()["reward_model"]
+        return value()["reward_model"] if ends == before else None
 
     addresses = Addresses(restarts_within=PATIENCE)
     endpoint, pool, _ = start("reward_model", answer, {"concurrency": 12}, addresses)

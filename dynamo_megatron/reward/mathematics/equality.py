@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from mpmath import mp
 
-from dynamo_megatron.reward.mathematics.nodes import (
+from dynamo_megatron.reward.mathematics.tokens import DEGREE, TRIGONOMETRIC
+from dynamo_megatron.reward.mathematics.value import (
+    DIGITS,
     DOTS,
+    ENOUGH,
     INFINITY,
+    REALS,
     Group,
     Node,
     Number,
@@ -18,21 +23,21 @@ from dynamo_megatron.reward.mathematics.nodes import (
     Quantity,
     Relation,
     Symbol,
+    Undefined,
+    both_values,
+    decimals,
+    equal_values,
+    exact,
+    points,
     rebuilt,
+    value_at,
+    variables,
+    walk,
 )
-from dynamo_megatron.reward.mathematics.real_sets import (
-    LESS,
-    interval_of,
-    is_composed,
-    is_constant,
-    same_set,
-    turned_left,
-)
-from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC
-from dynamo_megatron.reward.mathematics.units import DEGREE
-from dynamo_megatron.reward.mathematics.value import Undefined, decimals, equal_values, exact, points, value_at, walk
 
 MOST_ITEMS = 100
+LESS = {"<": "<", "<=": "<=", ">": "<", ">=": "<="}
+Members = tuple[list[mp.mpf], Callable[[mp.mpf], bool]]  # the ends of a set's intervals; whether it has a number
 
 
 def equal(reference: Node, answer: Node) -> bool:
@@ -60,12 +65,10 @@ def _shape(node: Node) -> Node:
     """Lists of one element are the element, a ± b is two elements, x < 3 is an interval, 30° a quantity."""
     if isinstance(node, Op) and node.name == "degrees":
         return Quantity(node.args[0], DEGREE)
-    if isinstance(node, Group) and node.kind in ("list", "set"):
-        items = [each for item in node.items for each in _both_signs(item)]
-        return items[0] if len(items) == 1 else replace(node, items=tuple(items))
-    if isinstance(node, Op) or (isinstance(node, Group) and node.kind == "()"):
-        items = _both_signs(node)
-        return items[0] if len(items) == 1 else Group("list", tuple(items))
+    if isinstance(node, Op) or (isinstance(node, Group) and node.kind in ("list", "set", "()")):
+        several = isinstance(node, Group) and node.kind != "()"
+        items = [each for item in (node.items if several else (node,)) for each in _both_signs(item)]
+        return items[0] if len(items) == 1 else Group(node.kind if several else "list", tuple(items))
     if (
         isinstance(node, Relation)
         and node.signs == ("=",)
@@ -105,10 +108,7 @@ def _is_percent(node: Node) -> bool:
 
 
 def _equal_percents(reference: Node, answer: Node) -> bool:
-    def number(node: Node) -> Node:
-        return node.args[0] if isinstance(node, Op) and _is_percent(node) else node
-
-    if equal_values(number(reference), number(answer)):
+    if equal_values(_bare_value(reference), _bare_value(answer)):
         return True  # 10% and 10
     return _is_percent(reference) != _is_percent(answer) and equal_values(reference, answer)  # 10% and 0.1
 
@@ -147,15 +147,15 @@ def _equal_groups(reference: Node, answer: Node) -> bool:
             return _contained(reference.items, answer.items) and _contained(answer.items, reference.items)
         return _equal_in_any_order(reference.items, answer.items)
     if kinds == {"matrix", "()"}:  # a column as a tuple
-        rows = [item.items if isinstance(item, Group) and item.kind == "row" else (item,) for item in reference.items]
-        others = [item.items if isinstance(item, Group) and item.kind == "row" else (item,) for item in answer.items]
-        columns = all(len(row) == 1 for row in (*rows, *others))
-        return columns and _equal_in_order([row[0] for row in rows], [row[0] for row in others])
-    if reference.kind != answer.kind:
-        return False
-    if reference.kind in ("union", "cap"):
-        return _equal_in_any_order(reference.items, answer.items)
-    return _equal_in_order(reference.items, answer.items)
+        return _equal_in_order(_column(reference), _column(answer))
+    same = _equal_in_any_order if reference.kind in ("union", "cap") else _equal_in_order
+    return reference.kind == answer.kind and same(reference.items, answer.items)
+
+
+def _column(group: Group) -> list[Node]:
+    """The items of a tuple, or of a matrix of one column."""
+    rows = (item.items if isinstance(item, Group) and item.kind == "row" else (item,) for item in group.items)
+    return [row[0] if len(row) == 1 else Group("row", row) for row in rows]
 
 
 def _values_by_name(group: Group) -> list[Node]:
@@ -191,10 +191,10 @@ def _equal_in_any_order(reference: Sequence[Node], answer: Sequence[Node]) -> bo
         return False
     left = list(answer)
     for item in reference:
-        place = next((k for k, other in enumerate(left) if equal(item, other)), None)
-        if place is None:
+        found = next((other for other in left if equal(item, other)), None)
+        if found is None:
             return False
-        del left[place]
+        left.remove(found)
     return True
 
 
@@ -209,14 +209,13 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
     if not isinstance(reference, Relation) or not isinstance(answer, Relation):
         relation, other = (reference, answer) if isinstance(reference, Relation) else (answer, reference)
         assert isinstance(relation, Relation)
-        about = _approximated(relation)
-        if about is not None:
-            return any(equal(value, other) if relation is reference else equal(other, value) for value in about)
-        value = _assigned(relation, of_answer=relation is answer)
-        if value is not None:
-            return equal(value, other) if relation is reference else equal(other, value)
-        interval = interval_of(relation)
-        return interval is not None and equal(interval, other)
+        values = _approximated(relation)
+        if values is None:
+            assigned = _assigned(relation, of_answer=relation is answer)
+            values = [
+                value for value in (interval_of(relation) if assigned is None else assigned,) if value is not None
+            ]
+        return any(equal(value, other) if relation is reference else equal(other, value) for value in values)
     intervals = [interval_of(each) or _element_of(each) for each in (reference, answer)]
     if all(intervals) and _variable(reference) == _variable(answer):
         return equal(*intervals)  # type: ignore[arg-type]
@@ -268,11 +267,8 @@ def _rounds_to(value: Node, last: Node) -> bool:
     places = decimals(last)
     if not places or abs(places) > 100 or decimals(value) is not None:
         return False
-    try:
-        exactly, about = value_at(value, {}), value_at(last, {})
-    except Undefined:
-        return False
-    return abs(exactly - about) <= min(mp.mpf(10) ** -places, abs(exactly) / 50)
+    pairs = both_values(value, last, [{}])
+    return any(abs(exactly - about) <= min(mp.mpf(10) ** -places, abs(exactly) / 50) for exactly, about in pairs)
 
 
 def _is_structured(node: Node) -> bool:
@@ -321,11 +317,10 @@ def _approximated(relation: Relation) -> list[Node] | None:
     whole = (known := exact(value)) is not None and known.denominator == 1
     if whole or decimals(value) is not None or not 1 <= (places := decimals(rounded) or 0) <= 100:
         return [value]
-    try:
-        near = abs(value_at(value, {}) - value_at(rounded, {})) <= mp.mpf(10) ** -places / 2
-    except Undefined:
+    pair = next(both_values(value, rounded, [{}]), None)
+    if pair is None:
         return None
-    return [value, last] if near else [value]
+    return [value, last] if abs(pair[0] - pair[1]) <= mp.mpf(10) ** -places / 2 else [value]
 
 
 def _about_one_variable(*nodes: Node) -> bool:
@@ -370,17 +365,117 @@ def _proportional(reference: Relation, answer: Relation, positive: bool) -> bool
     mine, other = (Op("sub", each.members) for each in (reference, answer))
     if _is_structured(mine) or _is_structured(other):
         return False
-    names = sorted({part.name for part in walk(mine, other) if isinstance(part, Symbol)} - {"pi", "e", "i"})
-    ratios = []
-    for point in points(names, "real"):
-        try:
-            a, b = value_at(mine, point), value_at(other, point)
-        except Undefined:
-            continue
-        if a == 0 or b == 0:
-            return False
-        ratios.append(b / a)
-    if len(ratios) < 4:
+    pairs = list(both_values(mine, other, points(variables(mine, other), "real")))
+    if len(pairs) < ENOUGH or any(a == 0 or b == 0 for a, b in pairs):
         return False
+    ratios = [b / a for a, b in pairs]
     same = all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-25 for ratio in ratios)
     return same and (not positive or ratios[0].real > 0)
+
+
+# Sets of real numbers
+
+
+def same_set(first: Node, second: Node) -> bool | None:
+    """Whether two unions, differences or the like are one set; None where one of them is no set of real numbers.
+    Membership can change only at the ends of intervals, so it is compared at these, between them and beyond them."""
+    sets = [_members(node) for node in (first, second)]
+    if None in sets:
+        return None
+    with mp.workdps(2 * DIGITS):
+        (ends, mine), (more, other) = sets  # type: ignore[misc]
+        ends = sorted(end for end in ends + more if mp.isfinite(end)) or [mp.mpf(0)]
+        between = [(low + high) / 2 for low, high in pairwise(ends) if not _near(low, high)]
+        return all(mine(x) == other(x) for x in [ends[0] - 1, *ends, *between, ends[-1] + 1])
+
+
+def is_composed(node: Node) -> bool:
+    r"""A union, an intersection, a difference, x \ne 3 or all real numbers."""
+    kinds = ("union", "cap", "minus")
+    return node == REALS or (
+        node.kind in kinds if isinstance(node, Group) else isinstance(node, Relation) and node.signs == ("!=",)
+    )
+
+
+def interval_of(relation: Relation) -> Group | None:
+    """The numbers that satisfy a < x <= b, x < b or b > x; None for other relations."""
+    if not set(relation.signs) <= LESS.keys():
+        return None
+    turned = turned_left(relation)
+    if len(turned.signs) == 2 and isinstance(turned.members[1], Symbol):
+        low, _, high = turned.members
+        return _ends(turned.signs[0], low, high, turned.signs[1])
+    if len(turned.signs) == 1:
+        left, right = turned.members
+        if isinstance(left, Symbol) and is_constant(right):
+            return _ends("<", Op("neg", (INFINITY,)), right, turned.signs[0])
+        if isinstance(right, Symbol) and is_constant(left):
+            return _ends(turned.signs[0], left, INFINITY, "<")
+    return None
+
+
+def is_constant(node: Node) -> bool:
+    return not any(isinstance(part, Symbol) and part.name not in ("pi", "e", "infinity") for part in walk(node))
+
+
+def _ends(left: str, low: Node, high: Node, right: str) -> Group:
+    return Group(("[" if left == "<=" else "(") + ("]" if right == "<=" else ")"), (low, high))
+
+
+def turned_left(relation: Relation) -> Relation:
+    """With < and <= only."""
+    if all(sign in ("<", "<=") for sign in relation.signs):
+        return relation
+    if all(sign in (">", ">=") for sign in relation.signs):
+        return Relation(tuple(LESS[sign] for sign in reversed(relation.signs)), relation.members[::-1])
+    return relation
+
+
+def _members(node: Node) -> Members | None:
+    match node:
+        case Symbol():
+            return ([], lambda x: node == REALS) if node == REALS or node.name == "emptyset" else None
+        case Relation(signs=("!=",), members=(Symbol(), value)):
+            number = _number(value)
+            return None if number is None else ([number], lambda x: not _near(x, number))
+        case Relation(signs=("in",), members=(Symbol(), inside)):
+            return _members(inside)
+        case Relation():
+            return None if (between := interval_of(node)) is None else _members(between)
+        case Group(kind="set", items=items):
+            numbers = [_number(item) for item in items]
+            return None if None in numbers else (numbers, lambda x: any(_near(x, number) for number in numbers))
+        case Group(kind="()" | "[]" | "(]" | "[)" as ends, items=(left, right)):
+            low = -mp.inf if left == Op("neg", (INFINITY,)) else _number(left)
+            high = mp.inf if right == INFINITY else _number(right)
+            closed = ends[0] == "[", ends[1] == "]"
+            if low is None or high is None or low > high or (low == high and not all(closed)):
+                return None
+            return [
+                low,
+                high,
+            ], lambda x: (closed[0] if _near(x, low) else x > low) and (closed[1] if _near(x, high) else x < high)
+        case Group(kind="union" | "cap" | "minus" as kind, items=items):
+            sets = [_members(item) for item in items]
+            if None in sets:
+                return None
+            holding = [holds for _, holds in sets]  # type: ignore[misc]
+            holds = {
+                "union": lambda x: any(holds(x) for holds in holding),
+                "cap": lambda x: all(holds(x) for holds in holding),
+                "minus": lambda x: holding[0](x) and not any(holds(x) for holds in holding[1:]),
+            }
+            return [end for ends, _ in sets for end in ends], holds[kind]  # type: ignore[misc]
+    return None
+
+
+def _number(node: Node) -> mp.mpf | None:
+    try:
+        value = value_at(node, {})
+    except Undefined:
+        return None
+    return mp.re(value) if mp.im(value) == 0 else None
+
+
+def _near(x: mp.mpf, y: mp.mpf) -> bool:
+    return abs(x - y) <= mp.mpf(10) ** -30 * abs(x)

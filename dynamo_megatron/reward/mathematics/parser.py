@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from typing import NoReturn
 
-from dynamo_megatron.reward.mathematics.nodes import (
+from dynamo_megatron.reward.mathematics.tokens import (
+    GREEK,
+    LONGEST,
+    MAGNITUDES,
+    TRIGONOMETRIC,
+    NotMathematics,
+    Token,
+    Unit,
+    is_unit,
+    tokens,
+    unit_of,
+)
+from dynamo_megatron.reward.mathematics.value import (
     DOTS,
     INFINITY,
     PI,
@@ -23,10 +34,9 @@ from dynamo_megatron.reward.mathematics.nodes import (
     Relation,
     Symbol,
     compound,
+    exact,
     is_plain_number,
 )
-from dynamo_megatron.reward.mathematics.tokens import GREEK, LONGEST, TRIGONOMETRIC, NotMathematics, Token, tokens
-from dynamo_megatron.reward.mathematics.units import MAGNITUDES, Unit, is_unit, unit_of
 
 DEEPEST = 60  # brackets in brackets
 OTHER_NAME = {"infty": INFINITY, "inf": INFINITY, "infinity": INFINITY, "oo": INFINITY, "ldots": DOTS, "pi": PI}
@@ -63,6 +73,10 @@ class _Parser:
         if self.next.kind != kind:
             self.fail()
         return self.step()
+
+    def word(self) -> str:
+        """The next token in lower case if it is a word, else ""."""
+        return self.next.text.lower() if self.next.kind == "word" else ""
 
     def accept(self, *kinds: str) -> bool:
         if self.next.kind in kinds:
@@ -110,9 +124,7 @@ class _Parser:
             self.at += 2
             modulus = self.sum()
             self.take(")")
-        if not signs:
-            return members[0]
-        return Relation(tuple(signs), tuple(members), modulus)
+        return Relation(tuple(signs), tuple(members), modulus) if signs else members[0]
 
     def side(self) -> Node:
         parts, kind = [self.quantity()], ""
@@ -136,10 +148,8 @@ class _Parser:
                 self.fail()
             return Quantity(value, unit)
         if self.next.kind in ("-", "+") and self.tokens[self.at + 1].kind == "currency":
-            negative = self.step().kind == "-"
-            found = self.quantity()
-            assert isinstance(found, Quantity)
-            return replace(found, value=Op("neg", (found.value,))) if negative else found
+            negative, found = self.step().kind == "-", self.quantity()
+            return Quantity(Op("neg", (found.value,)), found.unit) if negative else found  # type: ignore[union-attr]
         value = self.magnitude(self.sum())
         unit = self.units()
         if unit is None:
@@ -151,10 +161,10 @@ class _Parser:
         return compound([Quantity(value, unit), self.quantity()]) or self.fail()  # 5 hours 20 minutes
 
     def magnitude(self, value: Node) -> Node:
-        if self.next.kind == "word" and self.next.text.lower() == "percent":
+        if self.word() == "percent":
             self.step()
             return Op("percent", (value,))
-        while self.next.kind == "word" and (size := MAGNITUDES.get(self.next.text.lower().removesuffix("s"))):
+        while size := MAGNITUDES.get(self.word().removesuffix("s")):
             self.step()
             value = Op("mul", (Number(Fraction(size)), value))
         return value
@@ -170,7 +180,10 @@ class _Parser:
             elif token.kind == "/":
                 words.append("/")
             elif token.kind == "^":
-                words.append(self.small_integer())
+                power = exact(self.exponent())
+                if power is None or power.denominator != 1 or abs(power) > 99:
+                    self.fail()
+                words.append(int(power))
             if token.kind in ("/", "\\cdot") and self.next.kind == "name" and is_unit(self.next.text):
                 words.append(self.step().text)  # km/h
         if not words:
@@ -180,26 +193,15 @@ class _Parser:
             self.fail()
         return unit
 
-    def small_integer(self) -> int:
-        braced = self.accept("{")
-        negative = self.accept("-")
-        number = self.take("number").text
-        if braced:
-            self.take("}")
-        if not number.isdecimal() or len(number) > 2:
-            self.fail()
-        return -int(number) if negative else int(number)
-
     def time(self) -> Node:
         found = re.match(r"(\d+):(\d+)(?::(\d+))?\W*(?:text\W*)?([AaPp])?", self.step().text)
         assert found is not None
         half = (found[4] or "").lower()
-        if not half and self.next.kind == "word" and self.next.text.lower() in ("am", "pm"):
+        if not half and self.word() in ("am", "pm"):
             half = self.step().text[0].lower()
         hour = int(found[1]) % 12 + (12 if half == "p" else 0) if half else int(found[1])
-        clock = "clock" if half or hour > 12 else "12-hour clock"
-        values = (Number(Fraction(hour)), Number(Fraction(found[2])), Number(Fraction(found[3] or 0)))
-        return Group(clock, values)
+        values = (hour, found[2], found[3] or 0)
+        return Group("clock" if half or hour > 12 else "12-hour clock", tuple(Number(Fraction(v)) for v in values))
 
     # Expressions
 
@@ -245,14 +247,13 @@ class _Parser:
         return bool(name in OTHER_NAME or LETTERS.fullmatch(name) or MARKS.fullmatch(name))
 
     def unary(self) -> Node:
-        sign = self.next.kind
-        if sign in ("-", "+", "\\pm", "\\mp"):
-            self.step()
-            operand = self.deeper(self.unary)
-            if sign == "+":
-                return operand
-            return Op("neg", (operand,)) if sign == "-" else Op(sign[1:], (Number(Fraction(0)), operand))
-        return self.power()
+        return self.signed(self.unary) if self.next.kind in ("-", "+", "\\pm", "\\mp") else self.power()
+
+    def signed(self, part: Callable[[], Node]) -> Node:
+        sign, operand = self.step().kind, self.deeper(part)
+        if sign == "+":
+            return operand
+        return Op("neg", (operand,)) if sign == "-" else Op(sign[1:], (Number(Fraction(0)), operand))
 
     def power(self) -> Node:
         node = self.postfix(self.atom())
@@ -271,30 +272,30 @@ class _Parser:
             self.take("}")
             return node
         if self.next.kind in ("-", "+"):
-            return Op("neg", (self.exponent(),)) if self.step().kind == "-" else self.exponent()
+            return self.signed(self.exponent)
         node = self.atom()
         return Op("pow", (node, self.exponent())) if self.accept("^") else node
 
     def postfix(self, node: Node) -> Node:
-        while True:
-            if self.next.kind == "!":
-                self.step()
-                node = Op("factorial2" if self.accept("!") else "factorial", (node,))
-            elif self.next.kind == "%":
-                self.step()
+        while self.next.kind in ("!", "%"):
+            if self.step().kind == "%":
                 node = Op("percent", (node,))
             else:
-                return node
+                node = Op("factorial2" if self.accept("!") else "factorial", (node,))
+        return node
 
     def atom(self) -> Node:
         token = self.next
-        if token.kind == "number":
+        name = token.kind.removeprefix("\\")
+        if token.kind == "currency":  # the second one of \$30 - \$24
+            self.step()
+        if token.kind in ("number", "currency"):
             return self.number()
         if token.kind == "mixed":
             return Number(sum(map(Fraction, self.step().text.split()), Fraction(0)))
-        if token.kind == "name":
+        if token.kind == "name" or LETTERS.fullmatch(name):
             return self.symbol(self.step().text)
-        if token.kind == "function":
+        if token.kind in ("function", "\\sqrt"):
             return self.function(self.step().text)
         if token.kind in ("(", "[", "\\{"):
             return self.brackets()
@@ -310,16 +311,10 @@ class _Parser:
             return Op("abs", (node,))
         if token.kind == "word":
             return self.named_in_words()
-        if token.kind == "currency":  # the second one of \$30 - \$24
-            self.step()
-            return self.number()
-        name = token.kind.removeprefix("\\")
         if token.kind in ("\\frac", "\\binom"):
             self.step()
             args = (self.argument(), self.argument())
             return Op("div" if name == "frac" else "binom", args)
-        if token.kind == "\\sqrt":
-            return self.function(self.step().text)
         if token.kind in ("\\lfloor", "\\lceil"):
             self.step()
             node = self.sum()
@@ -333,8 +328,6 @@ class _Parser:
         if MARKS.fullmatch(name):
             self.step()
             return self.symbol(f"{name} {self.raw()}")
-        if LETTERS.fullmatch(name):
-            return self.symbol(self.step().text)
         self.fail()
 
     def named_in_words(self) -> Node:
@@ -361,16 +354,14 @@ class _Parser:
         digits, _, power = text.partition("e")
         if len(digits) > LONGEST or abs(int(power or 0)) > 30_000:
             self.fail()
-        whole, _, places = digits.partition(".")
-        value = Fraction(int((whole + places) or 0), 10 ** len(places)) * Fraction(10) ** int(power or 0)
-        return Number(value, len(places) - int(power or 0) if places or power else None)
+        places = len(digits.partition(".")[2])
+        return Number(Fraction(text), places - int(power or 0) if places or power else None)
 
     def repeating(self, text: str, digits: str) -> Node:
         if not digits.isdecimal() or "e" in text:
             self.fail()
-        whole, _, places = text.partition(".")
-        start = Fraction(int((whole + places) or 0), 10 ** len(places))
-        return Number(start + Fraction(int(digits), (10 ** len(digits) - 1) * 10 ** len(places)))
+        places = len(text.partition(".")[2])
+        return Number(Fraction(text) + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places))
 
     def symbol(self, name: str) -> Node:
         while self.next.kind in ("_", "'"):
@@ -386,15 +377,12 @@ class _Parser:
         """The text of a group or of one token: a subscript, or what a mark is over."""
         if not self.accept("{"):
             return self.step().text if self.next.kind != "end" else self.fail()
-        parts, depth = [], 1
-        while True:
-            token = self.step()
-            if token.kind == "end":
-                raise NotMathematics("{")
-            depth += {"{": 1, "}": -1}.get(token.kind, 0)
-            if depth == 0:
-                return "".join(parts)
-            parts.append(token.text)
+        parts = []
+        while not self.accept("}"):
+            if self.next.kind == "end":
+                self.fail()
+            parts.append(f"{{{self.raw()}}}" if self.next.kind == "{" else self.step().text)
+        return "".join(parts)
 
     def argument(self) -> Node:
         r"""A group in braces, or one digit, letter or command: the arguments of \frac."""
@@ -444,7 +432,7 @@ class _Parser:
     def operand(self) -> Node:
         """What a function without brackets is of: \\sin 2t, up to the next sign or function."""
         if self.next.kind in ("-", "+"):
-            return Op("neg", (self.operand(),)) if self.step().kind == "-" else self.operand()
+            return self.signed(self.operand)
         node = self.power()
         while self.starts_factor() and self.next.kind not in ("function", "(", "["):
             node = Op("mul", (node, self.power()))
@@ -461,24 +449,20 @@ class _Parser:
     def brackets(self) -> Node:
         opening = self.step().kind
         closings = ("\\}",) if opening == "\\{" else (")", "]")
-        bars, self.bars = self.bars, 0
-        if self.next.kind in closings and opening == "\\{":
-            self.step()
-            self.bars = bars
+        if opening == "\\{" and self.accept("\\}"):
             return Symbol("emptyset")
+        bars, self.bars = self.bars, 0
         node = self.answer(closings)
         self.bars = bars
         if self.next.kind not in closings:
             self.fail()
-        closing = self.step().kind
+        kind = opening + self.step().kind
         items = node.items if isinstance(node, Group) and node.kind == "list" else (node,)
         if opening == "\\{":
             return Group("set", items)
-        if len(items) == 1 and not isinstance(items[0], Quantity):
-            if opening + closing not in ("()", "[]"):
-                self.fail()
-            return items[0]
-        return Group(opening + closing, items)
+        if len(items) > 1 or isinstance(items[0], Quantity):
+            return Group(kind, items)
+        return items[0] if kind in ("()", "[]") else self.fail()
 
     def matrix(self) -> Node:
         self.step()
@@ -488,17 +472,14 @@ class _Parser:
         if kind == "array":
             self.raw()
         rows: list[Group] = []
-        row: list[Node] = []
-        while True:
-            row.append(self.element())
-            if self.accept("&"):
-                continue
-            if self.accept("\\\\") and self.next.kind != "\\end":
-                rows.append(Group("row", tuple(row)))
-                row = []
-                continue
+        while self.next.kind != "\\end":
+            row = [self.element()]
+            while self.accept("&"):
+                row.append(self.element())
             rows.append(Group("row", tuple(row)))
-            self.take("\\end")
-            if self.raw() != kind:
-                self.fail()
-            return Group("determinant" if kind == "vmatrix" else "matrix", tuple(rows))
+            if not self.accept("\\\\"):
+                break
+        self.take("\\end")
+        if self.raw() != kind:
+            self.fail()
+        return Group("determinant" if kind == "vmatrix" else "matrix", tuple(rows))

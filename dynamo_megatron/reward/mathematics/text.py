@@ -37,10 +37,13 @@ SAME_COMMAND = {
     **dict.fromkeys(["leq", "leqslant", "leqq"], "le"),
     **dict.fromkeys(["geq", "geqslant", "geqq"], "ge"),
     **dict.fromkeys(["cdots", "dots", "dotsc", "dotsb", "dotso", "dotsm", "hdots"], "ldots"),
-    **dict.fromkeys(["lvert", "rvert", "vert", "mid"], "|"),
     **dict.fromkeys(["degree", "degrees", "textdegree"], "circ"),
     **{"neq": "ne", "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "varphi": "phi", "varepsilon": "epsilon"},
-    **{"ast": "cdot", "div": "/", "mod": "bmod"},
+    **{"ast": "cdot", "mod": "bmod"},
+}
+SIGN_OF_COMMAND = {
+    **dict.fromkeys(["lvert", "rvert", "vert", "mid"], "|"),
+    **{"div": "/", "langle": "(", "rangle": ")", "colon": ":"},
 }
 COMMAND = re.compile(r"\\([A-Za-z]+)(?![A-Za-z])[ \t]*")
 # Formatting that a reader does not see, or that does not change the value.
@@ -96,17 +99,8 @@ def normal_form(text: str) -> str:
     text = re.sub(r"\\(?:text|mathrm)(?=\{[^{}]*(?:\{|\\[A-Za-z]))", "", text)  # \mathbf{\frac{1}{2}}
     text = re.sub(r"\\mathrm\{\s*(?:\\?~|\\,|\\ )", r"\\text{ ", text)  # Minerva's 5 \mathrm{~cm}
     text = SPACE.sub(" ", REMOVED.sub(" ", text))
-    text = COMMAND.sub(lambda found: f"\\{SAME_COMMAND.get(found[1], found[1])} ", text)
-    for written, meant in (
-        ("\\/ ", "/"),
-        ("\\| ", "|"),
-        ("\\langle ", "("),
-        ("\\rangle ", ")"),
-        ("\\colon ", ":"),
-        ("{:}", ":"),
-        ("\\text {", "\\text{"),
-        ("\\mathrm {", "\\mathrm{"),
-    ):
+    text = COMMAND.sub(_same_command, text)
+    for written, meant in (("\\| ", "|"), ("{:}", ":"), ("\\text {", "\\text{"), ("\\mathrm {", "\\mathrm{")):
         text = text.replace(written, meant)
     text = re.sub(r"\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime", lambda found: "'" * found[0].count("prime"), text)
     text = re.sub(r"\^\s*\{\s*\\circ\s*\}", r"^\\circ ", text)
@@ -171,6 +165,10 @@ def _bare(text: str) -> str:
 def _vulgar(found: re.Match[str]) -> str:
     top, _, bottom = unicodedata.normalize("NFKC", found[0]).partition("⁄")
     return f"\\frac{{{top}}}{{{bottom}}}" if bottom else found[0]
+
+
+def _same_command(found: re.Match[str]) -> str:
+    return SIGN_OF_COMMAND.get(found[1]) or f"\\{SAME_COMMAND.get(found[1], found[1])} "
 
 
 def _ascii(sign: str) -> str:

@@ -1,11 +1,12 @@
-r"""The tokens of an answer's normal form (`text`): numbers, names, words, functions, commands and signs."""
+r"""The tokens of an answer's normal form (`text`): numbers, names, words, functions, commands and signs; and the units
+of quantities."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from dynamo_megatron.reward.mathematics.units import BARE, CURRENCIES, MAGNITUDES, is_unit
+from fractions import Fraction
 
 LONGEST = 2000  # characters
 
@@ -150,3 +151,124 @@ class _Lexer:
             self.tokens.append(Token("word", run, gap))
         else:
             self.tokens += [Token("name", letter, gap and k == 0) for k, letter in enumerate(run)]
+
+
+# Units
+
+# name: (dimension, how many of the dimension's first unit)
+UNITS: dict[str, tuple[str, Fraction]] = {}
+MAGNITUDES = {
+    **{"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12},
+    **{"万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8, "lakh": 10**5, "crore": 10**7},
+}
+# Words after a number that change its value, and which no table here knows: no unit.
+NO_UNIT = re.compile(
+    r"hal(?:f|ves)|(?:third|quarter)s?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand"
+    r"|\w+illion)ths?|\w+illions?|squared|cubed|factorial|times|plus|minus|over|more|less|at|least|most|about|approximately"
+    r"|per|percent|base|mod|modulo|to|the|of|by|or|and|not|gross|score|couple|double[ds]?|tripled?|halved|twice|tens"
+    r"|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|ppm|permille|grand|wrong|false"
+    r"|incorrect|negative|below|above|inverse"
+)
+
+
+for _dimension, _factors in {
+    "time": {"1": "s sec second 秒", "60": "min minute 分钟 分鐘 分", "3600": "h hr hour 小时 小時 時間"}
+    | {"86400": "day 天 日", "604800": "wk week 周 週"},
+    "month": {"1": "month 月 个月", "12": "yr year 年 岁 歳"},
+    "length": {"0.001": "mm millimeter millimetre 毫米", "0.01": "cm centimeter centimetre 厘米 公分"}
+    | {"0.1": "dm decimeter decimetre 分米", "1": "m meter metre 米", "1000": "km kilometer kilometre 千米 公里"}
+    | {"1e-6": "μm micrometer micron", "1e-9": "nm nanometer nanometre", "0.0254": "in inch", "0.3048": "ft foot feet"}
+    | {"0.9144": "yd yard", "1609.344": "mi mile"},
+    "mass": {"0.001": "mg milligram 毫克", "1": "g gram 克", "1000": "kg kilogram 千克 公斤", "1000000": "tonne 吨"}
+    | {"453.59237": "lb lbs pound 磅", "28.349523125": "oz ounce"},
+    "volume": {"0.001": "ml mL milliliter millilitre 毫升", "1": "L l liter litre 升"},
+    "gallons": {"16": "gallon gal", "4": "quart qt", "2": "pint pt", "1": "cup"},
+    "dollar": {"1": "dollar USD 美元", "1/100": "cent ¢ penny pennies"},
+    "euro": {"1": "euro € EUR 欧元"},
+    "sterling": {"1": "£ GBP"},
+    "yuan": {"1": "yuan 元 RMB CNY 块"},
+    "yen": {"1": "yen ¥ 円 JPY"},
+    "rupee": {"1": "rupee ₹ Rs INR"},
+    "won": {"1": "won ₩ 원"},
+    "degree": {"1": "degree deg 度"},
+    "radian": {"1": "radian rad 弧度"},
+    "joule": {"1": "J joule", "1000": "kJ kilojoule"},
+    "newton": {"1": "N newton"},
+    "watt": {"1": "W watt", "1000": "kW kilowatt"},
+    "volt": {"1": "V volt"},
+    "kelvin": {"1": "K kelvin"},
+    "coulomb": {"1": "C coulomb"},
+    "ampere": {"1": "A amp ampere"},
+    "farad": {"1": "F farad"},
+    "tesla": {"1": "T tesla"},
+    "hertz": {"1": "Hz hertz", "1000": "kHz", "1000000": "MHz"},
+    "pascal": {"1": "Pa pascal", "1000": "kPa"},
+    "electronvolt": {"1": "eV", "1000000": "MeV"},
+    "mole": {"1": "mol mole"},
+}.items():
+    for _factor, _names in _factors.items():
+        UNITS |= dict.fromkeys(_names.split(), (_dimension, Fraction(_factor)))
+COMPOUND = {"mph": ("mile", "/", "hour"), "kmh": ("km", "/", "hour"), "kph": ("km", "/", "hour")}
+AREA = {"平方": 2, "立方": 3, "square": 2, "sq": 2, "cubic": 3, "cu": 3}
+# Unit names that are also written outside of \text{}, where other letters are variables.
+BARE = re.compile("[cmkdn]m|[km]g|lbs?|oz|ft|yd|hrs?|mph|km?ph|kmh|m[lL]|mins?|secs?|[kM]?Hz|[kM]?eV|k[JW]|kPa|sq")
+CURRENCIES = "€£¥₹₩¢"
+
+
+class Unit:
+    """A product of powers of units. Two units are comparable where `powers` are the same; `factor` converts."""
+
+    def __init__(self) -> None:
+        self.powers: dict[str, int] = {}
+        self.factor = Fraction(1)
+        self.known = True
+
+    def add(self, name: str, power: int) -> None:
+        dimension, factor = _unit(name) or ("", Fraction(1))
+        if not dimension:
+            self.known = False
+            dimension = name.lower().removesuffix("es").removesuffix("s")
+        self.factor *= factor**power
+        self.powers[dimension] = self.powers.get(dimension, 0) + power
+        if self.powers[dimension] == 0:
+            del self.powers[dimension]
+
+
+def is_unit(word: str) -> bool:
+    return _unit(word) is not None or word in COMPOUND
+
+
+def unit_of(words: Sequence[str | int]) -> Unit | None:
+    """The unit of `["square", "inch"]`, `["cm", 2]` (an exponent), `["m", "/", "s", 2]`, `["miles", "per", "hour"]` or
+    `["apples"]`; None where the words are no unit."""
+    unit, sign, power = Unit(), 1, 1
+    flat = [part for word in words for part in COMPOUND.get(word, (word,))]  # type: ignore[call-overload]
+    for place, word in enumerate(flat):
+        if isinstance(word, int):
+            continue
+        if word in ("/", "per"):
+            sign = -1
+            continue
+        for prefix, raised in AREA.items():
+            if word.startswith(prefix) and (prefix == word or prefix in ("平方", "立方")):
+                power, word = raised, word.removeprefix(prefix)
+        if not word:
+            continue
+        if NO_UNIT.fullmatch(word.lower()) or word.lower() in MAGNITUDES:
+            return None
+        after = flat[place + 1] if place + 1 < len(flat) else None
+        unit.add(word, sign * (after if isinstance(after, int) else power))
+        power = 1
+    return unit if unit.powers or unit.known else None
+
+
+def _unit(word: str) -> tuple[str, Fraction] | None:
+    if word in UNITS or len(word) == 1:  # M is no metre
+        return UNITS.get(word)
+    lower = word.lower().rstrip(".")
+    names = (lower, lower.removesuffix("s"), lower.removesuffix("es"))
+    return next((UNITS[name] for name in names if name in UNITS and len(name) > 1), None)
+
+
+DEGREE = Unit()
+DEGREE.add("degree", 1)

@@ -1,18 +1,20 @@
-"""Values of parsed expressions (`parser`): exactly where they are rational, else at a high precision, and with
-variables at chosen points."""
+"""What a parsed answer (`parser`) consists of, and the values of expressions: exactly where they are rational, else at
+a high precision, and with variables at chosen points."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 
 from mpmath import mp
 
-from dynamo_megatron.reward.mathematics.nodes import Group, Node, Number, Op, Quantity, Relation, Symbol
-from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC
+from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC, Unit
 
 TOLERANCE = Fraction(5, 10**7)  # relative, where a side is written with a decimal point
 DIGITS = 50  # decimal digits of a value
@@ -29,6 +31,14 @@ FUNCTIONS = {
     **{name: getattr(mp, name) for name in ("sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh")},
     **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sinh", "cosh", "tanh")},
     **{"exp": mp.exp, "abs": abs, "floor": mp.floor, "ceil": mp.ceil, "cbrt": mp.cbrt, "factorial2": mp.fac2},
+    **{
+        "factorial": mp.factorial,
+        "binom": mp.binomial,
+        "degrees": lambda a: a * mp.pi / 180,
+        "ln": lambda a: mp.log(a),
+    },
+    **{"log": lambda a, base: mp.log(a) / mp.log(base), "lg": lambda a: mp.log(a) / mp.log(10)},
+    **{"lb": lambda a: mp.log(a) / mp.log(2)},
 }
 ARITHMETIC = {
     **{"mul": operator.mul, "times": operator.mul, "div": operator.truediv, "neg": operator.neg},
@@ -40,6 +50,92 @@ EXACT = {
 }
 DISCRETE = frozenset(["floor", "ceil", "factorial", "factorial2", "binom", "gcd", "lcm"])
 BRANCHED = frozenset(["root", "ln", "log", "lg", "lb", "sqrt", "cbrt"])
+
+
+@dataclass(frozen=True)
+class Number:
+    value: Fraction
+    places: int | None = None  # digits after the decimal point; None: an integer
+    base: int | None = None  # "204_5": value 204, base 5
+
+
+@dataclass(frozen=True)
+class Symbol:
+    name: str
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    args: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """`kind`: "list", "set", "union", "cap", "minus", "matrix", "row", a clock, or the brackets of a tuple."""
+
+    kind: str
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """a = b < c: `signs` stand between `members`. `modulus` belongs to the sign "equiv"."""
+
+    signs: tuple[str, ...]
+    members: tuple[Node, ...]
+    modulus: Node | None = None
+
+
+@dataclass(frozen=True)
+class Quantity:
+    value: Node
+    unit: Unit
+    compound: bool = False  # 5 hours 20 minutes
+
+
+Node = Number | Symbol | Op | Group | Relation | Quantity
+
+DOTS = Symbol("...")
+INFINITY = Symbol("infinity")
+PI = Symbol("pi")
+REALS = Symbol("mathbb R")
+
+
+def rebuilt(node: Node, change: Callable[[Node], Node]) -> Node:
+    """`node` with `change` of each of its parts; as it is if it has none."""
+    match node:
+        case Op(args=parts):
+            return replace(node, args=tuple(map(change, parts)))
+        case Group(items=parts):
+            return replace(node, items=tuple(map(change, parts)))
+        case Relation(members=parts):
+            return replace(node, members=tuple(map(change, parts)))
+    return node
+
+
+def compound(items: Sequence[Node]) -> Quantity | None:
+    """5 hours (and) 20 minutes as one quantity; None where the items are not one in smaller and smaller units."""
+    quantities = [item for item in items if isinstance(item, Quantity) and item.unit.known and item.unit.powers]
+    first = quantities[0] if len(quantities) == len(items) else None
+    if first is None or any(each.unit.powers != first.unit.powers for each in quantities):
+        return None
+    if any(small.unit.factor >= large.unit.factor for large, small in pairwise(quantities)):
+        return None
+    value = first.value
+    for each in quantities[1:]:
+        value = Op("add", (value, Op("mul", (Number(each.unit.factor / first.unit.factor), each.value))))
+    return Quantity(value, first.unit, compound=True)
+
+
+def is_plain_number(node: Node) -> bool:
+    r"""A number as it is written before a noun: 7, -2.5, 3/4, 1 1/2, 6 \times 10^5; not 2 \times 3."""
+    if isinstance(node, Op) and node.name == "times":  # scientific notation
+        power = node.args[1]
+        return isinstance(power, Op) and power.name == "pow" and power.args[0] == Number(Fraction(10))
+    if isinstance(node, Op) and node.name in ("neg", "div", "mul"):
+        return all(is_plain_number(part) for part in node.args)
+    return isinstance(node, Number)
 
 
 class Undefined(Exception):
@@ -61,19 +157,26 @@ def equal_values(first: Node, second: Node) -> bool:
         if 1 in (mine.denominator, other.denominator) and places != [None, None]:
             return abs(mine - other) <= TOLERANCE  # whole numbers that differ are never rounded
         return None in places or abs(mine - other) < Fraction(10) ** -min(places)  # type: ignore[type-var]
-    names = sorted({part.name for part in walk(first, second) if isinstance(part, Symbol)} - CONSTANTS.keys())
+    names = variables(first, second)
     tolerance = mp.mpf(TOLERANCE.numerator) / TOLERANCE.denominator if rounded else mp.mpf(10) ** -SURE
     if not names:
         if any(value is not None and value.denominator == 1 for value in (mine, other)):
             tolerance = mp.mpf(10) ** -SURE  # whole numbers are never rounded
         return _equal_at([{}], first, second, tolerance, 1)
-    operations = {part.name for part in walk(first, second) if isinstance(part, Op)}
+    operations = [part for part in walk(first, second) if isinstance(part, Op)]
+    used = {operation.name for operation in operations}
+    powers = [(operation.args[0], operation.args[1]) for operation in operations if operation.name == "pow"]
     kinds = ["real"]
-    if all(name[0] in INTEGERS for name in names) and (operations & DISCRETE or _integer_powers(first, second)):
+    of_negative = any(not isinstance(power, Number) and (exact(base) or 1) < 0 for base, power in powers)  # (-1)^n
+    if all(name[0] in INTEGERS for name in names) and (used & DISCRETE or of_negative):
         kinds.append("integer")
-    if operations & BRANCHED or _fractional_powers(first, second):
+    if used & BRANCHED or any((value := exact(power)) is None or value.denominator != 1 for _, power in powers):
         kinds.append("positive")
-    return any(_equal_at(list(points(names, kind)), first, second, tolerance, ENOUGH) for kind in kinds)
+    return any(_equal_at(points(names, kind), first, second, tolerance, ENOUGH) for kind in kinds)
+
+
+def variables(*nodes: Node) -> list[str]:
+    return sorted({part.name for part in walk(*nodes) if isinstance(part, Symbol)} - CONSTANTS.keys())
 
 
 def walk(*nodes: Node) -> Iterator[Node]:
@@ -108,14 +211,9 @@ def exact(node: Node) -> Fraction | None:
         return node.value if node.base is None else Fraction(in_base(node))
     if not isinstance(node, Op):
         return None
-    args = []
-    for arg in node.args:
-        value = exact(arg)
-        if value is None:
-            return None
-        args.append(value)
+    args = [exact(arg) for arg in node.args]
     try:
-        found = _exact_operation(node.name, *args)
+        found = None if None in args else _exact_operation(node.name, *args)  # type: ignore[arg-type]
     except (ZeroDivisionError, TypeError):  # TypeError: floor(1, 2)
         return None
     return found if found is not None and _bits(found) <= BITS else None
@@ -158,27 +256,23 @@ def decimals(node: Node) -> int | None:
     return node.places or 0
 
 
-def _integer_powers(*nodes: Node) -> bool:
-    powers = (part for part in walk(*nodes) if isinstance(part, Op) and part.name == "pow")
-    return any(not (isinstance(power.args[1], Number)) and (exact(power.args[0]) or 1) < 0 for power in powers)
-
-
-def _fractional_powers(*nodes: Node) -> bool:
-    powers = (part for part in walk(*nodes) if isinstance(part, Op) and part.name == "pow")
-    return any((value := exact(power.args[1])) is None or value.denominator != 1 for power in powers)
-
-
-def _equal_at(where: list[dict[str, Fraction]], first: Node, second: Node, tolerance: mp.mpf, enough: int) -> bool:
-    met = set()
-    for point in where:
-        try:
-            mine, other = value_at(first, point), value_at(second, point)
-        except Undefined:
-            continue
+def _equal_at(points: Iterable[Mapping], first: Node, second: Node, tolerance: mp.mpf, enough: int) -> bool:
+    count = 0
+    for mine, other in both_values(first, second, points):
         if abs(mine - other) > tolerance * abs(mine):
             return False
-        met.add(tuple(point.values()))
-    return len(met) >= enough
+        count += 1
+    return count >= enough
+
+
+def both_values(first: Node, second: Node, points: Iterable[Mapping]) -> Iterator[tuple[mp.mpf | mp.mpc, ...]]:
+    """The values of two expressions at each different point at which both have one."""
+    met = []
+    for point in points:
+        if point not in met:
+            with contextlib.suppress(Undefined):
+                yield value_at(first, point), value_at(second, point)
+                met.append(point)
 
 
 def value_at(node: Node, point: Mapping[str, Fraction]) -> mp.mpf | mp.mpc:
@@ -219,7 +313,7 @@ class _Evaluation:
             raise Undefined("no expression")
         args = [self.of(arg) for arg in node.args]
         if node.name == "pow" and (power := exact(node.args[1])) is not None and power.denominator % 2:
-            value = self.real_power(args[0], power)
+            value = _real_power(args[0], power)
         else:
             value = self.operation(node.name, args)
         if value and mp.isfinite(value) and abs(_size(value)) > HUGE:
@@ -231,24 +325,13 @@ class _Evaluation:
             return self.sum(args[0], args[1] if name == "add" else -args[1])
         if name in ARITHMETIC:
             return ARITHMETIC[name](*args)
-        if name == "degrees":
-            return args[0] * mp.pi / 180
-        if name == "pow":
-            return self.power(*args)
-        if name == "root":
-            return self.root(*args)
+        if name in ("pow", "root"):
+            return (_power if name == "pow" else _root)(*args)
         if name.startswith("call "):
-            return self.unknown_function(name, args)
-        if any(abs(arg) > HUGE for arg in args):
-            raise Undefined("too large")
-        if name in ("factorial", "binom"):
-            return mp.factorial(args[0]) if name == "factorial" else mp.binomial(*args)
-        if name in ("ln", "log", "lg", "lb"):
-            base = {"ln": mp.e, "lg": 10, "lb": 2}.get(name) or args[1]
-            return mp.log(args[0]) / mp.log(base)
-        if name in FUNCTIONS and len(args) == 1:
-            return FUNCTIONS[name](args[0])
-        raise Undefined(name)
+            return _unknown_function(name, args)
+        if name not in FUNCTIONS or any(abs(arg) > HUGE for arg in args):
+            raise Undefined(name)
+        return FUNCTIONS[name](*args)
 
     def sum(self, a: mp.mpf, b: mp.mpf) -> mp.mpf:
         if not a or not b:
@@ -262,27 +345,33 @@ class _Evaluation:
         self.needed = max(self.needed, int((largest - smallest) / 3.32))
         return total
 
-    def power(self, base: mp.mpf, power: mp.mpf) -> mp.mpf:
-        if base and abs(power) * max(1, abs(_size(base))) > HUGE:
-            raise Undefined("too large")
-        return base**power
 
-    def real_power(self, base: mp.mpf, power: Fraction) -> mp.mpf:
-        """The real one of the values for an odd denominator: (-8)^(1/3) = -2, as of \\sqrt[3]{-8}."""
-        size = mp.mpf(power.numerator) / power.denominator
-        if mp.im(base) == 0 and mp.re(base) < 0 and power.denominator > 1:
-            return self.power(-base, size) * (-1) ** (power.numerator % 2)
-        return self.power(base, size if power.denominator > 1 else mp.mpf(power.numerator))
+def _power(base: mp.mpf, power: mp.mpf) -> mp.mpf:
+    if base and abs(power) * max(1, abs(_size(base))) > HUGE:
+        raise Undefined("too large")
+    return base**power
 
-    def root(self, value: mp.mpf, index: mp.mpf) -> mp.mpf:
-        if mp.im(value) == 0 and mp.re(value) < 0 and mp.isint(index) and int(index) % 2:
-            return -((-value) ** (1 / index))
-        return value ** (1 / index)
 
-    def unknown_function(self, name: str, args: list) -> mp.mpf:
-        """A value that depends on the arguments alone, so that f(2x) is f(x + x)."""
-        text = " ".join([name, *(mp.nstr(arg, 15) for arg in args)])
-        return 1 + mp.mpf(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")) / 2**48
+def _real_power(base: mp.mpf, power: Fraction) -> mp.mpf:
+    """The real one of the values for an odd denominator: (-8)^(1/3) = -2, as of \\sqrt[3]{-8}."""
+    if power.denominator == 1:
+        return _power(base, mp.mpf(power.numerator))
+    size = mp.mpf(power.numerator) / power.denominator
+    if mp.im(base) == 0 and mp.re(base) < 0:
+        return _power(-base, size) * (-1) ** (power.numerator % 2)
+    return _power(base, size)
+
+
+def _root(value: mp.mpf, index: mp.mpf) -> mp.mpf:
+    if mp.im(value) == 0 and mp.re(value) < 0 and mp.isint(index) and int(index) % 2:
+        return -((-value) ** (1 / index))
+    return value ** (1 / index)
+
+
+def _unknown_function(name: str, args: list) -> mp.mpf:
+    """A value that depends on the arguments alone, so that f(2x) is f(x + x)."""
+    text = " ".join([name, *(mp.nstr(arg, 15) for arg in args)])
+    return 1 + mp.mpf(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")) / 2**48
 
 
 def _size(value: mp.mpf | mp.mpc) -> int:

@@ -15,8 +15,7 @@ import aiohttp
 
 from dynamo_megatron.config import Config, ModelConfig
 from dynamo_megatron.reward.functions import NoScore
-from dynamo_megatron.reward.http import Address, Addresses
-from dynamo_megatron.reward.services import classifier_output
+from dynamo_megatron.reward.http import Address, Addresses, classifier_output
 from dynamo_megatron.rollout.client import SGLangClient
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.announcements import Announced, servers_folder
