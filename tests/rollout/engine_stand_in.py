@@ -34,8 +34,6 @@ class Engine(Server):
             again = {"output_token_ids_logprobs": [[[self.recomputed, *token, None]]]}
             return web.json_response({"meta_info": again})
         rid, tokens, most = payload["rid"], payload["input_ids"], payload["sampling_params"]
-        if isinstance(rid, list):
-            return web.json_response({"error": {"message": "no lists"}}, status=400)
         self.asked.append(name_of(rid))
         begun, whole = self.progress(name_of(rid), tokens)
         self.begun[name_of(rid)] = begun

@@ -90,12 +90,12 @@ def test_a_server_that_ends_or_hangs_is_restarted_and_asked_at_its_new_address(s
         server = Server()
         async with listening(server) as url:
             monkeypatch.setattr(stand_in, "url", url)
-            async with running(with_model(external([url], output=tmp_path, health_timeout=6.0))) as servers:
+            async with running(with_model(external([url], output=tmp_path))) as servers:
                 await servers.wait_started()
                 assert keys(servers) == ["key-1"]
                 stand_in.made[0].ended = True
                 await until(lambda: keys(servers) == ["key-2"], "the second incarnation")
-                server.healthy = False  # hangs: out of the rotation after rollout.health_timeout, 6 s
+                server.healthy = False  # hangs: out of the rotation after rollout.health_timeout
                 await until(lambda: len(stand_in.made) == 3, "the third incarnation")
                 server.healthy = True
                 await until(lambda: keys(servers)[:1] > ["key-2"], "a healthy server")
@@ -103,7 +103,7 @@ def test_a_server_that_ends_or_hangs_is_restarted_and_asked_at_its_new_address(s
 
     notes = asyncio.run(work())
     assert notes[0] == "reward-0 is started again: the SGLang server ended (signal 9)"
-    assert notes[1] == "reward-0 is started again: no answer to /health for rollout.health_timeout (6 s)"
+    assert notes[1] == "reward-0 is started again: no answer to /health for rollout.health_timeout (20 s)"
 
 
 def test_a_run_without_one_server_does_not_start_and_says_why(stand_in, tmp_path, monkeypatch):

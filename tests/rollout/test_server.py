@@ -198,8 +198,8 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
             response = await client.generate("one", [20, 30, 40])
             sampling = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
             payload = {"input_ids": [20], "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}
-            async with client._post("/generate", payload) as reply:
-                return response, (await reply.json())["meta_info"]["output_top_logprobs"]
+            _, reply = await client._request("POST", "/generate", payload)
+            return response, reply["meta_info"]["output_top_logprobs"]
 
     before = {child.pid for child in psutil.Process().children()}
     server.start()

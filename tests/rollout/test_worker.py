@@ -40,7 +40,7 @@ def make_worker(tiny_model, tmp_path_factory):
     async def serve():
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         stops.append(lambda: loop.call_soon_threadsafe(done.set))
-        async with listening(Server(behaviour, lists=True)) as url:
+        async with listening(Server(behaviour)) as url:
             urls.append(url)
             listens.set()
             await done.wait()
