@@ -42,7 +42,7 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers
 from dynamo_megatron.rollout.step_session import Dispatched, StepSession, Wanted, wanted_rollouts
-from dynamo_megatron.rollout.store import RolloutStore, step_file
+from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.types import ProblemResult, Prompt, Rollout
 
@@ -246,7 +246,7 @@ class Generator:
         wanted = wanted_rollouts(step, prompts, counts, first)
         groups = {group_id(step, position) for position in range(first, first + len(prompts))}
         reuse = await self._in_thread(self._reusable, step, wanted, groups)
-        notes += [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
+        notes += [f"step {step}: {note}" for note in reuse.notes]
         session = StepSession(step, wanted, reuse.outcomes, reuse.kept, reuse.begun, notes)
         await asyncio.to_thread(session.arena.grow, sum(batch.nbytes for batch in reuse.kept.values()))
         return session
@@ -336,9 +336,9 @@ class Generator:
         versions = range(version, version + 1)
         if rollout.max_staleness:  # versions after the first weight sync may not come again with the same weights
             versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_sync or 0) + 1)
-        lines, limits = self._store.lines(step), (self._vocab_size, rollout.max_new_tokens)
         prompts = {name: prompt for name, (prompt, _) in wanted.items()}
-        reuse = reusable(lines, prompts, groups, versions, *limits, continues=rollout.max_staleness > 0)
+        most, continues = rollout.max_new_tokens, rollout.max_staleness > 0
+        reuse = reusable(self._store.lines(step), prompts, groups, versions, most, continues)
         if gone := reuse.discarded.keys() | reuse.begun.keys():
             self._store.discard(step, gone, self._partial(step, wanted, reuse.begun))
         return reuse

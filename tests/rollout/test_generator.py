@@ -74,42 +74,6 @@ def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_ge
     with_generator(work, Server())
 
 
-DAMAGE = [{"tokens": [20, 30, 7, 7, 10_000_000]}, {"weight_versions": []}, {"group_id": "elsewhere"}]
-
-
-def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_path):
-    counts = [len(DAMAGE), 0, 2]
-
-    async def work(generator, push):
-        await generator.generate(1, PROMPTS, counts, 0)
-        store = RolloutStore(tmp_path)
-        sound = read_rollouts(step_file(tmp_path, 1))
-        broken = [dataclasses.replace(r, **change) for r, change in zip(sound, DAMAGE, strict=False)]
-        store.discard(1, [r.rollout_id for r in broken])
-        for rollout in broken:
-            store.append(rollout)
-        store.close()
-        before = len(server.asked)
-        again = await generator.generate(1, PROMPTS, counts, 0)
-        again.check_accounts(sum(counts))
-        assert again.reused == 2 and len(DAMAGE) == len(server.asked) - before
-        assert again.counts["completed"] + again.counts["truncated"] == sum(counts)
-        (note,) = [n for n in again.notes if "discarded" in n]
-        assert note == (
-            f"step 1: discarded rollouts of an interrupted run: {len(DAMAGE)} damaged (the first in "
-            f"{tmp_path}/rollouts/step-000001.jsonl.zst, {broken[0].rollout_id}: token id 10000000 is not in the "
-            "vocabulary (0 to 127))"
-        )
-        assert sorted(r.rollout_id for r in read_rollouts(step_file(tmp_path, 1))) == sorted(
-            r.rollout_id for r in sound
-        )
-        once_more = await generator.generate(1, PROMPTS, counts, 0)
-        assert once_more.reused == sum(counts)
-
-    server = Server()
-    with_generator(work, server)
-
-
 def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_generator, tiny_model, tmp_path):
     tokenizer = load_tokenizer(str(tiny_model))
     prompt = Prompt("p", text="?", tokens=[20, 30, tokenizer.eos_token_id], answer=("7", {1: 2.5}))

@@ -77,8 +77,6 @@ def put(folder, **changes):
         ({"tokens": [11, 11, 10_000_000]}, r"token id 10000000 is not in the vocabulary \(0 to 99\)"),
         ({"reward": float("nan")}, "reward nan"),
         ({"finish_reason": "\x1b[2J tired", "status": "failed"}, "finish reason tired"),
-        ({"tokens": "abc"}, "tokens: Input should be a valid array, not 'abc'"),
-        ({"group_id": "000005-0000"}, "rollout_id '000005-0001-002' in group '000005-0000'"),
     ],
 )
 def test_a_damaged_record_is_refused_with_its_place_in_one_line(folder, changes, why):
@@ -86,7 +84,7 @@ def test_a_damaged_record_is_refused_with_its_place_in_one_line(folder, changes,
     with pytest.raises(ValueError, match=why) as error:
         generate(folder, [("b", 4)])
     said, path = str(error.value), folder / "rollouts" / "step-000005.jsonl.zst"
-    assert said.startswith((f"{path}: {DAMAGED}: ", f"{path}:26: ")) and said.isprintable() and len(said) < 400
+    assert said.startswith(f"{path}: {DAMAGED}: ") and said.isprintable() and len(said) < 400
 
 
 def test_nan_logprobs_of_a_record_come_to_the_training_which_rejects_them(folder):
