@@ -115,15 +115,6 @@ class Generator:
             if self._reward_servers is not None:
                 group.create_task(self._reward_servers.run(session))
 
-    def _report(self, session: StepSession) -> list[str]:
-        """Adds the servers' use to the session; returns the notes of all servers."""
-        uses, said = self._fleet.report()
-        session.use(uses)
-        if self._reward_servers is not None:
-            said = [*said, *self._reward_servers.notes]
-            self._reward_servers.notes.clear()
-        return said
-
     async def _end_fleet(self) -> None:
         self._fleet_run.cancel()
         await asyncio.wait([self._fleet_run])
@@ -179,7 +170,6 @@ class Generator:
         """See RolloutWorker.generate."""
         if (step, first) not in self._dispatched:  # else it goes on after a weight sync
             await self.dispatch(step, prompts, counts, first)
-            self._fleet.take_use()  # what an evaluation has used is not the step's
             session = self._dispatched[step, first].session
             anew = len(session.wanted) - len(session.outcomes)
             # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
@@ -191,7 +181,8 @@ class Generator:
 
     async def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int = 0) -> None:
         """See RolloutWorker.dispatch."""
-        self._fleet.work_begins()
+        if not self._dispatched:
+            self._fleet.work_begins()
         session = await self._open_session(step, prompts, counts, first)
         older = [dispatched.sampling for dispatched in self._dispatched.values()]
         requests = session.requests(self._lengths, self._config.seed)
@@ -221,18 +212,19 @@ class Generator:
         await dispatched.wait()
         del self._dispatched[step, first]
         dispatched.task.result()
-        session.add(dispatched.sampling)
         if first == 0:  # a later round only adds to these
             self._check_rewards(session)
-        said = self._report(session)
-        seconds, used = self._fleet.take_use()
-        for name, use in session.uses.items():
-            use.tokens, use.busy = used.get(name, (0, 0.0))
+        said = [*self._fleet.notes, *(self._reward_servers.notes if self._reward_servers is not None else [])]
+        self._fleet.notes.clear()
+        if self._reward_servers is not None:
+            self._reward_servers.notes.clear()
+        seconds, uses = self._fleet.take_use()
+        result = session.result(said, uses)
         if not self._config.rollout.max_staleness:
-            return session.result(said)
+            return result
         ready, groups = np.sum([(0, 0), *(d.session.groups for d in self._dispatched.values())], axis=0).tolist()
         ahead, self._waited = Ahead(ready, groups - ready, seconds, self._waited), 0.0
-        return dataclasses.replace(session.result(said), ahead=ahead)
+        return dataclasses.replace(result, ahead=ahead)
 
     async def _open_session(
         self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int

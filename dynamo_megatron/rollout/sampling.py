@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -40,10 +40,7 @@ class Request:
 
 
 class Sampling:
-    """Gets a response from `fleet` for each of `requests`.
-
-    After `run`, `retries` and `finished` (monotonic seconds of each response) describe what happened.
-    """
+    """Gets a response from `fleet` for each of `requests`."""
 
     def __init__(
         self,
@@ -68,8 +65,6 @@ class Sampling:
         self._home: dict[str, str] = {}  # group -> the server that it is on
         self._under_way = 0
         self._wake = asyncio.Event()
-        self.retries: Counter[str] = Counter()  # requests that were lost, by server
-        self.finished: list[float] = []
 
     async def run(self) -> None:
         """Returns once each request has its outcome. Raises SyncNeeded where no server is left, after all responses
@@ -158,7 +153,7 @@ class Sampling:
             response = await self._ask(request, member)
         except ServerLost as error:
             request.lost.append(member.name)
-            self.retries[member.name] += 1
+            member.use.retries += 1
             if not member.gone.done():
                 await self._fleet.request_lost(member, error)
             if len(request.lost) < ATTEMPTS:
@@ -212,12 +207,10 @@ class Sampling:
             response = asked.result()
         finally:
             asked.cancel()
-        if response.tokens:
-            member.tokens += len(response.tokens)
+        member.use.tokens += len(response.tokens)
         return response
 
     async def _done(self, request: Request, response: Response, server: str) -> None:
-        self.finished.append(time.monotonic())
         if response.error:
             response = replace(response, tokens=[], logprobs=[], weight_versions=[])
         elif request.begun is not None:

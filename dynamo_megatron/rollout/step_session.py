@@ -57,7 +57,6 @@ class StepSession:
     batches: dict[str, RolloutBatch]
     begun: Mapping[str, Response] = field(default_factory=dict)  # partial responses of an interrupted run
     notes: list[str] = field(default_factory=list)  # for the user
-    uses: dict[str, ServerUse] = field(default_factory=dict)  # by server
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
@@ -86,6 +85,7 @@ class StepSession:
 
     def answer(self, name: str, response: Response, server: str) -> None:
         """Records a response, or the error in its place; it is not scored yet."""
+        self.finished.append(time.monotonic())
         if response.error:
             self.errors.append(response.error)
         else:
@@ -101,15 +101,6 @@ class StepSession:
             self.batches[name] = RolloutBatch.from_rollouts([rollout])
             self.arena.grow(self.batches[name].nbytes)
 
-    def add(self, sampling: Sampling) -> None:
-        """Adds the times of `sampling`, which has ended, and the requests that it lost with servers."""
-        self.finished += sampling.finished
-        self.use({server: ServerUse(retries=count) for server, count in sampling.retries.items()})
-
-    def use(self, uses: Mapping[str, ServerUse]) -> None:
-        for server, use in uses.items():
-            self.uses.setdefault(server, ServerUse()).add(use)
-
     @property
     def all_unscored(self) -> bool:
         """Whether there are rollouts to train on and the reward of each has failed."""
@@ -123,8 +114,8 @@ class StepSession:
         under_way = {wanted.group for name, wanted in self.wanted.items() if name not in self.outcomes}
         return len(groups - under_way), len(groups)
 
-    def result(self, said: Sequence[str]) -> RolloutResult:
-        """`said`: the fleet's notes."""
+    def result(self, said: Sequence[str], uses: dict[str, ServerUse]) -> RolloutResult:
+        """`said`: the fleet's notes. `uses`: of servers, by name."""
         now = time.monotonic()
         times = {
             "generate": now - self.started,
@@ -138,7 +129,7 @@ class StepSession:
             times,
             [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
             self.reused,
-            self.uses,
+            uses,
         )
 
     def _failures(self) -> list[str]:

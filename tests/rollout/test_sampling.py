@@ -12,7 +12,7 @@ from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
 
 
 def sample(*servers: Server, requests: int = 40, pushed: bool = False, limits=MappingProxyType({}), **rollout):
-    """(outcomes by request: (response, server), the Sampling, the fleet) of so many requests in groups of four.
+    """(outcomes by request: (response, server), the fleet) of so many requests in groups of four.
     `limits`: of requests, monotonic seconds."""
 
     async def work():
@@ -31,7 +31,7 @@ def sample(*servers: Server, requests: int = 40, pushed: bool = False, limits=Ma
             sampling = Sampling(fleet, asked, take)
             await sampling.run()
             assert len(outcomes) == requests and not any(m.load.requests for m in fleet.serving().values())
-            return outcomes, sampling, fleet
+            return outcomes, fleet
 
     return asyncio.run(work())
 
@@ -42,9 +42,8 @@ def served_by(outcomes) -> set[str]:
 
 def test_groups_stay_together_and_no_server_has_more_than_its_share():
     a, b = Server(), Server()
-    outcomes, sampling, _ = sample(a, b, concurrency=3)
+    outcomes, _ = sample(a, b, concurrency=3)
     assert max(a.most, b.most) == 3 and served_by(outcomes) == {"server-0", "server-1"}
-    assert len(sampling.finished) == 40
     outcomes, *_ = sample(Server(), Server())
     by_group = {g: {outcomes[f"r{4 * g + k}"][1] for k in range(4)} for g in range(10)}
     assert all(len(servers) == 1 for servers in by_group.values())
@@ -66,9 +65,9 @@ def test_what_stopped_a_response_is_its_last_token_or_the_end_of_several(matched
     def stops(rid, number):
         return web.json_response(reply(f"{rid};", finish={"type": "stop", "matched": matched}))
 
-    outcomes, sampling, _ = sample(Server(stops), requests=4, max_new_tokens=6)
+    outcomes, fleet = sample(Server(stops), requests=4, max_new_tokens=6)
     assert len(outcomes) == 4 and not any(r.error for r, _ in outcomes.values())
-    assert sampling.retries["server-0"] == 0
+    assert fleet.uses["server-0"].retries == 0
 
 
 # Of the reply that the server otherwise sends, these keys.
@@ -95,9 +94,9 @@ def test_a_server_that_serves_nobody_costs_no_rollout(status):
         return web.json_response({"error": {"message": "no"}}, status=status)
 
     servers = Server(misbehave), Server()
-    outcomes, sampling, fleet = sample(*servers, requests=80, max_new_tokens=6)
+    outcomes, fleet = sample(*servers, requests=80, max_new_tokens=6)
     assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
-    assert sampling.retries["server-0"] > 0
+    assert fleet.uses["server-0"].retries > 0
     assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
 
 
@@ -117,8 +116,8 @@ class Closing(Server):
 
 
 def test_connections_lost_in_one_moment_are_one_fault_of_a_healthy_server():
-    outcomes, sampling, fleet = sample(Closing(40))
-    assert not any(r.error for r, _ in outcomes.values()) and sampling.retries["server-0"] == 40
+    outcomes, fleet = sample(Closing(40))
+    assert not any(r.error for r, _ in outcomes.values()) and fleet.uses["server-0"].retries == 40
     assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
@@ -128,7 +127,7 @@ def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
         await asyncio.Event().wait()
 
     silent = Server(freeze)
-    outcomes, _, fleet = sample(silent, Server())
+    outcomes, fleet = sample(silent, Server())
     assert served_by(outcomes) == {"server-1"}
     assert any("no answer to /health for rollout.health_timeout (20 s)" in note for note in fleet.notes)
 

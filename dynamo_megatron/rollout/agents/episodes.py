@@ -108,8 +108,6 @@ class Episodes:
         self._waiting: dict[Request, asyncio.Future[tuple[Response, str]]] = {}  # turns
         self._sampling: Sampling
         self.begun: Mapping[str, Response] = {}  # an interrupted episode starts again
-        self.retries: Counter[str] = Counter()
-        self.finished: list[float] = []
 
     async def run(self) -> None:
         """As `Sampling.run`. Where no server is left, the episodes that are under way end, and start again in the next
@@ -139,12 +137,10 @@ class Episodes:
             for task in left:
                 task.cancel()
             await asyncio.wait(left)
-            self.retries.update(self._sampling.retries)
 
     async def _done(self, request: Request, finished: Finished, server: str) -> None:
         self._pending.remove(request)
         del self.agents.starts[request.name]
-        self.finished.append(time.monotonic())
         await self._take(request, finished, server)
 
     async def _episode(self, request: Request) -> tuple[Finished, str]:

@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -54,14 +54,12 @@ class Server:
     client: SGLangClient
     version: int | None
     gone: asyncio.Future
+    use: ServerUse  # since the last `take_use`
     load: Load = field(default_factory=Load)
     refusals: int = 0  # in a row
     moment: float = -math.inf  # monotonic seconds: start of the last MOMENT with lost connections
     lost: int = 0  # connections lost in that moment
-    kv_cache: float | None = None  # the largest share in use that was seen since the last report
-    tokens: int = 0  # sampled since the last `take_use`
-    busy: float = 0.0  # seconds with a request under way, up to the last one's end
-    busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `busy` yet
+    busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `use` yet
     rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
 
     @property
@@ -79,18 +77,8 @@ class Server:
         self.load.requests -= 1
         self.load.tokens -= tokens
         if not self.load.requests:
-            self.busy += time.monotonic() - self.busy_since
+            self.use.busy += time.monotonic() - self.busy_since
             self.rested.set()
-
-    def take_use(self) -> tuple[int, float]:
-        """(tokens sampled, seconds with a request under way) since the last call."""
-        now = time.monotonic()
-        if self.load.requests:
-            self.busy += now - self.busy_since
-            self.busy_since = now
-        use = self.tokens, self.busy
-        self.tokens, self.busy = 0, 0.0
-        return use
 
 
 async def answers(client: SGLangClient, limit: float) -> bool:
@@ -118,9 +106,9 @@ class Fleet:
         self.version: int | None = None  # the policy's; None before the first weight sync
         self.syncing = False
         self.listeners: list[Callable[[], None]] = []
-        self._used_since: float | None = None
-        self.restarts: Counter[str] = Counter()  # since the last report
-        self.notes: list[str] = []  # since the last report
+        self._used_since = 0.0  # monotonic seconds
+        self.uses: defaultdict[str, ServerUse] = defaultdict(ServerUse)  # by server, since the last `take_use`
+        self.notes: list[str] = []  # for the user, since they were last taken
         self._starters: dict[str, Starter] = {}  # by name of the server
         rollout = config.rollout
         if rollout.placement == "external":
@@ -147,9 +135,11 @@ class Fleet:
         rollout = self.config.rollout
         client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size)
         gone = asyncio.get_running_loop().create_future()
-        self._servers[endpoint.name] = Server(endpoint, client, 0 if self.version is None else None, gone)
+        self._servers[endpoint.name] = Server(
+            endpoint, client, 0 if self.version is None else None, gone, self.uses[endpoint.name]
+        )
         if self._missing.pop(endpoint.name, None) is not None:
-            self.restarts[endpoint.name] += 1
+            self.uses[endpoint.name].restarts += 1
         self._announce()
 
     def down(self, name: str, why: str, final: bool) -> None:
@@ -292,7 +282,8 @@ class Fleet:
                 self.mark_failed(server.endpoint, str(error))
             return
         with contextlib.suppress(RolloutError):
-            server.kv_cache = max(server.kv_cache or 0.0, await server.client.kv_cache_share(HEALTH_EVERY))
+            share = await server.client.kv_cache_share(HEALTH_EVERY)
+            server.use.kv_cache = max(server.use.kv_cache or 0.0, share)
 
     async def _check(self, server: Server) -> None:
         """Raises RolloutError where the server does not answer."""
@@ -326,25 +317,23 @@ class Fleet:
             if share > REJECTED_SHARE and name in self._servers:
                 self.mark_failed(self._servers[name].endpoint, f"{share:.0%} of its rollouts were rejected")
 
-    # -- reports ---------------------------------------------------------------------------------------------------
+    # -- use -------------------------------------------------------------------------------------------------------
     def work_begins(self) -> None:
-        self._used_since = self._used_since or time.monotonic()
+        """Forgets what evaluations have used."""
+        self._used_since = time.monotonic()
+        for use in self.uses.values():
+            use.tokens, use.busy, use.retries = 0, 0.0, 0
 
-    def take_use(self) -> tuple[float, dict[str, tuple[int, float]]]:
-        """Returns the seconds since the last call (the first time: since `work_begins`), and for each server that is up
-        the tokens that it sampled in them and the seconds with a request under way."""
+    def take_use(self) -> tuple[float, dict[str, ServerUse]]:
+        """Returns the seconds since the last call, or since `work_begins`, and what each server did in them."""
         before, self._used_since = self._used_since, time.monotonic()
-        return self._used_since - before, {name: server.take_use() for name, server in self._servers.items()}
-
-    def report(self) -> tuple[dict[str, ServerUse], list[str]]:
-        """Returns what happened since the last report: counts by server, and notes."""
-        uses = {name: ServerUse(restarts=count) for name, count in self.restarts.items()}
+        uses, self.uses = dict(self.uses), defaultdict(ServerUse)
         for name, server in self._servers.items():
-            uses.setdefault(name, ServerUse()).kv_cache = server.kv_cache
-            server.kv_cache = None
-        notes, self.notes = self.notes, []
-        self.restarts.clear()
-        return uses, notes
+            if server.load.requests:
+                server.use.busy += self._used_since - server.busy_since
+                server.busy_since = self._used_since
+            server.use = self.uses[name]
+        return self._used_since - before, uses
 
     async def _change(self, deadline: float) -> bool:
         """Waits for a server to come or go; False at the deadline, or where all are out for good."""
