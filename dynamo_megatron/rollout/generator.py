@@ -25,11 +25,11 @@ from dynamo_megatron.reward import RewardError, RewardPool
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
 from dynamo_megatron.rollout.client import Response, open_session
-from dynamo_megatron.rollout.dispatch import ExpectedLengths
+from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
 from dynamo_megatron.rollout.result import Ahead, RolloutError, RolloutResult, group_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
-from dynamo_megatron.rollout.sampling import Request, Sampling
+from dynamo_megatron.rollout.sampling import Sampling
 from dynamo_megatron.rollout.scoring import (
     Evaluated,
     Scoring,
@@ -184,17 +184,14 @@ class Generator:
         if not self._dispatched:
             self._fleet.work_begins()
         session = await self._open_session(step, prompts, counts, first)
-        older = [dispatched.sampling for dispatched in self._dispatched.values()]
         requests = session.requests(self._lengths, self._config.seed)
-        sampling = self._sampling(requests, functools.partial(self._take, session), after=older)
+        sampling = self._sampling(requests, functools.partial(self._take, session))
         self._dispatched[step, first] = Dispatched(session, sampling)
 
-    def _sampling(self, requests: Sequence[Request], take: Callable, **options: Any) -> Sampling | Episodes:
-        """`options`: keyword arguments of Sampling."""
+    def _sampling(self, requests: Sequence[Request], take: Callable, urgent: bool = False) -> Sampling | Episodes:
         if self._agents is None:
-            return Sampling(self._fleet, requests, take, **options)
-        options.pop("after", None)  # episodes begin in the order of their steps
-        return Episodes(self._agents, requests, take, **options)
+            return Sampling(self._fleet, requests, take, urgent)
+        return Episodes(self._agents, requests, take, urgent)
 
     async def _end_dispatched(self) -> None:
         for dispatched in self._dispatched.values():

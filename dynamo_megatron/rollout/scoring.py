@@ -11,9 +11,8 @@ from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.agents.episodes import Finished
 from dynamo_megatron.rollout.client import Response
-from dynamo_megatron.rollout.dispatch import ExpectedLengths
+from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.sampling import Request
 from dynamo_megatron.rollout.step_session import Wanted
 from dynamo_megatron.rollout.token_spans import token_spans
 from dynamo_megatron.runtime.seeds import derived_seed

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dynamo_megatron.rollout.client import Response
-from dynamo_megatron.rollout.dispatch import ExpectedLengths
+from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
 from dynamo_megatron.rollout.result import (
     Outcome,
     RolloutResult,
@@ -19,7 +19,7 @@ from dynamo_megatron.rollout.result import (
     rollout_id,
 )
 from dynamo_megatron.rollout.reuse import UNSCORED
-from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
+from dynamo_megatron.rollout.sampling import Sampling, tail_seconds
 from dynamo_megatron.runtime.arena import Arena
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch

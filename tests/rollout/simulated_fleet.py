@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from stand_ins import external
 
 from dynamo_megatron.rollout.client import ConnectionLost, Response
+from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import SyncNeeded
-from dynamo_megatron.rollout.sampling import Request, Sampling
+from dynamo_megatron.rollout.sampling import Sampling
 from dynamo_megatron.rollout.servers import fleet as fleet_module
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
@@ -118,7 +119,7 @@ class World:
         for step in range(1, steps + 1):
             while done < min(step + self.staleness, steps):
                 done += 1
-                ahead[done] = self._dispatch(done, [d.sampling for d in ahead.values()])
+                ahead[done] = self._dispatch(done)
             while True:
                 try:
                     await ahead[step].wait()
@@ -135,7 +136,7 @@ class World:
     def _names(step: int) -> list[str]:
         return [f"{step}-{group}-{k}" for group in range(4) for k in range(2)]
 
-    def _dispatch(self, step: int, older: list[Sampling]) -> Dispatched:
+    def _dispatch(self, step: int) -> Dispatched:
         requests = [Request(n, n[:-2], n[:-2], [1, 2], 100.0) for n in self._names(step)]
 
         async def take(request: Request, response: Response, server: str) -> None:
@@ -143,7 +144,7 @@ class World:
             self.responses[request.name] = response
             self.finished.append(request.name)
 
-        return Dispatched(None, Sampling(self.fleet, requests, take, after=older))
+        return Dispatched(None, Sampling(self.fleet, requests, take))
 
     async def _push(self, version: int, ahead: dict[int, Dispatched]) -> None:
         while True:

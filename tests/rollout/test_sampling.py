@@ -7,8 +7,9 @@ import pytest
 from aiohttp import web
 from stand_ins import Server, fleet_of, reply
 
+from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import SyncNeeded
-from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
+from dynamo_megatron.rollout.sampling import Sampling, tail_seconds
 
 
 def sample(*servers: Server, requests: int = 40, pushed: bool = False, limits=MappingProxyType({}), **rollout):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +23,7 @@ import aiohttp
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
-from dynamo_megatron.rollout.dispatch import Load
+from dynamo_megatron.rollout.dispatch import Load, Request, choose_server
 from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
@@ -34,6 +36,10 @@ REFUSALS = 16  # requests in a row that a server does not take, after which it i
 CONNECTIONS = REFUSALS // 2  # of the connections lost within a MOMENT, at most this many count as refusals
 MOMENT = 1.0  # seconds
 REJECTED_SHARE = 0.5  # of a server's rollouts in one call: where more are rejected, it is restarted
+
+
+class NoServer(Exception):
+    """No server is serving, and no weight sync is under way that may change it."""
 
 
 class Starter(Protocol):
@@ -91,9 +97,8 @@ class Fleet:
     """Keeps the clients of the servers that are up, and decides which may answer. `session` has to stay open until
     `run`, which keeps the servers, has ended.
 
-    `listeners` are called when a server joins or leaves, or can take another request. A weight sync is `begin_sync`
-    and then `end_sync`; between them no server may answer. A `begin_sync` that is cancelled or fails leaves the fleet
-    in that state: `wait_serving` then returns after the next weight sync only.
+    A weight sync is `begin_sync` and then `end_sync`; between them no server may answer. A `begin_sync` that is
+    cancelled or fails leaves the fleet in that state: `wait_serving` then returns after the next weight sync only.
     """
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
@@ -105,7 +110,8 @@ class Fleet:
         self._changed = asyncio.Event()
         self.version: int | None = None  # the policy's; None before the first weight sync
         self.syncing = False
-        self.listeners: list[Callable[[], None]] = []
+        self._waiting: list[tuple[tuple[int, int], int, Request, asyncio.Future[Server]]] = []  # a heap
+        self._numbers = itertools.count(1)
         self._used_since = 0.0  # monotonic seconds
         self.uses: defaultdict[str, ServerUse] = defaultdict(ServerUse)  # by server, since the last `take_use`
         self.notes: list[str] = []  # for the user, since they were last taken
@@ -173,17 +179,53 @@ class Fleet:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        self.wake()
-
-    def wake(self) -> None:
-        for listener in list(self.listeners):
-            listener()
+        self._assign()
 
     # -- who may answer --------------------------------------------------------------------------------------------
     def serving(self) -> dict[str, Server]:
         """Returns the servers that have the policy's weights, by name."""
         version = 0 if self.version is None else self.version
         return {name: server for name, server in sorted(self._servers.items()) if server.version == version}
+
+    def next_number(self, urgent: bool) -> int:
+        """Returns a number for the `order` of requests: larger than all before; 0 for those that are urgent."""
+        return 0 if urgent else next(self._numbers)
+
+    async def acquire(self, request: Request) -> Server:
+        """Waits until a server can take the request, and counts it in there. Raises NoServer."""
+        found = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (request.order, next(self._numbers), request, found))
+        self._assign()
+        try:
+            return await found
+        except asyncio.CancelledError:
+            if not found.cancelled() and found.exception() is None:
+                self.release(request, found.result())
+            raise
+
+    def release(self, request: Request, server: Server) -> None:
+        """Counts a request out."""
+        server.leave(request.expected)
+        self._assign()
+
+    def _assign(self) -> None:
+        """Gives servers to the waiting requests, in their order."""
+        servers = self.serving()
+        while self._waiting:
+            *_, request, found = self._waiting[0]
+            if not servers and not self.syncing and not found.done():
+                found.set_exception(NoServer())
+            if not found.done():
+                failed = {*request.refused, *request.lost}  # another server is preferred where there is one
+                allowed = {name: server for name, server in servers.items() if name not in failed} or servers
+                loads, siblings = {name: server.load for name, server in allowed.items()}, request.siblings
+                name = choose_server(loads, self.config.rollout.concurrency, siblings.home, siblings.tokens)
+                if name is None:
+                    return
+                siblings.home = name
+                servers[name].enter(request.expected)
+                found.set_result(servers[name])
+            heapq.heappop(self._waiting)
 
     def clients(self, first: str = "") -> list[SGLangClient]:
         """Returns the clients of the servers that are up, whatever their weights. `first`: the name of the first one,
