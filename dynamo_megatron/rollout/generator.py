@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import numpy as np
 
 from dynamo_megatron.config import Config
@@ -88,12 +87,12 @@ class Generator:
         self._stack.callback(self._store.close)
         self._stack.callback(self._thread.shutdown)  # runs before `close`: a line may be being written
         session = await self._stack.enter_async_context(open_session())
-        self._reward_servers = RewardServers(config) if config.reward.servers is not None else None
+        self._reward_servers = RewardServers(config, session) if config.reward.servers is not None else None
         self._pool = RewardPool(config.reward, self._reward_servers and self._reward_servers.addresses)
         self._stack.callback(self._pool.close)
         await asyncio.to_thread(self._pool.start)  # before the servers: a missing reward function is found in a second
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
-        self._fleet_run = asyncio.create_task(self._run_servers(session))
+        self._fleet_run = asyncio.create_task(self._run_servers())
         self._stack.push_async_callback(self._end_fleet)
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
@@ -109,11 +108,11 @@ class Generator:
         if self._reward_servers is not None:
             await self.watched(self._reward_servers.wait_started())
 
-    async def _run_servers(self, session: aiohttp.ClientSession) -> None:
+    async def _run_servers(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._fleet.run())
             if self._reward_servers is not None:
-                group.create_task(self._reward_servers.run(session))
+                group.create_task(self._reward_servers.run())
 
     async def _end_fleet(self) -> None:
         self._fleet_run.cancel()

@@ -101,6 +101,8 @@ class Fleet:
     cancelled or fails leaves the fleet in that state: `wait_serving` then returns after the next weight sync only.
     """
 
+    kind = "rollout server"  # in messages
+
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
         self.config, self._session = config, session
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
@@ -115,17 +117,21 @@ class Fleet:
         self._used_since = 0.0  # monotonic seconds
         self.uses: defaultdict[str, ServerUse] = defaultdict(ServerUse)  # by server, since the last `take_use`
         self.notes: list[str] = []  # for the user, since they were last taken
-        self._starters: dict[str, Starter] = {}  # by name of the server
-        rollout = config.rollout
+        self._starters = self._make_starters()
+
+    def _make_starters(self) -> dict[str, Starter]:
+        """By name of the server."""
+        config, rollout = self.config, self.config.rollout
         if rollout.placement == "external":
             urls = dict(zip(server_names(len(rollout.urls), 1, 0), rollout.urls, strict=True))
-            self._starters = dict.fromkeys(urls, External(config, urls, self))
-            return
+            return dict.fromkeys(urls, External(config, urls, self))
+        starters: dict[str, Starter] = {}
         here = server_names(rollout.servers, training_nodes(), 0) if rollout.placement == "colocated" else []
         if here:
-            self._starters = dict.fromkeys(here, Supervisor(config, here, self))
+            starters |= dict.fromkeys(here, Supervisor(config, here, self))
         if others := [name for name in server_names(rollout.servers, 1, 0) if name not in here]:
-            self._starters |= dict.fromkeys(others, Announced(config.output_dir, others, self))
+            starters |= dict.fromkeys(others, Announced(config.output_dir, others, self))
+        return starters
 
     async def run(self) -> None:
         """Starts the servers and keeps them running until it is cancelled; then it stops them."""
@@ -138,6 +144,7 @@ class Fleet:
     def up(self, endpoint: Endpoint) -> None:
         if endpoint.name in self._servers:
             self._leave(endpoint.name, "it was restarted")
+        self._final.discard(endpoint.name)  # another node may have taken it over
         rollout = self.config.rollout
         client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size)
         gone = asyncio.get_running_loop().create_future()
@@ -149,9 +156,9 @@ class Fleet:
         self._announce()
 
     def down(self, name: str, why: str, final: bool) -> None:
+        self._final |= {name} if final else set()
         self._leave(name, why)
         if final:
-            self._final.add(name)
             self.notes.append(f"{name} is not started again: {why}")
         self._announce()
 
@@ -313,8 +320,10 @@ class Fleet:
         during a weight sync and on a restarted server, whose memory may be released."""
         while True:
             await asyncio.sleep(min(HEALTH_EVERY, self.config.rollout.health_timeout / 4))
-            busy = [server for server in self.serving().values() if server.load.requests]
-            await asyncio.gather(*map(self._watch_one, busy))
+            await asyncio.gather(*map(self._watch_one, self._watched()))
+
+    def _watched(self) -> list[Server]:
+        return [server for server in self.serving().values() if server.load.requests]
 
     async def _watch_one(self, server: Server) -> None:
         try:
@@ -395,9 +404,9 @@ class Fleet:
 
     def _why_none(self) -> str:
         return (
-            f"no rollout server came up within rollout.start_timeout ({self.config.rollout.start_timeout:g} s)"
+            f"no {self.kind} came up within rollout.start_timeout ({self.config.rollout.start_timeout:g} s)"
             if not self._missing
-            else f"no rollout server is up; {self._causes()}"
+            else f"no {self.kind} is up; {self._causes()}"
         )
 
 
