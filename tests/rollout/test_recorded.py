@@ -51,8 +51,8 @@ def test_unequal_groups_and_a_prompt_twice(folder):
     ("request_", "step", "message"),
     [
         ([("a", 2)], 6, "step 6 was not recorded"),
-        ([("a", 1), ("a", 1), ("a", 1)], 5, "prompt 'a' has 2 recorded groups, group 3 was asked for"),
-        ([("b", 8)], 5, "prompt 'b' has 7 recorded rollouts in group 000005-0001, 8 were asked for"),
+        ([("a", 1), ("a", 1), ("a", 1)], 5, "prompt 'a' has 0 recorded rollouts in its group 3 of 2, 1 were asked for"),
+        ([("b", 8)], 5, "prompt 'b' has 7 recorded rollouts in its group 1 of 1, 8 were asked for"),
     ],
 )
 def test_what_was_not_recorded_is_named(folder, request_, step, message):
@@ -75,6 +75,7 @@ def put(folder, **changes):
     ("changes", "why"),
     [
         ({"tokens": [11, 11, 10_000_000]}, r"token id 10000000 is not in the vocabulary \(0 to 99\)"),
+        ({"tokens": [9, 11, 22]}, "of other tokens of prompt 'b'"),
         ({"reward": float("nan")}, "reward nan"),
         ({"finish_reason": "\x1b[2J tired", "status": "failed"}, "finish reason tired"),
     ],
