@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import itertools
 import time
 import uuid
 from collections import Counter
@@ -65,8 +64,6 @@ class Generator:
         self._config, self._stack = config, stack
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._thread = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
-        self._ready: list[Rollout] = []  # to be written by the next task that holds `_writing`
-        self._writing = asyncio.Lock()
         self._tokenizer = decoder  # None: loaded in `open`
         self._agents: Agents | None = None
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
@@ -207,7 +204,6 @@ class Generator:
         self._counted, self.done = session, len(session.outcomes)
         await dispatched.wait()
         del self._dispatched[step, first]
-        dispatched.task.result()
         if first == 0:  # a later round only adds to these
             self._check_rewards(session)
         said = [*self._fleet.notes, *(self._reward_servers.notes if self._reward_servers is not None else [])]
@@ -245,19 +241,10 @@ class Generator:
             self._lengths.observe(request.prompt.prompt_id, len(response.tokens))
         wanted = Wanted(request.prompt, request.group)
         rollout, failure = await self._scoring.rollout(session.step, request.name, wanted, response, server)
-        await self._keep(rollout)
+        await self._in_thread(self._store.append, rollout)
         session.keep(rollout, failure)
         if session is self._counted:
             self._finished(response)
-
-    async def _keep(self, rollout: Rollout) -> None:
-        """Returns once the rollout is on disk. Rollouts that become ready during a write are written together by the
-        next one."""
-        self._ready.append(rollout)
-        async with self._writing:
-            ready, self._ready = self._ready, []
-            for _, of_step in itertools.groupby(ready, key=lambda rollout: rollout.step):
-                await self._in_thread(self._store.append, *of_step)
 
     async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
         """Returns the result of `work`, which runs in the store's thread after all earlier calls. The servers are still

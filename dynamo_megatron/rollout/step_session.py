@@ -158,31 +158,17 @@ class Dispatched:
 
     def __init__(self, session: StepSession, sampling: Sampling):
         self.session, self.sampling = session, sampling
-        self._needed: asyncio.Future[SyncNeeded] = asyncio.get_running_loop().create_future()
-        self._synced = asyncio.Event()
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                return await self.sampling.run()
-            except SyncNeeded as needed:
-                self._synced.clear()
-                self._needed.set_result(needed)
-            await self._synced.wait()
+        self.task = asyncio.create_task(sampling.run())
 
     def synced(self) -> None:
-        """Continues after a weight sync, even one in which no server took the weights."""
-        if self._needed.done():
-            self._needed = asyncio.get_running_loop().create_future()
-            self._synced.set()
+        """Goes on after a weight sync, even one in which no server took the weights, where servers were lost."""
+        if self.task.done() and isinstance(self.task.exception(), SyncNeeded):
+            self.task = asyncio.create_task(self.sampling.run())
 
     async def wait(self) -> None:
-        """Waits until `task` has ended: each request has its outcome, or the sampling failed. Raises SyncNeeded where a
-        weight sync is needed for that."""
-        await asyncio.wait({self.task, self._needed}, return_when=asyncio.FIRST_COMPLETED)
-        if not self.task.done():
-            raise self._needed.result()
+        """Returns once each request has its outcome. Raises what `Sampling.run` does."""
+        await asyncio.wait([self.task])
+        self.task.result()
 
     async def end(self) -> None:
         self.task.cancel()

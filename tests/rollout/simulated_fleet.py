@@ -123,7 +123,6 @@ class World:
             while True:
                 try:
                     await ahead[step].wait()
-                    ahead[step].task.result()
                     break
                 except SyncNeeded:
                     await self._push(step - 1, ahead)

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 import aiohttp
 
@@ -42,13 +42,7 @@ class NoServer(Exception):
     """No server is serving, and no weight sync is under way that may change it."""
 
 
-class Starter(Protocol):
-    """What starts and restarts servers; it notifies the fleet through `up` and `down`."""
-
-    def restart(self, name: str, incarnation: int, why: str) -> None:
-        """Has this incarnation of the server, or an earlier one, restarted."""
-
-    async def run(self) -> None: ...
+Starter: TypeAlias = Supervisor | Announced | External  # starts servers, and restarts them
 
 
 @dataclass(eq=False)
