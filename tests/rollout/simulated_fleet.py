@@ -52,13 +52,12 @@ class Server:
 
 class World:
     """Two servers, and a loop as the trainer's of `staleness` and `steps`: of each step four groups of two rollouts.
-    `length(rollout's name)`: of its response. `chaos`: a server is killed or frozen again and again."""
+    `length(rollout's name)`: of its response. A server is killed or frozen again and again."""
 
-    def __init__(self, seed: int, staleness: int, length, chaos: bool, at_sync: str = "partial"):
-        self.rng, self.staleness, self.length, self.chaos = random.Random(seed), staleness, length, chaos
+    def __init__(self, seed: int, staleness: int, length, at_sync: str):
+        self.rng, self.staleness, self.length = random.Random(seed), staleness, length
         self.at_sync = at_sync
         self.responses: dict[str, Response] = {}
-        self.finished: list[str] = []  # names in the order in which they came
         self.trained: dict[int, list[str]] = {}  # step -> names
         self.hurt = 0  # times that a server was
 
@@ -78,12 +77,10 @@ class World:
         for server in self.servers.values():
             self._up(server)
         async with asyncio.TaskGroup() as tasks:
-            chaos = tasks.create_task(self._hurt()) if self.chaos else None
-            watch = tasks.create_task(self.fleet._watch())
+            beside = [tasks.create_task(work) for work in (self._hurt(), self.fleet._watch())]
             await self._train(steps)
-            watch.cancel()
-            if chaos is not None:
-                chaos.cancel()
+            for task in beside:
+                task.cancel()
 
     def _up(self, server: Server) -> None:
         server.incarnation += 1
@@ -141,7 +138,6 @@ class World:
         async def take(request: Request, response: Response, server: str) -> None:
             assert request.name not in self.responses, "a second outcome"
             self.responses[request.name] = response
-            self.finished.append(request.name)
 
         return Dispatched(None, Sampling(self.fleet, requests, take))
 
