@@ -162,24 +162,19 @@ class Generator:
         for endpoint, why in lost.items():
             self._fleet.mark_failed(endpoint, why)
 
-    async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
-        """See RolloutWorker.generate."""
-        if (step, first) not in self._dispatched:  # else it goes on after a weight sync
-            await self.dispatch(step, prompts, counts, first)
-            session = self._dispatched[step, first].session
-            anew = len(session.wanted) - len(session.outcomes)
-            # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
-            if anew and (removed := await self._in_thread(self._store.remove_after, step)):
-                session.notes.append(
-                    f"step {step}: {anew} rollouts sampled anew; removed those of {removed} later steps"
-                )
-        return await self.collect(step, first)
-
     async def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int = 0) -> None:
         """See RolloutWorker.dispatch."""
+        if (step, first) in self._dispatched:  # it goes on after a weight sync
+            return
         if not self._dispatched:
             self._fleet.work_begins()
         session = await self._open_session(step, prompts, counts, first)
+        anew = len(session.wanted) - len(session.outcomes)
+        # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
+        if anew and not self._config.rollout.max_staleness:
+            removed = await self._in_thread(self._store.remove_after, step)
+            notes = [f"step {step}: {anew} rollouts sampled anew; removed those of {removed} later steps"]
+            session.notes += notes if removed else []
         requests = session.requests(self._lengths, self._config.seed)
         sampling = self._sampling(requests, functools.partial(self._take, session))
         self._dispatched[step, first] = Dispatched(session, sampling)

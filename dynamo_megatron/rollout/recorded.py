@@ -31,31 +31,22 @@ class RecordedRollouts:
         self._folder = Path(folder)
         self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
         self._seen: dict[str, int] = defaultdict(int)  # groups taken of each prompt in the step under way
-        self._dispatched: dict[int, tuple[list[Prompt], list[int]]] = {}
+        self._dispatched: dict[tuple[int, int], tuple[list[Prompt], list[int]]] = {}
         if not (self._folder / "rollouts").is_dir():
             raise InputError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
 
     def reject(self, step: int, rollout_ids: Sequence[str], on_poll: OnPoll = None) -> None:
         """Does nothing: the record stays as it is, and a replay of it rejects these rollouts again."""
 
-    def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None) -> None:
-        self._dispatched[step] = list(prompts), list(counts)
+    def dispatch(
+        self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None, first: int = 0
+    ) -> None:
+        self._dispatched[step, first] = list(prompts), list(counts)
 
-    def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None) -> RolloutResult:
-        return self.generate(step, *self._dispatched.pop(step), on_poll, on_count)
-
-    def generate(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        counts: Sequence[int],
-        on_poll: OnPoll = None,
-        on_count: OnCount = None,
-        first: int = 0,
-    ) -> RolloutResult:
+    def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None, first: int = 0) -> RolloutResult:
         """Raises ValueError that names the step, prompt or group that was not recorded, the group that is too small, or
         the damaged rollout (path: id: why)."""
-        started = time.monotonic()
+        started, (prompts, counts) = time.monotonic(), self._dispatched.pop((step, first))
         path = step_file(self._folder, step)
         if not path.exists():
             raise InputError(f"rollout.recorded: step {step} was not recorded ({path} is missing)")

@@ -24,6 +24,18 @@ def rollout(name: str, response: Sequence[int] = (3, 4), **fields) -> Rollout:
     return Rollout(**({"reward_parts": {"math": 1.0}} | made | fields))
 
 
+async def generated(generator, step: int, prompts, counts, first: int = 0):
+    """The result of a step, or of a part of it, as the trainer asks a Generator for it."""
+    await generator.dispatch(step, prompts, counts, first)
+    return await generator.collect(step, first)
+
+
+def sampled(rollout, step: int, prompts, counts, on_poll=None, on_count=None, first: int = 0):
+    """The same of a RolloutWorker, or of RecordedRollouts."""
+    rollout.dispatch(step, prompts, counts, on_poll, first)
+    return rollout.collect(step, on_poll, on_count, first)
+
+
 def name_of(rid: str) -> str:
     return rid.removesuffix(";")
 

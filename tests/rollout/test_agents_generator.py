@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from stand_ins import Server, reply
+from stand_ins import Server, generated, reply
 
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.result import SyncNeeded
@@ -76,7 +76,7 @@ def episodes(with_generator, tmp_path):
 
 def test_an_episode_is_one_rollout_scored_once(episodes, tmp_path):
     async def work(generator, push):
-        return await generator.generate(1, [prompt("scored"), prompt("rewarded"), prompt("edits")], [2, 1, 1], 0)
+        return await generated(generator, 1, [prompt("scored"), prompt("rewarded"), prompt("edits")], [2, 1, 1], 0)
 
     result = episodes(work, Server(says(3)))
     batch = result.batch
@@ -98,7 +98,7 @@ def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path, mo
     prompts = [prompt(kind, file=str(tmp_path / "ended"), url=str(tmp_path / "url")) for kind in kinds]
 
     async def work(generator, push):
-        result = await generator.generate(1, prompts, [1] * len(prompts), 0)
+        result = await generated(generator, 1, prompts, [1] * len(prompts), 0)
         async with open_session() as http, http.post((tmp_path / "url").read_text(), json={}) as reply:
             return result, reply.status
 
@@ -135,7 +135,7 @@ def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_g
         server = Server(says(3))
 
         async def work(generator, push):
-            return await generator.generate(1, [prompt("once", tokens)], [2], 0)
+            return await generated(generator, 1, [prompt("once", tokens)], [2], 0)
 
         options = {"data": data} if run is episodes else {"end": (END,)}
         batch = run(work, server, **options).batch
@@ -150,7 +150,7 @@ def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_g
 
 def test_the_record_says_where_and_when_each_answer_came(episodes, tmp_path):
     async def work(generator, push):
-        return await generator.generate(1, [prompt("rewarded"), prompt("edits")], [1, 1], 0)
+        return await generated(generator, 1, [prompt("rewarded"), prompt("edits")], [1, 1], 0)
 
     episodes(work, Server(says(3)))
     stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
@@ -177,10 +177,10 @@ def test_an_episode_that_starts_again_is_counted(episodes):
     async def work(generator, push):
         await push(0)
         with pytest.raises(SyncNeeded):
-            await generator.generate(1, [prompt("rewarded")], [1], 0)
+            await generated(generator, 1, [prompt("rewarded")], [1], 0)
         server.healthy = True
         await push(0)
-        return await generator.generate(1, [prompt("rewarded")], [1], 0)
+        return await generated(generator, 1, [prompt("rewarded")], [1], 0)
 
     server = Server(behaviour)
     result = episodes(work, server)
@@ -218,7 +218,7 @@ def test_what_an_interrupted_run_left_is_used_again(episodes, tmp_path):
     asked = []
 
     async def work(generator, push):
-        return await generator.generate(1, [prompt("edits")], [3], 0)
+        return await generated(generator, 1, [prompt("edits")], [3], 0)
 
     first = episodes(work, Server(says(3)))
     again = Server(lambda name, number: asked.append(name))

@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from stand_ins import rollout
+from stand_ins import rollout, sampled
 
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import group_id, rollout_id
@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 
 def generate(folder, request, step=5):
-    return source(folder).generate(step, [PROMPTS[name] for name, _ in request], [n for _, n in request])
+    return sampled(source(folder), step, [PROMPTS[name] for name, _ in request], [n for _, n in request])
 
 
 def source(folder):

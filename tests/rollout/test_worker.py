@@ -8,7 +8,7 @@ import threading
 
 import psutil
 import pytest
-from stand_ins import VOCABULARY, Server, external, listening
+from stand_ins import VOCABULARY, Server, external, listening, sampled
 
 from dynamo_megatron.data.templates import decoder_of, load_tokenizer
 from dynamo_megatron.reward import RewardError
@@ -78,7 +78,7 @@ def worker(make_worker):
 
 def test_groups_of_any_size_in_order(worker):
     polls, counted = [], []
-    result = worker.generate(1, PROMPTS, [2, 5, 1, 3], lambda: polls.append(1), lambda *count: counted.append(count))
+    result = sampled(worker, 1, PROMPTS, [2, 5, 1, 3], lambda: polls.append(1), lambda *count: counted.append(count))
     batch = result.batch
     assert batch.group_ids == ["000001-0000"] * 2 + ["000001-0001"] * 5 + ["000001-0002"] + ["000001-0003"] * 3
     assert batch.rollout_ids[:3] == ["000001-0000-000", "000001-0000-001", "000001-0001-000"]
@@ -88,7 +88,7 @@ def test_groups_of_any_size_in_order(worker):
     assert polls and batch.rewards.tolist() == [3.0] * 11
     stored = read_rollouts(step_file(worker._config.output_dir, 1))
     assert sorted(r.rollout_id for r in stored) == sorted(batch.rollout_ids)
-    later = worker.generate(1, PROMPTS[2:], [4, 4], first=4)
+    later = sampled(worker, 1, PROMPTS[2:], [4, 4], first=4)
     assert later.batch.group_ids == ["000001-0004"] * 4 + ["000001-0005"] * 4 and later.reused == 0
 
 
@@ -96,11 +96,11 @@ def test_a_failing_reward_function_keeps_its_message_and_the_worker_lives(worker
     broken = Prompt("broken", text="?", tokens=[20], where="problems.jsonl:4")
     said = r"length failed on prompt 'broken' \(problems.jsonl:4\): KeyError.*no such answer"
     with pytest.raises(RewardError, match=said) as error:
-        worker.generate(5, [PROMPTS[0], broken], [2, 1])
+        sampled(worker, 5, [PROMPTS[0], broken], [2, 1])
     assert str(error.value).startswith('  File "') and str(error.value).count('  File "') == 1
     log = worker.log.read_text()
     assert "\x1b" not in log and "\\x1b[2Jprinted" in log and log.endswith(f"{error.value}\n")
-    assert worker.generate(6, PROMPTS[:1], [1]).counts["requested"] == 1
+    assert sampled(worker, 6, PROMPTS[:1], [1]).counts["requested"] == 1
 
 
 def test_a_child_killed_while_it_generates_is_named_and_leaves_nothing(worker):
@@ -109,9 +109,9 @@ def test_a_child_killed_while_it_generates_is_named_and_leaves_nothing(worker):
     processes = psutil.Process(pid).children(recursive=True)
     assert processes
     with pytest.raises(RolloutError, match=rf"the rollout process \(pid {pid}\) ended \(signal 9\); see .*rollout.log"):
-        worker.generate(10, PROMPTS, [8] * 4, on_poll=lambda: os.kill(pid, signal.SIGKILL))
+        sampled(worker, 10, PROMPTS, [8] * 4, on_poll=lambda: os.kill(pid, signal.SIGKILL))
     with pytest.raises(RolloutError, match="ended"):
-        worker.generate(10, PROMPTS, [1] * 4)
+        sampled(worker, 10, PROMPTS, [1] * 4)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.wait(60)
