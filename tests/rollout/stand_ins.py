@@ -61,7 +61,6 @@ class Server:
     def __init__(self, behaviour=None, healthy: bool = True):
         self.behaviour, self.healthy = behaviour, healthy
         self.asked: list[str] = []  # names
-        self.ids: set[str] = set()
         self.running: list[tuple[str, asyncio.Future]] = []  # request id, done when it is aborted
         self.seeds: dict[str, int | None] = {}  # request id -> its sampling_seed
         self.aborted: list[str] = []
@@ -70,7 +69,6 @@ class Server:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         payload = await request.json()
         rid = payload["rid"]
-        self.ids.add(rid)
         self.seeds[name_of(rid)] = payload["sampling_params"].get("sampling_seed")
         self.asked.append(name_of(rid))
         number = len(self.asked)

@@ -90,6 +90,11 @@ def test_an_episode_is_one_rollout_scored_once(episodes, tmp_path):
     assert [m["role"] for m in first.episode.messages] == ["user", "assistant", "user", "assistant"]
     assert first.response_tokens == [7, 7, END] * 2 and first.reward_parts == {"generator_rewards:slow": 1.0}
     assert stored["000001-0001-000"].reward_parts == {"agent": 0.25}
+    for r in stored.values():
+        answers = [i for turn in r.episode.turns for i in range(turn.start, turn.end)]
+        assert sorted(answers) == [i for i, trained in enumerate(r.response_mask) if trained]
+        times = [(turn.asked, turn.answered) for turn in r.episode.turns]
+        assert all(0 <= asked < answered for asked, answered in times) and times == sorted(times)
 
 
 def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path, monkeypatch):
@@ -146,20 +151,6 @@ def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_g
     for name in ("tokens", "offsets", "prompt_lengths", "engine_logprobs", "weight_versions", "rewards"):
         assert getattr(episode, name).tolist() == getattr(plain, name).tolist(), name
     assert episode.finish_reasons == plain.finish_reasons
-
-
-def test_the_record_says_where_and_when_each_answer_came(episodes, tmp_path):
-    async def work(generator, push):
-        return await generated(generator, 1, [prompt("rewarded"), prompt("edits")], [1, 1], 0)
-
-    episodes(work, Server(says(3)))
-    stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
-    for r in stored.values():
-        sampled = [i for turn in r.episode.turns for i in range(turn.start, turn.end)]
-        assert sorted(sampled) == [i for i, trained in enumerate(r.response_mask) if trained]
-        times = [(turn.asked, turn.answered) for turn in r.episode.turns]
-        assert all(0 <= asked < answered for asked, answered in times) and times == sorted(times)
-    assert stored["edits"].episode.counts["branched"] == 1
 
 
 def test_an_episode_that_starts_again_is_counted(episodes):

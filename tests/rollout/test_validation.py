@@ -4,9 +4,10 @@ import dataclasses
 import math
 
 import pytest
+from stand_ins import rollout
 
 from dynamo_megatron.rollout.validation import response_fault, rollout_fault
-from dynamo_megatron.types import EpisodeRecord, Rollout, TurnRecord
+from dynamo_megatron.types import EpisodeRecord, TurnRecord
 
 SOUND = {
     "tokens": [7, 0, 99],
@@ -48,20 +49,7 @@ def test_what_is_not_sound_is_named_in_one_short_line(changes):
     assert said and said.isprintable() and len(said) < 200
 
 
-ROLLOUT = Rollout(
-    "000001-0000-000",
-    "000001-0000",
-    "p",
-    1,
-    [5, 6, 7, 8],
-    [0, 0, 1, 1],
-    [-1.0, -1.0],
-    [(0, 0, 2)],
-    "stop",
-    1.0,
-    True,
-    {},
-)
+ROLLOUT = rollout("000001-0000-000", (7, 8))
 EPISODE = dataclasses.replace(
     ROLLOUT,
     tokens=[5, 6, 7, 8, 5, 9, 8],

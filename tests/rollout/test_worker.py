@@ -28,8 +28,8 @@ PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30, 40]) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def make_worker(tiny_model, tmp_path_factory):
-    """make_worker(functions) -> a RolloutWorker whose server is a stand-in in a thread."""
+def worker(tiny_model, tmp_path_factory):
+    """A RolloutWorker whose server is a stand-in in a thread."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "rewards_of_test_worker.py").write_text(REWARDS)
     urls, stops, listens, before = [], [], threading.Event(), os.getcwd()
@@ -49,24 +49,11 @@ def make_worker(tiny_model, tmp_path_factory):
     thread.start()
     listens.wait()
     os.chdir(folder)
-
-    def make(functions):
-        config = external(urls, output=tmp_path_factory.mktemp("run"))
-        reward = config.reward.model_copy(update={"functions": functions, "workers": 1})
-        model = config.model.model_copy(update={"path": str(tiny_model)})
-        decoder = decoder_of(load_tokenizer(str(tiny_model)))
-        config = config.model_copy(update={"reward": reward, "model": model})
-        return RolloutWorker(config, [3], VOCABULARY, decoder)
-
-    yield make
-    os.chdir(before)
-    stops[0]()
-    thread.join()
-
-
-@pytest.fixture(scope="module")
-def worker(make_worker):
-    worker = make_worker(["rewards_of_test_worker:length"])
+    config = external(urls, output=tmp_path_factory.mktemp("run"))
+    reward = config.reward.model_copy(update={"functions": ["rewards_of_test_worker:length"], "workers": 1})
+    model = config.model.model_copy(update={"path": str(tiny_model)})
+    config = config.model_copy(update={"reward": reward, "model": model})
+    worker = RolloutWorker(config, [3], VOCABULARY, decoder_of(load_tokenizer(str(tiny_model))))
     worker.start()
     try:
         worker.wait_ready()
@@ -74,6 +61,9 @@ def worker(make_worker):
         yield worker
     finally:
         worker.close()
+        os.chdir(before)
+        stops[0]()
+        thread.join()
 
 
 def test_groups_of_any_size_in_order(worker):
