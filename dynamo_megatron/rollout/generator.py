@@ -84,11 +84,12 @@ class Generator:
         self._stack.callback(self._store.close)
         self._stack.callback(self._thread.shutdown)  # runs before `close`: a line may be being written
         session = await self._stack.enter_async_context(open_session())
-        self._reward_servers = RewardServers(config, session) if config.reward.servers is not None else None
-        self._pool = RewardPool(config.reward, self._reward_servers and self._reward_servers.addresses)
+        rewards = RewardServers(config, session) if config.reward.servers is not None else None
+        self._pool = RewardPool(config.reward, rewards and rewards.addresses)
         self._stack.callback(self._pool.close)
         await asyncio.to_thread(self._pool.start)  # before the servers: a missing reward function is found in a second
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
+        self._fleets = [self._fleet, *([rewards] if rewards is not None else [])]
         self._fleet_run = asyncio.create_task(self._run_servers())
         self._stack.push_async_callback(self._end_fleet)
         if self._tokenizer is None:
@@ -101,15 +102,13 @@ class Generator:
             self._agents = Agents(config, self._fleet, chat, length, self._vocab_size)
             await self._agents.open(self._stack)
         self._stack.push_async_callback(self._end_dispatched)
-        await self.watched(self._fleet.wait_started())
-        if self._reward_servers is not None:
-            await self.watched(self._reward_servers.wait_started())
+        for fleet in self._fleets:
+            await self.watched(fleet.wait_started())
 
     async def _run_servers(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._fleet.run())
-            if self._reward_servers is not None:
-                group.create_task(self._reward_servers.run())
+            for fleet in self._fleets:
+                group.create_task(fleet.run())
 
     async def _end_fleet(self) -> None:
         self._fleet_run.cancel()
@@ -201,10 +200,9 @@ class Generator:
         del self._dispatched[step, first]
         if first == 0:  # a later round only adds to these
             self._check_rewards(session)
-        said = [*self._fleet.notes, *(self._reward_servers.notes if self._reward_servers is not None else [])]
-        self._fleet.notes.clear()
-        if self._reward_servers is not None:
-            self._reward_servers.notes.clear()
+        said = [note for fleet in self._fleets for note in fleet.notes]
+        for fleet in self._fleets:
+            fleet.notes.clear()
         seconds, uses = self._fleet.take_use()
         result = session.result(said, uses)
         if not self._config.rollout.max_staleness:
