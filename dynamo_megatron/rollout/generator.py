@@ -39,7 +39,7 @@ from dynamo_megatron.rollout.scoring import (
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers
-from dynamo_megatron.rollout.step_session import Dispatched, StepSession, Wanted, wanted_rollouts
+from dynamo_megatron.rollout.step_session import Dispatched, StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.heap import give_back_freed_memory
 from dynamo_megatron.types import ProblemResult, Prompt, Rollout
@@ -145,10 +145,9 @@ class Generator:
                 await self._in_thread(self._store.append, *lines)
         return endpoints
 
-    def _partial(self, step: int, wanted: Mapping[str, Wanted], begun: Mapping[str, Response]) -> list[Rollout]:
+    def _partial(self, step: int, wanted: Mapping[str, Request], begun: Mapping[str, Response]) -> list[Rollout]:
         """Returns the lines of the step's file for these partial responses."""
-        unscored = self._scoring.unscored
-        lines = [unscored(step, name, wanted[name], response, "") for name, response in begun.items()]
+        lines = [self._scoring.unscored(step, wanted[name], response, "") for name, response in begun.items()]
         return [dataclasses.replace(line, status="partial") for line in lines]
 
     async def end_sync(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
@@ -174,7 +173,7 @@ class Generator:
             removed = await self._in_thread(self._store.remove_after, step)
             notes = [f"step {step}: {anew} rollouts sampled anew; removed those of {removed} later steps"]
             session.notes += notes if removed else []
-        requests = session.requests(self._lengths, self._config.seed)
+        requests = [request for name, request in session.wanted.items() if name not in session.outcomes]
         sampling = self._sampling(requests, functools.partial(self._take, session))
         self._dispatched[step, first] = Dispatched(session, sampling)
 
@@ -220,11 +219,13 @@ class Generator:
         if self._trimmed != step:
             self._trimmed = step
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
-        wanted = wanted_rollouts(step, prompts, counts, first)
+        wanted = wanted_rollouts(step, prompts, counts, first, self._lengths, self._config.seed)
         groups = {group_id(step, position) for position in range(first, first + len(prompts))}
         reuse = await self._in_thread(self._reusable, step, wanted, groups)
         notes += [f"step {step}: {note}" for note in reuse.notes]
-        session = StepSession(step, wanted, reuse.outcomes, reuse.kept, reuse.begun, notes)
+        for name, begun in reuse.begun.items():
+            wanted[name].begun = begun
+        session = StepSession(step, wanted, reuse.outcomes, reuse.kept, notes)
         await asyncio.to_thread(session.arena.grow, sum(batch.nbytes for batch in reuse.kept.values()))
         return session
 
@@ -232,8 +233,7 @@ class Generator:
         session.answer(request.name, response, server)
         if not response.error:
             self._lengths.observe(request.prompt.prompt_id, len(response.tokens))
-        wanted = Wanted(request.prompt, request.group)
-        rollout, failure = await self._scoring.rollout(session.step, request.name, wanted, response, server)
+        rollout, failure = await self._scoring.rollout(session.step, request, response, server)
         await self._in_thread(self._store.append, rollout)
         session.keep(rollout, failure)
         if session is self._counted:
@@ -298,13 +298,13 @@ class Generator:
         self.done += 1
         self.tokens += len(response.tokens)
 
-    def _reusable(self, step: int, wanted: dict[str, Wanted], groups: set[str]) -> Reuse:
+    def _reusable(self, step: int, wanted: dict[str, Request], groups: set[str]) -> Reuse:
         """Returns what an interrupted run left of these groups, and removes everything else of them from the file."""
         rollout, version = self._config.rollout, self._fleet.version or 0
         versions = range(version, version + 1)
         if rollout.max_staleness:  # versions after the first weight sync may not come again with the same weights
             versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_sync or 0) + 1)
-        prompts = {name: prompt for name, (prompt, _) in wanted.items()}
+        prompts = {name: request.prompt for name, request in wanted.items()}
         most, continues = rollout.max_new_tokens, rollout.max_staleness > 0
         reuse = reusable(self._store.lines(step), prompts, groups, versions, most, continues)
         if gone := reuse.discarded.keys() | reuse.begun.keys():

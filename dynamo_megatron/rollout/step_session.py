@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
@@ -27,21 +26,18 @@ from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 LISTED = 3  # prompts named in a note
 
 
-class Wanted(NamedTuple):
-    """The prompt and the group of a rollout."""
-
-    prompt: Prompt
-    group: str
-
-
-def wanted_rollouts(step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> dict[str, Wanted]:
-    """Returns what is wanted by rollout_id, in batch order. `first`: the position of the first prompt."""
-    groups = [group_id(step, position) for position in range(first, first + len(prompts))]
-    return {
-        rollout_id(group, k): Wanted(prompt, group)
-        for group, prompt, n in zip(groups, prompts, counts, strict=True)
-        for k in range(n)
-    }
+def wanted_rollouts(
+    step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int, lengths: ExpectedLengths, seed: int
+) -> dict[str, Request]:
+    """Returns a request for each rollout that is wanted, by rollout_id, in batch order. `first`: the position of the
+    first prompt. `seed`: the run's."""
+    wanted = {}
+    for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
+        group, expected = group_id(step, position), lengths(prompt.prompt_id)
+        for name in (rollout_id(group, k) for k in range(n)):
+            own = derived_seed(seed, "rollout", name)
+            wanted[name] = Request(name, group, prompt, prompt.tokens, expected, own)
+    return wanted
 
 
 @dataclass
@@ -52,10 +48,9 @@ class StepSession:
     and a fifth of the time at a step's end."""
 
     step: int
-    wanted: dict[str, Wanted]  # by rollout_id, in batch order, as the fields below
+    wanted: dict[str, Request]  # by rollout_id, in batch order, as the fields below
     outcomes: dict[str, Outcome]
     batches: dict[str, RolloutBatch]
-    begun: Mapping[str, Response] = field(default_factory=dict)  # partial responses of an interrupted run
     notes: list[str] = field(default_factory=list)  # for the user
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
@@ -66,22 +61,6 @@ class StepSession:
 
     def __post_init__(self) -> None:
         self.reused = len(self.outcomes)
-
-    def requests(self, lengths: ExpectedLengths, seed: int) -> list[Request]:
-        """Returns requests for the wanted rollouts that have no outcome yet."""
-        return [
-            Request(
-                name,
-                group,
-                prompt,
-                prompt.tokens,
-                lengths(prompt.prompt_id),
-                derived_seed(seed, "rollout", name),
-                begun=self.begun.get(name),
-            )
-            for name, (prompt, group) in self.wanted.items()
-            if name not in self.outcomes
-        ]
 
     def answer(self, name: str, response: Response, server: str) -> None:
         """Records a response, or the error in its place; it is not scored yet."""
