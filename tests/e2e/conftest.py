@@ -26,7 +26,8 @@ REPLAYED_STEPS, REPLAYED_GROUP, REPLAYED_RESPONSE = 2, 16, 12  # tokens
 
 def metrics(output: Path) -> list[dict]:
     file = output / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be being written
 
 
 def rollout_lines(output: Path, step: int) -> list[str]:
