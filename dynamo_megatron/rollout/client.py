@@ -1,10 +1,17 @@
-"""The asynchronous client of one SGLang server: token ids in, token ids and logprobs out."""
+"""The asynchronous client of one SGLang server: token ids in, token ids and logprobs out.
+
+Requests that are made at the same moment share an HTTP request, which costs server and client as much CPU time as a
+short response does: SGLang's /generate takes lists and streams the responses over one connection, each as soon as it is
+finished. A request that a list leaves unanswered is sent again alone, so that a failure concerns only the request that
+caused it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +26,17 @@ from dynamo_megatron.rollout.validation import response_fault
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
 ANY_TOKEN = 1 << 31  # more than any vocabulary has
 KEEP_ALIVE = 2.0  # seconds: less than SGLang's 5, since a request on a connection that it is closing is lost
+LARGEST = 256  # requests in one list: a server starts them together
 SMALLEST_LIMIT = 1 << 20  # bytes of a reply that has no tokens
 BYTES_A_TOKEN = 1024  # more for each token of a reply: a logprob and id take 50, the text in JSON at most some hundreds
+ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
 MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # raised by a reply of an unexpected shape
+Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
+
+
+class MalformedReply(ValueError):
+    """A server's reply is not what was requested."""
 
 
 class ServerLost(Exception):
@@ -72,8 +86,9 @@ def open_session() -> aiohttp.ClientSession:
 
 
 class SGLangClient:
-    """Of the server at `endpoint`. Every method is safe to run many times at once. `vocab_size`: rows of the model's
-    embedding; a reply with other token ids is nonsense."""
+    """Of the server at `endpoint`. Every method is safe to run many times at once; calls of `generate` from tasks that
+    start together share HTTP requests. `vocab_size`: rows of the model's embedding; a reply with other token ids is
+    nonsense."""
 
     def __init__(
         self,
@@ -86,6 +101,7 @@ class SGLangClient:
         self.url, self._own_words = endpoint.url, endpoint.own_words
         self._session, self._config, self._vocab_size = session, config, vocab_size
         self._headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+        self._batches = Batches(self._post)
         # Everything that reshapes the distribution is said here, so that no default of server or model can.
         self._sampling = {
             "temperature": config.temperature,
@@ -123,7 +139,7 @@ class SGLangClient:
         try:
             share = max((float(load["token_usage"]) for load in reply["loads"]), default=0.0)
             if not 0 <= share <= 1:
-                raise ValueError(f"token_usage {share}")
+                raise MalformedReply(f"token_usage {share}")
             return share
         except MALFORMED:
             raise RolloutError(
@@ -156,18 +172,11 @@ class SGLangClient:
             sampling["sampling_seed"] = seed
         if stop:
             sampling["stop"] = [*sampling["stop"], *stop]
-        # SGLang aborts all requests whose id begins with the id in an abort. Every id ends with ";", which no name has,
-        # so that no id begins with another.
-        rid, most, limit = f"{request_id};", sampling["max_new_tokens"], self._config.timeout_of(max_new_tokens)
-        payload = {
-            "rid": rid,
-            "input_ids": list(prompt_tokens),
-            "return_logprob": True,
-            "sampling_params": sampling,
-        }
+        request = GenerateRequest(request_id, prompt_tokens, sampling)
+        limit = self._config.timeout_of(max_new_tokens)
         try:
             async with asyncio.timeout(limit if timeout is None else timeout):
-                status, reply = await self._request("POST", "/generate", payload, SMALLEST_LIMIT + BYTES_A_TOKEN * most)
+                status, reply = await self._batches.generate(request)
         except aiohttp.ClientError as error:  # first: no connection in time is a TimeoutError, too
             raise ConnectionLost(f"the rollout server {self.url} does not answer: {self._own_words(error)}") from error
         except ValueError as error:
@@ -175,7 +184,7 @@ class SGLangClient:
                 f"the rollout server {self.url} answers with nonsense: {self._own_words(error)}"
             ) from error
         except TimeoutError:
-            await self._abort(rid)
+            await self._abort(request.id)
             return Response(
                 finish_reason="abort",
                 error=f"no response to {request_id} within rollout.timeout ({limit:g} s)",
@@ -185,7 +194,7 @@ class SGLangClient:
         if status != 200:
             raise ServerLost(f"the rollout server {self.url} answers with {status}: {self._own_words(reply)}")
         try:
-            return self._response(rid, sampling, reply["meta_info"])
+            return self._response(request, reply["meta_info"])
         except MALFORMED as error:
             what = str(error) if isinstance(error, ValueError) else repr(error)
             why = f"answers with nonsense: {self._own_words(what)}; does it serve model.path?"
@@ -233,8 +242,13 @@ class SGLangClient:
 
     async def _control(self, method: str, path: str, timeout: float, payload: dict | None = None) -> tuple[int, Any]:
         try:
-            async with asyncio.timeout(timeout):
-                return await self._request(method, path, payload)
+            async with (
+                asyncio.timeout(timeout),
+                self._session.request(
+                    method, self.url + path, json=payload, headers=self._headers, allow_redirects=False
+                ) as reply,
+            ):
+                return reply.status, await body(reply, SMALLEST_LIMIT)
         except (aiohttp.ClientError, ValueError) as error:
             raise RolloutError(
                 f"the rollout server {self.url} does not answer {path}: {self._own_words(error)}"
@@ -242,54 +256,202 @@ class SGLangClient:
         except TimeoutError:
             raise RolloutError(f"the rollout server {self.url} did not answer {path} within {timeout:g} s") from None
 
-    async def _request(
-        self, method: str, path: str, payload: dict | None = None, largest: int = SMALLEST_LIMIT
-    ) -> tuple[int, Any]:
-        """Returns the HTTP status and the body: parsed if its content type is JSON, else as text. Raises
-        aiohttp.ClientError where the server does not answer, ValueError where the body has more than `largest` bytes,
-        or should be JSON and is not."""
-        raw = bytearray()
-        async with self._session.request(
-            method, self.url + path, json=payload, headers=self._headers, allow_redirects=False
-        ) as reply:
-            async for chunk in reply.content.iter_any():
-                raw += chunk
-                if len(raw) > largest:
-                    raise ValueError(f"a reply of more than {largest} bytes")
-        if reply.content_type != "application/json":
-            return reply.status, raw.decode(errors="replace")
-        return reply.status, from_json(raw)  # a quarter of json's time
+    def _post(self, path: str, payload: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.post(self.url + path, json=payload, headers=self._headers, allow_redirects=False)
 
-    def _response(self, rid: str, sampling: dict[str, Any], meta: dict[str, Any]) -> Response:
-        """Raises one of MALFORMED for what is no response to the request `rid`."""
-        if meta["id"] != rid:
-            raise ValueError(f"a response to {self._own_words(meta['id'])!r}, {rid!r} was asked for")
-        name, most, error = rid.removesuffix(";"), sampling["max_new_tokens"], ""
-        finish, sampled = meta["finish_reason"], meta.get("output_token_logprobs")
-        kind, matched = finish["type"], finish.get("matched")
-        if isinstance(matched, str) and matched not in sampling["stop"]:
+    def _response(self, request: GenerateRequest, meta: dict[str, Any]) -> Response:
+        """Raises one of MALFORMED for what is no response to `request`."""
+        finish = meta["finish_reason"]
+        matched = finish.get("matched")
+        if meta["id"] != request.id:
+            raise MalformedReply(f"a response to {self._own_words(meta['id'])!r}, {request.id!r} was asked for")
+        if finish["type"] == "abort":
+            aborted = Response(
+                finish_reason="abort",
+                error=f"{request.name}: the engine aborted it: {self._own_words(finish['message'])}",
+            )
+            if not self._config.max_staleness or not meta.get("output_token_logprobs"):
+                return aborted
+            return self._until_aborted(request, self._sampled(request, meta, "length"), aborted.error)
+        if isinstance(matched, str) and matched not in request.sampling["stop"]:
             # The engine ends a sequence whose logits are NaN like one that met a stop text.
-            return Response(error=f"{name}: the engine stopped it: {self._own_words(matched)}")
-        if kind == "abort":
-            error = f"{name}: the engine aborted it: {self._own_words(finish['message'])}"
-            if not self._config.max_staleness or not sampled:
-                return Response(finish_reason="abort", error=error)
-        tokens, logprobs = [token for _, token, _ in sampled], [logprob for logprob, _, _ in sampled]
-        spans = [(_version(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]]
-        parts = tokens, logprobs, spans, "length" if error else kind
-        if fault := response_fault(*parts, vocab_size=self._vocab_size, max_new_tokens=most):
-            raise ValueError(fault)
+            return Response(error=f"{request.name}: the engine stopped it: {self._own_words(matched)}")
+        response = self._sampled(request, meta, finish["type"])
         end = matched[-1] if isinstance(matched, list) and matched else matched  # some ends are several tokens
-        if kind == "stop" and isinstance(end, int) and end != tokens[-1]:
-            raise ValueError(f"stopped by {self._own_words(matched)}, which the last token is not")
-        # The engine samples one more token before it aborts, without a check whether this token ends the response.
-        if error and tokens[-1] in self._sampling["stop_token_ids"]:
-            return Response(tokens, logprobs, spans, "stop")
-        if error and len(tokens) < most:
-            return Response(tokens, logprobs, spans, "abort", error)
-        return Response(*parts)
+        if finish["type"] == "stop" and isinstance(end, int) and end != response.tokens[-1]:
+            raise MalformedReply(f"stopped by {self._own_words(matched)}, which the last token is not")
+        return response
+
+    def _until_aborted(self, request: GenerateRequest, response: Response, why: str) -> Response:
+        """The engine samples one more token before it aborts, without a check whether this token ends the response."""
+        if response.tokens[-1] in self._sampling["stop_token_ids"]:
+            return replace(response, finish_reason="stop")
+        if len(response.tokens) == request.sampling["max_new_tokens"]:
+            return response
+        return replace(response, finish_reason="abort", error=why)
+
+    def _sampled(self, request: GenerateRequest, meta: dict[str, Any], finish_reason: str) -> Response:
+        """Raises as `_response`."""
+        tokens = [token for _, token, _ in meta["output_token_logprobs"]]
+        spans = meta["weight_versions"]
+        response = Response(
+            tokens=tokens,
+            logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
+            weight_versions=[(_version(span["version"]), span["start"], span["end"]) for span in spans],
+            finish_reason=finish_reason,
+        )
+        fault = response_fault(
+            response.tokens,
+            response.logprobs,
+            response.weight_versions,
+            response.finish_reason,
+            vocab_size=self._vocab_size,
+            max_new_tokens=request.sampling["max_new_tokens"],
+        )
+        if fault:
+            raise MalformedReply(fault)
+        return response
 
 
 def _version(text: str) -> int:
     """-1 for what somebody else's server calls its weights."""
     return int(text) if text.isdecimal() else -1
+
+
+@dataclass(eq=False)
+class GenerateRequest:
+    """`id` is the server's name for the request and changes when the request is sent again. SGLang aborts all requests
+    whose id begins with the id in an abort; since every id ends with ";", which `name` does not contain, no id begins
+    with another. Create a GenerateRequest in a running event loop."""
+
+    name: str
+    tokens: Sequence[int]
+    sampling: dict[str, Any]
+    reply: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # status, body
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.name};"
+
+    @property
+    def largest_reply(self) -> int:
+        """The size of the largest valid reply, in bytes."""
+        return SMALLEST_LIMIT + BYTES_A_TOKEN * self.sampling["max_new_tokens"]
+
+
+class Batches:
+    """The /generate of one server. `post(path, payload)` opens an HTTP request to it."""
+
+    def __init__(self, post: Post):
+        self._post = post
+        self._waiting: list[GenerateRequest] = []
+        self._tasks: set[asyncio.Task] = set()
+
+    async def generate(self, request: GenerateRequest) -> tuple[int, Any]:
+        """Returns the HTTP status and body of one request. Raises aiohttp.ClientError where the server does not answer,
+        ValueError where the answer is too long or is malformed JSON. Once all requests of a list are cancelled, their
+        connection is closed."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._send)  # after all tasks that are ready to run
+        self._waiting.append(request)
+        return await request.reply
+
+    def _send(self) -> None:
+        waiting = [request for request in self._waiting if not request.reply.done()]
+        self._waiting = []
+        for start in range(0, len(waiting), LARGEST):
+            self._start(waiting[start : start + LARGEST])
+
+    def _start(self, requests: list[GenerateRequest]) -> None:
+        task = asyncio.create_task(self._one(requests[0]) if len(requests) == 1 else self._list(requests))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+        def abandoned(reply: asyncio.Future) -> None:
+            if reply.cancelled() and all(request.reply.done() for request in requests):
+                task.cancel()
+
+        for request in requests:
+            request.reply.add_done_callback(abandoned)
+
+    async def _one(self, request: GenerateRequest) -> None:
+        payload = {
+            "rid": request.id,
+            "input_ids": list(request.tokens),
+            "return_logprob": True,
+            "sampling_params": request.sampling,
+        }
+        try:
+            async with self._post("/generate", payload) as reply:
+                answer = reply.status, await body(reply, request.largest_reply)
+        except Exception as error:  # `generate` raises it
+            if not request.reply.done():
+                request.reply.set_exception(error)
+            return
+        if not request.reply.done():
+            request.reply.set_result(answer)
+
+    async def _list(self, requests: list[GenerateRequest]) -> None:
+        """Sends the requests as one list and answers each as its response comes. Those that get no answer, whatever
+        went wrong, are sent again alone."""
+        left = {request.id: request for request in requests}
+        payload = {
+            "rid": list(left),
+            "input_ids": [list(request.tokens) for request in requests],
+            "return_logprob": True,
+            "sampling_params": [r.sampling | {"stream_interval": ONLY_WHEN_FINISHED} for r in requests],
+            "stream": True,
+        }
+        largest = max(request.largest_reply for request in requests)
+        begun = True  # SGLang may have started them, and abort them by their ids later
+        with contextlib.suppress(aiohttp.ClientError, *MALFORMED):
+            async with self._post("/generate", payload) as reply:
+                begun = reply.status == 200
+                if begun:
+                    async for event in _events(reply, largest):
+                        _answer(left, event)
+        for request in left.values():
+            if not request.reply.done():
+                request.id = f"alone-{request.id}" if begun else request.id
+                self._start([request])
+
+
+def _answer(left: dict[str, GenerateRequest], event: dict[str, Any]) -> None:
+    """Removes the request that a finished response answers from `left`. Raises one of MALFORMED."""
+    meta = event["meta_info"]
+    if (finish := meta["finish_reason"]) is None:
+        return
+    future = left.pop(meta["id"]).reply
+    if not future.done():
+        # SGLang would have answered with this status if the request had been sent alone.
+        status = finish.get("status_code") if finish["type"] == "abort" else None
+        future.set_result((200, event) if status is None else (int(status), finish))
+
+
+async def body(reply: aiohttp.ClientResponse, largest: int) -> Any:
+    """Returns the body of the reply: parsed if its content type is JSON, else as text. Raises MalformedReply where it
+    has more than `largest` bytes, ValueError where it should be JSON and is not."""
+    raw = bytearray()
+    async for chunk in reply.content.iter_any():
+        raw += chunk
+        if len(raw) > largest:
+            raise MalformedReply(f"a reply of more than {largest} bytes")
+    if reply.content_type != "application/json":
+        return raw.decode(errors="replace")
+    return from_json(raw)  # a quarter of json's time
+
+
+async def _events(reply: aiohttp.ClientResponse, largest: int) -> AsyncIterator[Any]:
+    """Yields the JSON of server-sent events, which can be longer than the lines that aiohttp reads. Raises ValueError
+    as `body` does; `largest`: bytes of one event."""
+    read, searched = bytearray(), 0
+    async for chunk in reply.content.iter_any():
+        read += chunk
+        while (end := read.find(b"\n\n", searched)) >= 0:
+            event = bytes(read[:end])
+            del read[: end + 2]
+            searched = 0
+            if event.startswith(b"data: {"):
+                yield from_json(event[6:])
+        searched = max(0, len(read) - 1)
+        if len(read) > largest:
+            raise MalformedReply(f"an event of more than {largest} bytes")

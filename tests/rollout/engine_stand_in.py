@@ -28,6 +28,8 @@ class Engine(Server):
     async def generate(self, request: web.Request) -> web.Response:
         payload = await request.json()
         rid, tokens, most = payload["rid"], payload["input_ids"], payload["sampling_params"]
+        if isinstance(rid, list):
+            return web.json_response({"error": {"message": "no lists"}}, status=400)
         self.asked.append(name_of(rid))
         begun, whole = self.progress(name_of(rid), tokens)
         self.begun[name_of(rid)] = begun

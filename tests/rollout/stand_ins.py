@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -52,15 +53,20 @@ def reply(rid: str, tokens: int = 3, finish: dict | None = None) -> dict:
     }
 
 
+def event(content) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
 class Server:
     """`behaviour(request's name, number of the request)`: a reply, a response, or None for the usual one.
 
-    A request's name is its id without the last sign.
+    It refuses lists of requests unless `lists`; for those a behaviour only waits, or raises what breaks the connection.
+    `lists(request, request ids)` may instead be what answers a list. A request's name is its id without the last sign.
     """
 
-    def __init__(self, behaviour=None, healthy: bool = True):
-        self.behaviour, self.healthy = behaviour, healthy
-        self.asked: list[str] = []  # names
+    def __init__(self, behaviour=None, healthy: bool = True, lists=False):
+        self.behaviour, self.healthy, self.lists = behaviour, healthy, lists
+        self.asked: list[str] = []  # names, or lists of names
         self.running: list[tuple[str, asyncio.Future]] = []  # request id, done when it is aborted
         self.seeds: dict[str, int | None] = {}  # request id -> its sampling_seed
         self.aborted: list[str] = []
@@ -68,9 +74,15 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         payload = await request.json()
-        rid = payload["rid"]
-        self.seeds[name_of(rid)] = payload["sampling_params"].get("sampling_seed")
-        self.asked.append(name_of(rid))
+        rid, sampling = payload["rid"], payload["sampling_params"]
+        several = isinstance(rid, list)
+        if several and not self.lists:
+            return web.json_response({"error": {"message": "no lists"}}, status=400)
+        for r, parameters in zip(rid if several else [rid], sampling if several else [sampling], strict=True):
+            self.seeds[name_of(r)] = parameters.get("sampling_seed")
+        self.asked.append([name_of(r) for r in rid] if several else name_of(rid))
+        if several:
+            return await (self.lists(request, rid) if callable(self.lists) else self._stream(request, rid))
         number = len(self.asked)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
@@ -84,6 +96,22 @@ class Server:
             return made if made is not None else web.json_response(reply(rid))
         finally:
             self.under_way -= 1
+
+    async def _stream(self, request: web.Request, rids: list[str]) -> web.StreamResponse:
+        stream = await open_stream(request)
+
+        async def answer(rid: str) -> None:
+            begun = reply(rid)
+            begun["meta_info"]["finish_reason"] = None
+            await stream.write(event(begun))
+            made = None
+            if self.behaviour:
+                made = await self._unless_aborted(rid, self.behaviour(name_of(rid), len(self.asked)))
+            await stream.write(event(reply(rid, 1, ABORTED) if made is ABORTED else reply(rid)))
+
+        await asyncio.gather(*map(answer, rids))
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
 
     async def _unless_aborted(self, rid: str, work):
         """What `work` returns, ABORTED once the request is aborted."""
@@ -113,6 +141,12 @@ class Server:
 
     async def load(self, request: web.Request) -> web.Response:
         return web.json_response({"loads": []})
+
+
+async def open_stream(request: web.Request) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await stream.prepare(request)
+    return stream
 
 
 @contextlib.asynccontextmanager

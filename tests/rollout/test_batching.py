@@ -1,0 +1,105 @@
+"""Requests that share an HTTP request: each is answered when it is finished, and fails alone."""
+
+import asyncio
+
+import pytest
+from stand_ins import Server, event, listening, open_stream, reply
+
+from dynamo_megatron.config import RolloutConfig
+from dynamo_megatron.rollout.client import LARGEST, SGLangClient, open_session
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+
+
+def run(server: Server, work, **options):
+    async def with_client():
+        async with listening(server) as url, open_session() as session:
+            async with asyncio.timeout(120):
+                return await work(SGLangClient(session, Endpoint("s", 1, url, 1, ""), RolloutConfig(**options), []))
+
+    return asyncio.run(with_client())
+
+
+def test_requests_of_one_moment_share_http_requests():
+    async def work(client):
+        first = await asyncio.gather(*(client.generate(f"r{i}", [1]) for i in range(LARGEST + 2)))
+        return [*first, await client.generate("later", [1])]
+
+    server = Server(lists=True)
+    responses = run(server, work)
+    names = [f"r{i}" for i in range(LARGEST + 2)]
+    assert server.asked == [names[:LARGEST], names[LARGEST:], "later"]
+    assert all(r.error == "" and r.tokens == [7] * 3 for r in responses)
+
+
+def test_a_response_does_not_wait_for_the_others_of_its_list():
+    async def work(client):
+        asked = {name: asyncio.create_task(client.generate(name, [1])) for name in ("slow", "a", "b")}
+        done, pending = await asyncio.wait(asked.values(), timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 2:
+            done, pending = await asyncio.wait(asked.values(), timeout=0.01)
+        assert pending == {asked["slow"]}
+        finish.set()
+        return await asked["slow"]
+
+    finish = asyncio.Event()
+
+    async def behaviour(rid, number):
+        if rid == "slow":
+            await finish.wait()
+
+    assert run(Server(behaviour, lists=True), work).error == ""
+
+
+def ask(client, *names):
+    return asyncio.gather(*(client.generate(name, [1]) for name in names), return_exceptions=True)
+
+
+def answers(*contents):
+    """A server's answer to a list: these events. A bytes object is sent as it is, a callable gets the request ids."""
+
+    async def lists(request, rids):
+        stream = await open_stream(request)
+        for content in contents:
+            content = content(rids) if callable(content) else content
+            await stream.write(content if isinstance(content, bytes) else event(content))
+        return stream
+
+    return lists
+
+
+FAULT = {"error": {"message": "one of them is at fault"}}
+
+
+def test_an_abort_with_a_status_is_a_refusal_of_that_request():
+    too_long = {"type": "abort", "message": "too long", "status_code": 400}
+    server = Server(lists=answers(lambda rids: reply(rids[0], 1, too_long), lambda rids: reply(rids[1])))
+    refused, answered = run(server, lambda client: ask(client, "a", "b"))
+    assert refused.finish_reason == "error" and refused.error == "a: the server refused it: too long"
+    assert answered.tokens == [7] * 3 and server.asked == [["a", "b"]]
+
+
+@pytest.mark.parametrize("nonsense", [b"data: {nonsense\n\n", {"meta_info": {}}, {"text": "?"}, FAULT])
+def test_what_a_malformed_event_leaves_is_asked_alone(nonsense):
+    server = Server(lists=answers(lambda rids: reply(rids[0]), nonsense))
+    assert all(r.error == "" for r in run(server, lambda client: ask(client, "a", "b", "c")))
+    assert server.asked[0] == ["a", "b", "c"] and sorted(server.asked[1:]) == ["alone-b", "alone-c"]
+
+
+def test_a_list_whose_requests_are_all_cancelled_closes_its_connection():
+    async def lists(request, rids):
+        transports.append(request.transport)
+        await (await open_stream(request)).write(event(reply(rids[0], 1, {"type": "abort", "message": "ended"})))
+        await asyncio.sleep(60)
+
+    async def work(client):
+        tasks = [asyncio.create_task(client.generate(name, [1])) for name in ("a", "b", "c")]
+        await tasks[0]
+        tasks[1].cancel()
+        tasks[2].cancel()
+        while not transports[0].is_closing():  # `run` ends the wait
+            await asyncio.sleep(0.01)
+
+    transports = []
+    server = Server(lists=lists)
+    run(server, work)
+    assert server.asked == [["a", "b", "c"]]
