@@ -139,9 +139,8 @@ class Controller:
         progress.phase("generate", int(counts.sum()))
         on_poll = self._coordinator.check_stop
         if now.version is None:
-            now.result = self._rollout.generate(step, now.prompts, counts, on_poll, progress.count, now.first)
-        else:
-            now.result = self._rollout.collect(step, on_poll, progress.count)
+            self._rollout.dispatch(step, now.prompts, counts, on_poll, now.first)
+        now.result = self._rollout.collect(step, on_poll, progress.count, now.first)
         return now.result.batch
 
     def reject(self, step: int, rounds: Sequence[Round], logprobs: np.ndarray) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
 from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import Allocation
@@ -166,36 +167,21 @@ class RoundsAhead:
         self.rounds[step] = round_
 
     def state_dict(self) -> dict[str, Any]:
-        def plain(round_: Round) -> dict[str, Any]:
-            baseline = round_.baseline
-            return {
-                "prompts": [vars(prompt) for prompt in round_.prompts],
-                "allocation": _lists(vars(round_.allocation)),
-                "baseline": None if baseline is None else _lists(vars(baseline)),
-                "version": round_.version,
-                "drawing": round_.drawing,
-            }
-
-        return {"rounds": {str(step): plain(round_) for step, round_ in self.rounds.items()}}
+        saved = ("prompts", "allocation", "baseline", "version", "drawing")
+        rounds = {str(step): {name: getattr(r, name) for name in saved} for step, r in self.rounds.items()}
+        return {"rounds": to_jsonable_python(rounds, fallback=np.ndarray.tolist)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        def of(plain: Mapping[str, Any]) -> Round:
+        for step, plain in state["rounds"].items():
             prompts = [Prompt(**fields) for fields in plain["prompts"]]
             allocation = Allocation(**_arrays(plain["allocation"]))
             baseline = plain["baseline"] and Baseline(**_arrays(plain["baseline"]))
             late = {"version": plain["version"], "drawing": plain["drawing"]}
-            return Round(prompts, allocation, baseline, 0, np.arange(len(prompts)), **late)
-
-        self.rounds = {int(step): of(plain) for step, plain in state["rounds"].items()}
+            self.rounds[int(step)] = Round(prompts, allocation, baseline, 0, np.arange(len(prompts)), **late)
 
 
-ARRAYS = {"counts": np.int64, "history": bool} | dict.fromkeys(("variance", "tokens", "mean", "strength"), np.float64)
-
-
-def _lists(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+ARRAYS = ("counts", "variance", "history", "tokens", "mean", "strength")
 
 
 def _arrays(fields: Mapping[str, Any]) -> dict[str, Any]:
-    arrays = {name: np.asarray(fields[name], dtype) for name, dtype in ARRAYS.items() if fields.get(name) is not None}
-    return {**fields, **arrays}
+    return {name: np.asarray(v) if name in ARRAYS and v is not None else v for name, v in fields.items()}

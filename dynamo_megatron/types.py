@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from pydantic_core import from_json, to_json
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from dynamo_megatron.errors import InputError
 
@@ -143,18 +144,16 @@ class Rollout:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Rollout:
-        """Raises ValueError for text that is not one complete rollout."""
-        fields = from_json(line)
+        """Raises ValueError for text that is not one complete rollout, with a value of the right type in each field."""
         try:
-            rollout = cls(**fields)
-            rollout.weight_versions = [tuple(span) for span in rollout.weight_versions]
-            rollout.step_rewards = [(start, end, reward) for start, end, reward in rollout.step_rewards]
-            if (episode := fields.get("episode")) is not None:
-                rollout.episode = EpisodeRecord(**episode)
-                rollout.episode.turns = [TurnRecord(*turn) for turn in rollout.episode.turns]
-        except (TypeError, ValueError) as error:
-            raise InputError(f"not a rollout: {error}") from None
-        return rollout
+            return _ROLLOUT.validate_json(line, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = "".join(f"{place}: " for place in [".".join(map(str, first["loc"]))] if place)
+            raise InputError(f"not a rollout: {where}{first['msg']}, not {first['input']!r:.40}") from None
+
+
+_ROLLOUT = TypeAdapter(Rollout)
 
 
 @dataclass

@@ -94,12 +94,12 @@ def test_a_batch_that_teaches_nothing_stays_whole(controller, tmp_path):
 
 
 def test_a_step_without_a_response_is_an_error_that_says_why(controller):
-    class Silent:
+    class Silent(Answering):
         def generate(self, step, prompts, counts, on_poll, on_count, first):
             return failed(step, prompts, counts, first)
 
     with pytest.raises(RolloutError, match=r"none of 96 rollouts can be trained on; 32 of 32 rollouts failed"):
-        batch_of(controller(30, 2, Silent()), 1)
+        batch_of(controller(30, 2, Silent(None)), 1)
 
 
 def test_what_was_sampled_from_other_weights_teaches_nobody(controller, tmp_path):

@@ -20,14 +20,10 @@ class Ahead(Answering):
     def __init__(self, store: RolloutStore):
         super().__init__(store)
         self.dispatched: list[tuple[int, list[str], list[int]]] = []
-        self._waiting = {}
 
-    def dispatch(self, step, prompts, counts, on_poll):
+    def dispatch(self, step, prompts, counts, on_poll, first=0):
         self.dispatched.append((step, [p.prompt_id for p in prompts], list(counts)))
-        self._waiting[step] = prompts, counts
-
-    def collect(self, step, on_poll, on_count):
-        return self.generate(step, *self._waiting.pop(step), on_poll, on_count, 0)
+        super().dispatch(step, prompts, counts, on_poll, first)
 
 
 def run(folder, staleness: int, steps: range, states=None, kind: str = "history"):

@@ -3,7 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.types import Prompt
+
+
+@dataclass
+class Siblings:
+    """What the requests of a group share: the expected tokens of all, and the server that the last one went to."""
+
+    tokens: float = 0.0
+    home: str | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """`expected`: expected tokens of the response. `seed`: as in `SGLangClient.generate`; the same for every server and
+    every attempt. `temperature` and `max_new_tokens`: None for the config's. `stop`: in addition to the config's.
+    `order`: which of the waiting requests is sent first. The fields below `order` are the state of the request."""
+
+    name: str
+    group: str
+    prompt: Prompt
+    tokens: Sequence[int]  # that the model is given
+    expected: float
+    seed: int | None = None
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    stop: Sequence[str] = ()
+    siblings: Siblings = field(default_factory=Siblings)
+    order: tuple[int, int] = (0, 0)
+    lost: list[str] = field(default_factory=list)  # servers that it was lost with
+    refused: list[str] = field(default_factory=list)  # servers that refused it
+    limit: float | None = None  # monotonic seconds: when it is aborted; set when first sent
+    begun: Response | None = None  # the part of the response that older weights sampled
+    syncs: int = 0  # weight syncs that interrupted it
 
 
 @dataclass

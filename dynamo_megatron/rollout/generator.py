@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import itertools
 import time
 import uuid
 from collections import Counter
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import numpy as np
 
 from dynamo_megatron.config import Config
@@ -25,11 +23,11 @@ from dynamo_megatron.reward import RewardError, RewardPool
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
 from dynamo_megatron.rollout.client import Response, open_session
-from dynamo_megatron.rollout.dispatch import ExpectedLengths
+from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
 from dynamo_megatron.rollout.result import Ahead, RolloutError, RolloutResult, group_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.reuse import Reuse, reusable
-from dynamo_megatron.rollout.sampling import Request, Sampling
+from dynamo_megatron.rollout.sampling import Sampling
 from dynamo_megatron.rollout.scoring import (
     Evaluated,
     Scoring,
@@ -41,8 +39,8 @@ from dynamo_megatron.rollout.scoring import (
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers
-from dynamo_megatron.rollout.step_session import Dispatched, StepSession, Wanted, wanted_rollouts
-from dynamo_megatron.rollout.store import RolloutStore, step_file
+from dynamo_megatron.rollout.step_session import Dispatched, StepSession, wanted_rollouts
+from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
 from dynamo_megatron.types import ProblemResult, Prompt, Rollout
 
@@ -66,8 +64,6 @@ class Generator:
         self._config, self._stack = config, stack
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._thread = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
-        self._ready: list[Rollout] = []  # to be written by the next task that holds `_writing`
-        self._writing = asyncio.Lock()
         self._tokenizer = decoder  # None: loaded in `open`
         self._agents: Agents | None = None
         self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
@@ -88,12 +84,13 @@ class Generator:
         self._stack.callback(self._store.close)
         self._stack.callback(self._thread.shutdown)  # runs before `close`: a line may be being written
         session = await self._stack.enter_async_context(open_session())
-        self._reward_servers = RewardServers(config) if config.reward.servers is not None else None
-        self._pool = RewardPool(config.reward, self._reward_servers and self._reward_servers.addresses)
+        rewards = RewardServers(config, session) if config.reward.servers is not None else None
+        self._pool = RewardPool(config.reward, rewards and rewards.addresses)
         self._stack.callback(self._pool.close)
         await asyncio.to_thread(self._pool.start)  # before the servers: a missing reward function is found in a second
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
-        self._fleet_run = asyncio.create_task(self._run_servers(session))
+        self._fleets = [self._fleet, *([rewards] if rewards is not None else [])]
+        self._fleet_run = asyncio.create_task(self._run_servers())
         self._stack.push_async_callback(self._end_fleet)
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
@@ -105,24 +102,13 @@ class Generator:
             self._agents = Agents(config, self._fleet, chat, length, self._vocab_size)
             await self._agents.open(self._stack)
         self._stack.push_async_callback(self._end_dispatched)
-        await self.watched(self._fleet.wait_started())
-        if self._reward_servers is not None:
-            await self.watched(self._reward_servers.wait_started())
+        for fleet in self._fleets:
+            await self.watched(fleet.wait_started())
 
-    async def _run_servers(self, session: aiohttp.ClientSession) -> None:
+    async def _run_servers(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._fleet.run())
-            if self._reward_servers is not None:
-                group.create_task(self._reward_servers.run(session))
-
-    def _report(self, session: StepSession) -> list[str]:
-        """Adds the servers' use to the session; returns the notes of all servers."""
-        uses, said = self._fleet.report()
-        session.use(uses)
-        if self._reward_servers is not None:
-            said = [*said, *self._reward_servers.notes]
-            self._reward_servers.notes.clear()
-        return said
+            for fleet in self._fleets:
+                group.create_task(fleet.run())
 
     async def _end_fleet(self) -> None:
         self._fleet_run.cancel()
@@ -159,10 +145,9 @@ class Generator:
                 await self._in_thread(self._store.append, *lines)
         return endpoints
 
-    def _partial(self, step: int, wanted: Mapping[str, Wanted], begun: Mapping[str, Response]) -> list[Rollout]:
+    def _partial(self, step: int, wanted: Mapping[str, Request], begun: Mapping[str, Response]) -> list[Rollout]:
         """Returns the lines of the step's file for these partial responses."""
-        unscored = self._scoring.unscored
-        lines = [unscored(step, name, wanted[name], response, "") for name, response in begun.items()]
+        lines = [self._scoring.unscored(step, wanted[name], response, "") for name, response in begun.items()]
         return [dataclasses.replace(line, status="partial") for line in lines]
 
     async def end_sync(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
@@ -175,35 +160,27 @@ class Generator:
         for endpoint, why in lost.items():
             self._fleet.mark_failed(endpoint, why)
 
-    async def generate(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> RolloutResult:
-        """See RolloutWorker.generate."""
-        if (step, first) not in self._dispatched:  # else it goes on after a weight sync
-            await self.dispatch(step, prompts, counts, first)
-            self._fleet.take_use()  # what an evaluation has used is not the step's
-            session = self._dispatched[step, first].session
-            anew = len(session.wanted) - len(session.outcomes)
-            # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
-            if anew and (removed := await self._in_thread(self._store.remove_after, step)):
-                session.notes.append(
-                    f"step {step}: {anew} rollouts sampled anew; removed those of {removed} later steps"
-                )
-        return await self.collect(step, first)
-
     async def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int = 0) -> None:
         """See RolloutWorker.dispatch."""
-        self._fleet.work_begins()
+        if (step, first) in self._dispatched:  # it goes on after a weight sync
+            return
+        if not self._dispatched:
+            self._fleet.work_begins()
         session = await self._open_session(step, prompts, counts, first)
-        older = [dispatched.sampling for dispatched in self._dispatched.values()]
-        requests = session.requests(self._lengths, self._config.seed)
-        sampling = self._sampling(requests, functools.partial(self._take, session), after=older)
+        anew = len(session.wanted) - len(session.outcomes)
+        # New rollouts lead to other weights; the rollouts of later steps on disk are of the old weights.
+        if anew and not self._config.rollout.max_staleness:
+            removed = await self._in_thread(self._store.remove_after, step)
+            notes = [f"step {step}: {anew} rollouts sampled anew; removed those of {removed} later steps"]
+            session.notes += notes if removed else []
+        requests = [request for name, request in session.wanted.items() if name not in session.outcomes]
+        sampling = self._sampling(requests, functools.partial(self._take, session))
         self._dispatched[step, first] = Dispatched(session, sampling)
 
-    def _sampling(self, requests: Sequence[Request], take: Callable, **options: Any) -> Sampling | Episodes:
-        """`options`: keyword arguments of Sampling."""
+    def _sampling(self, requests: Sequence[Request], take: Callable, urgent: bool = False) -> Sampling | Episodes:
         if self._agents is None:
-            return Sampling(self._fleet, requests, take, **options)
-        options.pop("after", None)  # episodes begin in the order of their steps
-        return Episodes(self._agents, requests, take, **options)
+            return Sampling(self._fleet, requests, take, urgent)
+        return Episodes(self._agents, requests, take, urgent)
 
     async def _end_dispatched(self) -> None:
         for dispatched in self._dispatched.values():
@@ -220,19 +197,18 @@ class Generator:
         self._counted, self.done = session, len(session.outcomes)
         await dispatched.wait()
         del self._dispatched[step, first]
-        dispatched.task.result()
-        session.add(dispatched.sampling)
         if first == 0:  # a later round only adds to these
             self._check_rewards(session)
-        said = self._report(session)
-        seconds, used = self._fleet.take_use()
-        for name, use in session.uses.items():
-            use.tokens, use.busy = used.get(name, (0, 0.0))
+        said = [note for fleet in self._fleets for note in fleet.notes]
+        for fleet in self._fleets:
+            fleet.notes.clear()
+        seconds, uses = self._fleet.take_use()
+        result = session.result(said, uses)
         if not self._config.rollout.max_staleness:
-            return session.result(said)
+            return result
         ready, groups = np.sum([(0, 0), *(d.session.groups for d in self._dispatched.values())], axis=0).tolist()
         ahead, self._waited = Ahead(ready, groups - ready, seconds, self._waited), 0.0
-        return dataclasses.replace(session.result(said), ahead=ahead)
+        return dataclasses.replace(result, ahead=ahead)
 
     async def _open_session(
         self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int
@@ -243,11 +219,13 @@ class Generator:
         if self._trimmed != step:
             self._trimmed = step
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
-        wanted = wanted_rollouts(step, prompts, counts, first)
+        wanted = wanted_rollouts(step, prompts, counts, first, self._lengths, self._config.seed)
         groups = {group_id(step, position) for position in range(first, first + len(prompts))}
         reuse = await self._in_thread(self._reusable, step, wanted, groups)
-        notes += [f"step {step}: {note}" for note in reuse.notes(step_file(self._config.output_dir, step))]
-        session = StepSession(step, wanted, reuse.outcomes, reuse.kept, reuse.begun, notes)
+        notes += [f"step {step}: {note}" for note in reuse.notes]
+        for name, begun in reuse.begun.items():
+            wanted[name].begun = begun
+        session = StepSession(step, wanted, reuse.outcomes, reuse.kept, notes)
         await asyncio.to_thread(session.arena.grow, sum(batch.nbytes for batch in reuse.kept.values()))
         return session
 
@@ -255,21 +233,11 @@ class Generator:
         session.answer(request.name, response, server)
         if not response.error:
             self._lengths.observe(request.prompt.prompt_id, len(response.tokens))
-        wanted = Wanted(request.prompt, request.group)
-        rollout, failure = await self._scoring.rollout(session.step, request.name, wanted, response, server)
-        await self._keep(rollout)
+        rollout, failure = await self._scoring.rollout(session.step, request, response, server)
+        await self._in_thread(self._store.append, rollout)
         session.keep(rollout, failure)
         if session is self._counted:
             self._finished(response)
-
-    async def _keep(self, rollout: Rollout) -> None:
-        """Returns once the rollout is on disk. Rollouts that become ready during a write are written together by the
-        next one."""
-        self._ready.append(rollout)
-        async with self._writing:
-            ready, self._ready = self._ready, []
-            for _, of_step in itertools.groupby(ready, key=lambda rollout: rollout.step):
-                await self._in_thread(self._store.append, *of_step)
 
     async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
         """Returns the result of `work`, which runs in the store's thread after all earlier calls. The servers are still
@@ -330,15 +298,15 @@ class Generator:
         self.done += 1
         self.tokens += len(response.tokens)
 
-    def _reusable(self, step: int, wanted: dict[str, Wanted], groups: set[str]) -> Reuse:
+    def _reusable(self, step: int, wanted: dict[str, Request], groups: set[str]) -> Reuse:
         """Returns what an interrupted run left of these groups, and removes everything else of them from the file."""
         rollout, version = self._config.rollout, self._fleet.version or 0
         versions = range(version, version + 1)
         if rollout.max_staleness:  # versions after the first weight sync may not come again with the same weights
             versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_sync or 0) + 1)
-        lines, limits = self._store.lines(step), (self._vocab_size, rollout.max_new_tokens)
-        prompts = {name: prompt for name, (prompt, _) in wanted.items()}
-        reuse = reusable(lines, prompts, groups, versions, *limits, continues=rollout.max_staleness > 0)
+        prompts = {name: request.prompt for name, request in wanted.items()}
+        most, continues = rollout.max_new_tokens, rollout.max_staleness > 0
+        reuse = reusable(self._store.lines(step), prompts, groups, versions, most, continues)
         if gone := reuse.discarded.keys() | reuse.begun.keys():
             self._store.discard(step, gone, self._partial(step, wanted, reuse.begun))
         return reuse

@@ -31,73 +31,53 @@ class RecordedRollouts:
         self._folder = Path(folder)
         self._vocab_size, self._max_new_tokens = vocab_size, max_new_tokens
         self._seen: dict[str, int] = defaultdict(int)  # groups taken of each prompt in the step under way
-        self._dispatched: dict[int, tuple[list[Prompt], list[int]]] = {}
+        self._dispatched: dict[tuple[int, int], tuple[list[Prompt], list[int]]] = {}
         if not (self._folder / "rollouts").is_dir():
             raise InputError(f"rollout.recorded: {self._folder} has no rollouts/ folder; name the output_dir of a run")
 
     def reject(self, step: int, rollout_ids: Sequence[str], on_poll: OnPoll = None) -> None:
         """Does nothing: the record stays as it is, and a replay of it rejects these rollouts again."""
 
-    def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None) -> None:
-        self._dispatched[step] = list(prompts), list(counts)
+    def dispatch(
+        self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None, first: int = 0
+    ) -> None:
+        self._dispatched[step, first] = list(prompts), list(counts)
 
-    def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None) -> RolloutResult:
-        return self.generate(step, *self._dispatched.pop(step), on_poll, on_count)
-
-    def generate(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        counts: Sequence[int],
-        on_poll: OnPoll = None,
-        on_count: OnCount = None,
-        first: int = 0,
-    ) -> RolloutResult:
+    def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None, first: int = 0) -> RolloutResult:
         """Raises ValueError that names the step, prompt or group that was not recorded, the group that is too small, or
         the damaged rollout (path: id: why)."""
-        started = time.monotonic()
+        started, (prompts, counts) = time.monotonic(), self._dispatched.pop((step, first))
         path = step_file(self._folder, step)
         if not path.exists():
             raise InputError(f"rollout.recorded: step {step} was not recorded ({path} is missing)")
         groups = read_groups(path)
         if first == 0:
-            self._seen = defaultdict(int)
-        seen = self._seen
+            self._seen.clear()
         rollouts: list[Rollout] = []
         for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
-            recorded = groups.get(prompt.prompt_id, [])
-            occurrence = seen[prompt.prompt_id]
-            seen[prompt.prompt_id] += 1
-            if occurrence >= len(recorded):
-                raise InputError(
-                    f"{path}: prompt {prompt.prompt_id!r} has {len(recorded)} recorded groups, "
-                    f"group {occurrence + 1} was asked for"
-                )
-            group = recorded[occurrence]
+            recorded, number = groups.get(prompt.prompt_id, []), self._seen[prompt.prompt_id]
+            self._seen[prompt.prompt_id] += 1
+            group = recorded[number] if number < len(recorded) else []
             if len(group) < n:
                 raise InputError(
-                    f"{path}: prompt {prompt.prompt_id!r} has {len(group)} recorded rollouts in group "
-                    f"{group[0].group_id}, {n} were asked for"
+                    f"{path}: prompt {prompt.prompt_id!r} has {len(group)} recorded rollouts in its group {number + 1} "
+                    f"of {len(recorded)}, {n} were asked for"
                 )
+            name = group_id(step, position)
             for index, rollout in enumerate(group[:n]):
-                if fault := self._fault(rollout):
+                if fault := self._fault(rollout, prompt):
                     raise InputError(f"{path}: {rollout.rollout_id}: {fault}")
-                own = rollout.tokens[: rollout.response_mask.count(0)]
-                if rollout.episode is None and own != prompt.tokens:  # an agent makes requests of its own
-                    raise InputError(
-                        f"{path}: rollout {rollout.rollout_id} was recorded for other tokens of prompt "
-                        f"{prompt.prompt_id!r}; tokenizer, template or data have changed"
-                    )
-                name = group_id(step, position)
                 rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
         return RolloutResult.from_rollouts(rollouts, {"generate": time.monotonic() - started}, [])
 
-    def _fault(self, rollout: Rollout) -> str:
-        """Returns, in a few words, why a rollout whose fields have the right types cannot be used; "" where it can."""
+    def _fault(self, rollout: Rollout, prompt: Prompt) -> str:
+        """Returns, in a few words, why a rollout cannot be used for `prompt`; "" where it can."""
+        own = rollout.tokens[: rollout.response_mask.count(0)]
+        if rollout.episode is None and own != prompt.tokens:  # an agent makes requests of its own
+            return f"it is of other tokens of prompt {prompt.prompt_id!r}; tokenizer, template or data have changed"
         if rollout.status in NOT_TRAINED:  # it is only counted
-            return (
-                "" if rollout.finish_reason in OUTCOMES else f"finish reason {on_one_line(rollout.finish_reason, 40)}"
-            )
+            finish = rollout.finish_reason
+            return "" if finish in OUTCOMES else f"finish reason {on_one_line(finish, 40)}"
         # NaN may be what a server had sent: the training rejects such a rollout and goes on.
         logprobs = [0.0 if math.isnan(p) else p for p in rollout.engine_logprobs]
         return rollout_fault(

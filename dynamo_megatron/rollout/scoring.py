@@ -11,10 +11,8 @@ from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.agents.episodes import Finished
 from dynamo_megatron.rollout.client import Response
-from dynamo_megatron.rollout.dispatch import ExpectedLengths
+from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.sampling import Request
-from dynamo_megatron.rollout.step_session import Wanted
 from dynamo_megatron.rollout.token_spans import token_spans
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import ProblemResult, Prompt, Rollout, plain_data
@@ -41,13 +39,11 @@ class Scoring:
             return text, Score(reward, reward >= self._config.success_threshold, {AGENT: reward})
         return text, await self._pool.score(prompt, text)
 
-    async def rollout(
-        self, step: int, name: str, wanted: Wanted, response: Response, server: str
-    ) -> tuple[Rollout, str]:
+    async def rollout(self, step: int, request: Request, response: Response, server: str) -> tuple[Rollout, str]:
         """Returns the scored rollout, and how its reward failed ("" where it did not). Raises RewardError."""
-        failure, rollout = "", self.unscored(step, name, wanted, response, server)
+        failure, rollout = "", self.unscored(step, request, response, server)
         if not response.error:
-            rollout.response, score = await self.score(wanted.prompt, response)
+            rollout.response, score = await self.score(request.prompt, response)
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
             rollout.status, failure = score.status, score.failure
@@ -56,13 +52,13 @@ class Scoring:
                 rollout.step_rewards = await asyncio.to_thread(token_spans, *located)  # microseconds a token
         return rollout, failure
 
-    def unscored(self, step: int, name: str, wanted: Wanted, response: Response, server: str) -> Rollout:
-        prompt, group = wanted
+    def unscored(self, step: int, request: Request, response: Response, server: str) -> Rollout:
+        prompt = request.prompt
         episode = response if isinstance(response, Finished) else None
         mask = [0] * len(prompt.tokens) + [1] * len(response.tokens)
         return Rollout(
-            rollout_id=name,
-            group_id=group,
+            rollout_id=request.name,
+            group_id=request.group,
             prompt_id=prompt.prompt_id,
             step=step,
             tokens=prompt.tokens + response.tokens if episode is None else episode.sequence,

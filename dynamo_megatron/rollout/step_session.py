@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from dynamo_megatron.rollout.client import Response
-from dynamo_megatron.rollout.dispatch import ExpectedLengths
+from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
 from dynamo_megatron.rollout.result import (
     Outcome,
     RolloutResult,
@@ -19,7 +18,7 @@ from dynamo_megatron.rollout.result import (
     rollout_id,
 )
 from dynamo_megatron.rollout.reuse import UNSCORED
-from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
+from dynamo_megatron.rollout.sampling import Sampling, tail_seconds
 from dynamo_megatron.runtime.arena import Arena
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
@@ -27,21 +26,18 @@ from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 LISTED = 3  # prompts named in a note
 
 
-class Wanted(NamedTuple):
-    """The prompt and the group of a rollout."""
-
-    prompt: Prompt
-    group: str
-
-
-def wanted_rollouts(step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int) -> dict[str, Wanted]:
-    """Returns what is wanted by rollout_id, in batch order. `first`: the position of the first prompt."""
-    groups = [group_id(step, position) for position in range(first, first + len(prompts))]
-    return {
-        rollout_id(group, k): Wanted(prompt, group)
-        for group, prompt, n in zip(groups, prompts, counts, strict=True)
-        for k in range(n)
-    }
+def wanted_rollouts(
+    step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int, lengths: ExpectedLengths, seed: int
+) -> dict[str, Request]:
+    """Returns a request for each rollout that is wanted, by rollout_id, in batch order. `first`: the position of the
+    first prompt. `seed`: the run's."""
+    wanted = {}
+    for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
+        group, expected = group_id(step, position), lengths(prompt.prompt_id)
+        for name in (rollout_id(group, k) for k in range(n)):
+            own = derived_seed(seed, "rollout", name)
+            wanted[name] = Request(name, group, prompt, prompt.tokens, expected, own)
+    return wanted
 
 
 @dataclass
@@ -52,12 +48,10 @@ class StepSession:
     and a fifth of the time at a step's end."""
 
     step: int
-    wanted: dict[str, Wanted]  # by rollout_id, in batch order, as the fields below
+    wanted: dict[str, Request]  # by rollout_id, in batch order, as the fields below
     outcomes: dict[str, Outcome]
     batches: dict[str, RolloutBatch]
-    begun: Mapping[str, Response] = field(default_factory=dict)  # partial responses of an interrupted run
     notes: list[str] = field(default_factory=list)  # for the user
-    uses: dict[str, ServerUse] = field(default_factory=dict)  # by server
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
@@ -68,24 +62,9 @@ class StepSession:
     def __post_init__(self) -> None:
         self.reused = len(self.outcomes)
 
-    def requests(self, lengths: ExpectedLengths, seed: int) -> list[Request]:
-        """Returns requests for the wanted rollouts that have no outcome yet."""
-        return [
-            Request(
-                name,
-                group,
-                prompt,
-                prompt.tokens,
-                lengths(prompt.prompt_id),
-                derived_seed(seed, "rollout", name),
-                begun=self.begun.get(name),
-            )
-            for name, (prompt, group) in self.wanted.items()
-            if name not in self.outcomes
-        ]
-
     def answer(self, name: str, response: Response, server: str) -> None:
         """Records a response, or the error in its place; it is not scored yet."""
+        self.finished.append(time.monotonic())
         if response.error:
             self.errors.append(response.error)
         else:
@@ -101,15 +80,6 @@ class StepSession:
             self.batches[name] = RolloutBatch.from_rollouts([rollout])
             self.arena.grow(self.batches[name].nbytes)
 
-    def add(self, sampling: Sampling) -> None:
-        """Adds the times of `sampling`, which has ended, and the requests that it lost with servers."""
-        self.finished += sampling.finished
-        self.use({server: ServerUse(retries=count) for server, count in sampling.retries.items()})
-
-    def use(self, uses: Mapping[str, ServerUse]) -> None:
-        for server, use in uses.items():
-            self.uses.setdefault(server, ServerUse()).add(use)
-
     @property
     def all_unscored(self) -> bool:
         """Whether there are rollouts to train on and the reward of each has failed."""
@@ -123,8 +93,8 @@ class StepSession:
         under_way = {wanted.group for name, wanted in self.wanted.items() if name not in self.outcomes}
         return len(groups - under_way), len(groups)
 
-    def result(self, said: Sequence[str]) -> RolloutResult:
-        """`said`: the fleet's notes."""
+    def result(self, said: Sequence[str], uses: dict[str, ServerUse]) -> RolloutResult:
+        """`said`: the fleet's notes. `uses`: of servers, by name."""
         now = time.monotonic()
         times = {
             "generate": now - self.started,
@@ -138,7 +108,7 @@ class StepSession:
             times,
             [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
             self.reused,
-            self.uses,
+            uses,
         )
 
     def _failures(self) -> list[str]:
@@ -167,31 +137,17 @@ class Dispatched:
 
     def __init__(self, session: StepSession, sampling: Sampling):
         self.session, self.sampling = session, sampling
-        self._needed: asyncio.Future[SyncNeeded] = asyncio.get_running_loop().create_future()
-        self._synced = asyncio.Event()
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                return await self.sampling.run()
-            except SyncNeeded as needed:
-                self._synced.clear()
-                self._needed.set_result(needed)
-            await self._synced.wait()
+        self.task = asyncio.create_task(sampling.run())
 
     def synced(self) -> None:
-        """Continues after a weight sync, even one in which no server took the weights."""
-        if self._needed.done():
-            self._needed = asyncio.get_running_loop().create_future()
-            self._synced.set()
+        """Goes on after a weight sync, even one in which no server took the weights, where servers were lost."""
+        if self.task.done() and isinstance(self.task.exception(), SyncNeeded):
+            self.task = asyncio.create_task(self.sampling.run())
 
     async def wait(self) -> None:
-        """Waits until `task` has ended: each request has its outcome, or the sampling failed. Raises SyncNeeded where a
-        weight sync is needed for that."""
-        await asyncio.wait({self.task, self._needed}, return_when=asyncio.FIRST_COMPLETED)
-        if not self.task.done():
-            raise self._needed.result()
+        """Returns once each request has its outcome. Raises what `Sampling.run` does."""
+        await asyncio.wait([self.task])
+        self.task.result()
 
     async def end(self) -> None:
         self.task.cancel()

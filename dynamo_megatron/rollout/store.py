@@ -12,13 +12,12 @@ from pathlib import Path
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.validation import identity_fault, type_fault
 from dynamo_megatron.runtime.line_files import compressed, read_raw_lines, whole_frames
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import Rollout
 
 STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl\.zst")
-OPEN_FILES = 16  # steps are written at the same time with `rollout.max_staleness`
+ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
 
 
 def step_file(folder: str | os.PathLike, step: int) -> Path:
@@ -42,26 +41,22 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """Returns the rollouts of a file in the order of their first line; of two lines with one rollout_id the later one
     counts.
 
-    Partial responses are left out, and so is a last line that a kill has torn. Raises ValueError (path:line) for any
-    other line that is not a rollout of a step, and where bytes are damaged.
+    Partial responses are left out. Raises ValueError as `read_lines`.
     """
-    found = {}
-    for number, rollout in enumerate(read_lines(path), 1):
-        if fault := type_fault(rollout) or identity_fault(rollout):
-            raise InputError(f"{path}:{number}: {fault}")
-        if rollout.status != "partial":
-            found[rollout.rollout_id] = rollout
-    return list(found.values())
+    return list({r.rollout_id: r for r in read_lines(path) if r.status != "partial"}.values())
 
 
 def read_lines(path: Path) -> Iterator[Rollout]:
-    """Yields the rollout of each line, one in memory at a time; its fields may hold any JSON value. Raises ValueError
-    (path:line) for a line that is no rollout, and where bytes are damaged."""
+    """Yields the rollout of each line, one in memory at a time, without a last line that a kill has torn. Raises
+    ValueError (path:line) for any other line that is not a rollout of a step, and where bytes are damaged."""
     for number, line in enumerate(read_raw_lines(path), 1):
         try:
             rollout = Rollout.from_json(line)
         except ValueError as error:
             raise InputError(f"{path}:{number}: {error}") from None
+        name, group = rollout.rollout_id, rollout.group_id
+        if not ROLLOUT_ID.fullmatch(name) or name.rpartition("-")[0] != group:
+            raise InputError(f"{path}:{number}: rollout_id {name!r:.40} in group {group!r:.40}")
         yield rollout
 
 
@@ -108,22 +103,21 @@ class RolloutStore:
     def reject(self, step: int, rollout_ids: Collection[str]) -> None:
         """Gives those of these rollouts that are in the file the status "rejected". No other line is parsed: a step may
         have GBs."""
-        names, found, path = set(rollout_ids), {}, step_file(self._folder, step)
+        found, path = {}, step_file(self._folder, step)
         self.close()
-        for line in read_raw_lines(path) if names and path.exists() else ():
-            if (name := _id_of(line)) in names:
+        for line in read_raw_lines(path) if rollout_ids and path.exists() else ():
+            if (name := _id_of(line)) in rollout_ids:
                 found[name] = line
         if found:
             self.append(*(dataclasses.replace(Rollout.from_json(line), status="rejected") for line in found.values()))
 
     def discard(self, step: int, rollout_ids: Collection[str], instead: Sequence[Rollout] = ()) -> None:
-        """Removes these rollouts from the file of this step and adds `instead`, in one atomic rewrite. The file may be
-        untrusted, and its ids any JSON value: ids that are no strings are compared by their `str`."""
-        names, path = set(rollout_ids), step_file(self._folder, step)
+        """Removes these rollouts from the file of this step and adds `instead`, in one atomic rewrite."""
+        path = step_file(self._folder, step)
         self.close()
         try:
             with replacing(path) as kept:
-                lines = (line for line in read_raw_lines(path) if str(Rollout.from_json(line).rollout_id) not in names)
+                lines = (line for line in read_raw_lines(path) if _id_of(line) not in rollout_ids)
                 kept.writelines(map(compressed, lines))
                 kept.writelines(map(_frame, instead))
         except OSError as error:
@@ -148,8 +142,6 @@ class RolloutStore:
         if step in self._descriptors:
             return self._descriptors[step]
         path = step_file(self._folder, step)
-        while len(self._descriptors) >= OPEN_FILES:
-            os.close(self._descriptors.pop(min(self._descriptors)))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         self._descriptors[step] = descriptor
         os.ftruncate(descriptor, max((end for _, end in whole_frames(descriptor, path)), default=0))
@@ -164,6 +156,5 @@ def _frame(rollout: Rollout) -> bytes:
 
 
 def _id_of(line: bytes) -> str:
-    """Returns the rollout_id, which `Rollout.to_json` writes first; "" where `to_json` did not write the line."""
-    words = line[:100].split(b'"', 4)
-    return words[3].decode(errors="replace") if words[1:2] == [b"rollout_id"] and len(words) == 5 else ""
+    """Returns the rollout_id, which `Rollout.to_json` writes first."""
+    return line[:100].split(b'"', 4)[3].decode()

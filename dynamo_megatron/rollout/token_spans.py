@@ -46,27 +46,23 @@ def character_ends(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     What tokens add is the difference between decoding the last tokens that have text with them and without them, since
     most tokenizers decode a token depending on those before it (blanks, parts of characters).
     """
-    alone: dict[int, int] = {}  # characters of a token without others
 
-    def characters(group: list[int]) -> int:
-        if len(group) != 1:
-            return len(tokenizer.decode(group, skip_special_tokens=True))
-        if group[0] not in alone:
-            alone[group[0]] = len(tokenizer.decode(group, skip_special_tokens=True))
-        return alone[group[0]]
+    def text_of(group: list[int]) -> str:
+        return tokenizer.decode(group, skip_special_tokens=True)
 
     ends: list[int] = []
     done = 0  # characters
     before: list[int] = []  # the last tokens that have text
+    alone = 0  # characters of these without others
     character: list[int] = []  # the tokens after these, which may be part of a character
     for token in tokens:
         character.append(token)
-        now = tokenizer.decode(before + character, skip_special_tokens=True)
+        now = text_of(before + character)
         if not now.endswith(UNFINISHED) or len(character) == LONGEST:  # whole, or bytes that are no text
-            added = len(now) - characters(before)
+            added = len(now) - alone
             done += added
             if added or not before:
-                before = character
+                before, alone = character, len(text_of(character))
             character = []
         ends.append(max([done, *ends[-1:]]))
     return ends

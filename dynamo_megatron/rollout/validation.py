@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -14,7 +12,6 @@ from dynamo_megatron.types import LARGEST_REWARD, Rollout
 
 ROUNDING = 1e-3  # nats: a logprob may be that much above 0
 LOWEST = -3.4e38  # nats: what float32 holds
-ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
 LARGEST_TOKEN = (1 << 31) - 1
 
 Token = Annotated[int, Field(ge=0, le=LARGEST_TOKEN)]
@@ -30,7 +27,7 @@ class _Response(TypedDict):
     finish_reason: Literal["stop", "length"]
 
 
-_RESPONSE, _ROLLOUT = TypeAdapter(_Response), TypeAdapter(Rollout)
+_RESPONSE = TypeAdapter(_Response)
 
 
 def response_fault(
@@ -67,28 +64,8 @@ def response_fault(
     return "" if covered == len(tokens) else f"weight versions of {covered} tokens of {len(tokens)}"
 
 
-def type_fault(rollout: Rollout) -> str:
-    """Which field of a line of a file is of another type than a rollout's ("" where none is), in a few words."""
-    try:
-        _ROLLOUT.validate_json(rollout.to_json(), strict=True)
-    except (ValidationError, RecursionError) as error:
-        return _words(error) if isinstance(error, ValidationError) else "nested too deep"
-    tokens = [*rollout.tokens, *rollout.response_mask]
-    return "" if not tokens or (min(tokens) >= 0 and max(tokens) <= LARGEST_TOKEN) else "tokens: out of range"
-
-
-def identity_fault(rollout: Rollout) -> str:
-    """Why a rollout of a file is none of a step's ("" where it is), in a few words."""
-    name, group = rollout.rollout_id, rollout.group_id
-    if not isinstance(name, str) or not ROLLOUT_ID.fullmatch(name) or name.rpartition("-")[0] != group:
-        return f"rollout_id {_shown(name)} in group {_shown(group)}"
-    return ""
-
-
 def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> str:
     """As `response_fault`, of a rollout that a file has and that is to be trained on: also its prompt and reward."""
-    if fault := type_fault(rollout):
-        return fault
     mask, tokens, prompt = rollout.response_mask, rollout.tokens, rollout.response_mask.count(0)
     if len(mask) != len(tokens):
         return "tokens and response_mask are no lists of one length"
@@ -103,11 +80,12 @@ def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> 
             return f"segments that begin at {_shown(starts)}"
     elif mask != [0] * prompt + [1] * (len(mask) - prompt):
         return "the response_mask is not 0 on the prompt and then 1"
-    for what, reward in [("reward", rollout.reward), *(("reward of a step", step[2]) for step in rollout.step_rewards)]:
+    for reward in (rollout.reward, *(reward for _, _, reward in rollout.step_rewards)):
         if not abs(reward) <= LARGEST_REWARD:
-            return f"{what} {_shown(reward)}"
-    if fault := _steps_fault(rollout.step_rewards, len(tokens) - prompt):
-        return fault
+            return f"reward {_shown(reward)}"
+    for step in rollout.step_rewards:
+        if not 0 <= step[0] < step[1] <= len(tokens) - prompt:
+            return f"step {_shown(step)} of a response of {len(tokens) - prompt} tokens"
     return response_fault(
         rollout.response_tokens,
         rollout.engine_logprobs,
@@ -116,11 +94,6 @@ def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> 
         vocab_size=vocab_size,
         max_new_tokens=max_new_tokens,
     )
-
-
-def _steps_fault(steps: Sequence[tuple[int, int, float]], length: int) -> str:
-    wrong = next((step for step in steps if not 0 <= step[0] < step[1] <= length), None)
-    return "" if wrong is None else f"step {_shown(wrong)} of a response of {length} tokens"
 
 
 def _words(error: ValidationError) -> str:

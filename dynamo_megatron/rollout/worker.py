@@ -89,35 +89,24 @@ class RolloutWorker:
             self._reply("its start", on_poll, None, SILENCE + self._config.rollout.start_timeout)
             self._ready = True
 
-    def generate(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        counts: Sequence[int],
-        on_poll: OnPoll = None,
-        on_count: OnCount = None,
-        first: int = 0,
-    ) -> RolloutResult:
-        """Returns `counts[i]` responses to each `prompts[i]` (tokenized), scored and on disk. `first`: the position of
-        `prompts[0]` in the step's batch, of which this may be a later part.
+    def dispatch(
+        self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None, first: int = 0
+    ) -> None:
+        """Starts the sampling of `counts[i]` responses to each `prompts[i]` (tokenized), and returns; `collect` waits
+        for them. Does nothing where they are under way already. `first`: the position of `prompts[0]` in the step's
+        batch, of which this may be a later part.
 
-        Finished rollouts of this step that are on disk already are reused where prompt and weight version are the same.
-        The result may have no rollout; its notes say why. Raises SyncNeeded where no server with the current weights is
-        left, RewardError.
+        Steps are dispatched in order, and the requests of a step are sent after those of all earlier steps.
+        `rollout.at_sync` decides what a weight sync does to responses under way. Finished rollouts of this step that
+        are on disk already are reused where the prompt is the same and the weights that sampled them are recent enough
+        for the step (`rollout.max_staleness`) and no newer than those that this run began with.
         """
-        arguments = step, list(prompts), [int(n) for n in counts], first
-        return self._call(Generator.generate, *arguments, on_poll=on_poll, on_count=on_count)
+        self._call(Generator.dispatch, step, list(prompts), [int(n) for n in counts], first, on_poll=on_poll)
 
-    def dispatch(self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], on_poll: OnPoll = None) -> None:
-        """Starts what `generate` does, and returns; `collect` waits for it. Steps are dispatched in order, and the
-        requests of a step are sent after those of all earlier steps. `rollout.at_sync` decides what a weight sync does
-        to responses under way. Rollouts of an interrupted run are reused if the weights that sampled them are recent
-        enough for the step (`rollout.max_staleness`) and no newer than those that this run began with."""
-        self._call(Generator.dispatch, step, list(prompts), [int(n) for n in counts], on_poll=on_poll)
-
-    def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None) -> RolloutResult:
-        """Waits for all rollouts of a step that was dispatched, and returns them. Raises as `generate` does."""
-        return self._call(Generator.collect, step, on_poll=on_poll, on_count=on_count)
+    def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None, first: int = 0) -> RolloutResult:
+        """Waits for all rollouts that were dispatched, scored and on disk, and returns them. The result may have no
+        rollout; its notes say why. Raises SyncNeeded where no server with the current weights is left, RewardError."""
+        return self._call(Generator.collect, step, first, on_poll=on_poll, on_count=on_count)
 
     def evaluate(
         self, prompts: Sequence[Prompt], on_poll: OnPoll = None, on_count: OnCount = None

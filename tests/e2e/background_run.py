@@ -21,7 +21,9 @@ from dynamo_megatron.types import Rollout
 
 
 def json_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    """The whole lines of a file whose last one may be being written."""
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def timeless(row: dict) -> dict:

@@ -105,10 +105,10 @@ if os.environ.get("RANK") == "0":
     import dataclasses
     from dynamo_megatron.rollout.scoring import Scoring
     scored = Scoring.rollout
-    async def garbled(self, step, name, prompt, response, server):
+    async def garbled(self, step, request, response, server):
         if step == 2 and server == "server-1":
             response = dataclasses.replace(response, logprobs=[-0.1] * len(response.tokens))
-        return await scored(self, step, name, prompt, response, server)
+        return await scored(self, step, request, response, server)
     Scoring.rollout = garbled
 """
 

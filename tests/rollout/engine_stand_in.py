@@ -19,8 +19,6 @@ class Engine(Server):
         super().__init__()
         self.length, self.seconds, self.end, self.version = length, seconds, end, 0
         self.broken = False  # it breaks all connections
-        self.recomputed = -1.0  # the logprob of any token when it is asked for again; sampled tokens have -1.0
-        self.asked_again: list[list[int]] = []  # the tokens before each of these, and the token
         self.begun: dict[str, int] = {}  # request -> tokens of its response that it came with
 
     def progress(self, name: str, tokens: list[int]) -> tuple[int, int]:
@@ -29,10 +27,6 @@ class Engine(Server):
 
     async def generate(self, request: web.Request) -> web.Response:
         payload = await request.json()
-        if token := payload.get("token_ids_logprob"):
-            self.asked_again.append(payload["input_ids"] + token)
-            again = {"output_token_ids_logprobs": [[[self.recomputed, *token, None]]]}
-            return web.json_response({"meta_info": again})
         rid, tokens, most = payload["rid"], payload["input_ids"], payload["sampling_params"]
         if isinstance(rid, list):
             return web.json_response({"error": {"message": "no lists"}}, status=400)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from stand_ins import external
 
 from dynamo_megatron.rollout.client import ConnectionLost, Response
+from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import SyncNeeded
-from dynamo_megatron.rollout.sampling import Request, Sampling
+from dynamo_megatron.rollout.sampling import Sampling
 from dynamo_megatron.rollout.servers import fleet as fleet_module
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
@@ -51,13 +52,12 @@ class Server:
 
 class World:
     """Two servers, and a loop as the trainer's of `staleness` and `steps`: of each step four groups of two rollouts.
-    `length(rollout's name)`: of its response. `chaos`: a server is killed or frozen again and again."""
+    `length(rollout's name)`: of its response. A server is killed or frozen again and again."""
 
-    def __init__(self, seed: int, staleness: int, length, chaos: bool, at_sync: str = "partial"):
-        self.rng, self.staleness, self.length, self.chaos = random.Random(seed), staleness, length, chaos
+    def __init__(self, seed: int, staleness: int, length, at_sync: str):
+        self.rng, self.staleness, self.length = random.Random(seed), staleness, length
         self.at_sync = at_sync
         self.responses: dict[str, Response] = {}
-        self.finished: list[str] = []  # names in the order in which they came
         self.trained: dict[int, list[str]] = {}  # step -> names
         self.hurt = 0  # times that a server was
 
@@ -77,12 +77,10 @@ class World:
         for server in self.servers.values():
             self._up(server)
         async with asyncio.TaskGroup() as tasks:
-            chaos = tasks.create_task(self._hurt()) if self.chaos else None
-            watch = tasks.create_task(self.fleet._watch())
+            beside = [tasks.create_task(work) for work in (self._hurt(), self.fleet._watch())]
             await self._train(steps)
-            watch.cancel()
-            if chaos is not None:
-                chaos.cancel()
+            for task in beside:
+                task.cancel()
 
     def _up(self, server: Server) -> None:
         server.incarnation += 1
@@ -118,11 +116,10 @@ class World:
         for step in range(1, steps + 1):
             while done < min(step + self.staleness, steps):
                 done += 1
-                ahead[done] = self._dispatch(done, [d.sampling for d in ahead.values()])
+                ahead[done] = self._dispatch(done)
             while True:
                 try:
                     await ahead[step].wait()
-                    ahead[step].task.result()
                     break
                 except SyncNeeded:
                     await self._push(step - 1, ahead)
@@ -135,15 +132,14 @@ class World:
     def _names(step: int) -> list[str]:
         return [f"{step}-{group}-{k}" for group in range(4) for k in range(2)]
 
-    def _dispatch(self, step: int, older: list[Sampling]) -> Dispatched:
+    def _dispatch(self, step: int) -> Dispatched:
         requests = [Request(n, n[:-2], n[:-2], [1, 2], 100.0) for n in self._names(step)]
 
         async def take(request: Request, response: Response, server: str) -> None:
             assert request.name not in self.responses, "a second outcome"
             self.responses[request.name] = response
-            self.finished.append(request.name)
 
-        return Dispatched(None, Sampling(self.fleet, requests, take, after=older))
+        return Dispatched(None, Sampling(self.fleet, requests, take))
 
     async def _push(self, version: int, ahead: dict[int, Dispatched]) -> None:
         while True:

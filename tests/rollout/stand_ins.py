@@ -25,6 +25,18 @@ def rollout(name: str, response: Sequence[int] = (3, 4), **fields) -> Rollout:
     return Rollout(**({"reward_parts": {"math": 1.0}} | made | fields))
 
 
+async def generated(generator, step: int, prompts, counts, first: int = 0):
+    """The result of a step, or of a part of it, as the trainer asks a Generator for it."""
+    await generator.dispatch(step, prompts, counts, first)
+    return await generator.collect(step, first)
+
+
+def sampled(rollout, step: int, prompts, counts, on_poll=None, on_count=None, first: int = 0):
+    """The same of a RolloutWorker, or of RecordedRollouts."""
+    rollout.dispatch(step, prompts, counts, on_poll, first)
+    return rollout.collect(step, on_poll, on_count, first)
+
+
 def name_of(rid: str) -> str:
     return rid.removesuffix(";")
 
@@ -55,7 +67,6 @@ class Server:
     def __init__(self, behaviour=None, healthy: bool = True, lists=False):
         self.behaviour, self.healthy, self.lists = behaviour, healthy, lists
         self.asked: list[str] = []  # names, or lists of names
-        self.ids: set[str] = set()
         self.running: list[tuple[str, asyncio.Future]] = []  # request id, done when it is aborted
         self.seeds: dict[str, int | None] = {}  # request id -> its sampling_seed
         self.aborted: list[str] = []
@@ -67,7 +78,6 @@ class Server:
         several = isinstance(rid, list)
         if several and not self.lists:
             return web.json_response({"error": {"message": "no lists"}}, status=400)
-        self.ids.update(rid if several else [rid])
         for r, parameters in zip(rid if several else [rid], sampling if several else [sampling], strict=True):
             self.seeds[name_of(r)] = parameters.get("sampling_seed")
         self.asked.append([name_of(r) for r in rid] if several else name_of(rid))

@@ -82,10 +82,16 @@ class Answering:
     """Answers as a server would: prompt "p<i>" is always solved (i % 3 == 0), never (1), or every other time (2)."""
 
     def __init__(self, store: RolloutStore):
-        self.store, self.rejected = store, []
+        self.store, self.rejected, self._asked = store, [], {}
 
     def reject(self, step, rollout_ids, on_poll):
         self.rejected += rollout_ids
+
+    def dispatch(self, step, prompts, counts, on_poll, first=0):
+        self._asked[step, first] = prompts, counts
+
+    def collect(self, step, on_poll, on_count, first):
+        return self.generate(step, *self._asked[step, first], on_poll, on_count, first)
 
     def generate(self, step, prompts, counts, on_poll, on_count, first):
         rollouts = []

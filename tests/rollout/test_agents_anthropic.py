@@ -84,7 +84,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"messages": "hello"}, "at least one"),
+        ({"messages": []}, "at least one"),
         ({"messages": [{"role": "tool", "content": "7"}]}, "'tool' is none of"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "of type 'image'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "type 'thinking'"),

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from engine_stand_in import FIRST, VERSIONS, Engine, run_steps
-from stand_ins import VOCABULARY
 
 from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file
@@ -125,6 +124,6 @@ def test_the_longest_beginning_of_a_response_is_continued_unless_it_was_rejected
         return Rollout(*identity, [1, 30, *tokens], mask, [-1.0] * len(versions), spans, "length", **(made | fields))
 
     lines = [line([1]), line([1, 1]), line([1, 2], status=last)]
-    found = reusable(lines, {names(3)[0]: PROMPTS[0]}, {"000003-0000"}, range(1, 2), VOCABULARY, 9, continues=True)
+    found = reusable(lines, {names(3)[0]: PROMPTS[0]}, {"000003-0000"}, range(1, 2), 9, continues=True)
     assert not found.kept and sum(len(begun.tokens) for begun in found.begun.values()) == kept
     assert found.discarded == ({names(3)[0]: "rejected"} if last == "rejected" else {})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from stand_ins import VOCABULARY
+from stand_ins import VOCABULARY, sampled
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
@@ -131,7 +131,7 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     worker, folder = fleet
     pids = [p.pid for p in processes_of("server-1")]
     segments = shared_memory_of(pids)
-    result = worker.generate(1, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-1")))
+    result = sampled(worker, 1, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-1")))
     counts = closed(result, 64)
     assert counts["failed"] == counts["aborted"] == 0, result.notes
     assert len(read_rollouts(step_file(folder, 1))) == 64
@@ -143,7 +143,7 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     assert not set(pids) & {p.pid for p in processes_of("server-1")}
     assert segments and not any(os.path.exists(segment) for segment in segments)
     wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 300, "both servers")
-    result = worker.generate(2, PROMPTS, [4] * 4)
+    result = sampled(worker, 2, PROMPTS, [4] * 4)
     assert closed(result, 16)["failed"] == 0 and set(result.counts_by_server) == {"server-0", "server-1"}
     assert result.uses["server-1"].restarts == 1
 
@@ -159,7 +159,7 @@ def test_servers_stay_where_the_rollout_process_was_held_up(fleet):
         os.kill(worker._process.pid, signal.SIGSTOP)
         threading.Timer(12, os.kill, (worker._process.pid, signal.SIGCONT)).start()
 
-    result = worker.generate(14, PROMPTS, [16] * 4, on_count=once(hold_up))
+    result = sampled(worker, 14, PROMPTS, [16] * 4, on_count=once(hold_up))
     assert closed(result, 64)["failed"] == 0 and not any("left the rotation" in n for n in result.notes), result.notes
     assert [p.pid for name in ("server-0", "server-1") for p in processes_of(name)] == before
 
@@ -170,11 +170,11 @@ def test_a_step_whose_servers_are_all_lost_asks_for_a_push_and_goes_on(fleet):
     wait_until(lambda: set(push(worker, 5)) == {"server-0", "server-1"}, 300, "both servers")
     lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
     with pytest.raises(SyncNeeded, match=r"no server has the weights of step 5: server-0: .*server-1: "):
-        worker.generate(12, PROMPTS, [16] * 4, on_count=lose_both)
+        sampled(worker, 12, PROMPTS, [16] * 4, on_count=lose_both)
     kept = {r.rollout_id for r in read_rollouts(step_file(folder, 12))}
     assert 2 <= len(kept) < 64
     push(worker, 5)
-    result = worker.generate(12, PROMPTS, [16] * 4)
+    result = sampled(worker, 12, PROMPTS, [16] * 4)
     assert closed(result, 64)["failed"] == 0
     lines = [r.rollout_id for r in RolloutStore(folder).lines(12)]
     assert len(lines) == 64 and set(lines[: len(kept)]) == kept, "what was finished was not asked for again"
@@ -188,7 +188,7 @@ def test_servers_that_never_come_up_again_end_the_run_with_one_message(fleet):
     (folder / "broken").touch()
     lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
     with pytest.raises(SyncNeeded):
-        worker.generate(13, PROMPTS, [16] * 4, on_count=lose_both)
+        sampled(worker, 13, PROMPTS, [16] * 4, on_count=lose_both)
     with pytest.raises(RolloutError, match=r"no rollout server is up; server-0: .*exit code 9.*server-1") as error:
         worker.begin_sync(6)
     assert "\n" not in str(error.value)

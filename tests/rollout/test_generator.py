@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 from aiohttp import web
-from stand_ins import ABORTED, Server, reply
+from stand_ins import ABORTED, Server, generated, reply
 
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError
@@ -31,13 +31,13 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
         await push(0)
         counts = [16, 16, 0]
         with pytest.raises(SyncNeeded):
-            await generator.generate(1, PROMPTS, counts, 0)
+            await generated(generator, 1, PROMPTS, counts, 0)
         there = {r.rollout_id: r for r in read_rollouts(step_file(tmp_path, 1))}
         assert there["000001-0000-000"].finish_reason == "abort" and 1 < len(there) < 32
         failing = False
         before = len(server.asked)
         await push(0)
-        result = await generator.generate(1, PROMPTS, counts, 0)
+        result = await generated(generator, 1, PROMPTS, counts, 0)
         result.check_accounts(32)
         assert result.counts["aborted"] == 1 and result.reused == 0
         assert len(server.asked) - before == 32 - len(there)
@@ -48,7 +48,7 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
         assert any(note.startswith(said) for note in result.notes), result.notes
         # Asked for once more, it is a run that was interrupted.
         server.behaviour = None
-        again = await generator.generate(1, PROMPTS, counts, 0)
+        again = await generated(generator, 1, PROMPTS, counts, 0)
         assert again.reused == 32 - gone and again.counts["aborted"] == 0
 
     server = Server(misbehave)
@@ -61,53 +61,17 @@ def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_ge
     async def work(generator, push):
         counts = [2, 0, 2]
         for step in (1, 2, 3):
-            await generator.generate(step, PROMPTS, counts, 0)
-        assert (await generator.generate(1, PROMPTS, counts, 0)).reused == 4
+            await generated(generator, step, PROMPTS, counts, 0)
+        assert (await generated(generator, 1, PROMPTS, counts, 0)).reused == 4
         store = RolloutStore(tmp_path)
         store.discard(2, [read_rollouts(step_file(tmp_path, 2))[0].rollout_id])
         store.close()
-        again = await generator.generate(2, PROMPTS, counts, 0)
+        again = await generated(generator, 2, PROMPTS, counts, 0)
         assert again.reused == 3
         assert again.notes[-1] == "step 2: 1 rollouts sampled anew; removed those of 1 later steps"
-        assert (await generator.generate(3, PROMPTS, counts, 0)).reused == 0
+        assert (await generated(generator, 3, PROMPTS, counts, 0)).reused == 0
 
     with_generator(work, Server())
-
-
-DAMAGE = [{"tokens": [20, 30, 7, 7, 10_000_000]}, {"weight_versions": []}, {"group_id": "elsewhere"}]
-
-
-def test_damaged_rollouts_are_not_reused_but_sampled_again(with_generator, tmp_path):
-    counts = [len(DAMAGE), 0, 2]
-
-    async def work(generator, push):
-        await generator.generate(1, PROMPTS, counts, 0)
-        store = RolloutStore(tmp_path)
-        sound = read_rollouts(step_file(tmp_path, 1))
-        broken = [dataclasses.replace(r, **change) for r, change in zip(sound, DAMAGE, strict=False)]
-        store.discard(1, [r.rollout_id for r in broken])
-        for rollout in broken:
-            store.append(rollout)
-        store.close()
-        before = len(server.asked)
-        again = await generator.generate(1, PROMPTS, counts, 0)
-        again.check_accounts(sum(counts))
-        assert again.reused == 2 and len(DAMAGE) == len(server.asked) - before
-        assert again.counts["completed"] + again.counts["truncated"] == sum(counts)
-        (note,) = [n for n in again.notes if "discarded" in n]
-        assert note == (
-            f"step 1: discarded rollouts of an interrupted run: {len(DAMAGE)} damaged (the first in "
-            f"{tmp_path}/rollouts/step-000001.jsonl.zst, {broken[0].rollout_id}: token id 10000000 is not in the "
-            "vocabulary (0 to 127))"
-        )
-        assert sorted(r.rollout_id for r in read_rollouts(step_file(tmp_path, 1))) == sorted(
-            r.rollout_id for r in sound
-        )
-        once_more = await generator.generate(1, PROMPTS, counts, 0)
-        assert once_more.reused == sum(counts)
-
-    server = Server()
-    with_generator(work, server)
 
 
 def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_generator, tiny_model, tmp_path):
@@ -115,7 +79,7 @@ def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_genera
     prompt = Prompt("p", text="?", tokens=[20, 30, tokenizer.eos_token_id], answer=("7", {1: 2.5}))
 
     async def work(generator, push):
-        await generator.generate(1, [prompt], [1], 0)
+        await generated(generator, 1, [prompt], [1], 0)
         (result,) = await generator.evaluate([prompt])
         kept = dataclasses.replace(result, rewards=[9.0], successes=[False], answer="of an older run")
         assert await generator.rescore([prompt], [kept]) == [result]
@@ -133,7 +97,7 @@ def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_genera
 def test_a_server_of_rejected_rollouts_is_restarted(with_generator, tmp_path):
     async def work(generator, push):
         await push(0)
-        result = await generator.generate(1, PROMPTS, [8, 8, 1], 0)
+        result = await generated(generator, 1, PROMPTS, [8, 8, 1], 0)
         by_server = {
             name: [rollout for rollout, o in result.outcomes.items() if o.server == name]
             for name in ("server-0", "server-1")
@@ -141,7 +105,7 @@ def test_a_server_of_rejected_rollouts_is_restarted(with_generator, tmp_path):
         await generator.reject(1, [*by_server["server-1"], by_server["server-0"][0]])
         rejected = {r.rollout_id for r in read_rollouts(step_file(tmp_path, 1)) if r.status == "rejected"}
         assert rejected == {*by_server["server-1"], by_server["server-0"][0]}
-        result = await generator.generate(2, PROMPTS, [2, 2, 0], 0)
+        result = await generated(generator, 2, PROMPTS, [2, 2, 0], 0)
         assert {o.server for o in result.outcomes.values()} == {"server-0"}
         assert "step 2: server-1 left the rotation: 100% of its rollouts were rejected" in result.notes
 
@@ -165,7 +129,7 @@ def test_a_fleet_that_nobody_looks_after_ends_the_command(with_generator, monkey
         for step in (1, 2):
             ended = r"the task that runs the rollout servers has ended: OSError.*Stale file handle"
             with pytest.raises(RolloutError, match=ended):
-                await generator.watched(generator.generate(step, PROMPTS, [1, 1, 1], 0))
+                await generator.watched(generated(generator, step, PROMPTS, [1, 1, 1], 0))
 
     with_generator(work, Server(lambda rid, number: asyncio.sleep(600)))
 
@@ -176,10 +140,10 @@ def test_steps_of_failed_rewards_alone_end_the_run_with_what_failed(with_generat
 
     async def work(generator, push):
         for step, prompts in enumerate(([broken], [broken], [broken, sound], [broken], [broken]), 1):
-            result = await generator.generate(step, prompts, [2] * len(prompts), 0)
+            result = await generated(generator, step, prompts, [2] * len(prompts), 0)
             assert result.counts["reward_errors"] == 2
         with pytest.raises(RewardError, match="step 6: not one rollout of 3 steps in a row could be scored; the last"):
-            await generator.generate(6, [broken], [2], 0)
+            await generated(generator, 6, [broken], [2], 0)
         with pytest.raises(RewardError, match="evaluation: not one of 1 responses could be scored; the last failure"):
             await generator.evaluate([broken])
 
@@ -191,8 +155,8 @@ def test_later_parts_of_a_step_are_reused_apart_from_the_first(with_generator):
 
     async def work(generator, push):
         for reused in (0, 1):
-            first = await generator.generate(1, PROMPTS[:2], [2, 2], 0)
-            later = await generator.generate(1, PROMPTS[1:], [3, 3], 2)
+            first = await generated(generator, 1, PROMPTS[:2], [2, 2], 0)
+            later = await generated(generator, 1, PROMPTS[1:], [3, 3], 2)
             assert (first.reused, later.reused) == (4 * reused, 6 * reused)
             assert later.batch.group_ids == ["000001-0002"] * 3 + ["000001-0003"] * 3
 

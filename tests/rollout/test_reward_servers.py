@@ -11,7 +11,7 @@ from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.reward import RewardPool
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers import reward_servers, serve, supervisor
+from dynamo_megatron.rollout.servers import fleet, reward_servers, serve, supervisor
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers
 from dynamo_megatron.runtime.run_folder import NewFolder, refuse_foreign
@@ -57,7 +57,7 @@ def with_model(config: Config, count: int = 1, **servers) -> Config:
 def stand_in(monkeypatch):
     monkeypatch.setattr(supervisor, "PAUSE", 0.01)
     monkeypatch.setattr(supervisor, "POLL_EVERY", 0.02)
-    monkeypatch.setattr(reward_servers, "HEALTH_EVERY", 0.1)
+    monkeypatch.setattr(fleet, "HEALTH_EVERY", 0.1)
     monkeypatch.setattr(reward_servers, "ClassifierServer", StandIn)
     monkeypatch.setattr(StandIn, "made", [])
     return StandIn
@@ -65,9 +65,9 @@ def stand_in(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def running(config: Config):
-    servers = RewardServers(config)
     async with open_session() as session:
-        task = asyncio.create_task(servers.run(session))
+        servers = RewardServers(config, session)
+        task = asyncio.create_task(servers.run())
         try:
             yield servers
         finally:
@@ -90,20 +90,20 @@ def test_a_server_that_ends_or_hangs_is_restarted_and_asked_at_its_new_address(s
         server = Server()
         async with listening(server) as url:
             monkeypatch.setattr(stand_in, "url", url)
-            async with running(with_model(external([url], output=tmp_path, health_timeout=6.0))) as servers:
+            async with running(with_model(external([url], output=tmp_path))) as servers:
                 await servers.wait_started()
                 assert keys(servers) == ["key-1"]
                 stand_in.made[0].ended = True
                 await until(lambda: keys(servers) == ["key-2"], "the second incarnation")
-                server.healthy = False  # hangs: out of the rotation after rollout.health_timeout, 6 s
+                server.healthy = False  # hangs: out of the rotation after rollout.health_timeout
                 await until(lambda: len(stand_in.made) == 3, "the third incarnation")
                 server.healthy = True
                 await until(lambda: keys(servers)[:1] > ["key-2"], "a healthy server")
                 return servers.notes
 
     notes = asyncio.run(work())
-    assert notes[0] == "reward-0 is started again: the SGLang server ended (signal 9)"
-    assert notes[1] == "reward-0 is started again: no answer to /health for rollout.health_timeout (6 s)"
+    assert notes[0] == "reward-0 left the rotation: the SGLang server ended (signal 9)"
+    assert notes[1] == "reward-0 left the rotation: no answer to /health for rollout.health_timeout (20 s)"
 
 
 def test_a_run_without_one_server_does_not_start_and_says_why(stand_in, tmp_path, monkeypatch):
@@ -113,15 +113,15 @@ def test_a_run_without_one_server_does_not_start_and_says_why(stand_in, tmp_path
         async with running(with_model(external(["http://unused"], output=tmp_path), count=2)) as servers:
             await servers.wait_started()
 
-    why = "reward-[01] is not started again: out of memory"
-    with pytest.raises(RolloutError, match=f"^no server of the reward model came up: {why}; {why}$"):
+    why = "reward-0: out of memory; reward-1: out of memory"
+    with pytest.raises(RolloutError, match=f"^no server of the reward model is up; {why}$"):
         asyncio.run(work())
 
 
 def test_the_reward_model_of_a_run_with_fp8_weights_keeps_its_own(stand_in, tmp_path):
     base = external(["http://unused"], output=tmp_path)
     rollout = base.rollout.model_copy(update={"quantization": "fp8"})
-    RewardServers(with_model(base.model_copy(update={"rollout": rollout})))
+    RewardServers(with_model(base.model_copy(update={"rollout": rollout})), None)
     assert [server.quantization for server in stand_in.made] == [None]
 
 
@@ -147,7 +147,7 @@ def test_a_port_in_use_is_named_by_its_key(tmp_path):
         taken.listen()
         config = with_model(external(["http://unused"], output=tmp_path), port=taken.getsockname()[1])
         with pytest.raises(ValueError, match=r"^reward.servers.port: port .* cannot be used"):
-            RewardServers(config)
+            RewardServers(config, None)
 
 
 @pytest.mark.parametrize(

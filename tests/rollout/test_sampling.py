@@ -1,17 +1,20 @@
 """What becomes of requests when servers misbehave."""
 
 import asyncio
+from types import MappingProxyType
 
 import pytest
 from aiohttp import web
 from stand_ins import Server, fleet_of, reply
 
+from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import SyncNeeded
-from dynamo_megatron.rollout.sampling import Request, Sampling, tail_seconds
+from dynamo_megatron.rollout.sampling import Sampling, tail_seconds
 
 
-def sample(*servers: Server, requests: int = 40, pushed: bool = False, **rollout):
-    """(outcomes by request: (response, server), the Sampling, the fleet) of so many requests in groups of four."""
+def sample(*servers: Server, requests: int = 40, pushed: bool = False, limits=MappingProxyType({}), **rollout):
+    """(outcomes by request: (response, server), the fleet) of so many requests in groups of four.
+    `limits`: of requests, monotonic seconds."""
 
     async def work():
         outcomes = {}
@@ -24,11 +27,12 @@ def sample(*servers: Server, requests: int = 40, pushed: bool = False, **rollout
             if pushed:
                 endpoints = await fleet.begin_sync(0)
                 await fleet.end_sync(0, dict.fromkeys(endpoints))
-            asked = [Request(f"r{i}", f"g{i // 4}", f"p{i // 4}", [1, 2], 10.0) for i in range(requests)]
+            names = [(f"r{i}", i // 4) for i in range(requests)]
+            asked = [Request(r, f"g{i}", f"p{i}", [1, 2], 10.0, limit=limits.get(r)) for r, i in names]
             sampling = Sampling(fleet, asked, take)
             await sampling.run()
             assert len(outcomes) == requests and not any(m.load.requests for m in fleet.serving().values())
-            return outcomes, sampling, fleet
+            return outcomes, fleet
 
     return asyncio.run(work())
 
@@ -39,9 +43,8 @@ def served_by(outcomes) -> set[str]:
 
 def test_groups_stay_together_and_no_server_has_more_than_its_share():
     a, b = Server(), Server()
-    outcomes, sampling, _ = sample(a, b, concurrency=3)
+    outcomes, _ = sample(a, b, concurrency=3)
     assert max(a.most, b.most) == 3 and served_by(outcomes) == {"server-0", "server-1"}
-    assert len(sampling.finished) == 40
     outcomes, *_ = sample(Server(), Server())
     by_group = {g: {outcomes[f"r{4 * g + k}"][1] for k in range(4)} for g in range(10)}
     assert all(len(servers) == 1 for servers in by_group.values())
@@ -63,9 +66,9 @@ def test_what_stopped_a_response_is_its_last_token_or_the_end_of_several(matched
     def stops(rid, number):
         return web.json_response(reply(f"{rid};", finish={"type": "stop", "matched": matched}))
 
-    outcomes, sampling, _ = sample(Server(stops), requests=4, max_new_tokens=6)
+    outcomes, fleet = sample(Server(stops), requests=4, max_new_tokens=6)
     assert len(outcomes) == 4 and not any(r.error for r, _ in outcomes.values())
-    assert sampling.retries["server-0"] == 0
+    assert fleet.uses["server-0"].retries == 0
 
 
 # Of the reply that the server otherwise sends, these keys.
@@ -92,9 +95,9 @@ def test_a_server_that_serves_nobody_costs_no_rollout(status):
         return web.json_response({"error": {"message": "no"}}, status=status)
 
     servers = Server(misbehave), Server()
-    outcomes, sampling, fleet = sample(*servers, requests=80, max_new_tokens=6, health_timeout=20.0)
+    outcomes, fleet = sample(*servers, requests=80, max_new_tokens=6)
     assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
-    assert sampling.retries["server-0"] > 0
+    assert fleet.uses["server-0"].retries > 0
     assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
 
 
@@ -106,7 +109,7 @@ class Closing(Server):
         self.left = count
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        if isinstance((await request.json())["rid"], str) and self.left:
+        if self.left:
             self.left -= 1
             await asyncio.sleep(0.01)
             request.transport.close()
@@ -114,29 +117,27 @@ class Closing(Server):
 
 
 def test_connections_lost_in_one_moment_are_one_fault_of_a_healthy_server():
-    outcomes, sampling, fleet = sample(Closing(40), health_timeout=20.0)
-    assert not any(r.error for r, _ in outcomes.values()) and sampling.retries["server-0"] == 40
+    outcomes, fleet = sample(Closing(40))
+    assert not any(r.error for r, _ in outcomes.values()) and fleet.uses["server-0"].retries > 0
     assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
 def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
-
     async def freeze(rid, number):
-        await asyncio.sleep(0.7)
         silent.healthy = False
-        await asyncio.sleep(600)
+        await asyncio.Event().wait()
 
     silent = Server(freeze)
-    outcomes, _, fleet = sample(silent, Server(), health_timeout=6.0)
+    outcomes, fleet = sample(silent, Server())
     assert served_by(outcomes) == {"server-1"}
-    assert any("no answer to /health for rollout.health_timeout (6 s)" in note for note in fleet.notes)
+    assert any("no answer to /health for rollout.health_timeout (20 s)" in note for note in fleet.notes)
 
 
 def test_a_response_that_never_ends_is_aborted():
-    server = Server(lambda rid, number: asyncio.sleep(60) if rid == "r3" else None)
-    outcomes, *_ = sample(server, timeout=4.0)
+    server = Server(lambda rid, number: asyncio.Event().wait() if rid == "r3" else None)
+    outcomes, *_ = sample(server, limits={"r3": 1.0})  # which is long ago
     assert outcomes["r3"][0].finish_reason == "abort" and server.aborted == ["r3"]
-    assert outcomes["r3"][0].error == "no response to r3 within rollout.timeout (4 s)"
+    assert outcomes["r3"][0].error == "no response to r3 within rollout.timeout (600 s)"
     assert sum(bool(r.error) for r, _ in outcomes.values()) == 1
 
 
@@ -149,12 +150,12 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
 
     why = "no server has the weights of step 0: server-0: it took none of 16 requests in a row; the last: "
     with pytest.raises(SyncNeeded, match=why):
-        sample(Server(refuse), pushed=True, health_timeout=20.0)
+        sample(Server(refuse), pushed=True)
     nonsense = (
         r".* answers with nonsense: token id 10000000 is not in the vocabulary \(0 to 127\); does it serve model.path"
     )
     with pytest.raises(SyncNeeded, match=why + nonsense):
-        sample(Server(garbage), pushed=True, health_timeout=20.0)
+        sample(Server(garbage), pushed=True)
     # Not pushed to, a server that is back has the weights that it had.
     outcomes, *_ = sample(Server(refuse), requests=8)
     assert all("lost with server-0, server-0" in r.error for r, _ in outcomes.values())

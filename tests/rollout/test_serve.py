@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 from living_processes import living
-from stand_ins import VOCABULARY, external
+from stand_ins import VOCABULARY, external, sampled
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
@@ -49,7 +49,7 @@ def test_a_split_fleet_answers_restarts_and_ends_with_the_run(tiny_model, tmp_pa
     worker.start()
     try:
         worker.wait_ready()
-        result = worker.generate(1, PROMPTS, [8, 8])
+        result = sampled(worker, 1, PROMPTS, [8, 8])
         result.check_accounts(16)
         assert set(result.counts_by_server) == {"server-0", "server-1"} and result.counts["failed"] == 0
         before = {e.name: e for e in worker.begin_sync(2)}

@@ -16,7 +16,7 @@ from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import server as server_module
-from dynamo_megatron.rollout.servers.server import SGLangServer, check_reachable, library_path
+from dynamo_megatron.rollout.servers.server import LONGER_CONTEXT, SGLangServer, check_reachable, library_path
 from dynamo_megatron.runtime import guard
 
 END = 3  # <|im_end|>
@@ -79,38 +79,43 @@ def test_a_silent_server_times_out(tmp_path):
         server.stop()
 
 
-def started_with(folder, **settings) -> str:
-    """The words and the variable on a longer context that a server of a model of 2048 tokens is started with."""
+def started_with(folder, model, **config) -> list[str]:
+    """The words that a server is started with, and two variables."""
     python, log = folder / "python", folder / "sglang.log"
-    python.write_text(f'#!/bin/sh\necho "$@" longer=${server_module.LONGER_CONTEXT} end\nexec sleep 100\n')
+    python.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" longer=${LONGER_CONTEXT} "path $PYTHONPATH" end\nexec sleep 100\n'
+    )
     python.chmod(0o755)
-    (folder / "config.json").write_text('{"max_position_embeddings": 2048}')
-    config = RolloutConfig(python=str(python), server_args=settings.pop("server_args", []))
-    server = SGLangServer(config, ModelConfig(path=str(folder), **settings), log)
+    log.unlink(missing_ok=True)
+    server = SGLangServer(RolloutConfig(python=str(python), **config), model, log)
     server.start()
     try:
         deadline = time.monotonic() + 60
-        while " end\n" not in log.read_text():
+        while "\nend\n" not in log.read_text():
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
     finally:
         server.stop()
-    return log.read_text()
+    return log.read_text().splitlines()
 
 
-def test_a_server_has_room_for_sequences_of_the_models_length(tmp_path, monkeypatch):
-    monkeypatch.delenv(server_module.LONGER_CONTEXT, raising=False)
-    said = started_with(tmp_path)
-    assert " --context-length 2054 " in said and "longer=1 " in said
-    (tmp_path / "sglang.log").unlink()
-    said = started_with(tmp_path, max_length=2044)
-    assert " --context-length 2050 " in said and "longer=1 " in said
-    (tmp_path / "sglang.log").unlink()
-    said = started_with(tmp_path, max_length=1024)
-    assert "--context-length" not in said and "longer= " in said
-    (tmp_path / "sglang.log").unlink()
-    said = started_with(tmp_path, server_args=["--context-length=512"])
-    assert said.count("--context-length") == 1 and "longer= " in said
+@pytest.mark.parametrize(
+    ("max_length", "given", "context", "longer"),
+    [
+        (None, [], "2054", "1"),
+        (2044, [], "2050", "1"),
+        (1024, [], None, ""),
+        (None, ["--context-length=512"], None, ""),
+    ],
+)
+def test_a_server_has_room_for_sequences_of_the_models_length(
+    tmp_path, monkeypatch, max_length, given, context, longer
+):
+    monkeypatch.delenv(LONGER_CONTEXT, raising=False)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    words = started_with(tmp_path, ModelConfig(path=str(tmp_path), max_length=max_length), server_args=given)
+    assert f"longer={longer}" in words and set(given) <= set(words)
+    assert (words[words.index("--context-length") + 1] if "--context-length" in words else None) == context
 
 
 def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):
@@ -198,8 +203,8 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
             response = await client.generate("one", [20, 30, 40])
             sampling = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
             payload = {"input_ids": [20], "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}
-            async with client._post("/generate", payload) as reply:
-                return response, (await reply.json())["meta_info"]["output_top_logprobs"]
+            _, reply = await client._request("POST", "/generate", payload)
+            return response, reply["meta_info"]["output_top_logprobs"]
 
     before = {child.pid for child in psutil.Process().children()}
     server.start()
@@ -208,13 +213,10 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
         main = next(child for child in psutil.Process().children() if child.pid not in before)
         processes = [main, *main.children(recursive=True)]
     finally:
-        started = time.monotonic()
         server.stop()
-    assert time.monotonic() - started < 12
     assert len(processes) >= 3  # the HTTP server, scheduler, detokenizer
-    psutil.wait_procs(processes, timeout=3)
-    left = living(processes)
-    assert left == []
+    psutil.wait_procs(processes, timeout=60)
+    assert living(processes) == []
 
     import torch
     from transformers import AutoModelForCausalLM
@@ -235,21 +237,8 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
 
 @pytest.mark.parametrize("quantization", ["fp8", None])
 def test_a_server_with_fp8_weights_is_told_their_form_and_waits_for_them(tmp_path, quantization):
-    python, log = tmp_path / "python", tmp_path / "sglang.log"
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "path $PYTHONPATH" end\nexec sleep 100\n')
-    python.chmod(0o755)
     given = ["--json-model-override-args", '{"num_hidden_layers": 2}', "--log-level", "info"]
-    config = RolloutConfig(python=str(python), quantization=quantization, server_args=given)
-    server = SGLangServer(config, ModelConfig(path="unused"), log)
-    server.start()
-    try:
-        deadline = time.monotonic() + 60
-        while "\nend\n" not in log.read_text():
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-    finally:
-        server.stop()
-    words = log.read_text().splitlines()
+    words = started_with(tmp_path, ModelConfig(path="unused"), quantization=quantization, server_args=given)
     assert words.count("--json-model-override-args") == 1 and words[words.index("--log-level") + 1] == "info"
     override = json.loads(words[words.index("--json-model-override-args") + 1])
     plugins = next(word for word in words if word.startswith("path "))

@@ -1,6 +1,5 @@
 import dataclasses
 import errno
-import json
 import os
 import re
 import secrets
@@ -9,10 +8,9 @@ import pytest
 from stand_ins import rollout
 
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.reuse import reusable
 from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file
 from dynamo_megatron.runtime.line_files import compressed
-from dynamo_megatron.types import Prompt
+from dynamo_megatron.types import EpisodeRecord
 
 
 def test_what_was_appended_is_read_back(tmp_path):
@@ -72,23 +70,26 @@ def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
     }
 
 
-def test_whatever_ids_a_file_has_they_are_discarded_by_and_shown_short(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tokens": "abc"}, "not a rollout: tokens: Input should be a valid array, not 'abc'"),
+        ({"group_id": "000003-0001"}, "rollout_id '000003-0000-001' in group '000003-0001'"),
+        ({"rollout_id": "000003-0000-x"}, "rollout_id '000003-0000-x' in group '000003-0000'"),
+        (
+            {"episode": EpisodeRecord([0], {"turns": "3"})},
+            "not a rollout: episode.counts.turns: Input should be a valid",
+        ),
+    ],
+)
+def test_a_line_that_is_no_rollout_of_a_step_is_named(tmp_path, changes, why):
     store = RolloutStore(tmp_path)
-    sound = rollout("000003-0000-000")
-    store.append(sound)
-    for name in ("\x1b]0;owned\x07" + "9" * 1_000_000, 'a"b\\é', ["x", {"y": 1}], 5, None):
-        store.append(dataclasses.replace(sound, rollout_id=name))
+    store.append(rollout("000003-0000-000"), dataclasses.replace(rollout("000003-0000-001"), **changes))
     path = step_file(tmp_path, 3)
-    spaced = json.dumps(vars(dataclasses.replace(sound, rollout_id="000003-0000-007"))).encode()
-    escaped = spaced.replace(b'"000003-0000-007"', b'"\\u003000003-0000-008"')
-    path.write_bytes(path.read_bytes() + compressed(spaced + b"\n") + compressed(escaped + b"\n"))
-    prompt = Prompt(sound.prompt_id, text="a", tokens=[1, 2])
-    reuse = reusable(store.lines(3), {sound.rollout_id: prompt}, {"000003-0000"}, range(2, 3), 100, 4)
-    assert list(reuse.kept) == [sound.rollout_id] and len(reuse.discarded) == 7
-    (_, note) = reuse.notes(path)
-    assert note.isprintable() and len(note) < 500
-    store.discard(3, reuse.discarded)
-    assert read_rollouts(path) == [sound]
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}:2: {why}')}"):
+        read_rollouts(path)
+    store.discard(3, ["000003-0000-001", "000003-0000-x"])
+    assert read_rollouts(path) == [rollout("000003-0000-000")]
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ class Ending:
         pass
 
 
-def test_a_disk_that_fails_is_a_start_that_failed(tmp_path, monkeypatch):
+def test_a_disk_that_fails_is_a_start_that_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(supervisor, "PAUSE", 0.0)
     (tmp_path / "file").touch()
     heard = Recorder()
@@ -48,6 +48,7 @@ def test_a_disk_that_fails_is_a_start_that_failed(tmp_path, monkeypatch):
     asyncio.run(asyncio.wait_for(Supervisor(config, ["server-0"], heard).run(), 20))
     assert len(heard.downs) == supervisor.FAILED_STARTS and "Not a directory" in heard.downs[0][0]
     assert [final for _, final in heard.downs] == [False, False, False, True]
+    assert f"server-0, start 1: {heard.downs[0][0]}\n" in capsys.readouterr().out  # the process's log
 
 
 def test_a_server_that_comes_up_and_ends_is_never_given_up(tmp_path, monkeypatch):

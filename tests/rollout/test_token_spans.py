@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import Server, rollout
+from stand_ins import Server, generated, rollout, sampled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dynamo_megatron.rollout.recorded import RecordedRollouts
@@ -72,9 +72,9 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
     assert read_rollouts(step_file(tmp_path, 5)) == [WITH, WITHOUT]
     prompt = Prompt("é", text="?", tokens=[1, 2])
     wanted = dict.fromkeys(("000005-0000-000", "000005-0000-001"), prompt)
-    reuse = reusable(RolloutStore(tmp_path).lines(5), wanted, {"000005-0000"}, range(4, 5), 100, 4)
+    reuse = reusable(RolloutStore(tmp_path).lines(5), wanted, {"000005-0000"}, range(4, 5), 4)
     kept = RolloutBatch.join([reuse.kept[name] for name in wanted])
-    replayed = RecordedRollouts(tmp_path, vocab_size=100, max_new_tokens=4).generate(5, [prompt], [2]).batch
+    replayed = sampled(RecordedRollouts(tmp_path, vocab_size=100, max_new_tokens=4), 5, [prompt], [2]).batch
     for batch in (kept, replayed, RolloutBatch.from_rollouts([WITH, WITHOUT])):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
 
@@ -83,7 +83,7 @@ def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, t
     async def work(generator, push):
         await push(0)
         prompts = [Prompt("steps", text="?", tokens=[20, 30]), Prompt("p0", text="?", tokens=[21, 30])]
-        return await generator.generate(1, prompts, [1, 1], 0)
+        return await generated(generator, 1, prompts, [1, 1], 0)
 
     batch = with_generator(work, Server()).batch
     np.testing.assert_array_equal(batch.step_rewards, [0.5, np.nan, -0.25, *[np.nan] * 3])

@@ -4,9 +4,10 @@ import dataclasses
 import math
 
 import pytest
+from stand_ins import rollout
 
-from dynamo_megatron.rollout.validation import response_fault, rollout_fault, type_fault
-from dynamo_megatron.types import EpisodeRecord, Rollout, TurnRecord
+from dynamo_megatron.rollout.validation import response_fault, rollout_fault
+from dynamo_megatron.types import EpisodeRecord, TurnRecord
 
 SOUND = {
     "tokens": [7, 0, 99],
@@ -20,19 +21,15 @@ FAULTS = {
     "beyond the vocabulary": {"tokens": [7, 100, 1]},
     "negative": {"tokens": [7, -1, 1]},
     "text": {"tokens": [7, "8", 1]},
-    "tokens of another kind": {"tokens": "789"},
     "a logprob less": {"logprobs": [-1.0, -1.0]},
     "a logprob above 0": {"logprobs": [-1.0, 0.01, -1.0]},
     "nan": {"logprobs": [-1.0, math.nan, -1.0]},
     "beyond float32": {"logprobs": [-1.0, -1e308, -1.0]},
-    "a logprob of 4,000 digits": {"logprobs": [-1.0, -(10**4000), -1.0]},
     "aborted": {"finish_reason": "abort"},
     "a gap": {"weight_versions": [(3, 0, 1), (4, 2, 3)]},
-    "twice": {"weight_versions": [(3, 0, 2), (4, 1, 3)]},
     "short": {"weight_versions": [(3, 0, 2)]},
     "a version below -1": {"weight_versions": [(-2, 0, 3)]},
     "a version in text": {"weight_versions": [("3", 0, 3)]},
-    "a pair": {"weight_versions": [(3, 0)]},
 }
 
 
@@ -52,20 +49,7 @@ def test_what_is_not_sound_is_named_in_one_short_line(changes):
     assert said and said.isprintable() and len(said) < 200
 
 
-ROLLOUT = Rollout(
-    "000001-0000-000",
-    "000001-0000",
-    "p",
-    1,
-    [5, 6, 7, 8],
-    [0, 0, 1, 1],
-    [-1.0, -1.0],
-    [(0, 0, 2)],
-    "stop",
-    1.0,
-    True,
-    {},
-)
+ROLLOUT = rollout("000001-0000-000", (7, 8))
 EPISODE = dataclasses.replace(
     ROLLOUT,
     tokens=[5, 6, 7, 8, 5, 9, 8],
@@ -81,11 +65,9 @@ EPISODE = dataclasses.replace(
     [
         (ROLLOUT, {"response_mask": [0, 1, 0, 1]}),
         (ROLLOUT, {"response_mask": [0, 0, 1]}),
-        (ROLLOUT, {"tokens": None}),
         (ROLLOUT, {"tokens": [5, 6, 7, 100]}),
         (ROLLOUT, {"reward": math.nan}),
         (ROLLOUT, {"reward": -1.1e18}),
-        (ROLLOUT, {"success": 1}),
         (ROLLOUT, {"step_rewards": [(0, 3, 1.0)]}),
         (ROLLOUT, {"engine_logprobs": [-1.0]}),
         (EPISODE, {"response_mask": [1, 1, 0, 1, 0, 0, 1]}),
@@ -94,16 +76,9 @@ EPISODE = dataclasses.replace(
         (EPISODE, {"episode": EpisodeRecord([], {})}),
         (EPISODE, {"episode": EpisodeRecord([0, 7], {})}),
         (EPISODE, {"episode": EpisodeRecord([0, 3], {})}),
-        (EPISODE, {"episode": EpisodeRecord([0], {}, turns=[TurnRecord("0", 1, 0.0, 1.0)])}),
     ],
     ids=str,
 )
 def test_a_rollout_of_a_file_is_held_to_the_same(base, changes):
     assert rollout_fault(base, vocab_size=100, max_new_tokens=4) == ""
     assert rollout_fault(dataclasses.replace(base, **changes), vocab_size=100, max_new_tokens=4)
-
-
-def test_a_field_of_another_type_is_named():
-    assert type_fault(EPISODE) == ""
-    broken = dataclasses.replace(EPISODE, episode=EpisodeRecord([0], {"turns": "3"}))
-    assert type_fault(broken) == "episode.counts.turns: Input should be a valid integer, not '3'"

@@ -8,7 +8,7 @@ import threading
 
 import psutil
 import pytest
-from stand_ins import VOCABULARY, Server, external, listening
+from stand_ins import VOCABULARY, Server, external, listening, sampled
 
 from dynamo_megatron.data.templates import decoder_of, load_tokenizer
 from dynamo_megatron.reward import RewardError
@@ -28,8 +28,8 @@ PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30, 40]) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def make_worker(tiny_model, tmp_path_factory):
-    """make_worker(functions) -> a RolloutWorker whose server is a stand-in in a thread."""
+def worker(tiny_model, tmp_path_factory):
+    """A RolloutWorker whose server is a stand-in in a thread."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "rewards_of_test_worker.py").write_text(REWARDS)
     urls, stops, listens, before = [], [], threading.Event(), os.getcwd()
@@ -40,7 +40,7 @@ def make_worker(tiny_model, tmp_path_factory):
     async def serve():
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         stops.append(lambda: loop.call_soon_threadsafe(done.set))
-        async with listening(Server(behaviour, lists=True)) as url:
+        async with listening(Server(behaviour)) as url:
             urls.append(url)
             listens.set()
             await done.wait()
@@ -49,24 +49,11 @@ def make_worker(tiny_model, tmp_path_factory):
     thread.start()
     listens.wait()
     os.chdir(folder)
-
-    def make(functions):
-        config = external(urls, output=tmp_path_factory.mktemp("run"))
-        reward = config.reward.model_copy(update={"functions": functions, "workers": 1})
-        model = config.model.model_copy(update={"path": str(tiny_model)})
-        decoder = decoder_of(load_tokenizer(str(tiny_model)))
-        config = config.model_copy(update={"reward": reward, "model": model})
-        return RolloutWorker(config, [3], VOCABULARY, decoder)
-
-    yield make
-    os.chdir(before)
-    stops[0]()
-    thread.join()
-
-
-@pytest.fixture(scope="module")
-def worker(make_worker):
-    worker = make_worker(["rewards_of_test_worker:length"])
+    config = external(urls, output=tmp_path_factory.mktemp("run"))
+    reward = config.reward.model_copy(update={"functions": ["rewards_of_test_worker:length"], "workers": 1})
+    model = config.model.model_copy(update={"path": str(tiny_model)})
+    config = config.model_copy(update={"reward": reward, "model": model})
+    worker = RolloutWorker(config, [3], VOCABULARY, decoder_of(load_tokenizer(str(tiny_model))))
     worker.start()
     try:
         worker.wait_ready()
@@ -74,11 +61,14 @@ def worker(make_worker):
         yield worker
     finally:
         worker.close()
+        os.chdir(before)
+        stops[0]()
+        thread.join()
 
 
 def test_groups_of_any_size_in_order(worker):
     polls, counted = [], []
-    result = worker.generate(1, PROMPTS, [2, 5, 1, 3], lambda: polls.append(1), lambda *count: counted.append(count))
+    result = sampled(worker, 1, PROMPTS, [2, 5, 1, 3], lambda: polls.append(1), lambda *count: counted.append(count))
     batch = result.batch
     assert batch.group_ids == ["000001-0000"] * 2 + ["000001-0001"] * 5 + ["000001-0002"] + ["000001-0003"] * 3
     assert batch.rollout_ids[:3] == ["000001-0000-000", "000001-0000-001", "000001-0001-000"]
@@ -88,7 +78,7 @@ def test_groups_of_any_size_in_order(worker):
     assert polls and batch.rewards.tolist() == [3.0] * 11
     stored = read_rollouts(step_file(worker._config.output_dir, 1))
     assert sorted(r.rollout_id for r in stored) == sorted(batch.rollout_ids)
-    later = worker.generate(1, PROMPTS[2:], [4, 4], first=4)
+    later = sampled(worker, 1, PROMPTS[2:], [4, 4], first=4)
     assert later.batch.group_ids == ["000001-0004"] * 4 + ["000001-0005"] * 4 and later.reused == 0
 
 
@@ -96,11 +86,11 @@ def test_a_failing_reward_function_keeps_its_message_and_the_worker_lives(worker
     broken = Prompt("broken", text="?", tokens=[20], where="problems.jsonl:4")
     said = r"length failed on prompt 'broken' \(problems.jsonl:4\): KeyError.*no such answer"
     with pytest.raises(RewardError, match=said) as error:
-        worker.generate(5, [PROMPTS[0], broken], [2, 1])
+        sampled(worker, 5, [PROMPTS[0], broken], [2, 1])
     assert str(error.value).startswith('  File "') and str(error.value).count('  File "') == 1
     log = worker.log.read_text()
     assert "\x1b" not in log and "\\x1b[2Jprinted" in log and log.endswith(f"{error.value}\n")
-    assert worker.generate(6, PROMPTS[:1], [1]).counts["requested"] == 1
+    assert sampled(worker, 6, PROMPTS[:1], [1]).counts["requested"] == 1
 
 
 def test_a_child_killed_while_it_generates_is_named_and_leaves_nothing(worker):
@@ -109,9 +99,9 @@ def test_a_child_killed_while_it_generates_is_named_and_leaves_nothing(worker):
     processes = psutil.Process(pid).children(recursive=True)
     assert processes
     with pytest.raises(RolloutError, match=rf"the rollout process \(pid {pid}\) ended \(signal 9\); see .*rollout.log"):
-        worker.generate(10, PROMPTS, [8] * 4, on_poll=lambda: os.kill(pid, signal.SIGKILL))
+        sampled(worker, 10, PROMPTS, [8] * 4, on_poll=lambda: os.kill(pid, signal.SIGKILL))
     with pytest.raises(RolloutError, match="ended"):
-        worker.generate(10, PROMPTS, [1] * 4)
+        sampled(worker, 10, PROMPTS, [1] * 4)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.wait(60)

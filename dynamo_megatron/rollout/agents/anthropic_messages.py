@@ -20,39 +20,25 @@ def chat_request(request: Mapping[str, Any]) -> dict[str, Any]:
     other blocks and for tools that Anthropic's servers would carry out.
     """
     asked = {name: value for name, value in request.items() if name not in TRANSLATED}
-    messages = request.get("messages")
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise BadRequest("messages: give a list of at least one message")
-    asked["messages"] = [m for number, message in enumerate(messages) for m in _messages(message, number)]
+    asked["messages"] = [m for number, message in enumerate(request["messages"]) for m in _messages(message, number)]
     if system := request.get("system"):
         asked["messages"].insert(0, {"role": "system", "content": _text(system, "system")})
-    if tools := request.get("tools"):
-        if not isinstance(tools, Sequence) or isinstance(tools, str):
-            raise BadRequest("tools: not a list")
-        asked["tools"] = [_tool(tool, number) for number, tool in enumerate(tools)]
+    asked["tools"] = [_tool(tool, number) for number, tool in enumerate(request.get("tools") or ())]
     if (choice := request.get("tool_choice")) is not None:
-        if not isinstance(choice, Mapping):
-            raise BadRequest("tool_choice: not an object")
-        asked["tool_choice"] = choice.get("type")
+        asked["tool_choice"] = choice["type"]
         asked["disable_parallel_tool_use"] = choice.get("disable_parallel_tool_use")
-    if stop := request.get("stop_sequences"):
-        asked["stop"] = stop
-    if isinstance(output := request.get("output_config"), Mapping):
+    asked["stop"] = request.get("stop_sequences")
+    if output := request.get("output_config"):
         asked["response_format"] = output.get("format")
     return asked
 
 
-def _messages(message: Any, number: int) -> Iterator[Message]:
+def _messages(message: Mapping[str, Any], number: int) -> Iterator[Message]:
     """Of one message: results of tools are messages of their own."""
-    where = f"messages[{number}]"
-    if not isinstance(message, Mapping):
-        raise BadRequest(f"{where}: not an object")
-    role, content = message.get("role"), message.get("content")
+    where, role, content = f"messages[{number}]", message["role"], message["content"]
     if role not in ("user", "assistant", "system"):
         raise BadRequest(f"{where}.role: {role!r:.40} is none of user, assistant, system")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, Sequence) or not all(isinstance(block, Mapping) for block in blocks):
-        raise BadRequest(f"{where}.content: neither a text nor a list of blocks")
     texts: list[Mapping[str, Any]] = []
     calls: list[Message] = []
     for block in blocks:
@@ -71,28 +57,24 @@ def _messages(message: Any, number: int) -> Iterator[Message]:
         yield {"role": role, "content": _text(texts, where), **({"tool_calls": calls} if calls else {})}
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
     """Blocks of text are lines."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
-        raise BadRequest(f"{where}: neither a text nor a list of blocks")
     for block in content:
-        kind = block.get("type") if isinstance(block, Mapping) else block
-        if kind != "text" or not isinstance(block.get("text"), str):
-            raise BadRequest(
-                f"{where}: a block of type {kind!r:.40}; only text, tool_use and tool_result are understood"
-            )
+        if block["type"] != "text":
+            kind = f"{block['type']!r:.40}"
+            raise BadRequest(f"{where}: a block of type {kind}; only text, tool_use and tool_result are understood")
     return "\n".join(block["text"] for block in content)
 
 
-def _tool(tool: Any, number: int) -> Message:
-    if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
+def _tool(tool: Mapping[str, Any], number: int) -> Message:
+    if tool.get("type") not in (None, "custom"):
         raise BadRequest(f"tools[{number}]: only tools with an input_schema, which the agent carries out")
     function = {
-        "name": tool.get("name"),
+        "name": tool["name"],
         "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
+        "parameters": tool["input_schema"],
     }
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 

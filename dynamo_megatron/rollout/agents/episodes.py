@@ -19,9 +19,10 @@ from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPoo
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
 from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.rollout.dispatch import Request, Siblings
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
-from dynamo_megatron.rollout.sampling import Request, Sampling
-from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.rollout.sampling import ask
+from dynamo_megatron.rollout.servers.fleet import Fleet, NoServer
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import EpisodeRecord, TurnRecord, plain_data
 
@@ -103,49 +104,37 @@ class Episodes:
         urgent: bool = False,
     ):
         self.agents = agents
-        self._pending, self._take, self._urgent = list(requests), take, urgent
+        self._pending, self._take = list(requests), take
         self._free = agents.free_for_evaluation if urgent else agents.free
-        self._waiting: dict[Request, asyncio.Future[tuple[Response, str]]] = {}  # turns
-        self._sampling: Sampling
+        self._number = agents.fleet.next_number(urgent)
+        self._lost: asyncio.Future[Exception]  # why no server is left
         self.begun: Mapping[str, Response] = {}  # an interrupted episode starts again
-        self.retries: Counter[str] = Counter()
-        self.finished: list[float] = []
 
     async def run(self) -> None:
         """As `Sampling.run`. Where no server is left, the episodes that are under way end, and start again in the next
         call."""
-        self._sampling = Sampling(self.agents.fleet, [], self._answered, urgent=self._urgent, stays_open=True)
-        serving = asyncio.create_task(self._sampling.run())
-        running = {asyncio.create_task(self._episode(request)): request for request in self._pending}
-        takes: set[asyncio.Task] = set()
+        self._lost = asyncio.get_running_loop().create_future()
         try:
-            while running or takes:
-                done, _ = await asyncio.wait({serving, *running, *takes}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done & running.keys():
-                    request = running.pop(task)
-                    takes.add(asyncio.create_task(self._done(request, *task.result())))
-                for task in done & takes:
-                    takes.remove(task)
-                    task.result()
-                if serving in done:
-                    serving.result()
-            self._sampling.close()
-            await serving
-        except SyncNeeded:
-            await asyncio.gather(*takes)  # what came is final
-            raise
-        finally:
-            left = [serving, *running, *takes]
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left)
-            self.retries.update(self._sampling.retries)
+            async with asyncio.TaskGroup() as tasks:
+                for request in self._pending:
+                    tasks.create_task(self._one(request))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        if self._lost.done():
+            raise self._lost.result()
 
-    async def _done(self, request: Request, finished: Finished, server: str) -> None:
+    async def _one(self, request: Request) -> None:
+        episode = asyncio.create_task(self._episode(request))
+        try:
+            await asyncio.wait({episode, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not episode.done():
+                return
+        finally:
+            episode.cancel()
+            await asyncio.wait([episode])
         self._pending.remove(request)
         del self.agents.starts[request.name]
-        self.finished.append(time.monotonic())
-        await self._take(request, finished, server)
+        await self._take(request, *episode.result())
 
     async def _episode(self, request: Request) -> tuple[Finished, str]:
         """The outcome, and the server that gave the last answer."""
@@ -161,24 +150,17 @@ class Episodes:
             return last.failed("error", why), last.server
 
     async def ask(self, turn: Request) -> tuple[Response, str]:
-        """The answer to one turn, and who gave it. Cancelled, it ends the request."""
-        answer = self._waiting[turn] = asyncio.get_running_loop().create_future()
-        self._sampling.add(turn)
-        try:
-            return await answer
-        finally:
-            del self._waiting[turn]
-            self._sampling.withdraw(turn)
-
-    async def _answered(self, turn: Request, response: Response, server: str) -> None:
-        if (answer := self._waiting.get(turn)) is not None and not answer.done():
-            answer.set_result((response, server))
-
-    def end(self, group: str) -> None:
-        """Ends the turns of an episode that has ended without waiting for them."""
-        for turn, answer in self._waiting.items():
-            if turn.group == group and not answer.done():
-                answer.set_exception(BadRequest("the episode has ended"))
+        """The answer to one turn, and who gave it. Where no server is left, waits for the end of all episodes."""
+        turn.order = self._number, 0
+        while True:
+            with contextlib.suppress(NoServer):
+                return await ask(self.agents.fleet, turn)
+            try:
+                await self.agents.fleet.wait_serving()
+            except (SyncNeeded, RolloutError) as error:
+                if not self._lost.done():
+                    self._lost.set_result(error)
+                await asyncio.Future()
 
 
 class _Attempt:
@@ -187,7 +169,8 @@ class _Attempt:
     def __init__(self, episodes: Episodes, request: Request, number: int, until: float):
         self._episodes, self._request, self._number, self._until = episodes, request, number, until
         self._agents, self._prompt = episodes.agents, request.prompt
-        self.server = ""
+        self.server, self._turns = "", Siblings()
+        self._ended = asyncio.get_running_loop().create_future()  # requests under way are refused then
         limits = self._agents.limits(request.max_new_tokens)
         self._session = Session(Episode(self._agents.chat), limits, self._sample, self._parse_tools)
 
@@ -206,7 +189,7 @@ class _Attempt:
         finally:
             service.close(key)
             session.ended = True
-            self._episodes.end(name)
+            self._ended.set_result(None)
             self._agents.note(list(session.ignored))
         if session.failure and finish != "abort":
             error = session.failure
@@ -293,9 +276,18 @@ class _Attempt:
             request.temperature,
             most,
             stop,
+            siblings=self._turns,
             limit=self._until,
         )
-        response, self.server = await self._episodes.ask(turn)
+        self._turns.tokens += turn.expected
+        asking = asyncio.create_task(self._episodes.ask(turn))
+        try:
+            await asyncio.wait({asking, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise BadRequest("the episode has ended")
+            response, self.server = asking.result()
+        finally:
+            asking.cancel()
         return response
 
     async def _parse_tools(self, text: str, tools: list[Message]) -> tuple[str, list[Message]]:

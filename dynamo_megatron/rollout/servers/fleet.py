@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import math
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 import aiohttp
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
-from dynamo_megatron.rollout.dispatch import Load
+from dynamo_megatron.rollout.dispatch import Load, Request, choose_server
 from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
@@ -36,13 +38,11 @@ MOMENT = 1.0  # seconds
 REJECTED_SHARE = 0.5  # of a server's rollouts in one call: where more are rejected, it is restarted
 
 
-class Starter(Protocol):
-    """What starts and restarts servers; it notifies the fleet through `up` and `down`."""
+class NoServer(Exception):
+    """No server is serving, and no weight sync is under way that may change it."""
 
-    def restart(self, name: str, incarnation: int, why: str) -> None:
-        """Has this incarnation of the server, or an earlier one, restarted."""
 
-    async def run(self) -> None: ...
+Starter: TypeAlias = Supervisor | Announced | External  # starts servers, and restarts them
 
 
 @dataclass(eq=False)
@@ -54,14 +54,12 @@ class Server:
     client: SGLangClient
     version: int | None
     gone: asyncio.Future
+    use: ServerUse  # since the last `take_use`
     load: Load = field(default_factory=Load)
     refusals: int = 0  # in a row
     moment: float = -math.inf  # monotonic seconds: start of the last MOMENT with lost connections
     lost: int = 0  # connections lost in that moment
-    kv_cache: float | None = None  # the largest share in use that was seen since the last report
-    tokens: int = 0  # sampled since the last `take_use`
-    busy: float = 0.0  # seconds with a request under way, up to the last one's end
-    busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `busy` yet
+    busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `use` yet
     rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
 
     @property
@@ -79,18 +77,8 @@ class Server:
         self.load.requests -= 1
         self.load.tokens -= tokens
         if not self.load.requests:
-            self.busy += time.monotonic() - self.busy_since
+            self.use.busy += time.monotonic() - self.busy_since
             self.rested.set()
-
-    def take_use(self) -> tuple[int, float]:
-        """(tokens sampled, seconds with a request under way) since the last call."""
-        now = time.monotonic()
-        if self.load.requests:
-            self.busy += now - self.busy_since
-            self.busy_since = now
-        use = self.tokens, self.busy
-        self.tokens, self.busy = 0, 0.0
-        return use
 
 
 async def answers(client: SGLangClient, limit: float) -> bool:
@@ -103,10 +91,11 @@ class Fleet:
     """Keeps the clients of the servers that are up, and decides which may answer. `session` has to stay open until
     `run`, which keeps the servers, has ended.
 
-    `listeners` are called when a server joins or leaves, or can take another request. A weight sync is `begin_sync`
-    and then `end_sync`; between them no server may answer. A `begin_sync` that is cancelled or fails leaves the fleet
-    in that state: `wait_serving` then returns after the next weight sync only.
+    A weight sync is `begin_sync` and then `end_sync`; between them no server may answer. A `begin_sync` that is
+    cancelled or fails leaves the fleet in that state: `wait_serving` then returns after the next weight sync only.
     """
+
+    kind = "rollout server"  # in messages
 
     def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
         self.config, self._session = config, session
@@ -117,21 +106,26 @@ class Fleet:
         self._changed = asyncio.Event()
         self.version: int | None = None  # the policy's; None before the first weight sync
         self.syncing = False
-        self.listeners: list[Callable[[], None]] = []
-        self._used_since: float | None = None
-        self.restarts: Counter[str] = Counter()  # since the last report
-        self.notes: list[str] = []  # since the last report
-        self._starters: dict[str, Starter] = {}  # by name of the server
-        rollout = config.rollout
+        self._waiting: list[tuple[tuple[int, int], int, Request, asyncio.Future[Server]]] = []  # a heap
+        self._numbers = itertools.count(1)
+        self._used_since = 0.0  # monotonic seconds
+        self.uses: defaultdict[str, ServerUse] = defaultdict(ServerUse)  # by server, since the last `take_use`
+        self.notes: list[str] = []  # for the user, since they were last taken
+        self._starters = self._make_starters()
+
+    def _make_starters(self) -> dict[str, Starter]:
+        """By name of the server."""
+        config, rollout = self.config, self.config.rollout
         if rollout.placement == "external":
             urls = dict(zip(server_names(len(rollout.urls), 1, 0), rollout.urls, strict=True))
-            self._starters = dict.fromkeys(urls, External(config, urls, self))
-            return
+            return dict.fromkeys(urls, External(config, urls, self))
+        starters: dict[str, Starter] = {}
         here = server_names(rollout.servers, training_nodes(), 0) if rollout.placement == "colocated" else []
         if here:
-            self._starters = dict.fromkeys(here, Supervisor(config, here, self))
+            starters |= dict.fromkeys(here, Supervisor(config, here, self))
         if others := [name for name in server_names(rollout.servers, 1, 0) if name not in here]:
-            self._starters |= dict.fromkeys(others, Announced(config.output_dir, others, self))
+            starters |= dict.fromkeys(others, Announced(config.output_dir, others, self))
+        return starters
 
     async def run(self) -> None:
         """Starts the servers and keeps them running until it is cancelled; then it stops them."""
@@ -144,18 +138,21 @@ class Fleet:
     def up(self, endpoint: Endpoint) -> None:
         if endpoint.name in self._servers:
             self._leave(endpoint.name, "it was restarted")
+        self._final.discard(endpoint.name)  # another node may have taken it over
         rollout = self.config.rollout
         client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size)
         gone = asyncio.get_running_loop().create_future()
-        self._servers[endpoint.name] = Server(endpoint, client, 0 if self.version is None else None, gone)
+        self._servers[endpoint.name] = Server(
+            endpoint, client, 0 if self.version is None else None, gone, self.uses[endpoint.name]
+        )
         if self._missing.pop(endpoint.name, None) is not None:
-            self.restarts[endpoint.name] += 1
+            self.uses[endpoint.name].restarts += 1
         self._announce()
 
     def down(self, name: str, why: str, final: bool) -> None:
+        self._final |= {name} if final else set()
         self._leave(name, why)
         if final:
-            self._final.add(name)
             self.notes.append(f"{name} is not started again: {why}")
         self._announce()
 
@@ -183,17 +180,53 @@ class Fleet:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        self.wake()
-
-    def wake(self) -> None:
-        for listener in list(self.listeners):
-            listener()
+        self._assign()
 
     # -- who may answer --------------------------------------------------------------------------------------------
     def serving(self) -> dict[str, Server]:
         """Returns the servers that have the policy's weights, by name."""
         version = 0 if self.version is None else self.version
         return {name: server for name, server in sorted(self._servers.items()) if server.version == version}
+
+    def next_number(self, urgent: bool) -> int:
+        """Returns a number for the `order` of requests: larger than all before; 0 for those that are urgent."""
+        return 0 if urgent else next(self._numbers)
+
+    async def acquire(self, request: Request) -> Server:
+        """Waits until a server can take the request, and counts it in there. Raises NoServer."""
+        found = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (request.order, next(self._numbers), request, found))
+        self._assign()
+        try:
+            return await found
+        except asyncio.CancelledError:
+            if not found.cancelled() and found.exception() is None:
+                self.release(request, found.result())
+            raise
+
+    def release(self, request: Request, server: Server) -> None:
+        """Counts a request out."""
+        server.leave(request.expected)
+        self._assign()
+
+    def _assign(self) -> None:
+        """Gives servers to the waiting requests, in their order."""
+        servers = self.serving()
+        while self._waiting:
+            *_, request, found = self._waiting[0]
+            if not servers and not self.syncing and not found.done():
+                found.set_exception(NoServer())
+            if not found.done():
+                failed = {*request.refused, *request.lost}  # another server is preferred where there is one
+                allowed = {name: server for name, server in servers.items() if name not in failed} or servers
+                loads, siblings = {name: server.load for name, server in allowed.items()}, request.siblings
+                name = choose_server(loads, self.config.rollout.concurrency, siblings.home, siblings.tokens)
+                if name is None:
+                    return
+                siblings.home = name
+                servers[name].enter(request.expected)
+                found.set_result(servers[name])
+            heapq.heappop(self._waiting)
 
     def clients(self, first: str = "") -> list[SGLangClient]:
         """Returns the clients of the servers that are up, whatever their weights. `first`: the name of the first one,
@@ -281,8 +314,10 @@ class Fleet:
         during a weight sync and on a restarted server, whose memory may be released."""
         while True:
             await asyncio.sleep(min(HEALTH_EVERY, self.config.rollout.health_timeout / 4))
-            busy = [server for server in self.serving().values() if server.load.requests]
-            await asyncio.gather(*map(self._watch_one, busy))
+            await asyncio.gather(*map(self._watch_one, self._watched()))
+
+    def _watched(self) -> list[Server]:
+        return [server for server in self.serving().values() if server.load.requests]
 
     async def _watch_one(self, server: Server) -> None:
         try:
@@ -292,7 +327,8 @@ class Fleet:
                 self.mark_failed(server.endpoint, str(error))
             return
         with contextlib.suppress(RolloutError):
-            server.kv_cache = max(server.kv_cache or 0.0, await server.client.kv_cache_share(HEALTH_EVERY))
+            share = await server.client.kv_cache_share(HEALTH_EVERY)
+            server.use.kv_cache = max(server.use.kv_cache or 0.0, share)
 
     async def _check(self, server: Server) -> None:
         """Raises RolloutError where the server does not answer."""
@@ -326,25 +362,23 @@ class Fleet:
             if share > REJECTED_SHARE and name in self._servers:
                 self.mark_failed(self._servers[name].endpoint, f"{share:.0%} of its rollouts were rejected")
 
-    # -- reports ---------------------------------------------------------------------------------------------------
+    # -- use -------------------------------------------------------------------------------------------------------
     def work_begins(self) -> None:
-        self._used_since = self._used_since or time.monotonic()
+        """Forgets what evaluations have used."""
+        self._used_since = time.monotonic()
+        for use in self.uses.values():
+            use.tokens, use.busy, use.retries = 0, 0.0, 0
 
-    def take_use(self) -> tuple[float, dict[str, tuple[int, float]]]:
-        """Returns the seconds since the last call (the first time: since `work_begins`), and for each server that is up
-        the tokens that it sampled in them and the seconds with a request under way."""
+    def take_use(self) -> tuple[float, dict[str, ServerUse]]:
+        """Returns the seconds since the last call, or since `work_begins`, and what each server did in them."""
         before, self._used_since = self._used_since, time.monotonic()
-        return self._used_since - before, {name: server.take_use() for name, server in self._servers.items()}
-
-    def report(self) -> tuple[dict[str, ServerUse], list[str]]:
-        """Returns what happened since the last report: counts by server, and notes."""
-        uses = {name: ServerUse(restarts=count) for name, count in self.restarts.items()}
+        uses, self.uses = dict(self.uses), defaultdict(ServerUse)
         for name, server in self._servers.items():
-            uses.setdefault(name, ServerUse()).kv_cache = server.kv_cache
-            server.kv_cache = None
-        notes, self.notes = self.notes, []
-        self.restarts.clear()
-        return uses, notes
+            if server.load.requests:
+                server.use.busy += self._used_since - server.busy_since
+                server.busy_since = self._used_since
+            server.use = self.uses[name]
+        return self._used_since - before, uses
 
     async def _change(self, deadline: float) -> bool:
         """Waits for a server to come or go; False at the deadline, or where all are out for good."""
@@ -364,9 +398,9 @@ class Fleet:
 
     def _why_none(self) -> str:
         return (
-            f"no rollout server came up within rollout.start_timeout ({self.config.rollout.start_timeout:g} s)"
+            f"no {self.kind} came up within rollout.start_timeout ({self.config.rollout.start_timeout:g} s)"
             if not self._missing
-            else f"no rollout server is up; {self._causes()}"
+            else f"no {self.kind} is up; {self._causes()}"
         )
 
 

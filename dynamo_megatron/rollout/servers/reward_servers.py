@@ -6,9 +6,7 @@ nodes, in turn over the nodes, else by the rollout process on rank 0's node.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import time
 from pathlib import Path
 
 import aiohttp
@@ -16,16 +14,14 @@ import aiohttp
 from dynamo_megatron.config import Config, ModelConfig
 from dynamo_megatron.reward.functions import NoScore
 from dynamo_megatron.reward.http import Address, Addresses, classifier_output
-from dynamo_megatron.rollout.client import SGLangClient
+from dynamo_megatron.rollout.client import ANY_TOKEN, SGLangClient
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.announcements import Announced, servers_folder
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.fleet import HEALTH_EVERY, Starter, answers
+from dynamo_megatron.rollout.servers.fleet import Fleet, Server, Starter
 from dynamo_megatron.rollout.servers.server import SGLangServer
 from dynamo_megatron.rollout.servers.supervisor import Listener, Supervisor
 from dynamo_megatron.runtime.seeds import derived_seed
-
-POLL_EVERY = 0.2  # seconds
 
 
 class ClassifierServer(SGLangServer):
@@ -45,63 +41,33 @@ class ClassifierServer(SGLangServer):
             raise RolloutError(f"reward.reward_model.path: {self._model.path}: {error}; see {self.log}") from None
 
 
-class RewardServers:
-    """Keeps `addresses` at the servers that are up while `run` does."""
+class RewardServers(Fleet):
+    """Keeps `addresses` at the servers that are up while `run` does. Raises ValueError where `rollout.host` or
+    `reward.servers.port` cannot be used."""
 
-    def __init__(self, config: Config):
-        """Raises ValueError where `rollout.host` or `reward.servers.port` cannot be used."""
+    kind = "server of the reward model"
+
+    def __init__(self, config: Config, session: aiohttp.ClientSession):
         self.addresses = Addresses(restarts_within=config.rollout.start_timeout)
-        self.notes: list[str] = []  # for the user, since they were last taken
-        self._config = config
-        self._up: dict[str, Endpoint] = {}
-        self._final: set[str] = set()
-        names = server_names(config, 1, 0)
-        split = config.rollout.placement == "split"
-        self._starter: Starter = (
-            Announced(announced_in(config), names, self) if split else supervisor(config, names, self)
+        super().__init__(config, session, [], ANY_TOKEN)
+
+    def _make_starters(self) -> dict[str, Starter]:
+        names, split = server_names(self.config, 1, 0), self.config.rollout.placement == "split"
+        starter: Starter = (
+            Announced(announced_in(self.config), names, self) if split else supervisor(self.config, names, self)
         )
-        self._count = len(names)
+        return dict.fromkeys(names, starter)
 
     def up(self, endpoint: Endpoint) -> None:
-        self._up[endpoint.name] = endpoint
-        self._final.discard(endpoint.name)  # another node may have taken it over
+        super().up(endpoint)
         self.addresses.up(endpoint.name, Address(endpoint.url, endpoint.api_key))
 
-    def down(self, name: str, why: str, final: bool) -> None:
-        """May be called again for a server that is down."""
-        self._final |= {name} if final else set()
-        self.addresses.down(name, why, final=len(self._final) == self._count)
-        if self._up.pop(name, None) is not None or final:
-            self.notes.append(f"{name} is {'not started again' if final else 'started again'}: {why}")
+    def _leave(self, name: str, why: str) -> None:
+        super()._leave(name, why)
+        self.addresses.down(name, why, final=self._final >= self._starters.keys())
 
-    async def run(self, session: aiohttp.ClientSession) -> None:
-        """For ever; cancelled, it ends the servers."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._starter.run())
-            group.create_task(self._watch(session))
-
-    async def wait_started(self) -> None:
-        """Until a server is up. Raises RolloutError where none comes up."""
-        end = time.monotonic() + self._config.rollout.start_timeout
-        while not self._up:
-            if len(self._final) == self._count or time.monotonic() > end:
-                why = "; ".join(self.notes) or "nothing was heard of them within rollout.start_timeout"
-                raise RolloutError(f"no server of the reward model came up: {why}")
-            await asyncio.sleep(POLL_EVERY)
-
-    async def _watch(self, session: aiohttp.ClientSession) -> None:
-        while True:
-            await asyncio.gather(*(self._check(session, endpoint) for endpoint in self._up.values()))
-            await asyncio.sleep(HEALTH_EVERY)
-
-    async def _check(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
-        """A server that does not answer is restarted."""
-        limit = self._config.rollout.health_timeout
-        healthy = await answers(SGLangClient(session, endpoint, self._config.rollout, []), limit)
-        if not healthy and self._up.get(endpoint.name) == endpoint:
-            why = f"no answer to /health for rollout.health_timeout ({limit:g} s)"
-            self.down(endpoint.name, why, False)
-            self._starter.restart(endpoint.name, endpoint.incarnation, why)
+    def _watched(self) -> list[Server]:
+        return list(self._servers.values())
 
 
 def server_names(config: Config, nodes: int, node: int) -> list[str]:

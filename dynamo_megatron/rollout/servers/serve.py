@@ -59,30 +59,18 @@ async def _serve(config: Config, parts: list[Part]) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     for number in (signal.SIGTERM, signal.SIGINT, END):
         loop.add_signal_handler(number, task.cancel)
-    tasks = [asyncio.create_task(_serve_part(config, *part)) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for ended in done:
-            ended.result()
-    finally:
-        for part in tasks:
-            part.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*(_serve_part(config, *part) for part in parts))  # where one fails, `run` ends the others
 
 
 async def _serve_part(config: Config, side: NodeSide, supervisor: Supervisor) -> None:
     """Runs the servers of one part until the run ends. Raises TimeoutError where no run shows itself."""
     await side.join(config.trainer.timeout)
-    keeping, telling = tasks = [asyncio.create_task(work) for work in (supervisor.run(), side.run(supervisor))]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if keeping.done():
-            keeping.result()
-        await telling  # also where all servers are down for good: the run has to be notified
+        async with asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(supervisor.run())
+            await side.run(supervisor)  # also where all servers are down for good: the run has to be notified
+            keeping.cancel()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         side.leave()
 
 

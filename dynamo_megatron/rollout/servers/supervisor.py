@@ -96,6 +96,7 @@ class Supervisor:
                     await _in_thread(server.stop)
             except (RolloutError, ValueError, OSError) as error:  # OSError: a disk that is full, a file handle lost
                 why = str(error)
+            print(f"{name}, start {incarnation}: {why}", flush=True)  # to the log of the process
             self._listener.down(name, why, failed_starts == FAILED_STARTS)
             await asyncio.sleep(PAUSE * 2**failed_starts)
             incarnation += 1

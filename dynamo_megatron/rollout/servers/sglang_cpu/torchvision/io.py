@@ -1,4 +1,0 @@
-def __getattr__(name: str) -> type:
-    from torchvision import placeholder
-
-    return placeholder(name)
