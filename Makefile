@@ -61,10 +61,11 @@ $(INSTALLED): setup.py requirements/lock.txt requirements/sglang_cpu.txt $(if $(
 	@touch $@
 
 extra: .venv-extra/.installed
-.venv-extra/.installed: setup.py requirements/extra.txt requirements/megatron.txt | $(INSTALLED)
+.venv-extra/.installed: setup.py requirements/extra.txt requirements/nemo_run.txt requirements/megatron.txt | $(INSTALLED)
 	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed (set PYTHON=...)" >&2; exit 2; }
 	@test -x .venv-extra/bin/python || $(PYTHON) -m venv .venv-extra
 	@$(EXTRA_PIP) -r requirements/extra.txt
+	@$(EXTRA_PIP) --no-deps -r requirements/nemo_run.txt
 	@$(EXTRA_PIP) --no-deps --no-build-isolation -e .
 	@rm -rf .venv-extra/megatron
 	@$(PIP) --retries 1 --no-deps --only-binary=:all: --ignore-requires-python \
