@@ -136,15 +136,19 @@ class OutputDir:
         except (ValueError, OSError) as error:
             raise ConfigError(f"output_dir: {error}") from None
 
-    def keep_chat_template(self, text: str) -> None:
-        """Writes it where exports and conversions find it. Raises ConfigError where the run began with another one."""
+    def check_chat_template(self, text: str) -> None:
+        """Raises ConfigError where the run began with another one. To be called before the data are opened: problems
+        under another template look like other problems."""
         file = self.path / CHAT_TEMPLATE_FILE
         if has_results(self.path) and file.is_file() and file.read_text(encoding="utf-8") != text:
             raise ConfigError(
                 f"data.chat_template: {self._config.data.chat_template} is not what the run in {self.path} began with, "
                 f"which is in its {CHAT_TEMPLATE_FILE}; resume with that one, or name another output_dir"
             )
-        with replacing(file) as whole:
+
+    def keep_chat_template(self, text: str) -> None:
+        """Writes it where exports and conversions find it."""
+        with replacing(self.path / CHAT_TEMPLATE_FILE) as whole:
             whole.write(text.encode())
 
     def stream_state(self) -> dict[str, Any] | None:

@@ -87,6 +87,8 @@ class TrainJob(Job):
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
+        if config.data.chat_template is not None:
+            self.output.check_chat_template(tokenizer.chat_template)
         check_vocabulary(config.model.path, spec, tokenizer)
 
         def encode(prompt):
