@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import os
 import socket
@@ -211,17 +210,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
-    from measure import machine  # imports torch, which the rollout process does not
+    from measure import keep, machine  # imports torch, which the rollout process does not
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     described = machine(PACKAGES)
     asked = {name: getattr(options, name) for name in ("rollouts", "tokens", "ranks", "rounds")}
     found = asked | measure(options)
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
-    record[options.label] = {"machine": described, **found}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    keep(options.out, options.label, {"machine": described, **found})
 
 
 if __name__ == "__main__":

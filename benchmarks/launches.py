@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import os
 import runpy
 import statistics
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from measure import machine
+from measure import keep, machine
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModel
 
@@ -134,9 +133,7 @@ def main() -> None:
         layout = join_ranks(config_of(paths[2]), dist.HashStore())
         found["ours, a layer"] = of_a_layer(ours(paths[2], layout), ours(paths[4], layout))
         found["milliseconds, 28 layers"] = milliseconds({"transformers": peers[28], "ours": ours(paths[28], layout)})
-    print(json.dumps(found, indent=1))
-    before = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps({**before, label: found}, indent=1) + "\n", encoding="utf-8")
+    keep(RESULTS, label, found)
 
 
 if __name__ == "__main__":

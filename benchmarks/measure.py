@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -49,6 +50,14 @@ def machine(packages: Sequence[str]) -> dict[str, Any]:
         found |= {"gpu": properties.name, "gpu bytes": properties.total_memory, "cuda": torch.version.cuda}
         found |= clocks()
     return found
+
+
+def keep(file: Path, label: str, found: Mapping[str, Any]) -> None:
+    """Prints what was found and writes it into `file` under `label`; other labels stay."""
+    print(json.dumps(found, indent=1))
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**before, label: found}, indent=1) + "\n", encoding="utf-8")
 
 
 def clocks() -> dict[str, str]:

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure import machine
+from measure import keep, machine
 
 RESULTS = Path(__file__).parent / "results" / "small_step.json"
 CONFIGS = ["configs/demo/rl.yaml", "configs/methods/dynamo.yaml"]
@@ -152,11 +152,7 @@ def main() -> None:
     described = machine(PACKAGES)
     with tempfile.TemporaryDirectory() as folder:
         found = watch_run(arguments.steps, arguments.skip, arguments.overrides, Path(folder))
-    record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    record[arguments.label] = {"machine": described, **found}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    keep(arguments.out, arguments.label, {"machine": described, **found})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from tiny_model import make_tiny_model
 
 from dynamo_megatron.config import Config, ModelConfig
 from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.evaluation.results import markdown_row
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server import SGLangServer
 
@@ -241,28 +240,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     record = {"machine": described, "bucket bytes": BUCKET_BYTES, "pushes": arguments.pushes, "found": found}
     (arguments.out / "sync.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(found))
-
-
-def table(found: list[dict[str, Any]]) -> str:
-    head = ["layout", "transport", "server", "MB sent", "to the floor", "seconds", "x a copy", "proof, s"]
-    lines = [markdown_row(head), markdown_row(["---"] * len(head))]
-    for f in found:
-        lines.append(
-            markdown_row(
-                [
-                    f["layout"],
-                    f["transport"],
-                    f"tp{f['server tp']}",
-                    f"{f['bytes sent'] / 1e6:.1f}",
-                    f"{f['bytes to floor']:.3f}",
-                    f"{f['seconds']:.2f} ({f['seconds min']:.2f} to {f['seconds max']:.2f})",
-                    f"{f['ratio to a copy']:.0f}",
-                    f"{f['proof seconds']:.2f}",
-                ]
-            )
-        )
-    return "\n".join(lines)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -27,25 +27,13 @@ from planned import Tokens, compared, plan_of, training_peak
 from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
-from dynamo_megatron.planning.hardware import GPUS
+from dynamo_megatron.planning.hardware import GPUS, gpu_named
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.types import Prompt, Rollout
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = "{prompt}\n"
-# TFLOP/s of dense bfloat16 matrix products, as the makers state them
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "GH200": 989.4,
-    "H200": 989.4,
-    "H100 80GB HBM3": 989.4,
-    "H100 PCIe": 756.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.2,
-    "A10": 125.0,
-}
 
 
 @dataclass(frozen=True)
@@ -227,11 +215,6 @@ def backend_here() -> str:
     return "triton" if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
 
 
-def peak_flops(device_name: str) -> float | None:
-    """bfloat16 FLOP/s of a GPU by its name; None for one that is not in the table."""
-    return next((1e12 * value for name, value in PEAK_TFLOPS.items() if name in device_name), None)
-
-
 def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[str, Any]:
     """One line of metrics.jsonl: seconds, and the share that model FLOPs took of the `peak` FLOP/s of all
     devices (null: unknown).
@@ -300,10 +283,10 @@ def run(
 
 def _figures(work: Work, folder: Path, config: Path, ranks: int) -> dict[str, Any]:
     """Of a run that has ended well: its steps, and the last one beside the plan."""
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    device = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    gpu = device and gpu_named(device.name, device.total_memory)
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    peak = peak_flops(name)
-    steps = [step_figures(work, json.loads(line), peak and peak * ranks) for line in lines]
+    steps = [step_figures(work, json.loads(line), gpu and gpu.flops * ranks) for line in lines]
     planned = training_peak(plan_of(config, work.tokens, GPUS["h100-80"], ranks))
     measured = steps[-1]["peak GPU bytes"]
     return {

@@ -8,7 +8,7 @@ import live_steps
 import pytest
 import torch
 import training_steps
-from training_steps import QWEN_1_5B, TINY, peak_flops, step_figures
+from training_steps import QWEN_1_5B, TINY, step_figures
 
 
 def test_a_part_that_fails_hangs_or_lacks_something_stops_no_other(monkeypatch, capsys, tmp_path):
@@ -58,8 +58,6 @@ def test_flops_are_those_of_the_products():
 
 
 def test_mfu_is_of_the_device():
-    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989.4e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and peak_flops("some GPU") is None
     line = dict.fromkeys(("step", "time/step", "time/weight_sync", "policy/loss", "policy/grad_norm"), 1.0)
     line |= {"time/update": 2.0, "time/logprobs": 1.0, "resources/gpu_memory_max": 7}
     figures = step_figures(TINY, line, 1e9)
