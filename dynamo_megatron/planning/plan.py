@@ -29,7 +29,7 @@ SYNC_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender 
 QUANTIZING, CHECKING = 6, 14
 PROCESS_BYTES = 2 * GIB  # host memory of a rank, or of a rank of a server: an allowance
 ROLLOUT_TOKEN = 76  # bytes a token as Python lists hold it: an int (36), a small int (8), a float (32)
-SLOWEST = 7  # times the floor of log-probs and update: 3.6 to 6.4 were measured on an H100
+SLOWEST = 4  # times the floor of log-probs and update: 2.1 to 2.4 were measured on an H100, with one GPU
 DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 

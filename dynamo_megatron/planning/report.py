@@ -76,7 +76,7 @@ def _host_and_disk(plan: Plan) -> list[str]:
 def _times(plan: Plan) -> list[str]:
     t = plan.times
     return [
-        "floor times of a step at the hardware's stated rates, seconds (an H100 updated 3.6 to 6.4 times slower):",
+        "floor times of a step at the hardware's stated rates, seconds (an H100 took 2.1 to 2.4 times as long):",
         f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.weight_sync:.2f}; "
         f"together {t.step:.1f}{', generated while the ranks train' if t.overlap else ''}",
         f"a stop waits for the end of the step and for the save: `launch slurm --gpu {plan.cluster.gpu.name}` sets "

@@ -25,7 +25,7 @@ def test_a_layout_that_fits(capsys):
     assert "rollouts on disk: 0.4 GiB a step, 44.5 GiB in all" in said
     assert said.splitlines()[-1].startswith("fits: ")
     # 7 x (97.0 + 279.2 s), and 207 GB by two nodes at 1 GB/s
-    assert "--stop-before to 3000 at least" in said
+    assert "--stop-before to 1800 at least" in said
 
 
 README = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "parallel.tp=2", "rollout.max_new_tokens=2048"]
