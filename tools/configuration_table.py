@@ -20,7 +20,7 @@ from dynamo_megatron.config.peer_keys import OURS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
 LONGEST_DEFAULT = 80  # characters; a longer text is in the code
-SHORT = {str: "text", int: "integer", float: "number", bool: "true or false"}
+SHORT = {str: "string", int: "integer", float: "number", bool: "true or false"}
 
 
 def rows(section: Any, at: tuple[str, ...] = ()) -> Iterator[str]:
@@ -35,7 +35,7 @@ def rows(section: Any, at: tuple[str, ...] = ()) -> Iterator[str]:
         kind, default = kind_of(field.annotation), "required"
         if not field.is_required() and inner is None:
             text = yaml.safe_dump(field.default, default_flow_style=True, width=10**6).strip().removesuffix("...")
-            default = f"`{text.strip()}`" if len(text) <= LONGEST_DEFAULT else "a text"
+            default = f"`{text.strip()}`" if len(text) <= LONGEST_DEFAULT else "a long string"
         elif inner is not None:
             kind, default = "section or `null`", "`null`" if field.default is None else "the section"
         if inner is None or type(None) in typing.get_args(field.annotation):
