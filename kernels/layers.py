@@ -50,21 +50,28 @@ def _rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
     )
 
 
-def swiglu(y: Tensor) -> Tensor:
-    """silu(a) * b of y [t, 2 f] = (a, b), [t, f]; on a GPU in float32, rounded once."""
+def swiglu(y: Tensor, weights: Tensor | None = None) -> Tensor:
+    """silu(a) * b of y [t, 2 f] = (a, b), times weights [t, 1] where they are given: [t, f], in y's dtype; on a GPU in
+    float32, rounded once."""
     if y.is_cuda:
         from dynamo_megatron.kernels import layer_kernels
 
-        return layer_kernels.swiglu(y)
+        return layer_kernels.swiglu(y, weights)
     a, b = y.chunk(2, -1)
-    return F.silu(a) * b
+    value = F.silu(a) * b
+    return value if weights is None else (value * weights).to(y.dtype)
 
 
-def swiglu_gradient(gradient: Tensor, y: Tensor) -> Tensor:
-    """The gradient of y, [t, 2 f], for that of `swiglu(y)`, [t, f]."""
+def swiglu_gradient(gradient: Tensor, y: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of y, [t, 2 f], and of the weights for that of `swiglu(y, weights)`, [t, f]."""
     if y.is_cuda:
         from dynamo_megatron.kernels import layer_kernels
 
-        return layer_kernels.swiglu_gradient(gradient, y)
+        return layer_kernels.swiglu_gradient(gradient, y, weights)
+    dtype, of_weights = y.dtype, None
+    if weights is not None:
+        y, wide = y.to(weights.dtype), gradient.to(weights.dtype)
+        of_weights, gradient = (swiglu(y) * wide).sum(-1, keepdim=True), wide * weights
     a, b = y.chunk(2, -1)
-    return torch.cat([torch.ops.aten.silu_backward(gradient * b, a), gradient * F.silu(a)], -1)
+    parts = [torch.ops.aten.silu_backward(gradient * b, a), gradient * F.silu(a)]
+    return torch.cat(parts, -1).to(dtype), of_weights

@@ -1,4 +1,4 @@
-"""Checks before training that the Triton kernels and the PyTorch reference agree on this machine."""
+"""Checks before training that the Triton kernels and PyTorch agree on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.kernels import reference
+from dynamo_megatron.kernels import layers, reference
 from dynamo_megatron.kernels.chunked import find_backend
 from dynamo_megatron.kernels.head import policy_loss
 
@@ -86,4 +86,32 @@ def check_backend(
             raise InputError(
                 f"kernels.backend: on this machine Triton and the reference differ by {worst.item():.2g} of {name} "
                 f"(limit {limit:g}); set kernels.backend=torch and report it"
+            )
+
+
+def check_layers(device: torch.device, dtype: torch.dtype) -> None:
+    """Compares RoPE and SwiGLU of a few random tokens in `dtype` with torch's in float32. Raises ValueError where they
+    differ by more than rounding."""
+    if device.type != "cuda":
+        return
+    compare_layers(device, dtype)
+
+
+def compare_layers(device: torch.device, dtype: torch.dtype) -> None:
+    from dynamo_megatron.kernels import layer_kernels
+
+    generator = torch.Generator().manual_seed(0)
+    x, y, gradient = (torch.randn(TOKENS, *shape, generator=generator) for shape in ((3, 16), (80,), (40,)))
+    weights = torch.rand(TOKENS, 1, generator=generator)
+    table = layers.rotary_table(torch.arange(TOKENS), torch.rand(8, generator=generator))
+    x, y, gradient = (t.to(dtype).float() for t in (x, y, gradient))
+    here = [t.to(device, dtype) for t in (x, y, gradient)]
+    found = [layer_kernels.rotated(here[0], table.to(device), 1.0), layer_kernels.swiglu(here[1], None)]
+    found += layer_kernels.swiglu_gradient(here[2], here[1], weights.to(device))
+    wanted = [layers.rotate(x, table), layers.swiglu(y), *layers.swiglu_gradient(gradient, y, weights)]
+    limit = LIMIT if dtype == torch.float32 else BFLOAT16_GRADIENT_LIMIT
+    for name, got, want in zip(("RoPE", "SwiGLU", "SwiGLU's gradient", "its weights'"), found, wanted, strict=True):
+        if not (got.float().cpu() - want).norm() <= limit * want.norm():
+            raise InputError(
+                f"the Triton kernel of {name} and PyTorch differ on this machine: report it with its versions"
             )

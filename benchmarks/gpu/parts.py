@@ -40,7 +40,10 @@ CUDA = torch.cuda.is_available()
 SMALL_GPU = 100e9  # bytes: below it, server and rank share a GPU with the smaller of two settings
 HEAD_CASES = "14B/8192/tp[18]"
 GPU_TESTS = "test_gpu"  # these must run: they show what nothing else does
-KERNEL_TESTS = tuple(f"tests/kernels/test_{name}.py" for name in ("gpu", "triton", "head"))
+KERNEL_TESTS = (
+    *(f"tests/kernels/test_{name}.py" for name in ("gpu", "layers", "triton", "head")),
+    "tests/policy/test_gpu_attention.py",
+)
 TINY_KERNEL_TESTS = ("tests/kernels/test_memory.py", "-m", "not full")
 TINY_RANKS = 2  # in place of the machine's GPUs
 NORM_BAR = 1e-2  # how far the gradient norm of step 1 of one layout may be from another's, of itself

@@ -1,4 +1,4 @@
-"""What this project changes in Megatron-core and in torch.cuda on a machine without CUDA or without TransformerEngine.
+"""What this project changes in Megatron-core, and in torch.cuda on a machine without CUDA.
 
 The patched names are private to Megatron; the policy tests are the guard for its upgrades.
 """
@@ -60,12 +60,11 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self._slow_bfloat16 = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self.in_layers = True
+        self.in_layers = False  # where layers do not need this mode: it costs as much as a small layer's operators
 
-    def leave_layers(self, dtype: torch.dtype) -> None:
-        """Layers of `dtype` run without this mode where they do not need it: it costs the host as much as a small
-        layer's operators."""
-        self.in_layers = dtype == torch.bfloat16 and self._slow_bfloat16
+    def enter_layers(self, dtype: torch.dtype) -> None:
+        """Layers of `dtype` run with this mode if they need it."""
+        self.in_layers |= dtype == torch.bfloat16 and self._slow_bfloat16
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -152,12 +151,11 @@ def use_layer_functions(dtype: torch.dtype, transformer_engine: bool) -> None:
     from megatron.core.fusions import fused_bias_swiglu
 
     if _mode is not None:
-        _mode.leave_layers(dtype)
+        _mode.enter_layers(dtype)
     for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back"):
         assert hasattr(fused_bias_swiglu, name), f"megatron-core moved {name}"
-    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = layers.swiglu, layers.swiglu_gradient
-    fused_bias_swiglu.weighted_swiglu = _weighted_swiglu
-    fused_bias_swiglu.weighted_swiglu_back = _weighted_swiglu_gradient
+    fused_bias_swiglu.swiglu = fused_bias_swiglu.weighted_swiglu = layers.swiglu
+    fused_bias_swiglu.swiglu_back, fused_bias_swiglu.weighted_swiglu_back = _swiglu_gradient, layers.swiglu_gradient
     if transformer_engine:
         return
     from megatron.core.models.common.embeddings import rope_utils
@@ -177,15 +175,8 @@ def _rotate(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **_:
     return layers.rotate(t, freqs)
 
 
-def _weighted_swiglu(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return (layers.swiglu(y) * weights).to(y.dtype)
-
-
-def _weighted_swiglu_gradient(
-    gradient: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    of_weights = (layers.swiglu(y) * gradient.to(weights.dtype)).sum(-1, keepdim=True)
-    return layers.swiglu_gradient((gradient * weights).to(y.dtype), y), of_weights.to(weights.dtype)
+def _swiglu_gradient(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return layers.swiglu_gradient(gradient, y)[0]
 
 
 def _add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -197,10 +188,8 @@ def _norm_of_all(chunk_size: int, flag: object, lists: list[list[torch.Tensor]],
 
 
 def _scale_all(chunk_size: int, flag: object, lists: list[list[torch.Tensor]], scale: float) -> None:
-    source, target = lists
-    if source is not target:
-        torch._foreach_copy_(target, source)
-    torch._foreach_mul_(target, scale)
+    assert lists[0] is lists[1], "megatron-core scales gradients in place"
+    torch._foreach_mul_(lists[0], scale)
 
 
 class Fusions(NamedTuple):

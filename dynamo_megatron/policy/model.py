@@ -52,30 +52,35 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda or x.dtype == torch.float32:  # one kernel, which computes in float32
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            # Keys are a view: saved as such they would keep queries, keys and values.
+            return F.rms_norm(x.contiguous(), self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class PackedRotary(torch.nn.Module):
-    """In place of GPTModel's RotaryEmbedding: cosines and sines of a micro-batch's positions, once for all layers."""
+    """In place of GPTModel's RotaryEmbedding, which computes the angles of as many positions as the first method says:
+    the table of a micro-batch's own positions comes with it, once for all layers."""
 
     def __init__(self, inv_freq: torch.Tensor):
         super().__init__()
         self.inv_freq = inv_freq
-        self.table: torch.Tensor | None = None  # float32 [2, t, d / 2] (`rotary_table`)
 
-    def get_rotary_seq_len(self, *_) -> int:
-        return 0
+    def get_rotary_seq_len(self, context, decoder, decoder_input, config, packed_seq_params: Segments) -> torch.Tensor:
+        return packed_seq_params.rotary
 
-    def forward(self, *_, **__) -> torch.Tensor | None:
-        return self.table
+    def forward(self, table: torch.Tensor, **_) -> torch.Tensor:
+        return table
 
 
 try:
-    from torch.nn.attention.varlen import varlen_attn  # torch >= 2.11 takes window and scale
+    from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None
-GROUPED = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+VARLEN = inspect.signature(varlen_attn).parameters if varlen_attn else {}
+AT_ONCE = "window_size" in VARLEN and "scale" in VARLEN  # torch >= 2.11
+GROUPED = (
+    {"enable_gqa": True} if "enable_gqa" in VARLEN else {}
+)  # later versions ask for it, earlier ones do not know it
 
 
 class SegmentGroup(NamedTuple):
@@ -84,9 +89,8 @@ class SegmentGroup(NamedTuple):
     length: int  # positions of each segment, on all context-parallel ranks together
     # int64 [n * length / cp]: indices of their queries among the t positions here; None: all of these, in order
     rows: torch.Tensor | None
-    sources: (
-        torch.Tensor | None
-    )  # int64 [n * length]: indices of their keys, in order, among those gathered rank by rank
+    # int64 [n * length]: indices of their keys, in order, among those gathered rank by rank; None: as `rows`
+    sources: torch.Tensor | None
     mask: torch.Tensor | None  # bool [length / cp, length]: which keys a row attends to; None: causal
 
 
@@ -126,6 +130,7 @@ class Segments(PackedSeqParams):
     """What Megatron's layers need to know about packed sequences, and what PackedAttention needs, for all layers."""
 
     plan: SegmentPlan | None = None
+    rotary: torch.Tensor | None = None  # float32 [2, t, d / 2] (`rotary_table`)
 
 
 class PackedAttention(MegatronModule):
@@ -145,7 +150,7 @@ class PackedAttention(MegatronModule):
         self.cp = pg_collection.cp
         # torch's own kernel for packed sequences: 16-bit types on a GPU
         half, small = config.params_dtype != torch.float32, config.kv_channels <= 256
-        self.at_once = varlen_attn is not None and torch.cuda.is_available() and half and small and self.cp.size() == 1
+        self.at_once = AT_ONCE and torch.cuda.is_available() and half and small and self.cp.size() == 1
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params, **_) -> torch.Tensor:
         q, k, v = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (query, key, value))
@@ -211,8 +216,9 @@ class PolicyModel(GPTModel):
         attention, device = self.decoder.layers[0].self_attention.core_attention, micro_batch.tokens.device
         if isinstance(attention, PackedAttention) and not attention.at_once:
             plan = SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), device)
+        rotary = None
         if isinstance(self.rotary_pos_emb, PackedRotary):
-            self.rotary_pos_emb.table = rotary_table(micro_batch.positions[0], self.rotary_pos_emb.inv_freq)
+            rotary = rotary_table(micro_batch.positions[0], self.rotary_pos_emb.inv_freq)
         packed = Segments(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
@@ -222,6 +228,7 @@ class PolicyModel(GPTModel):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             plan=plan,
+            rotary=rotary,
         )
         with layer_calls():
             return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
@@ -280,7 +287,6 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         bias_activation_fusion=True,  # SwiGLU
         # TransformerEngine's linears have a switch of their own (`_set_up_transformer_engine`).
         gradient_accumulation_fusion=not _uses_transformer_engine(),
-        # The fused kernel has sines and cosines in float32, as the servers do; the unfused code rounds them to `dtype`.
         apply_rope_fusion=_uses_transformer_engine(),
         deterministic_mode=config.trainer.deterministic and cuda,
         **_experts(spec, config),

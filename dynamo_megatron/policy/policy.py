@@ -25,7 +25,7 @@ from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
 from dynamo_megatron.checkpoint.weights import load_folder
 from dynamo_megatron.config import Config, PolicyLossConfig
-from dynamo_megatron.kernels.self_check import check_backend
+from dynamo_megatron.kernels.self_check import check_backend, check_layers
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_finite
 from dynamo_megatron.policy.batch import (
@@ -80,6 +80,7 @@ class Policy:
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
         self.loss_config = config.policy_loss()
         self.loss_function = load_loss(function) if (function := config.algorithm.loss.function) else None
+        check_layers(layout.device, self.chunks[0].config.params_dtype)
         if layout.is_last_stage:
             head = {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
             check_backend(

@@ -17,7 +17,7 @@ def test_every_launch_binds_and_compiles():
     """In a process of its own: in one with the interpreter there is nothing to compile."""
     run = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout == "38\n"
+    assert run.stdout == "46\n"
 
 
 LEAST = PolicyLossConfig()
@@ -60,11 +60,12 @@ def main() -> int:
             for grad_entropy in (None, v):
                 backend.logits_gradient_(logits, labels, shard, v, v, v, v, grad_entropy, 0.7, operand)
     for dtype in (torch.float32, torch.bfloat16):
-        for tokens, heads, width in ((1, 1, 1), (3, 12, 20)):
+        for tokens, heads, width in ((1, 1, 1), (3, 48, 64)):
             x, table = torch.zeros(tokens, 2 * heads, 2 * width, dtype=dtype)[:, heads:], torch.zeros(2, tokens, width)
             y = torch.zeros(tokens, 2 * width, dtype=dtype)
             layer_kernels.rotated(x, table, -1.0)
-            layer_kernels.swiglu_gradient(layer_kernels.swiglu(y), y)
+            for weights in (None, torch.zeros(tokens, 1)):
+                layer_kernels.swiglu_gradient(layer_kernels.swiglu(y, weights), y, weights)
     assert all("cubin" in kernel.asm for kernel in compiled)
     return len(compiled)
 

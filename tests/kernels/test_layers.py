@@ -1,22 +1,25 @@
 """RoPE and SwiGLU against autograd of their formulas, in torch and as Triton kernels."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dynamo_megatron.kernels import layers
+from dynamo_megatron.kernels.self_check import compare_layers
 
 
 @pytest.fixture(params=["torch", "triton"])
 def functions(request, device):
-    """(rotated, swiglu, swiglu_gradient)"""
+    """The module that has rotated, swiglu and swiglu_gradient."""
     if request.param == "torch":
-        return layers._rotated, layers.swiglu, layers.swiglu_gradient
+        return SimpleNamespace(rotated=layers._rotated, swiglu=layers.swiglu, swiglu_gradient=layers.swiglu_gradient)
     if device.type == "cpu":
         request.getfixturevalue("interpreter")
     from dynamo_megatron.kernels import layer_kernels
 
-    return layer_kernels.rotated, layer_kernels.swiglu, layer_kernels.swiglu_gradient
+    return layer_kernels
 
 
 def close(got, wanted, dtype):
@@ -38,8 +41,8 @@ def test_rotation_and_its_gradient(functions, dtype):
     complexes = torch.complex(*at.chunk(2, -1)) * turned
     wanted = torch.cat([complexes.real, complexes.imag], -1)
     wanted.backward(gradient.float())
-    close(functions[0](x, table, 1.0), wanted.detach(), dtype)
-    close(functions[0](gradient, table, -1.0), at.grad, dtype)
+    close(functions.rotated(x, table, 1.0), wanted.detach(), dtype)
+    close(functions.rotated(gradient, table, -1.0), at.grad, dtype)
     other = x.detach().clone().requires_grad_()
     layers.rotate(other, table).backward(gradient)
     close(other.grad, at.grad, dtype)
@@ -47,14 +50,33 @@ def test_rotation_and_its_gradient(functions, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [5, 1030])  # the kernels' block is 1024
-def test_swiglu_and_its_gradient(functions, dtype, width):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_swiglu_and_its_gradients(functions, dtype, width, weighted):
     generator = torch.Generator().manual_seed(1)
     y = 3 * torch.randn(4, 2 * width, generator=generator).to(dtype)
     gradient = torch.randn(4, width, generator=generator).to(dtype)
-    at = y.float().clone().requires_grad_()
+    weights = torch.rand(4, 1, generator=generator) if weighted else None  # float32, as a router's
+    at, w = y.float().clone().requires_grad_(), torch.ones(4, 1) if weights is None else weights.clone()
     a, b = at.chunk(2, -1)
-    wanted = F.silu(a) * b
+    wanted = F.silu(a) * b * w.requires_grad_()
     wanted.backward(gradient.float())
-    _, swiglu, swiglu_gradient = functions
-    close(swiglu(y), wanted.detach(), dtype)
-    close(swiglu_gradient(gradient, y), at.grad, dtype)
+    close(functions.swiglu(y, weights), wanted.detach(), dtype)
+    of_y, of_weights = functions.swiglu_gradient(gradient, y, weights)
+    close(of_y, at.grad, dtype)
+    if weighted:
+        torch.testing.assert_close(of_weights, w.grad, rtol=1e-4, atol=1e-3)
+    else:
+        assert of_weights is None
+
+
+def test_a_kernel_that_is_wrong_is_found_before_training(device, request, monkeypatch):
+    if device.type == "cpu":
+        request.getfixturevalue("interpreter")
+    from dynamo_megatron.kernels import layer_kernels
+
+    for dtype in (torch.float32, torch.bfloat16):
+        compare_layers(device, dtype)
+    right = layer_kernels.swiglu
+    monkeypatch.setattr(layer_kernels, "swiglu", lambda y, weights: 1.1 * right(y, weights))
+    with pytest.raises(ValueError, match="kernel of SwiGLU and PyTorch differ"):
+        compare_layers(device, torch.bfloat16)
