@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,16 +18,14 @@ def observe(allocator, outcomes, step=1):
     allocator.observe(ids, flags.astype(float), flags, step)
 
 
-def numbers(allocator, prompt_id):
+def numbers(allocator, prompt_id, names=REWARDS):
     """[trials, successes, reward mean, sum of squared deviations] of a prompt."""
     state = allocator.state_dict()
-    return [state[name][state["prompt_ids"].index(prompt_id)] for name in REWARDS]
+    return [state[name][state["prompt_ids"].index(prompt_id)] for name in names]
 
 
-def measures(allocator, prompt_id):
-    """[right rollouts of known energy, its sum, wrong ones, its sum, rollouts of known length, tokens] of a prompt."""
-    state = allocator.state_dict()
-    return [state[name][state["prompt_ids"].index(prompt_id)] for name in MEASURES]
+# [right rollouts of known energy, its sum, wrong ones, its sum, rollouts of known length, tokens] of a prompt
+measures = partial(numbers, names=MEASURES)
 
 
 def test_resume_through_json_is_exact():

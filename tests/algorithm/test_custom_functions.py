@@ -52,16 +52,6 @@ ADVANTAGES = {  # wrong ones
 }
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-@pytest.mark.filterwarnings("ignore:invalid value")
-def test_a_wrong_advantage_is_named_in_one_line(name):
-    function, says = ADVANTAGES[name]
-    with pytest.raises(ValueError, match=says) as error:
-        check_advantage(function)
-    assert str(error.value).startswith(f"{__name__}:<lambda> ") and "\n" not in str(error.value)
-    assert name != "raises" or 'in <lambda>\n    "raises"' in error.value.frames
-
-
 def test_right_advantages_pass():
     for function in (rloo, by_length, f"{__name__}:rloo"):
         check_advantage(function)
@@ -162,14 +152,6 @@ SHAPINGS = {  # wrong ones
 }
 
 
-@pytest.mark.parametrize("name", SHAPINGS)
-def test_wrong_advantages_of_tokens_are_named_in_one_line(name):
-    function, says = SHAPINGS[name]
-    with pytest.raises(ValueError, match=says) as error:
-        check_shaping(function)
-    assert str(error.value).startswith(f"{__name__}:{function.__qualname__} ") and "\n" not in str(error.value)
-
-
 def clipped(inputs):
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
     return torch.maximum(-inputs.advantages * ratio, -inputs.advantages * ratio.clamp(0.8, 1.2))
@@ -215,12 +197,17 @@ LOSSES = {  # wrong ones
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_wrong_loss_is_named_in_one_line(name):
-    function, says = LOSSES[name]
+WRONG = [(check_advantage, ADVANTAGES), (check_shaping, SHAPINGS), (check_loss, LOSSES)]
+
+
+@pytest.mark.parametrize(("check", "functions", "name"), [(*kind, name) for kind in WRONG for name in kind[1]])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_wrong_function_is_named_in_one_line(check, functions, name):
+    function, says = functions[name]
     with pytest.raises(ValueError, match=says) as error:
-        check_loss(function)
+        check(function)
     assert str(error.value).startswith(f"{__name__}:{function.__qualname__} ") and "\n" not in str(error.value)
+    assert name != "raises" or 'in <lambda>\n    "raises"' in error.value.frames
 
 
 def test_right_losses_pass():

@@ -76,8 +76,11 @@ def test_a_file_with_one_fault(tmp_path, content, says):
     assert line.removeprefix(str(file)).startswith(says) and len(line) < 400
 
 
+CORRECTED = "algorithm.rollout_correction={level: sequence}"
+
+
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("words", "says"),
     [
         ("data.source=", "data.source=: no value; give data.source=VALUE, data.source=null for none"),
         ("=3", "'=3': neither a file nor key=value"),
@@ -108,42 +111,27 @@ def test_a_file_with_one_fault(tmp_path, content, says):
             "algorithm={rollout_correction: {}, loss: {old: engine}, modulation: null}",
             "algorithm.rollout_correction: corrects from the engine's logprobs to the old policy's",
         ),
-    ],
-)
-def test_a_word_with_one_fault(tmp_path, monkeypatch, word, says):
-    monkeypatch.chdir(tmp_path)
-    Path("configs.d").mkdir()
-    Path("mine.yaml").write_text("")
-    if not says:
-        compose([], [word], NEEDED)
-        return
-    (line,) = refused(word)
-    assert says in line
-
-
-CORRECTED = "algorithm.rollout_correction={level: sequence}"
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["rollout.quantization=fp8", CORRECTED], None),
+        (["rollout.quantization=fp8", CORRECTED], ""),
         (["rollout.quantization=fp8", CORRECTED, "model.dtype=float32"], "set model.dtype to bfloat16"),
-        (["rollout.max_staleness=2", CORRECTED], None),
-        (["rollout.max_staleness=2", "algorithm={modulation: null, loss: {old: engine}}"], None),
-        (["rollout={max_staleness: 1, at_sync: drain, stop: [.]}", CORRECTED], None),
+        (["rollout.max_staleness=2", CORRECTED], ""),
+        (["rollout.max_staleness=2", "algorithm={modulation: null, loss: {old: engine}}"], ""),
+        (["rollout={max_staleness: 1, at_sync: drain, stop: [.]}", CORRECTED], ""),
         (["rollout={max_staleness: 1, stop: [.]}", CORRECTED], "set rollout.at_sync to drain"),
         (["rollout.max_staleness=1", CORRECTED, "algorithm.dynamic_sampling={}"], "algorithm.dynamic_sampling needs"),
         (["parallel.cp=2", "algorithm.modulation.expectation=sequence_mean"], "needs whole sequences on a rank"),
         (["rollout.agent=my:agent", "data.template='{prompt}'"], "set data.template to chat"),
     ],
 )
-def test_what_goes_together(words, says):
-    if says is None:
+def test_words_with_at_most_one_fault(tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    Path("configs.d").mkdir()
+    Path("mine.yaml").write_text("")
+    words = [words] if isinstance(words, str) else words
+    if not says:
         compose([], words, NEEDED)
-    else:
-        (line,) = refused(*words)
-        assert says in line
+        return
+    (line,) = refused(*words)
+    assert says in line
 
 
 def test_what_cannot_be_read_is_told_before_anything_that_it_may_have_set(tmp_path, monkeypatch):

@@ -153,18 +153,9 @@ def test_reasoning_gym_is_reproducible_and_its_meta_is_plain_data():
     ids = [[p.prompt_id for p in load(f"reasoning_gym:chain_sum?size=2{more}")] for more in ("", "&seed=0&min_terms=2")]
     assert ids[0] == ids[1]  # defaults written out
     assert {p.prompt_id for p in load(source.replace("seed=3", "seed=4"))}.isdisjoint(p.prompt_id for p in prompts)
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("chainsum", "refuses"),
-        ("chain_sum?min_term=2", "unexpected keyword argument 'min_term'"),
-        ("chain_sum?size=[1", "is not YAML"),
-    ],
-)
-def test_bad_reasoning_gym_specs(spec, words):
-    assert words in refused(f"reasoning_gym:{spec}")
+    assert "refuses" in refused("reasoning_gym:chainsum")
+    assert "unexpected keyword argument 'min_term'" in refused("reasoning_gym:chain_sum?min_term=2")
+    assert "is not YAML" in refused("reasoning_gym:chain_sum?size=[1")
 
 
 def test_the_users_iterator(tmp_path, monkeypatch):

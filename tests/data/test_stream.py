@@ -42,19 +42,23 @@ def test_a_batch_larger_than_the_data_repeats_prompts(tmp_path, caplog):
         assert caplog.text.count("data.batch_prompts: 4 is more than the 3 problems") == lines
 
 
-@pytest.mark.parametrize("before", [0, 1, 5, 7, 8])
-def test_resume_goes_on_as_the_straight_stream(before):
-    items = prompts(16, long=[2, 9])
-    straight = stream(items)
+def check_resume(make, before: int, after: int) -> None:
+    """make(state) -> a stream, for a resume from `state` or None: resumed after some batches it goes on as it would."""
+    straight = make(None)
     for _ in range(before):
         straight.next(3)
     state = json.loads(json.dumps(straight.state_dict()))
-    resumed = stream(items)
+    resumed = make(state)
     resumed.load_state_dict(state)
-    for _ in range(20):
+    for _ in range(after):
         assert ids(resumed.next(3)) == ids(straight.next(3))
         assert resumed.skipped == straight.skipped and resumed.epoch == straight.epoch
     assert resumed.state_dict() == straight.state_dict()
+
+
+@pytest.mark.parametrize("before", [0, 1, 5, 7, 8])
+def test_resume_goes_on_as_the_straight_stream(before):
+    check_resume(lambda state: stream(prompts(16, long=[2, 9])), before, 20)
 
 
 @pytest.mark.parametrize("other", [prompts(5), prompts(4)[::-1], [*prompts(3), Prompt("q", text="x")]])
@@ -207,16 +211,7 @@ def test_an_iterator_that_ends_starts_anew_in_its_order(functions):
 @pytest.mark.parametrize("function", ["endless", "five", "long_ones", "bad_ones"])
 @pytest.mark.parametrize("before", [0, 1, 3])
 def test_resume_of_a_function_goes_on_as_the_straight_stream(functions, function, before):
-    straight = streamed(functions, function)
-    for _ in range(before):
-        straight.next(3)
-    state = json.loads(json.dumps(straight.state_dict()))
-    resumed = streamed(functions, function, before=state)
-    resumed.load_state_dict(state)
-    for _ in range(5):
-        assert ids(resumed.next(3)) == ids(straight.next(3))
-        assert (resumed.epoch, resumed.skipped) == (straight.epoch, straight.skipped)
-    assert resumed.state_dict() == straight.state_dict()
+    check_resume(lambda state: streamed(functions, function, before=state), before, 5)
 
 
 def test_resume_refuses_other_items_and_another_template(functions):

@@ -1,4 +1,4 @@
-"""A `dynamo-megatron train` in the background, with all processes that it has started."""
+"""A `dynamo-megatron` command in the background, with all processes that it has started."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ from safetensors.torch import load_file
 
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.types import Rollout
+
+# A sitecustomize.py, for the interpreters of a run.
+FAILS_ON_RANK_1 = """
+import os
+if os.environ.get("RANK") == "1":
+    from dynamo_megatron import config
+    rate = config.Config.learning_rate
+    def learning_rate(self, step):
+        if step == 3:
+            raise KeyError("this rank has had enough")
+        return rate(self, step)
+    config.Config.learning_rate = learning_rate
+"""
 
 
 def json_lines(file: Path) -> list[dict]:
@@ -64,12 +77,12 @@ def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int
 class Run:
     """A run in the background. Its output goes to a file: a child that outlives a rank would hold a pipe for ever."""
 
-    def __init__(self, folder: Path, *arguments: str, environment: dict[str, str] | None = None):
+    def __init__(self, folder: Path, *arguments: str, environment: dict[str, str] | None = None, command="train"):
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"console-{time.monotonic_ns()}.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *map(str, arguments)],
+                [sys.executable, "-P", "-m", "dynamo_megatron.cli", *command.split(), *map(str, arguments)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,

@@ -5,21 +5,11 @@ import re
 import signal
 
 import pytest
+from background_run import FAILS_ON_RANK_1
 
 pytestmark = pytest.mark.full
 
 FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
-FAILS_ON_RANK_1 = """
-import os
-if os.environ.get("RANK") == "1":
-    from dynamo_megatron import config
-    rate = config.Config.learning_rate
-    def learning_rate(self, step):
-        if step == 3:
-            raise KeyError("this rank has had enough")
-        return rate(self, step)
-    config.Config.learning_rate = learning_rate
-"""
 DIES_ON_RANK_1 = FAILS_ON_RANK_1.replace(
     'raise KeyError("this rank has had enough")',
     "import time; time.sleep(2.0); os.kill(os.getpid(), 9)",  # by then rank 0 waits for it in the update

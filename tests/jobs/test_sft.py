@@ -1,15 +1,12 @@
 """`dynamo-megatron sft`: the cross-entropy of completions, ended early, and found finished again."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
+from background_run import Run
 from transformers import AutoTokenizer
 
 from dynamo_megatron.checkpoint.convert import mcore2hf
@@ -142,22 +139,9 @@ def test_a_stop_is_heard_while_the_iterator_stalls(tiny_model, tmp_path):
     (tmp_path / "stalling.py").write_text(STALLING)
     keys = [f"model.path={tiny_model}", "model.dtype=float32", "data.source=stalling:rows", "data.template='{prompt}'"]
     keys += ["data.batch_prompts=2", "trainer.steps=5", "output_dir=run"]
-    with open(tmp_path / "console.log", "w") as log:
-        run = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "sft", *keys, "--ranks", "2"],
-            cwd=tmp_path,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    try:
-        while not (tmp_path / "stalled").exists():
-            assert run.poll() is None, (tmp_path / "console.log").read_text()
-            time.sleep(0.05)
-        run.send_signal(signal.SIGTERM)
-        code = run.wait(240)
-    finally:
-        run.kill()
-    said = (tmp_path / "console.log").read_text()
-    assert code == 75, said
-    assert said.splitlines()[-1] == "stopped by SIGTERM; the same command resumes from the checkpoint of step 2", said
+    run = Run(tmp_path, *keys, "--ranks", "2", command="sft")
+    run.wait_until((tmp_path / "stalled").exists, "the iterator stalled")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75, run.text
+    last = "stopped by SIGTERM; the same command resumes from the checkpoint of step 2"
+    assert run.text.splitlines()[-1] == last, run.text

@@ -1,10 +1,17 @@
-"""The policy head written out plainly: full logits, log_softmax, autograd. Inputs are float64."""
+"""The policy head written out plainly: full logits, log_softmax, autograd, in float64. `run` is the real one."""
 
 from types import SimpleNamespace
 
 import torch
 
+from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
+from dynamo_megatron.kernels import policy_loss
+
 IGNORE = -100
+MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
+FULL = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
+RANGES = ModulationRanges(0.3, 3.0, 0.2)
 
 
 def case(tokens=23, vocab=37, rows=40, h=8, seed=0, dtype=torch.float64, scale=2.0, temperature=1.0, blocked=()):
@@ -40,6 +47,28 @@ def case(tokens=23, vocab=37, rows=40, h=8, seed=0, dtype=torch.float64, scale=2
     c.old_kl_coef = c.log_ratios = None
     c.cu_seqlens = torch.tensor([0, tokens // 3, tokens // 3, tokens])
     return c
+
+
+def run(c, config, upstream=1.0, weight=None, **options):
+    """policy_loss and backward; returns (output, hidden.grad, weight.grad)."""
+    hidden = c.hidden.clone().requires_grad_()
+    weight = c.weight.clone().requires_grad_() if weight is None else weight
+    options = {"vocab_size": c.vocab, "ref_logprobs": c.ref if config.kl_coef else None, **options}
+    out = policy_loss(
+        hidden,
+        weight,
+        c.labels,
+        c.advantages,
+        c.old,
+        c.weights,
+        config,
+        old_kl_coef=c.old_kl_coef,
+        log_ratios=c.log_ratios,
+        cu_seqlens=c.cu_seqlens,
+        **options,
+    )
+    (upstream * out.loss).backward()
+    return out, hidden.grad, weight.grad
 
 
 def policy(c, config, temperature=1.0, ranges=None, upstream=1.0):

@@ -3,14 +3,13 @@
 import plain_head as plain
 import pytest
 import torch
+from plain_head import RANGES
 
-from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
-from dynamo_megatron.kernels import chunked, policy_loss, triton_backend
+from dynamo_megatron.kernels import chunked, triton_backend
 
 MODULATION = ModulationConfig(expectation="sequence_mean", scope="micro_batch")
 CONFIG = PolicyLossConfig(modulation=MODULATION, kl_coef=0.05)
-RANGES = ModulationRanges(0.3, 3.0, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -34,18 +33,7 @@ def test_bad_input_names_the_argument(change, message):
         else:
             options[name] = value
     with pytest.raises(ValueError, match=f"^{message}"):
-        policy_loss(
-            c.hidden,
-            c.weight,
-            c.labels,
-            c.advantages,
-            c.old,
-            c.weights,
-            CONFIG,
-            ref_logprobs=c.ref,
-            cu_seqlens=c.cu_seqlens,
-            **{"vocab_size": c.vocab, **options},
-        )
+        plain.run(c, CONFIG, **options)
 
 
 def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):

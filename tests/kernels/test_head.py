@@ -3,38 +3,13 @@ from dataclasses import replace
 import plain_head as plain
 import pytest
 import torch
+from plain_head import FULL, MODULATION, RANGES, run
 
-from dynamo_megatron.algorithm.modulation import ModulationRanges
-from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
+from dynamo_megatron.config import PolicyLossConfig
 from dynamo_megatron.kernels import policy_loss, token_stats
 
-MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
 PLAIN = PolicyLossConfig()
-FULL = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
 SEQUENCE_MEAN = replace(FULL, modulation=replace(MODULATION, expectation="sequence_mean", scope="micro_batch"))
-RANGES = ModulationRanges(0.3, 3.0, 0.2)
-
-
-def run(c, config, upstream=1.0, **kw):
-    """policy_loss and backward; returns (output, hidden.grad, weight.grad)."""
-    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
-    kw.setdefault("vocab_size", c.vocab)
-    out = policy_loss(
-        hidden,
-        weight,
-        c.labels,
-        c.advantages,
-        c.old,
-        c.weights,
-        config,
-        ref_logprobs=c.ref if config.kl_coef else None,
-        old_kl_coef=c.old_kl_coef,
-        log_ratios=c.log_ratios,
-        cu_seqlens=c.cu_seqlens,
-        **kw,
-    )
-    (upstream * out.loss).backward()
-    return out, hidden.grad, weight.grad
 
 
 def check(c, config, tol, *, temperature=1.0, ranges=None, upstream=1.0, **kw):
@@ -231,22 +206,7 @@ def test_main_grad_accumulates(gradient, main_dtype, backend):
     accumulator.register_hook(lambda *_: hooked.append(weight.grad.clone()))
     for _ in range(2):
         weight.grad, weight.grad_added_to_main_grad = None, False
-        hidden = c.hidden.clone().requires_grad_()
-        out = policy_loss(
-            hidden,
-            weight,
-            c.labels,
-            c.advantages,
-            c.old,
-            c.weights,
-            FULL,
-            ref_logprobs=c.ref,
-            ranges=RANGES,
-            vocab_size=c.vocab,
-            gradient=gradient,
-            backend=backend,
-        )
-        out.loss.backward()
+        run(c, FULL, weight=weight, ranges=RANGES, gradient=gradient, backend=backend)
         assert weight.grad_added_to_main_grad
     assert len(hooked) == 2 and all((grad == 0).all() and grad.shape == weight.shape for grad in hooked)
     # Triton's gradient of the logits is in bfloat16, as the operands are.

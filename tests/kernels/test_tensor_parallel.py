@@ -10,14 +10,8 @@ import plain_head as plain
 import pytest
 import torch
 import torch.distributed as dist
+from plain_head import FULL, RANGES
 
-from dynamo_megatron.algorithm.modulation import ModulationRanges
-from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
-from dynamo_megatron.kernels import policy_loss
-
-MODULATION = ModulationConfig(alpha=0.3, gamma=10.0, tau=0.5)
-CONFIG = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
-RANGES = ModulationRanges(0.3, 3.0, 0.2)
 # name: (case, gradient, chunk_tokens). Of two shards with 20 rows, a vocabulary of 18 leaves one all padding.
 WORKER_CASES = {
     "eager": ({}, "eager", 7),
@@ -79,7 +73,7 @@ def check(results: list[dict], backend: str, name: str) -> None:
     if name in ("no_rows", "no_labels"):
         assert loss == 0 and (hidden_grad == 0).all() and (weight_grad == 0).all() and (logprobs == 0).all()
         return
-    want = plain.policy(c, CONFIG, ranges=RANGES if gradient == "eager" else None)
+    want = plain.policy(c, FULL, ranges=RANGES if gradient == "eager" else None)
     keep = c.labels != plain.IGNORE
     tol = 1e-11 if c.hidden.dtype == torch.float64 else 1e-5
     grad_tol = tol
@@ -106,28 +100,20 @@ def main(rank: int, size: int, folder: str, backend: str, names: list[str]) -> N
         c = plain.case(**arguments)
         if name == "no_labels":
             c.labels[:] = plain.IGNORE
-        hidden = c.hidden.clone().requires_grad_()
         weight = c.weight.chunk(size)[rank].clone().requires_grad_()
-        out = policy_loss(
-            hidden,
-            weight,
-            c.labels,
-            c.advantages,
-            c.old,
-            c.weights,
-            CONFIG,
-            ref_logprobs=c.ref,
+        out, hidden_grad, weight_grad = plain.run(
+            c,
+            FULL,
+            weight=weight,
             ranges=RANGES if gradient == "eager" else None,
-            vocab_size=c.vocab,
             tp_group=dist.group.WORLD,
             backend=backend,
             gradient=gradient,
             chunk_tokens=chunk_tokens,
         )
-        out.loss.backward()
         results[name] = {
-            "same": [out.loss.detach(), *out.stats, out.advantages, *out.metrics.values(), hidden.grad],
-            "weight_grad": weight.grad,
+            "same": [out.loss.detach(), *out.stats, out.advantages, *out.metrics.values(), hidden_grad],
+            "weight_grad": weight_grad,
         }
     torch.save(results, f"{folder}/rank-{rank}.pt")
     dist.destroy_process_group()

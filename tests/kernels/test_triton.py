@@ -3,10 +3,11 @@
 import plain_head as plain
 import pytest
 import torch
+from plain_head import FULL, MODULATION
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
-from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
-from dynamo_megatron.kernels import policy_loss, reference, token_logprobs, triton_backend
+from dynamo_megatron.config import PolicyLossConfig
+from dynamo_megatron.kernels import reference, token_logprobs, triton_backend
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.kernels.types import METRICS, Shard, Tokens
 
@@ -14,9 +15,6 @@ pytestmark = [
     pytest.mark.usefixtures("small_blocks"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # of masked padding
 ]
-
-MODULATION = ModulationConfig(alpha=0.3, lambda_min=0.6, gamma=10.0, tau=0.5)
-FULL = PolicyLossConfig(0.2, 0.28, 1.3, MODULATION, kl_coef=0.05, entropy_coef=0.02)
 
 
 @pytest.fixture
@@ -175,24 +173,8 @@ def test_merge_with_loss_is_that_of_the_algorithm(name, on_policy, ranges):
 
 
 def loss_and_gradients(c, ranges, **options):
-    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
-    out = policy_loss(
-        hidden,
-        weight,
-        c.labels,
-        c.advantages,
-        c.old,
-        c.weights,
-        FULL,
-        ref_logprobs=c.ref,
-        ranges=ranges,
-        vocab_size=c.vocab,
-        temperature=0.7,
-        chunk_tokens=5,
-        **options,
-    )
-    out.loss.backward()
-    return [out.loss.detach(), *out.stats, out.advantages, *out.metrics.values(), hidden.grad, weight.grad]
+    out, *gradients = plain.run(c, FULL, ranges=ranges, temperature=0.7, chunk_tokens=5, **options)
+    return [out.loss.detach(), *out.stats, out.advantages, *out.metrics.values(), *gradients]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

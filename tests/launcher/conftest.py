@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from background_run import json_lines, made_rollout, same_weights, timeless
 
 from dynamo_megatron.cli.options import parser
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
 from dynamo_megatron.launcher.options import completed
-from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.free_ports import free_port
-from dynamo_megatron.types import Prompt, Rollout
+from dynamo_megatron.types import Prompt
 
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "munged")
@@ -162,70 +162,35 @@ def _record(out: Path, prompts: list[Prompt], model: str, data: DataConfig) -> N
     generator, tokenizer, store = np.random.default_rng(0), load_tokenizer(model), RolloutStore(out)
     for step in range(1, STEPS + 1):
         for position, prompt in enumerate(prompts):
-            tokens, group = encode_prompt(prompt, tokenizer, data), group_id(step, position)
+            tokens = encode_prompt(prompt, tokenizer, data)
             for index in range(12):
                 response = generator.integers(5, 90, generator.integers(4, 17)).tolist()
                 right = bool(generator.random() < 0.2 + 0.15 * position)
-                store.append(
-                    Rollout(
-                        rollout_id=rollout_id(group, index),
-                        group_id=group,
-                        prompt_id=prompt.prompt_id,
-                        step=step,
-                        tokens=[*tokens, *response],
-                        response_mask=[0] * len(tokens) + [1] * len(response),
-                        engine_logprobs=[-4.0] * len(response),
-                        weight_versions=[(step - 1, 0, len(response))],
-                        finish_reason="length",
-                        reward=float(right),
-                        success=right,
-                        reward_parts={},
-                    )
-                )
+                others = {"right": right, "engine_logprobs": [-4.0] * len(response)}
+                store.append(made_rollout(step, position, index, prompt.prompt_id, tokens, response, **others))
     store.close()
 
 
 @pytest.fixture(scope="session")
 def rows():
-    def read(output: Path) -> list[dict]:
-        file = output / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-    return read
+    return lambda output: json_lines(output / "metrics.jsonl")
 
 
 @pytest.fixture(scope="session")
-def undisturbed(run_folder):
+def undisturbed(run_folder, command_line):
     """The output folder of the run on local ranks, from its first to its last step."""
     output = run_folder / "undisturbed"
-    with open(run_folder / "undisturbed.log", "w") as log:
-        code = subprocess.run(
-            [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", "config.yaml", f"output_dir={output}"],
-            cwd=run_folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=300,
-        ).returncode
-    assert code == 0, (run_folder / "undisturbed.log").read_text()[-3000:]
+    code, text = command_line(run_folder, "train", "config.yaml", f"output_dir={output}")
+    assert code == 0, text[-3000:]
     return output
 
 
 @pytest.fixture(scope="session")
-def same_weights(undisturbed, rows):
+def ends_as_undisturbed(undisturbed, rows):
     """Asserts that a finished run has the undisturbed one's weights, bit for bit, and its metrics but for times."""
-    from safetensors.torch import load_file
 
     def compare(output: Path) -> None:
-        ours, theirs = ([*sorted((folder / "hf").glob("*.safetensors"))] for folder in (output, undisturbed))
-        assert [file.name for file in ours] == [file.name for file in theirs] != []
-        for a, b in zip(ours, theirs, strict=True):
-            left, right = load_file(a), load_file(b)
-            assert left.keys() == right.keys() and all(left[name].equal(right[name]) for name in left)
-        timed = ("time/", "throughput/", "resources/")
-        for ours, theirs in zip(rows(output), rows(undisturbed), strict=True):
-            assert {k: v for k, v in ours.items() if not k.startswith(timed)} == {
-                k: v for k, v in theirs.items() if not k.startswith(timed)
-            }
+        assert same_weights(output / "hf", undisturbed / "hf")
+        assert [*map(timeless, rows(output))] == [*map(timeless, rows(undisturbed))]
 
     return compare

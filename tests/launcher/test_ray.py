@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from background_run import Run
 
 from dynamo_megatron.runtime import guard
 
@@ -39,18 +40,11 @@ def start(run_folder, address):
     started = []
 
     def one(name: str, *words: object, ranks: int = 2, address: str = address) -> tuple[subprocess.Popen, Path, Path]:
-        output, log = run_folder / name, run_folder / f"{name}-{time.monotonic_ns()}.log"
+        output = run_folder / name
         keys = ["config.yaml", f"output_dir={output}", "--ranks", str(ranks), "--address", address, *words]
-        with open(log, "w") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dynamo_megatron.cli", "launch", "ray", *map(str, keys)],
-                cwd=run_folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": SECRET},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        started.append(process)
-        return process, output, log
+        run = Run(run_folder, *keys, environment={"WANDB_API_KEY": SECRET}, command="launch ray")
+        started.append(run.process)
+        return run.process, output, run.log
 
     yield one
     for process in started:
@@ -112,10 +106,10 @@ def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(tmp_path,
 
 
 @pytest.mark.full
-def test_two_raylets_train_as_this_machine_alone_does(start, same_weights):
+def test_two_raylets_train_as_this_machine_alone_does(start, ends_as_undisturbed):
     process, output, log = start("ray")
     assert process.wait(240) == 0, log.read_text()[-3000:]
-    same_weights(output)
+    ends_as_undisturbed(output)
     assert (output / "logs" / "ray" / "rank-1.log").is_file()
     written = [log, *(output / "logs").rglob("*"), *Path("/tmp/ray/session_latest/logs").rglob("*")]
     assert len(written) > 5
@@ -123,7 +117,7 @@ def test_two_raylets_train_as_this_machine_alone_does(start, same_weights):
 
 
 @pytest.mark.full
-def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, same_weights):
+def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, ends_as_undisturbed):
     process, output, log = start("killed")
     wait_until(lambda: len(rows(output)) >= 6, "6 steps", log)
     ranks = ranks_of(output)
@@ -137,7 +131,7 @@ def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, same_we
     again, _, log = start("killed")
     assert again.wait(240) == 0, log.read_text()[-3000:]
     assert "resumed from" in log.read_text()
-    same_weights(output)
+    ends_as_undisturbed(output)
 
 
 @pytest.mark.full

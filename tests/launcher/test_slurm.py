@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from background_run import FAILS_ON_RANK_1
 from living_processes import living
 
 from dynamo_megatron.runtime.guard import shared_memory_of
@@ -20,17 +21,6 @@ def learning_rate(self, step):
     time.sleep({seconds})
     return rate(self, step)
 config.Config.learning_rate = learning_rate
-"""
-FAILS_ON_RANK_1 = """
-import os
-if os.environ.get("SLURM_PROCID") == "1":
-    from dynamo_megatron import config
-    rate = config.Config.learning_rate
-    def learning_rate(self, step):
-        if step == 3:
-            raise KeyError("this rank has had enough")
-        return rate(self, step)
-    config.Config.learning_rate = learning_rate
 """
 
 
@@ -74,7 +64,7 @@ def processes_of(job: str) -> list[psutil.Process]:
 
 
 @pytest.mark.full
-def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, same_weights):
+def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows):
     job, output = launched("--time", "30")
     cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
     cluster.tool("scancel", "--batch", "--signal=USR1", job)
@@ -90,7 +80,7 @@ def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, same_weights):
 
 @pytest.mark.full
 def test_a_failure_is_summed_up_and_not_requeued(cluster, launched):
-    job, output = launched(code=FAILS_ON_RANK_1)
+    job, output = launched(code=FAILS_ON_RANK_1.replace("RANK", "SLURM_PROCID"))
     cluster.wait(job, output, "FAILED")
     assert cluster.field(job, "Restarts") == "0" and cluster.field(job, "ExitCode") == "1:0"
     summary = batch_log(output, job).partition("failed (exit code 1); the first to fail was rank 1")[2]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "policy")]
 
-from forked_ranks import fork_ranks, wait_for
+from forked_ranks import run_in_turn
 
 from dynamo_megatron.policy import backend
 
@@ -43,7 +43,6 @@ from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.model import RMSNorm, build_chunks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
-from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
 from dynamo_megatron.types import Sequences  # noqa: E402
 
 RANKS = 4
@@ -156,23 +155,7 @@ def compare(case, store):
     assert gap is None or gap <= 1e-4, f"{folder} {parallel}: logits differ by {gap:.1e}"
     if layout.rank == 0:
         print(json.dumps({"folder": folder, "parallel": parallel, "gap": gap}), flush=True)
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def main(cases_file: str) -> None:
-    cases = json.loads(Path(cases_file).read_text())
-
-    def body() -> None:
-        torch.set_num_threads(1)
-        store = connect_store(60)
-        for number, case in enumerate(cases):
-            compare(case, dist.PrefixStore(f"case{number}", store))
-
-    logs = Path(cases_file).parent
-    wait_for(fork_ranks(RANKS, body, logs), logs)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_in_turn(sys.argv[1], RANKS, compare)

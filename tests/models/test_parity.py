@@ -2,10 +2,7 @@
 and checkpoints agree with the converter."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,7 +76,7 @@ def folder_of(tiny_model, tmp_path):
     return make
 
 
-def run(cases, tmp_path):
+def run(run_script, cases, tmp_path):
     """Runs the cases; "convert" of one asks for both directions."""
     for number, case in enumerate(cases):
         if case.pop("convert", False):
@@ -89,12 +86,7 @@ def run(cases, tmp_path):
             Path(case["run"]).mkdir()
             settings = {"model": {"path": case["folder"]}, "data": {"source": "none"}, "output_dir": case["run"]}
             (Path(case["run"]) / "config.yaml").write_text(yaml.safe_dump(settings))
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    job = [sys.executable, "-P", str(Path(__file__).with_name("parity_job.py")), str(tmp_path / "cases.json")]
-    with open(tmp_path / "log", "w") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        code = subprocess.run(job, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=1700).returncode
-    assert code == 0, (tmp_path / "log").read_text()[-6000:]
+    run_script(Path(__file__).with_name("parity_job.py"), cases, tmp_path, 1700)
     said = [json.loads(x) for x in (tmp_path / "rank0.log").read_text().splitlines() if x.startswith('{"folder"')]
     assert len(said) == len(cases)
     for case in cases:
@@ -108,8 +100,9 @@ def case(folder, parallel, dtype="float32", **more):
     return {"folder": str(folder), "parallel": parallel, "dtype": dtype, **more}
 
 
-def test_a_sample(folder_of, tmp_path):
+def test_a_sample(folder_of, run_script, tmp_path):
     run(
+        run_script,
         [
             case(folder_of("llama+llama3"), CP2, logits=True),
             case(folder_of("qwen2+yarn"), TP2, logits=True, convert=True),
@@ -124,7 +117,7 @@ def test_a_sample(folder_of, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_every_family_and_every_rope(folder_of, tmp_path):
+def test_every_family_and_every_rope(folder_of, run_script, tmp_path):
     cases = []
     for family in FAMILIES:
         mixture = family.endswith("moe")
@@ -136,4 +129,4 @@ def test_every_family_and_every_rope(folder_of, tmp_path):
     cases.append(case(folder_of("qwen3_moe+yarn"), CP2, logits=True))
     if SMOLLM2.is_dir():
         cases.append(case(SMOLLM2, WHOLE, logits=True))
-    run(cases, tmp_path)
+    run(run_script, cases, tmp_path)

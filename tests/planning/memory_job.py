@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "policy")]
 from checkpoint_cases import train  # noqa: E402
-from forked_ranks import fork_ranks, wait_for  # noqa: E402
+from forked_ranks import run_in_turn  # noqa: E402
 
 from dynamo_megatron.policy import backend  # noqa: E402
 
@@ -15,7 +15,6 @@ backend.enable_cpu()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
@@ -23,7 +22,6 @@ from dynamo_megatron.planning import formulas  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
-from dynamo_megatron.runtime.coordination import connect_store  # noqa: E402
 
 
 def live_bytes() -> int:
@@ -63,10 +61,10 @@ def saved_bytes(policy: Policy, tokens: int = 256) -> int:
     return sum(size for size, _ in storages.values())
 
 
-def run(case: dict, number: int, store: dist.Store) -> None:
+def run(case: dict, store: dist.Store) -> None:
     config = Config.model_validate(case["config"])
     before = live_bytes()
-    layout = join_ranks(config, dist.PrefixStore(f"case{number}", store))
+    layout = join_ranks(config, store)
     spec, p = load_model_config(config.model.path), config.parallel
     policy = Policy(spec, config, layout)
     train(policy, 1)
@@ -88,23 +86,7 @@ def run(case: dict, number: int, store: dist.Store) -> None:
         angles = 4 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's
         row["saved"], row["planned saved"] = saved_bytes(policy), (kept * spec.num_layers + angles) * 256
     Path(case["out"]).joinpath(f"{case['name']}-{layout.rank}.json").write_text(json.dumps(row))
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def main(cases_file: str) -> None:
-    cases = json.loads(Path(cases_file).read_text())
-
-    def body() -> None:
-        torch.set_num_threads(1)
-        store = connect_store(60)
-        for number, case in enumerate(cases):
-            run(case, number, store)
-
-    logs = Path(cases_file).parent
-    wait_for(fork_ranks(2, body, logs), logs)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_in_turn(sys.argv[1], 2, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -57,3 +58,25 @@ def wait_for(pids: list[int], logs: Path) -> None:
         time.sleep(0.02)
     said = "\n".join(file.read_text()[-3000:] for file in sorted(logs.glob("rank*.log")))
     assert not any(codes.values()), f"{list(codes.values())}\n{said}"
+
+
+def run_in_turn(cases_file: str, ranks: int, run: Callable) -> None:
+    """run(case, store) of each case in a JSON file, on so many ranks, which leave their logs beside it."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from dynamo_megatron.runtime.coordination import connect_store
+
+    logs = Path(cases_file).parent
+
+    def body() -> None:
+        torch.set_num_threads(1)
+        store = connect_store(60)
+        for number, case in enumerate(json.loads(Path(cases_file).read_text())):
+            run(case, dist.PrefixStore(f"case{number}", store))
+            dist.barrier()
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    wait_for(fork_ranks(ranks, body, logs), logs)
