@@ -10,19 +10,12 @@ import torch
 from dynamo_megatron.policy.model import PackedAttention, SegmentPlan, Segments
 
 
-class Alone:
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_one_call_gives_what_a_call_for_each_length_gives():
     lengths, device = np.array([5, 300, 1, 300, 64]), torch.device("cuda")
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=64, params_dtype=torch.bfloat16)
-    attention = PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=Alone()))
+    attention = PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=alone))
     assert attention.at_once
     by_length = copy.copy(attention)
     by_length.at_once = False
