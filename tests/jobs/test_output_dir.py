@@ -105,11 +105,12 @@ def test_a_run_keeps_its_chat_template_and_refuses_another(tmp_path):
     """The key names a file, whose content may change between a run and its resume."""
     output = OutputDir(settings(tmp_path))
     output.keep_chat_template("first")
-    output.keep_chat_template("second")  # nothing came of the first
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    output.check_chat_template("second")  # nothing came of the first
     output.keep_chat_template("second")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    output.check_chat_template("second")
     with pytest.raises(ConfigError, match=r"^data\.chat_template: .* is not what the run in .* began with"):
-        output.keep_chat_template("third")
+        output.check_chat_template("third")
     assert (tmp_path / "chat_template.jinja").read_text() == "second"
 
 
