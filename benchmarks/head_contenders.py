@@ -123,7 +123,7 @@ def compiled(inputs: Inputs) -> Output:
     return _finish(inputs, policy_objective(inputs, logprobs, entropy), logprobs, entropy)
 
 
-def ours(backend: str, gradient: str) -> Callable[[Inputs], Output]:
+def ours(backend: str, gradient: str, chunk_tokens: int | None = None) -> Callable[[Inputs], Output]:
     def run(inputs: Inputs) -> Output:
         output = policy_loss(
             inputs.hidden,
@@ -137,6 +137,7 @@ def ours(backend: str, gradient: str) -> Callable[[Inputs], Output]:
             temperature=inputs.case.temperature,
             backend=backend,
             gradient=gradient,
+            chunk_tokens=chunk_tokens,
         )
         output.loss.backward()
         return Output(

@@ -44,10 +44,8 @@ def _rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
         return layer_kernels.rotated(x, table, sign)
     cosine, sine = table[:, :, None]
     a, b = x.chunk(2, -1)
-    left, right = b * sine, a * sine
-    return torch.cat([torch.sub(a * cosine, left, alpha=sign), torch.add(b * cosine, right, alpha=sign)], -1).to(
-        x.dtype
-    )
+    turned = [torch.sub(a * cosine, b * sine, alpha=sign), torch.add(b * cosine, a * sine, alpha=sign)]
+    return torch.cat(turned, -1).to(x.dtype)
 
 
 def swiglu(y: Tensor, weights: Tensor | None = None) -> Tensor:

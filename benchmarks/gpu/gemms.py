@@ -5,6 +5,7 @@ python -P benchmarks/gpu/gemms.py [TOKENS COLUMNS HIDDEN]      # the head a few 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # python -P leaves this fold
 from head_cases import Case, Inputs, make_inputs
 from head_contenders import ours
 from measure import interleaved, peak_bytes
-
-from dynamo_megatron.kernels import policy_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKEND = "triton" if DEVICE.type == "cuda" else "torch"
@@ -75,25 +74,9 @@ def by_kernel(inputs: Inputs) -> dict[str, Any]:
 
 def by_chunk(inputs: Inputs) -> dict[str, dict[str, float]]:
     """Milliseconds and peak gigabytes of a pass in chunks of that many tokens."""
-
-    def run(size: int) -> None:
-        policy_loss(
-            inputs.hidden,
-            inputs.main_weight,
-            inputs.labels,
-            inputs.advantages,
-            inputs.old_logprobs,
-            inputs.weights,
-            inputs.case.loss,
-            ranges=inputs.ranges,
-            backend=BACKEND,
-            gradient="eager",
-            chunk_tokens=size,
-        ).loss.backward()
-
     found, tokens = {}, inputs.case.tokens
     for size in (tokens // 8, tokens // 4, tokens // 2, tokens):
-        call = {"head": lambda size=size: run(size)}
+        call = {"head": functools.partial(ours(BACKEND, "eager", size), inputs)}
         seconds = interleaved(call, DEVICE, before=inputs.forget_gradients, **ROUNDS)["head"]["median"]
         found[str(size)] = {"ms": 1000 * seconds, "peak GB": peak_bytes(call["head"], DEVICE) / 1e9}
     return found

@@ -7,8 +7,8 @@ machine with a network and without a GPU. PYTHON: the same Python and torch, for
 te (the extension), which also need g++ and a CUDA toolkit 13.0 (CUDA_TOOLKIT). What was fetched and built stays in
 runs/gpu-kit.
 
-base: what trainer, tests and benchmarks import besides. sglang: SGLang without what a text model does not need, of its
-kernels those for this GPU, and those that it would compile when it first needs them. te: TransformerEngine.
+base: the other packages that trainer, tests and benchmarks import. sglang: the parts of SGLang that a language model
+needs, its kernels for this GPU, and those that it would compile at first use. te: TransformerEngine.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ModelConfig(Section):
 
 
 class SelectionConfig(Section):
-    """Which of the data's next prompts a step draws, by their earlier rollouts; a text is the kind."""
+    """Which of the data's next prompts a step draws, by their earlier rollouts; a string names the kind."""
 
     of_kinds = {
         "candidates": ("priority", "thompson"),

@@ -78,9 +78,8 @@ except ImportError:
     varlen_attn = None
 VARLEN = inspect.signature(varlen_attn).parameters if varlen_attn else {}
 AT_ONCE = "window_size" in VARLEN and "scale" in VARLEN  # torch >= 2.11
-GROUPED = (
-    {"enable_gqa": True} if "enable_gqa" in VARLEN else {}
-)  # later versions ask for it, earlier ones do not know it
+# Later versions require it for fewer key/value heads, earlier ones do not know it.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in VARLEN else {}
 
 
 class SegmentGroup(NamedTuple):

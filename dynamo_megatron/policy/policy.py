@@ -80,7 +80,8 @@ class Policy:
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
         self.loss_config = config.policy_loss()
         self.loss_function = load_loss(function) if (function := config.algorithm.loss.function) else None
-        check_layers(layout.device, self.chunks[0].config.params_dtype)
+        if layout.device.type == "cuda":
+            check_layers(layout.device, self.chunks[0].config.params_dtype)
         if layout.is_last_stage:
             head = {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
             check_backend(

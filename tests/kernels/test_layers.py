@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dynamo_megatron.kernels import layers
-from dynamo_megatron.kernels.self_check import compare_layers
+from dynamo_megatron.kernels.self_check import check_layers
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -75,8 +75,8 @@ def test_a_kernel_that_is_wrong_is_found_before_training(device, request, monkey
     from dynamo_megatron.kernels import layer_kernels
 
     for dtype in (torch.float32, torch.bfloat16):
-        compare_layers(device, dtype)
+        check_layers(device, dtype)
     right = layer_kernels.swiglu
     monkeypatch.setattr(layer_kernels, "swiglu", lambda y, weights: 1.1 * right(y, weights))
     with pytest.raises(ValueError, match="kernel of SwiGLU and PyTorch differ"):
-        compare_layers(device, torch.bfloat16)
+        check_layers(device, torch.bfloat16)
