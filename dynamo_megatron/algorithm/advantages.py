@@ -85,6 +85,11 @@ def history_advantages(
     m, c = _finite(prior_mean, "prior_mean")[1], _finite(prior_strength, "prior_strength")[1]
     if not len(m) == len(c) == len(values):
         raise ValueError(f"prior_mean, prior_strength: {len(m)} and {len(c)} entries for {len(values)} rollouts")
+    for name, each in (("prior_mean", m), ("prior_strength", c)):
+        of_group = np.zeros(groups)
+        of_group[index] = each
+        if (of_group[index] != each).any():
+            raise ValueError(f"{name}: rollouts of one group have different values")
     if (c < 0).any():
         raise ValueError(f"prior_strength: {c.min()} rollouts; expected 0 or more")
     if not (np.isfinite(score_ratio) and score_ratio > 0):

@@ -151,7 +151,8 @@ class History:
             fits = len({i for i in ids if isinstance(i, str)}) == len(ids) and isinstance(ids, list)
         except (TypeError, ValueError):
             fits = False
-        if not fits or numbers.shape != (len(COLUMNS), len(ids)) or line.shape != self.energy_line.sums.shape:
+        fits = fits and numbers.shape == (len(COLUMNS), len(ids)) and line.shape == self.energy_line.sums.shape
+        if not fits or not np.isfinite(line).all():
             raise InputError("state: prompt_ids is not a list of distinct texts, or a column not a number for each")
         _check(ids, numbers)
         self.energy_line = EnergyLine(line, int(state.get("rewards_outside", 0)))

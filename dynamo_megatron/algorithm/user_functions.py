@@ -60,7 +60,7 @@ def _called_twice(function: UserFunction, inputs: Any, wanted: str, place: Calla
     numbers = to_numpy(values, "the result")
     if (bad := np.flatnonzero(~np.isfinite(numbers))).size:
         function.hold(False, f"returned {numbers[bad[0]]} for {place(bad[0])}; give finite numbers")
-    same = np.array_equal(numbers, to_numpy(again, "the result"))
+    same = described(again) == wanted and np.array_equal(numbers, to_numpy(again, "the result"))
     function.hold(same, "returned other advantages when called again with the same inputs")
     return values
 

@@ -77,7 +77,9 @@ def open_checkpoint(
     if model is None and (checkpoint / "config.json").is_file():
         model = checkpoint
     elif model is None:
-        config = run_config(checkpoint).model
+        if checkpoint.resolve().parent.name != "checkpoints":
+            raise ConfigError(f"{path}: no config.json in it, and it is not in the folder of a run; {NAME_MODEL}")
+        config = run_config(checkpoint.resolve()).model
         model, family = Path(config.path), config.family
         if not model.is_dir():
             raise ConfigError(f"{path}: no folder {model} here, which the run's model.path names; {NAME_MODEL}")

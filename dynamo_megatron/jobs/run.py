@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +97,19 @@ class Job:
         if self.journal is not None:
             self.journal.progress.phase(phase)
 
-    def next_start(self) -> str:
-        """The end of the message of a run that was ended early, whose live line is taken away: the message may be the
-        last line that the user sees. An interrupt may have come between a print and its flush."""
+    def clear_screen(self) -> None:
+        """Takes a live line away: the next line may be the last one that the user sees. An interrupt may have come
+        between a print and its flush."""
         sys.stdout.flush()
         if self.journal is not None:
             self.journal.progress.close()
-        return f"; {after_a_stop(self.output.path)}" if self.output is not None else ""
+
+    def next_start(self) -> str:
+        """The end of the message of a run that was ended early; "" where the disk does not say."""
+        try:
+            return f"; {after_a_stop(self.output.path)}" if self.output is not None else ""
+        except OSError:
+            return ""
 
     def close(self) -> None:
         """Ends what `prepare` started, whatever has happened."""
@@ -144,14 +151,15 @@ def run_rank(job: Job) -> int:
         dist.destroy_process_group()
         return job.code
     except (KeyboardInterrupt, StopRequested) as stopped:
-        next_start, interrupted = job.next_start(), isinstance(stopped, KeyboardInterrupt)
+        job.clear_screen()
+        interrupted = isinstance(stopped, KeyboardInterrupt)
         if rank == 0:
             why = "interrupted" if interrupted else f"stopped by {stopped}"
-            print(f"{why}{next_start}", file=sys.stderr, flush=True)
+            print(f"{why}{job.next_start()}", file=sys.stderr, flush=True)
         return 130 if interrupted else 75
     except Exception as error:  # the end of the process: whatever it was, the other ranks and the user are told
-        next_start = job.next_start()
-        code = _report(error, rank, coordinator, next_start if running else None)
+        job.clear_screen()
+        code = _report(error, rank, coordinator, job.next_start if running else None)
         refusal = str(error) if code == 2 else None
         return code
     finally:
@@ -186,7 +194,7 @@ def _set_up_backend(deterministic: bool) -> None:
     backend.enable_cpu()
 
 
-def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_start: str | None) -> int:
+def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_start: Callable[[], str] | None) -> int:
     """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed. `next_start`: None
     before the job runs."""
     refused = isinstance(error, ConfigError) or (isinstance(error, InputError) and next_start is None)
@@ -208,7 +216,7 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_s
     if details:
         show(details)
     if next_start is not None and any(kind in first for kind in ANOTHERS_END):
-        first += next_start
+        first += next_start()  # not before the other ranks know: the disk may hang
     if rank == 0 or coordinator is None:
         show(first)
     return 2 if refused else 1

@@ -170,10 +170,9 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     exports = {"every": saves, "never": 0}.get(export, 1)
     generates = generates and config.rollout.engine == "sglang"
     step = stored_step(config.rollout_budget, config.rollout.max_new_tokens) if generates else 0
+    with_optimizer = elements * (width + 12)  # float32 weights and two moments
     needed = {
-        f"{checkpoints} checkpoint{'s' * (checkpoints > 1)}": checkpoints
-        * elements
-        * (width + 12),  # float32 weights and two moments
+        f"{checkpoints} checkpoint{'s' * (checkpoints > 1)}": checkpoints * with_optimizer,
         "exported folders": exports * elements * width,
         "the weights sent and those of a failed step": 2 * elements * width,
         "rollouts": int(step * (1 + (keep or 0))),

@@ -23,7 +23,7 @@ from dynamo_megatron.config.reward import URLS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import SERVICES, FunctionResult, RewardError, Step
 from dynamo_megatron.runtime.plain_text import on_one_line
-from dynamo_megatron.types import Prompt
+from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 if TYPE_CHECKING:
     from dynamo_megatron.reward.http import Addresses, HttpReward
@@ -127,8 +127,11 @@ class RewardPool:
         failures = [result for result in results if result.state != "scored"]
         if not failures:
             reward = FUSIONS[self._config.fusion](list(parts.values()))
-            success = parts[self._config.outcomes[0]] >= self._config.success_threshold
-            return Score(reward, success, parts, steps=[step for result in scored for step in result.steps])
+            if abs(reward) <= LARGEST_REWARD:
+                success = parts[self._config.outcomes[0]] >= self._config.success_threshold
+                return Score(reward, success, parts, steps=[step for result in scored for step in result.steps])
+            text = f"their {self._config.fusion} is {reward:g}, of more than {LARGEST_REWARD:g} in size"
+            failures = [FunctionResult(", ".join(parts), "wrong_format", text=text)]
         first = min(failures, key=lambda result: result.state == "timed_out")  # an error counts before a timeout
         status = "reward_timeout" if first.state == "timed_out" else "reward_error"
         if status == "reward_error" and self._config.on_error == "raise":
@@ -280,6 +283,7 @@ class Worker:
                 results.append(self._connection.recv())
         except (EOFError, BrokenPipeError, ConnectionResetError):
             ended = f"its process ended: {self._how_it_ended()}"
+            self.end()  # where what it has started holds it
             results.append(FunctionResult(self._given[0][len(results)], "crashed", text=ended))
         return results
 

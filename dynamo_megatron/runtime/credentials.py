@@ -12,8 +12,8 @@ SHORTEST_SECRET = 8  # characters; shorter values are words that messages contai
 # A user alone is a token for HTTP; docker://USER@REGISTRY and the like take the password from elsewhere.
 USER_IN_URL = re.compile(r"\b([\w.+-]*https?://[^/?#\s@]*|[a-z][a-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]*)@", re.IGNORECASE)
 SECRET_PARAMETER = re.compile(  # by their whole names: max_token, cache_key and sort_key are not secrets
-    r"(https?://|datasets:)\S*[?&;](?P<name>key|token|auth|pass|sig|([\w-]+[-_])?(secret|password|passphrase|signature"
-    r"|(api|access|secret|private|auth|hf|bearer|id|refresh)[-_]?(key|token)))=",
+    r"(https?://|datasets:)\S*[?&;](?P<name>key|token|auth|pass|sig|([\w-]+[-_])?(secret|password|passwd|passphrase|signature"
+    r"|(api|access|secret|private|account|auth)[-_]?key|(access|auth|security|refresh|id|bearer|hf)[-_]?token))=",
     re.IGNORECASE,
 )
 

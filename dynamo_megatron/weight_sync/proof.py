@@ -158,6 +158,7 @@ def joined(everyone: Iterable[dict[tuple[str, int], Sha256 | TileHash | str]], t
     for hashes in everyone:
         for key, one in hashes.items():
             if key in whole:
+                assert not isinstance(whole[key], str), f"two ranks sent {key}"
                 whole[key].merge(one)
             else:
                 whole[key] = one

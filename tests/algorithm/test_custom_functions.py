@@ -66,7 +66,7 @@ def test_a_run_shows_the_users_frames_and_then_one_line(capsys):
     try:
         check_advantage(known_prompts)
     except ValueError as error:
-        assert _report(error, 0, None, "") == 1
+        assert _report(error, 0, None, lambda: "") == 1
     *frames, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"UserCodeError: {__name__}:known_prompts failed: KeyError: 'p0' ({FILE}, line ")
     assert len(frames) == 4 and all("Traceback" not in line for line in frames) and "known_prompts" in frames[0]

@@ -87,6 +87,7 @@ def test_dtype_and_library_are_those_of_the_rewards():
         ({"rewards": [1.0, 1.5], "score_ratio": 2.0}, "rewards: entry 1 is 1.5; the optimal baseline"),
         ({"prior_mean": [0.5]}, "prior_mean, prior_strength: 1 and 2 entries for 2 rollouts"),
         ({"prior_strength": [-1.0, -1.0]}, "prior_strength: -1.0 rollouts"),
+        ({"prior_mean": [0.5, 0.6]}, "prior_mean: rollouts of one group have different values"),
         ({"prior_strength": [np.inf, np.inf]}, "prior_strength: entry 0 is inf"),
         ({"score_ratio": 0.0}, "score_ratio: 0.0"),
         ({"group_ids": [0]}, "group_ids: 1 ids for 2 rollouts"),

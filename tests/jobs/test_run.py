@@ -126,5 +126,5 @@ def test_the_exit_code_and_the_last_line_follow_from_the_error(tiny_model, tmp_p
     ],
 )
 def test_after_the_end_of_another_process_the_last_line_names_the_next_start(capsys, error, said):
-    assert run._report(error, 0, None, "; resumes") == 1
+    assert run._report(error, 0, None, lambda: "; resumes") == 1
     assert capsys.readouterr().err == said
