@@ -185,6 +185,7 @@ def test_the_shipped_configs_are_listed_and_printed(tmp_path, monkeypatch, capsy
         "reward.functions=[http://u:hunter22@h/score]",
         "reward.functions=[math,'http://h/?api_key=hunter22']",
         "data.source=datasets:private?split=train&token=hunter22",
+        "data.source=datasets:private?AccountKey=hunter22",
         "tracking.project=http://u:hunter22@h",
         "rollout.server_args=[--model-loader=s3://u:hunter22@h/m]",
     ],
