@@ -155,7 +155,6 @@ class AlgorithmConfig(Section):
             "loss.clip_cov": loss.clip_cov is not None,
             "loss.kl_cov": loss.kl_cov is not None,
             "loss.kind": loss.function is not None,
-            "rollout_correction": self.rollout_correction is not None,
         }
         return next((key for key, needed in needs.items() if needed), None)
 

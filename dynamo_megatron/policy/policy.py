@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.losses import kl_estimate, response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
 from dynamo_megatron.checkpoint.weights import load_folder
@@ -286,15 +287,17 @@ class Policy:
         measures, engine = stats is None, torch.from_numpy(batch.rollouts.engine_logprobs)
         if measures:
             batch.rollouts.check_tokens(self.spec.vocab_size)
-        # A method that uses what is not known yet gets NaN, never a wrong gradient.
-        known = TokenStats(*torch.full((4, len(engine)), math.nan)) if stats is None else stats
+        known, algorithm = stats, self.config.algorithm
+        if known is None:  # a method that used them would get NaN; the head's loss makes the correction
+            known = TokenStats(*torch.full((4, len(engine)), math.nan))
+            algorithm = algorithm.model_copy(update={"rollout_correction": None})
         shaped = shape_tokens(
             batch.rollouts,
             mini_batch.members,
             batch.advantages,
             batch.weights,
             known,
-            self.config.algorithm,
+            algorithm,
             seed=self.config.seed,
             process=batch.process,
         )
@@ -342,6 +345,13 @@ class Policy:
                 None if v is None else to_device(v[here], device)
                 for v in (*(tokens[name] for name in names), shaped.old_kl_coef)
             )
+            measured, correction = None, self.config.algorithm.rollout_correction
+            if measures and correction is not None:
+                measured = kernels.token_stats(every, self._head_weight, labels, **self._head)
+                engine = to_device(tokens["engine_logprobs"][slots], device)
+                gap, of_rows = measured.logprobs.double() - engine, self._responses(micro_batch)
+                ratios = importance_ratios(gap, level=correction.level, **of_rows)
+                constants[2] = constants[2] * correction_weights(ratios, correction)[rows].to(constants[2].dtype)
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
@@ -358,8 +368,8 @@ class Policy:
             )
             if not measures:
                 return HeadLoss(output.loss, output.metrics)
-            stats = torch.stack(output.stats)
-            if len(here) < len(slots):
+            stats = torch.stack(output.stats if measured is None else measured)
+            if stats.shape[1] < len(slots):
                 others = to_device((~trained[slots]).nonzero()[:, 0], device)
                 rest = kernels.token_stats(every[others], self._head_weight, labels[others], **self._head)
                 found = stats.new_empty(len(stats), len(slots))
@@ -412,9 +422,13 @@ class Policy:
         if ratio == "token":
             return None
         logprobs = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **self._head).logprobs
-        lengths = micro_batch.response_bounds.diff().long()
+        difference = logprobs - to_device(old_logprobs, logprobs.device)
+        return response_log_ratios(difference, ratio=ratio, **self._responses(micro_batch))
+
+    def _responses(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """The rows of each of the micro-batch's responses here, and what adds up over context-parallel ranks."""
         add_up = functools.partial(dist.all_reduce, group=self.layout.cp) if self.layout.cp.size() > 1 else None
-        return response_log_ratios(logprobs - to_device(old_logprobs, logprobs.device), lengths, ratio, add_up)
+        return {"lengths": micro_batch.response_bounds.diff().long(), "add_up": add_up}
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
         """One optimizer step on the cross-entropy of the responses. `weights`: float [S], of each token of a response.
@@ -483,7 +497,8 @@ class Policy:
                 tokens = f"{result['broken']:g} tokens a loss or derivative that is NaN or infinite"
                 what = f"{self.loss_function.name} gave {tokens}: {what}"
             raise self._non_finite("; ".join([what, *inputs.faults()]), inputs)
-        if self.loss_function is not None and grad_norm == 0:
+        corrected = measures and self.config.algorithm.rollout_correction is not None  # all weights may be 0
+        if grad_norm == 0 and (corrected or self.loss_function is not None):
             result["skipped"] = 1.0
         return Gradient(inputs, result, stats)
 

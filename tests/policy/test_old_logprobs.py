@@ -28,7 +28,10 @@ CHANGES = {  # what does not need it either
     "recompute": {"kernels": {"gradient": "recompute"}},
     "engine": {"algorithm": {"loss": {"old": "engine"}}},
     "terms": {"algorithm": {"loss": {"entropy_coef": 0.01}, "kl": {"coef": 0.1}}},
+    "mask": {"algorithm": {"rollout_correction": {"kind": "mask", "low": 0.5, "high": 1.5}}},
+    "truncate": {"algorithm": {"rollout_correction": {"level": "sequence", "high": 3.0}}},
 }
+ROUNDED = ("mask", "truncate")  # a token's weight is rounded before the correction, and after it
 
 
 def algorithm(name: str, *overrides: str):
@@ -50,7 +53,7 @@ def test_only_methods_that_need_statistics_before_the_update_have_a_pass(name):
 
 
 def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
-    """For each change of the configuration how far the two ways are apart: 0 means bit for bit."""
+    """For each change of the configuration how far the two ways are apart, 0 if bit for bit."""
     from layout_cases import rollouts
 
     from dynamo_megatron.algorithm.baseline import Baseline
@@ -61,6 +64,7 @@ def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
 
     spec, found = load_model_config(config.model.path), {}
     source = rollouts(spec.vocab_size, 7, None)
+    source.rewards[[group == "g3" for group in source.group_ids]] = 1.0  # most methods give them no advantage
     each = np.ones(len(source.rewards))
     for name, sections in case["changes"].items():
         policy = Policy(spec, Config.model_validate({**case["config"], **sections}), layout)
@@ -91,10 +95,11 @@ def test_both_ways_give_the_same_gradient_and_statistics_bit_for_bit(tiny_model,
         {
             "config": settings(tiny_model, parallel, **sections),
             "ranks": max(1, *parallel.values(), 1),
-            "changes": changes if not parallel else {name: changes[name] for name in ("grpo", "terms")},
+            "changes": changes if not parallel else {name: changes[name] for name in ("grpo", "terms", *ROUNDED)},
         }
         for parallel in LAYOUTS
     ]
     for parallel, ranks in zip(LAYOUTS, run_cases(__file__, cases, tmp_path), strict=True):
         for name, gaps in ((name, gaps) for found in ranks for name, gaps in found.items()):
-            assert gaps.pop("size") > 1e-3 and not any(gaps.values()), (parallel, name, gaps)
+            bar = 1e-6 if name in ROUNDED else 0
+            assert gaps.pop("size") > 1e-3 and all(gap <= bar for gap in gaps.values()), (parallel, name, gaps)
