@@ -275,6 +275,20 @@ class TrackingConfig(Section):
     token_rollouts: Annotated[int, Field(ge=0)] = 0  # rollouts of a step whose tokens' statistics are kept, in tokens/
 
 
+class DPOConfig(Section):
+    """Of `dynamo-megatron dpo`, preference training (arXiv 2305.18290)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # ipo: arXiv 2310.12036
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # sigmoid: share of pairs in the wrong order
+    reference: str | None = None  # folder of the reference policy, as model.path; None: model.path
+    rejected_key: str = "rejected"  # dotted; of the completion that is not preferred; the other is data.answer_key
+
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if self.loss == "ipo":
+            yield from self.unused(["label_smoothing"], "is of loss sigmoid")
+
+
 class Config(Section):
     model: ModelConfig
     data: DataConfig
@@ -290,6 +304,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
+    dpo: DPOConfig | None = None  # the command `dpo` sets it
 
     @property
     def prompt_stream(self) -> DataConfig:
@@ -375,10 +390,13 @@ class Config(Section):
 
     @property
     def frozen_models(self) -> dict[str, str]:
-        """key -> folder of each model beside the policy: the KL term's reference, and the two of the reward `prime`."""
+        """key -> folder of each model beside the policy: the reference of the KL term or of DPO, and the two of the
+        reward `prime`."""
         found = {}
         if self.algorithm.kl.coef:
             found["algorithm.kl.reference"] = self.algorithm.kl.reference or self.model.path
+        if self.dpo is not None:
+            found = {"dpo.reference": self.dpo.reference or self.model.path}
         if (prime := self.reward.prime).model is not None:
             found["reward.prime.model"] = prime.model
             found["reward.prime.reference"] = prime.reference or self.model.path

@@ -235,10 +235,13 @@ class Policy:
         return NonFiniteError(message if broken is None else f"{message}; {broken}", inputs)
 
     def reference_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor | None:
-        """float32 [R] logprobs under the reference policy; None without a KL term. Raises as `token_stats`."""
-        if "algorithm.kl.reference" not in self.config.frozen_models:
-            return None
-        return self._frozen_logprobs("algorithm.kl.reference", source, mini_batches, method="reference_logprobs")
+        """float32 [R] logprobs under the reference policy, for DPO at temperature 1; None without KL term and DPO.
+        Raises as `token_stats`."""
+        keys = {"algorithm.kl.reference": None, "dpo.reference": 1.0}
+        for key in keys.keys() & self.config.frozen_models.keys():
+            options = {"temperature": keys[key], "method": "reference_logprobs"}
+            return self._frozen_logprobs(key, source, mini_batches, **options)
+        return None
 
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
