@@ -19,6 +19,7 @@ from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
+from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import Round, RoundRules, RoundsAhead, Selection
 from dynamo_megatron.runtime.coordination import Coordinator
@@ -141,6 +142,10 @@ class Controller:
         if now.version is None:
             self._rollout.dispatch(step, now.prompts, counts, on_poll, now.first)
         now.result = self._rollout.collect(step, on_poll, progress.count, now.first)
+        now.sampled = len(now.result.batch.rollout_ids)
+        now.kept = np.arange(now.sampled)
+        for note in now.result.notes:
+            self._journal.say(note)
         return now.result.batch
 
     def reject(self, step: int, rounds: Sequence[Round], logprobs: np.ndarray) -> None:
@@ -159,10 +164,9 @@ class Controller:
             proof.max_mean_gap,
             self.config.rollout.max_staleness,
         )
-        now.sampled = len(batch.rollout_ids)
-        now.kept = np.setdiff1d(np.arange(now.sampled), list(found)).astype(np.int64)
         if not found:
             return
+        now.kept = np.setdiff1d(now.kept, list(found))
         blamed = Counter(batch.servers[i] for i in found)
         servers = ", ".join(f"{n} of {name}" for name, n in blamed.items() if name)
         one_of_several = len(blamed) == 1 and len(set(batch.servers)) > 1
@@ -179,6 +183,7 @@ class Controller:
                 "step: what sampled them is not the policy (docs/rollouts.md)"
             )
         now.result = now.result.without(list(found), [note])
+        self._journal.say(note)
 
     def observe(self, step: int, now: Round, sampled: RolloutBatch, stats: TokenStats) -> None:
         """Adds reward, energy and length of each rollout of the round to the allocator's history, except those that
@@ -203,14 +208,16 @@ class Controller:
         if not self._rules.complete(step, rounds, self.config.batch_prompts):
             return None
         sampled = self._rules.joined(rounds)
-        for note in sampled.notes:
-            self._journal.say(note)
         if not sampled.batch.rollout_ids:
             why = [note.removeprefix(f"step {step}: ") for note in sampled.notes[-1:]]
             requested = sampled.counts["requested"]
             raise RolloutError("; ".join([f"step {step}: none of {requested} rollouts can be trained on", *why]))
         sampled.check_accounts(int(sum(r.allocation.counts.sum() for r in rounds)))
         return self._rules.select(rounds, sampled.batch)
+
+    def teacher_logprobs(self, rollouts: RolloutBatch) -> np.ndarray:
+        """float32 [R], of a teacher that is a server. Raises RolloutError."""
+        return prompt_logprobs(self.config.algorithm.teacher, rollouts, self._coordinator.check_stop)
 
     # -- after the update ------------------------------------------------------------------------------------------
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:

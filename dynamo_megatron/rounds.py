@@ -45,9 +45,10 @@ class Round:
     baseline: Baseline | None  # of each prompt, for `algorithm.advantage.kind: history`
     first: int  # position of the first prompt in the step
     origin: np.ndarray  # int64, for each prompt: its position when the step drew it; a later round may sample it again
-    result: RolloutResult | None = None  # set by `generate`; `reject` takes rollouts out of it
+    # Set by `generate`:
+    result: RolloutResult | None = None  # `reject` takes rollouts out of it
     sampled: int = 0  # trainable rollouts, before `reject`
-    kept: np.ndarray | None = None  # int64, ascending: which of the `sampled` are still in `result` after `reject`
+    kept: np.ndarray | None = None  # int64, ascending: which of the `sampled` are still in `result`
     version: int | None = None  # step of the servers' weights at dispatch; None: the step before this one
     drawing: Mapping[str, float] | None = None  # metrics of the prompt selection at dispatch; None: the current ones
 

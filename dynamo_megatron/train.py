@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches, loss_divisors
 from dynamo_megatron.rounds import Round, Selection
@@ -36,7 +38,7 @@ class Sampled(NamedTuple):
 
     rollouts: RolloutBatch
     mini_batches: list[MiniBatch]  # one for each update: the rollouts that this rank computes, packed
-    stats: TokenStats  # float32 [R], of all R response tokens under the weights of step - 1
+    stats: TokenStats | None  # float32 [R], of all R response tokens under the weights of step - 1; None: not measured
     selection: Selection
     rounds: list[Round]  # on rank 0; empty elsewhere
 
@@ -65,7 +67,7 @@ class Trainer:
             run.begin_step(step)
             sampled = self.sample(step)
             batch = self.advantages(sampled)
-            updates = self.update(step, sampled, batch)
+            sampled, batch, updates = self.update(step, sampled, batch)
             # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has
             # failed. Servers with the new weights sample step + 1. One that failed is restarted, and joins later.
             synced = self.serving.sync(step)
@@ -94,34 +96,42 @@ class Trainer:
             return controller.generate(step, rounds[-1])
 
         def select() -> Selection | None:  # rank 0
-            # Rejects a rollout if the weights that sampled it are too old, or if the server's logprobs of its tokens
-            # differ too much from the policy's (`stats`).
-            controller.reject(step, rounds, stats.logprobs.numpy())
-            # Adds the other rollouts to the history that `allocate` reads, including groups that `select` drops.
-            controller.observe(step, rounds[-1], batches[-1], stats)
+            if stats is not None:
+                self.reject_and_observe(step, rounds, batches[-1], stats)
             return controller.select(step, rounds)
 
+        measure = self.config.algorithm.measures_first
         while selection is None:
             self.phases.begin("read data")
             self.run.on_rank_0(f"the prompts of step {step}", draw_and_allocate)
             batches.append(self.serving.ask("generate", f"the rollouts of step {step}", generate, version=step - 1))
-            mini_batches, stats = self.pack_and_measure(step, batches[-1])
+            mini_batches, stats = self.pack_and_measure(step, batches[-1], measure)
             selection = self.run.on_rank_0(f"the rollouts of step {step}", select)
             if selection is None:
                 del mini_batches, stats  # frees device memory for the servers of the next round
         rollouts = selection.of(RolloutBatch.join(batches))
         if rollouts is not batches[-1]:  # rounds were joined, or rollouts were left out
-            mini_batches, stats = self.pack_and_measure(step, rollouts)
+            mini_batches, stats = self.pack_and_measure(step, rollouts, measure)
         return Sampled(rollouts, mini_batches, stats, selection, rounds)
 
-    def pack_and_measure(self, step: int, rollouts: RolloutBatch) -> tuple[list[MiniBatch], TokenStats]:
+    def reject_and_observe(self, step: int, rounds: list[Round], rollouts: RolloutBatch, stats: TokenStats) -> bool:
+        """On rank 0: rejects a rollout of the last round if the weights that sampled it are too old, or if the server's
+        logprobs of its tokens differ too much from the policy's (`stats`). Adds the others to the history that
+        `allocate` reads, including groups that `select` drops. Returns whether one was rejected."""
+        self.controller.reject(step, rounds, stats.logprobs.numpy())
+        self.controller.observe(step, rounds[-1], rollouts, stats)
+        return len(rounds[-1].kept) < rounds[-1].sampled
+
+    def pack_and_measure(
+        self, step: int, rollouts: RolloutBatch, measure: bool
+    ) -> tuple[list[MiniBatch], TokenStats | None]:
         """Packs whole groups into mini-batches, and these into micro-batches. The statistics of the tokens (logprob,
         entropy) and the updates run over the same micro-batches: in the first update the ratio of every token to the
         policy at the start of the step is exactly 1."""
         self.phases.begin("logprobs")
         rows = cut_mini_batches(rollouts.group_ids, self.config.algorithm.loss.mini_batches)
         mini_batches = self.policy.pack(rollouts, rows)
-        return mini_batches, self.policy.token_stats(rollouts, mini_batches)
+        return mini_batches, self.policy.token_stats(rollouts, mini_batches) if measure else None
 
     def advantages(self, sampled: Sampled) -> TrainBatch:
         """Gives each of S rollouts an advantage: its reward less a baseline, by default (`rloo`) the mean reward of the
@@ -134,18 +144,51 @@ class Trainer:
         divisor = loss_divisors(rollouts, self.config)
         weights = 1.0 / divisor if selection.weights is None else 1.0 / divisor * selection.weights
         implicit = self.policy.implicit_rewards(rollouts, sampled.mini_batches)  # None without the reward prime
-        gather = self.policy.layout.gather
-        return TrainBatch.build(rollouts, self.config, gather, selection.baseline, weights, implicit)
+        teacher, gather = self.teacher_gap(sampled), self.policy.layout.gather
+        return TrainBatch.build(rollouts, self.config, gather, selection.baseline, weights, implicit, teacher)
 
-    def update(self, step: int, sampled: Sampled, batch: TrainBatch) -> list[dict[str, float]]:
+    def teacher_gap(self, sampled: Sampled) -> np.ndarray | None:
+        """float64 [R]: log p_teacher - log p_policy of each response token; None without `algorithm.teacher`."""
+        if (teacher := self.config.algorithm.teacher) is None:
+            return None
+        rollouts = sampled.rollouts
+        if teacher.is_url:
+            what = f"the logprobs of the teacher at {teacher.path}"
+            found = self.run.on_rank_0(what, lambda: self.controller.teacher_logprobs(rollouts))
+        else:
+            found = self.policy.teacher_logprobs(rollouts, sampled.mini_batches).numpy()
+        return found.astype(np.float64) - sampled.stats.logprobs.numpy()
+
+    def update(
+        self, step: int, sampled: Sampled, batch: TrainBatch
+    ) -> tuple[Sampled, TrainBatch, list[dict[str, float]]]:
         """Makes an optimizer step on each mini-batch. Each token's advantage is scaled by the entropy of the policy
-        there, with algorithm.modulation. Returns the sums of each update."""
+        there, with algorithm.modulation. Returns what it trained on, with the statistics, and the sums of each update.
+
+        Where the method needs no statistics before (`algorithm.old_logprobs`), the update's forward pass gives them. If
+        a rollout is rejected by them, its group has other advantages, and the gradient is computed again."""
         reference = self.policy.reference_logprobs(sampled.rollouts, sampled.mini_batches)  # None without a KL term
         self.phases.begin("update")
         lr = self.config.learning_rate(step)
-        updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in sampled.mini_batches]
+        if sampled.stats is not None:
+            updates = [self.policy.update(batch, mini, sampled.stats, reference, lr) for mini in sampled.mini_batches]
+        else:
+            (mini,) = sampled.mini_batches
+            gradient = self.policy.gradient(batch, mini, None, reference, lr)
+            rollouts, rounds = sampled.rollouts, sampled.rounds
+
+            def select() -> Selection | None:  # rank 0
+                rejects = self.reject_and_observe(step, rounds, rollouts, gradient.stats)
+                return self.controller.select(step, rounds) if rejects else None
+
+            selection = self.run.on_rank_0(f"the check of the rollouts of step {step}", select)
+            if selection is not None:
+                rollouts = selection.of(rollouts)
+                sampled = Sampled(rollouts, *self.pack_and_measure(step, rollouts, True), selection, rounds)
+                return self.update(step, sampled, self.advantages(sampled))
+            sampled, updates = sampled._replace(stats=gradient.stats), [self.policy.step(gradient)]
         self.policy.check_weights(lr)
-        return updates
+        return sampled, batch, updates
 
     def log(
         self,

@@ -54,7 +54,7 @@ def test_a_step_samples_updates_and_syncs_before_it_is_evaluated_and_saved(start
     serving = Noted(calls, ask=lambda phase, what, make, **_: make())
     loop = Trainer(run, serving, controller)
     monkeypatch.setattr(
-        loop, "sample", lambda step: calls.append(f"sample {step}") or Sampled(None, [1, 2], None, None, [])
+        loop, "sample", lambda step: calls.append(f"sample {step}") or Sampled(None, [1, 2], "stats", None, [])
     )
     monkeypatch.setattr(loop, "advantages", lambda sampled: calls.append("advantages"))
     monkeypatch.setattr(loop, "log", lambda step, *_: calls.append(f"log {step}"))

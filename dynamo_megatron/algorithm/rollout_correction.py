@@ -6,26 +6,30 @@ With d = log pi_policy - log pi_engine of a sampled token, exp(d) corrects a tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from dynamo_megatron.algorithm.arrays import torch_function
-from dynamo_megatron.algorithm.losses import MAX_LOG_RATIO
+from dynamo_megatron.algorithm.losses import MAX_LOG_RATIO, response_log_ratios
 from dynamo_megatron.config import RolloutCorrectionConfig
 
 MAX_EXPONENT = 700.0  # nats; float64 overflows beyond 709
 
 
 @torch_function
-def importance_ratios(log_ratio: Tensor, lengths: Tensor, level: str) -> Tensor:
+def importance_ratios(
+    log_ratio: Tensor, lengths: Tensor, level: str, add_up: Callable[[Tensor], object] | None = None
+) -> Tensor:
     """exp(d) of each token, or of its response's sum (`level: sequence`), [n] of log_ratio's dtype, at most e^20.
 
-    log_ratio: d, float [n], nats, through the responses of `lengths` (int [S], tokens) in order.
+    log_ratio: d, float [n], nats, through the responses of `lengths` (int [S], tokens) in order. `add_up`: as in
+    `response_log_ratios`.
     """
     if level == "sequence":
-        owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        log_ratio = log_ratio.new_zeros(len(lengths)).index_add_(0, owner, log_ratio)[owner]
+        log_ratio = response_log_ratios(log_ratio, lengths, "sequence", add_up)
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 

@@ -66,7 +66,10 @@ def _loading_packages() -> contextlib.closing[Progress]:
 
 def _train(options: argparse.Namespace) -> int:
     adopt_rank(os.environ)
-    config, origins = compose(options.files, options.keys)
+    pairs = {"data": {"answer_key": "chosen"}, "dpo": {}} if options.command == "dpo" else None
+    config, origins = compose(options.files, options.keys, pairs)
+    if pairs is None and config.dpo is not None:
+        raise ConfigError(f"dpo: is a section of the command dpo; take it out of what {options.command} reads")
     import dynamo_megatron.rollout.retention  # noqa: F401  the handler uses it, and must not find it half imported
 
     # There is nothing to save yet. A rank keeps the default action of SIGTERM: launchers also send SIGTERM because
@@ -79,6 +82,8 @@ def _train(options: argparse.Namespace) -> int:
     with _loading_packages():
         if options.command == "train":
             from dynamo_megatron.jobs.train import TrainJob as Job
+        elif options.command == "dpo":
+            from dynamo_megatron.jobs.dpo import DPOJob as Job
         else:
             from dynamo_megatron.jobs.sft import SFTJob as Job
         from dynamo_megatron.jobs.run import run_rank
@@ -221,12 +226,14 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _samples(options: argparse.Namespace) -> int:
-    from dynamo_megatron.reports.samples import read_samples
+    from dynamo_megatron.reports.samples import read_pairs, read_samples
 
     choice = options.step, options.prompt, options.best, options.worst, options.limit
     sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        for text in read_samples(options.run, *choice, as_json=options.json):
+        for text in (
+            read_pairs(options.run) if options.pairs else read_samples(options.run, *choice, as_json=options.json)
+        ):
             print(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the user has quit the pager
@@ -278,6 +285,7 @@ def _compare(options: argparse.Namespace) -> int:
 _COMMANDS = {
     "train": _train,
     "sft": _train,
+    "dpo": _train,
     "configs": _configs,
     "preflight": _preflight,
     "serve": _serve,

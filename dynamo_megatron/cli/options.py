@@ -42,6 +42,11 @@ COMMANDS = {  # in the order of --help
         "my.yaml data.source=solutions.jsonl data.answer_key=solution output_dir=runs/warm",
         *TRAINING,
     ),
+    "dpo": command(
+        "train on pairs of a preferred and another completion (dpo.*); the same command resumes",
+        "my.yaml data.source=pairs.jsonl dpo.beta=0.1 output_dir=runs/preferred",
+        *TRAINING,
+    ),
     "configs": command(
         "list the configurations that are shipped: methods, models on hardware, the paper's sizes",
         "methods/dynamo > my-dynamo.yaml",
@@ -189,6 +194,7 @@ COMMANDS = {  # in the order of --help
         option("--worst", type=positive, metavar="N", help="the N of the lowest reward, the lowest first"),
         option("--limit", type=positive, default=8, metavar="N", help="without these: the first N (default 8)"),
         option("--json", action="store_true", help="an object a line"),
+        option("--pairs", action="store_true", help="best and worst of each group, an object a line, for `dpo`"),
     ),
     "replay": command(
         "what each allocator would have given each prompt of a run: a table and JSON; with --step the pass of a step "

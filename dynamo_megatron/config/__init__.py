@@ -21,6 +21,7 @@ from dynamo_megatron.config.method import (
     Seconds,
     Section,
     SequentialConfig,
+    TeacherConfig,
     built_in,
     loss_faults,
 )
@@ -136,6 +137,34 @@ class AlgorithmConfig(Section):
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig | None = None
+    teacher: TeacherConfig | None = None
+    # What gives the logprobs of the policy that a step begins with: a pass before the update, or the update's own
+    # forward pass. auto: update, unless the method needs them before
+    old_logprobs: Literal["auto", "pass", "update"] = "auto"
+
+    @property
+    def needs_pass(self) -> str | None:
+        """The first key of the method that needs the statistics of the tokens before the update; None: none does."""
+        loss, modulation = self.loss, self.modulation
+        needs = {
+            "loss.mini_batches": loss.mini_batches > 1,  # the ratio of the later ones is to the step's first policy
+            "dynamic_sampling": self.dynamic_sampling is not None,
+            "sequential": self.sequential is not None,
+            "modulation.scope": modulation is not None and modulation.scope == "mini_batch",
+            "advantage.kind": self.advantage.kind == "otb",
+            "advantage.entropy_shaping": self.advantage.entropy_shaping is not None,
+            "loss.entropy_top_ratio": loss.entropy_top_ratio is not None,
+            "loss.clip_cov": loss.clip_cov is not None,
+            "loss.kl_cov": loss.kl_cov is not None,
+            "loss.kind": loss.function is not None,
+            "teacher": self.teacher is not None,
+        }
+        return next((key for key, needed in needs.items() if needed), None)
+
+    @property
+    def measures_first(self) -> bool:
+        """A pass before the update gives the statistics of the tokens."""
+        return self.old_logprobs == "pass" or self.needs_pass is not None
 
     @property
     def needs_baseline(self) -> bool:
@@ -147,6 +176,8 @@ class AlgorithmConfig(Section):
     def faults(self, *, training: bool) -> Iterator[str]:
         if training:
             yield from loss_faults(self.loss, self.modulation, self.kl)
+            if self.old_logprobs == "update" and (key := self.needs_pass) is not None:
+                yield f"old_logprobs: update does not go with {key}, which needs them before the update; set it to auto"
 
 
 class SpikeConfig(Section):
@@ -247,6 +278,20 @@ class TrackingConfig(Section):
     token_rollouts: Annotated[int, Field(ge=0)] = 0  # rollouts of a step whose tokens' statistics are kept, in tokens/
 
 
+class DPOConfig(Section):
+    """Of `dynamo-megatron dpo`, preference training (arXiv 2305.18290)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # ipo: arXiv 2310.12036
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # sigmoid: share of pairs in the wrong order
+    reference: str | None = None  # folder of the reference policy, as model.path; None: model.path
+    rejected_key: str = "rejected"  # dotted; of the completion that is not preferred; the other is data.answer_key
+
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if self.loss == "ipo":
+            yield from self.unused(["label_smoothing"], "is of loss sigmoid")
+
+
 class Config(Section):
     model: ModelConfig
     data: DataConfig
@@ -262,6 +307,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
+    dpo: DPOConfig | None = None  # the command `dpo` sets it
 
     @property
     def prompt_stream(self) -> DataConfig:
@@ -329,6 +375,12 @@ class Config(Section):
                 "algorithm.allocation.prior_by: needs all problems at the start, and those of "
                 f"{self.data.source} are read while the run goes on; set data.limit to read that number at the start"
             )
+        teacher = self.algorithm.teacher
+        if teacher is not None and teacher.is_url and self.rollout.temperature != 1:
+            yield (
+                "algorithm.teacher.path: a server gives the teacher's logprobs at temperature 1, and "
+                f"rollout.temperature is {self.rollout.temperature:g}; set it to 1"
+            )
         modulation = self.algorithm.modulation
         if modulation and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":
             yield "kernels.gradient: modulation scope micro_batch needs 'recompute'"
@@ -347,10 +399,15 @@ class Config(Section):
 
     @property
     def frozen_models(self) -> dict[str, str]:
-        """key -> folder of each model beside the policy: the KL term's reference, and the two of the reward `prime`."""
+        """key -> folder of each model beside the policy: the reference of the KL term or of DPO, the teacher, and the
+        two of the reward `prime`."""
         found = {}
         if self.algorithm.kl.coef:
             found["algorithm.kl.reference"] = self.algorithm.kl.reference or self.model.path
+        if (teacher := self.algorithm.teacher) is not None and not teacher.is_url:
+            found["algorithm.teacher.path"] = teacher.path
+        if self.dpo is not None:
+            found = {"dpo.reference": self.dpo.reference or self.model.path}
         if (prime := self.reward.prime).model is not None:
             found["reward.prime.model"] = prime.model
             found["reward.prime.reference"] = prime.reference or self.model.path

@@ -44,6 +44,7 @@ LINES = 20  # about this many step lines are printed; metrics.jsonl has every st
 
 
 class SFTJob(Job):
+    name = "sft"  # of the command, in metrics and messages
     generates = False
 
     def __init__(self, config: Config):
@@ -59,8 +60,8 @@ class SFTJob(Job):
         }
         if asked := [key for key, value in refused.items() if value]:
             raise ConfigError(
-                f"{asked[0]}: not for sft, which samples and evaluates nothing and cuts prompt and completion together "
-                "at model.max_length"
+                f"{asked[0]}: not for {self.name}, which samples and evaluates nothing and cuts prompt and completion "
+                "together at model.max_length"
             )
         return {**super().check(ranks), "examples an update": self.config.data.batch_prompts}
 
@@ -117,27 +118,32 @@ class SFTJob(Job):
         phases.begin("read data")
         if self.journal is None:
             coordinator.pass_on_stop()
-        sequences = self._run.on_rank_0(f"the examples of step {step}", lambda: self._next(coordinator.check_stop))
-        phases.begin("update")
-        tokens, lr = int(sequences.response_lengths.sum()), self.config.learning_rate(step)
-        weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)  # every completion token counts the same
-        update = policy.fit(sequences, weights, lr)
+        batch = self._run.on_rank_0(f"the examples of step {step}", lambda: self._next(coordinator.check_stop))
+        lr = self.config.learning_rate(step)
+        update, metrics = self._update(batch, lr)
         policy.check_weights(lr)
         if self.journal is not None:
-            self._log(step, tokens, lr, update)
+            self._log(step, lr, update, metrics)
         phases.clock.restart()
+
+    def _update(self, sequences: Sequences, lr: float) -> tuple[dict[str, float], dict[str, Any]]:
+        """What `Policy.fit` returns, and the metrics, the loss among them."""
+        self._run.phases.begin("update")
+        tokens = int(sequences.response_lengths.sum())
+        weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)  # every completion token counts the same
+        update = self._run.policy.fit(sequences, weights, lr)
+        return update, {"sft/loss": update["loss"], "sft/tokens": tokens}
 
     def _stop_reason(self, step: int) -> str | None:
         if self.config.trainer.stop_when is None:
             return None
         return self._run.on_rank_0(f"the end of step {step}", lambda: self.journal.finished())
 
-    def _log(self, step: int, tokens: int, lr: float, update: dict[str, float]) -> None:
+    def _log(self, step: int, lr: float, update: dict[str, float], found: dict[str, Any]) -> None:
         clock, steps = self._run.phases.clock, self.config.trainer.steps
         metrics = {
             "step": step,
-            "sft/loss": update["loss"],
-            "sft/tokens": tokens,
+            **found,
             "policy/grad_norm": update["grad_norm"],
             "policy/learning_rate": lr,
             **spike_count([update], self.config),
@@ -145,13 +151,13 @@ class SFTJob(Job):
             "time/save": clock.seconds.get("save", 0.0),
         }
         line = (
-            f"step {step:>{len(str(steps))}}/{steps}  loss {update['loss']:.4f}"
+            f"step {step:>{len(str(steps))}}/{steps}  loss {found[f'{self.name}/loss']:.4f}"
             f"  grad {update['grad_norm']:.3f}  {clock.total:.2f} s"
         )
         shown = step % max(1, steps // LINES) == 0 or step == steps
         self.journal.step(metrics, line if shown else None)
 
-    def _next(self, on_poll: Callable[[], None]) -> Sequences:
+    def _next(self, on_poll: Callable[[], None]) -> Any:
         """The examples of the next update. `on_poll` is called while the data gives none."""
         on_poll()
         prompts = self._stream.next(self.config.data.batch_prompts, on_poll)
@@ -201,7 +207,7 @@ def examples_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Data
         )
     example = Example([], [])
     example.add(encode_prompt(prompt, tokenizer, config), False)
-    example.add(_sampled(prompt.answer, tokenizer), True)
+    example.add(sampled(prompt.answer, tokenizer), True)
     return [example]
 
 
@@ -222,7 +228,7 @@ def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Da
                 context = encode_prompt(replace(prompt, messages=before), tokenizer, config, tools)
             text = chat.rendered(before, message, tools) if message.get("tool_calls") else message["content"]
             examples[-1].add(context, False)
-            examples[-1].add(_sampled(text, tokenizer), True)
+            examples[-1].add(sampled(text, tokenizer), True)
             held = number + 1
     except BadRequest as error:
         raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from None
@@ -249,5 +255,6 @@ def _readable(message: Message) -> Message:
     return message | {"tool_calls": normalised_calls(calls, "a message")} if calls else message
 
 
-def _sampled(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def sampled(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of a completion as the policy would sample them."""
     return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]

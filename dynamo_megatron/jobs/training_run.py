@@ -1,4 +1,4 @@
-"""What `train` and `sft` do around their loops: they stop on request, save, keep a failed step and export the model."""
+"""What `train`, `sft` and `dpo` do around their loops: they stop on request, save, keep a failed step and export."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ _DECODER = """
     use_sliding_window vocab_size
 """
 _FILE = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path attn_implementation bos_token_id
+    _attn_implementation _attn_implementation_autoset _commit_hash _model_name_or_path _name_or_path attn_implementation
+    bos_token_id
     decoder_start_token_id dtype eos_token_id finetuning_task is_llama_config name_or_path pad_token_id
     sep_token_id task_specific_params tokenizer_class torch_dtype transformers.js_config transformers_version
     unk_token_id unsloth_fixed unsloth_version

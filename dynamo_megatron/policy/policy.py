@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamo_megatron import kernels
 from dynamo_megatron.algorithm.losses import kl_estimate, response_log_ratios
 from dynamo_megatron.algorithm.modulation import ModulationRanges
+from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
 from dynamo_megatron.checkpoint.weights import load_folder
@@ -43,15 +44,26 @@ from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wr
 from dynamo_megatron.policy.spikes import Spikes
 from dynamo_megatron.types import Sequences, TokenStats
 
+Measured = tuple[torch.Tensor, torch.Tensor]  # slots of tokens, on the CPU, and their statistics, [4, r] on the device
+
 
 class HeadLoss(NamedTuple):
     """The loss of one micro-batch."""
 
     loss: torch.Tensor  # scalar, whose backward pass gives the gradient of the model
     metrics: dict[str, torch.Tensor]  # sums; `broken`: tokens whose loss by the user's function is not finite
+    stats: torch.Tensor | None = None  # [4, r], TokenStats of the rows; None: not asked for
 
 
 LossOfHidden = Callable[[MicroBatch, torch.Tensor], HeadLoss]  # from a micro-batch and its hidden rows, [r, h]
+
+
+class Gradient(NamedTuple):
+    """The gradient of a mini-batch, in the policy's gradient buffers, before the optimizer's step."""
+
+    inputs: PassInputs
+    found: dict[str, float]  # what `Policy.update` returns; `skipped` 1: there is no gradient
+    stats: TokenStats | None = None  # of the same forward pass, float32 [R]; None: they were known before
 
 
 # Values of all response tokens of a step, float32 [R] on the CPU, by their names in LossInputs, which describes them.
@@ -196,23 +208,25 @@ class Policy:
         Policy, which calls this, for `replay --step`. Raises, on every rank, NonFiniteError, and ValueError for a token
         outside the vocabulary, whose embedding would be zeros or a row of padding."""
         source.check_tokens(self.spec.vocab_size)
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots and statistics, these on their device
+        found: list[Measured] = []
         head = self._head if temperature is None else {**self._head, "temperature": temperature}
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             stats = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **head)
-            rows = (stats.logprobs, stats.entropy, stats.expected_pi_lambda, stats.collision)
-            found.append((micro_batch.slots, torch.stack(rows)))
+            found.append((micro_batch.slots, torch.stack(stats)))
             return hidden.new_zeros(())
 
         self._run([m for mini in mini_batches for m in mini.micro_batches], collect, forward_only=True)
-        gathered = torch.zeros(4, int(source.response_offsets[-1]))
+        return self._gathered(found, PassInputs(method, source, [m.members for m in mini_batches]), model)
+
+    def _gathered(self, found: list[Measured], inputs: PassInputs, model: str = "policy") -> TokenStats:
+        """The statistics that all ranks have found. Raises NonFiniteError."""
+        gathered = torch.zeros(4, int(inputs.sequences.response_offsets[-1]))
         if found:  # in one transfer, not one per micro-batch
             slots, rows = zip(*found, strict=True)
             gathered[:, torch.cat(slots)] = torch.cat(rows, 1).cpu()
         gathered = self.layout.world_sum(gathered)
         if not is_finite(gathered):
-            inputs = PassInputs(method, source, [m.members for m in mini_batches])
             raise self._non_finite(inputs.bad_statistics(gathered, model), inputs)
         return TokenStats(*gathered)
 
@@ -221,10 +235,17 @@ class Policy:
         return NonFiniteError(message if broken is None else f"{message}; {broken}", inputs)
 
     def reference_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor | None:
-        """float32 [R] logprobs under the reference policy; None without a KL term. Raises as `token_stats`."""
-        if "algorithm.kl.reference" not in self.config.frozen_models:
-            return None
-        return self._frozen_logprobs("algorithm.kl.reference", source, mini_batches, method="reference_logprobs")
+        """float32 [R] logprobs under the reference policy, for DPO at temperature 1; None without KL term and DPO.
+        Raises as `token_stats`."""
+        keys = {"algorithm.kl.reference": None, "dpo.reference": 1.0}
+        for key in keys.keys() & self.config.frozen_models.keys():
+            options = {"temperature": keys[key], "method": "reference_logprobs"}
+            return self._frozen_logprobs(key, source, mini_batches, **options)
+        return None
+
+    def teacher_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor:
+        """float32 [R] logprobs under the teacher, a model of the policy's shape. Raises as `token_stats`."""
+        return self._frozen_logprobs("algorithm.teacher.path", source, mini_batches, method="teacher_logprobs")
 
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
@@ -249,52 +270,65 @@ class Policy:
         finally:
             self._change_places(folder)
 
-    def update(
+    def update(self, *args, **given) -> dict[str, float]:
+        """One optimizer step on the rollouts of a mini-batch: `gradient`, whose arguments it takes, and `step`."""
+        return self.step(self.gradient(*args, **given))
+
+    def gradient(
         self,
         batch: TrainBatch,
         mini_batch: MiniBatch,
-        stats: TokenStats,
+        stats: TokenStats | None,
         reference_logprobs: torch.Tensor | None,
         learning_rate: float,
-    ) -> dict[str, float]:
-        """One optimizer step on the rollouts of `mini_batch`. Returns this update's sums and gradient norm, and
-        `selected`, the number of tokens that entropy_top_ratio, clip_cov or kl_cov selected.
+    ) -> Gradient:
+        """The gradient of the loss of `mini_batch`'s rollouts, for `step`; `found` has this update's sums and gradient
+        norm, and `selected`, the number of tokens that entropy_top_ratio, clip_cov or kl_cov selected.
 
-        The step is skipped (`skipped` 1) if no token can give a gradient (all weights are 0, or all advantages are 0
-        and there are neither KL nor entropy terms), with a user's function if the gradient is 0, and with
-        `optimizer.spike` if the gradient is a spike (`spike` 1). Raises, on every rank and before the step,
-        NonFiniteError and GradientSpike, and UserCodeError.
+        `stats`: of the policy that the step began with; None (Config.old_logprobs): this is that policy, every ratio to
+        it is 1, and `Gradient.stats` has them.
+        There is no gradient (`skipped` 1) if no token can give one (all weights are 0, or all advantages are 0 and
+        there are neither KL nor entropy terms), and with a user's function if it is 0. Raises, on every rank,
+        NonFiniteError, UserCodeError, and ValueError for a token outside the vocabulary.
         """
+        measures, engine = stats is None, torch.from_numpy(batch.rollouts.engine_logprobs)
+        if measures:
+            batch.rollouts.check_tokens(self.spec.vocab_size)
+        known, algorithm = stats, self.config.algorithm
+        if known is None:  # a method that used them would get NaN; the head's loss makes the correction
+            known = TokenStats(*torch.full((4, len(engine)), math.nan))
+            algorithm = algorithm.model_copy(update={"rollout_correction": None})
         shaped = shape_tokens(
             batch.rollouts,
             mini_batch.members,
             batch.advantages,
             batch.weights,
-            stats,
-            self.config.algorithm,
+            known,
+            algorithm,
             seed=self.config.seed,
             process=batch.process,
         )
-        engine = torch.from_numpy(batch.rollouts.engine_logprobs)
         tokens = {
-            "old_logprobs": engine if self.config.algorithm.loss.old == "engine" else stats.logprobs,
+            "old_logprobs": engine if self.config.algorithm.loss.old == "engine" else stats and stats.logprobs,
             "engine_logprobs": engine,
             "reference_logprobs": reference_logprobs,
             "advantages": shaped.advantages,
             "weights": shaped.weights,
         }
-        if self.loss_function is not None:
-            head_loss = functools.partial(self._custom_loss, tokens)
-        elif (head_loss := self._fused_loss(tokens, shaped)) is None:
-            return {"skipped": 1.0}
         given = {"batch": batch, "stats": stats, "reference_logprobs": reference_logprobs}
         given["learning_rate"] = learning_rate
         inputs = PassInputs("update", batch.rollouts, [mini_batch.members], given)
-        result = self._optimize(inputs, mini_batch, head_loss)
-        return {**result, "selected": float(shaped.selected.sum())}
+        if self.loss_function is not None:
+            head_loss = functools.partial(self._custom_loss, tokens)
+        elif (head_loss := self._fused_loss(tokens, shaped, measures)) is None:
+            measured = self.token_stats(batch.rollouts, [mini_batch]) if measures else None
+            return Gradient(inputs, {"skipped": 1.0}, measured)
+        gradient = self._gradient(inputs, mini_batch, head_loss, measures)
+        return gradient._replace(found={**gradient.found, "selected": float(shaped.selected.sum())})
 
-    def _fused_loss(self, tokens: StepTokens, shaped: Shaped) -> LossOfHidden | None:
-        """The built-in loss of a micro-batch; None if no token can give a gradient."""
+    def _fused_loss(self, tokens: StepTokens, shaped: Shaped, measures: bool) -> LossOfHidden | None:
+        """The built-in loss of a micro-batch, with the statistics of all rows if it `measures`; None if no token can
+        give a gradient."""
         loss, device = self.loss_config, self.layout.device
         every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
         if not (shaped.weights != 0 if every_token_counts else trained).any():
@@ -305,8 +339,9 @@ class Policy:
         )
 
         def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
-            slots = micro_batch.slots
-            log_ratios = self._response_log_ratios(micro_batch, hidden, tokens["old_logprobs"][slots])
+            slots, labels, every, log_ratios = micro_batch.slots, micro_batch.labels, hidden, None
+            if tokens["old_logprobs"] is not None:
+                log_ratios = self._response_log_ratios(micro_batch, hidden, tokens["old_logprobs"][slots])
             rows, here = slice(None), slots
             if not every_token_counts and not whole_sequences:
                 taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
@@ -317,10 +352,17 @@ class Policy:
                 None if v is None else to_device(v[here], device)
                 for v in (*(tokens[name] for name in names), shaped.old_kl_coef)
             )
+            measured, correction = None, self.config.algorithm.rollout_correction
+            if measures and correction is not None:
+                measured = kernels.token_stats(every, self._head_weight, labels, **self._head)
+                engine = to_device(tokens["engine_logprobs"][slots], device)
+                gap, of_rows = measured.logprobs.double() - engine, self._responses(micro_batch)
+                ratios = importance_ratios(gap, level=correction.level, **of_rows)
+                constants[2] = constants[2] * correction_weights(ratios, correction)[rows].to(constants[2].dtype)
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
-                micro_batch.labels[rows],
+                labels[rows],
                 *constants,
                 loss,
                 ref_logprobs=reference,
@@ -331,7 +373,16 @@ class Policy:
                 gradient=self.config.kernels.gradient,
                 **self._head,
             )
-            return HeadLoss(output.loss, output.metrics)
+            if not measures:
+                return HeadLoss(output.loss, output.metrics)
+            stats = torch.stack(output.stats if measured is None else measured)
+            if stats.shape[1] < len(slots):
+                others = to_device((~trained[slots]).nonzero()[:, 0], device)
+                rest = kernels.token_stats(every[others], self._head_weight, labels[others], **self._head)
+                found = stats.new_empty(len(stats), len(slots))
+                found[:, rows], found[:, others] = stats, torch.stack(rest)
+                stats = found
+            return HeadLoss(output.loss, output.metrics, stats)
 
         return policy_loss
 
@@ -378,9 +429,13 @@ class Policy:
         if ratio == "token":
             return None
         logprobs = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **self._head).logprobs
-        lengths = micro_batch.response_bounds.diff().long()
+        difference = logprobs - to_device(old_logprobs, logprobs.device)
+        return response_log_ratios(difference, ratio=ratio, **self._responses(micro_batch))
+
+    def _responses(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """The rows of each of the micro-batch's responses here, and what adds up over context-parallel ranks."""
         add_up = functools.partial(dist.all_reduce, group=self.layout.cp) if self.layout.cp.size() > 1 else None
-        return response_log_ratios(logprobs - to_device(old_logprobs, logprobs.device), lengths, ratio, add_up)
+        return {"lengths": micro_batch.response_bounds.diff().long(), "add_up": add_up}
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
         """One optimizer step on the cross-entropy of the responses. `weights`: float [S], of each token of a response.
@@ -411,18 +466,23 @@ class Policy:
             )
             return HeadLoss(output.loss, {"loss": -(weight * output.stats.logprobs).sum()})
 
-        return self._optimize(inputs, mini_batch, cross_entropy)
+        return self.step(self._gradient(inputs, mini_batch, cross_entropy))
 
-    def _optimize(self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden) -> dict[str, float]:
-        """One optimizer step. Sums and flags stay on the device until the last micro-batch: the host waits for none."""
+    def _gradient(
+        self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden, measures: bool = False
+    ) -> Gradient:
+        """Sums and flags stay on the device until the last micro-batch: the host waits for none."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted", "broken")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
+        measured: list[Measured] = []
 
         def on_hidden(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             output = head_loss(micro_batch, hidden)
             for i, name in enumerate(names):
                 if name in output.metrics:
                     sums[i] += output.metrics[name].detach().double()
+            if output.stats is not None:
+                measured.append((micro_batch.slots, output.stats))
             return output.loss
 
         for chunk in self.ddp:
@@ -433,22 +493,33 @@ class Policy:
         self.optimizer.prepare_grads()
         on_host = sums.to("cpu", non_blocking=True)  # complete once Megatron has waited for the norm
         grad_norm = float(self.optimizer.get_grad_norm())
+        stats = self._gathered(measured, inputs) if measures else None
         totals = self.layout.world_sum(on_host)
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
-            if inputs.method == "update":  # the step's statistics were finite, so an earlier update of it did this
+            if inputs.method == "update":  # the statistics are finite, so an earlier update of the step did this
                 self.check_weights(inputs.given["learning_rate"])
             what = f"loss {result['loss']:g}, gradient norm {grad_norm:g} before the optimizer step"
             if result["broken"]:
                 tokens = f"{result['broken']:g} tokens a loss or derivative that is NaN or infinite"
                 what = f"{self.loss_function.name} gave {tokens}: {what}"
             raise self._non_finite("; ".join([what, *inputs.faults()]), inputs)
-        if self.loss_function is not None and grad_norm == 0:
-            return {**result, "skipped": 1.0}
-        if self.spikes is not None and self.spikes.on_all_ranks(grad_norm, self.layout):
-            return {**result, "skipped": 1.0, "spike": 1.0}
-        optimizer_step(self.optimizer, self.config.optimizer, inputs.given["learning_rate"])
-        return result
+        corrected = measures and self.config.algorithm.rollout_correction is not None  # all weights may be 0
+        if grad_norm == 0 and (corrected or self.loss_function is not None):
+            result["skipped"] = 1.0
+        return Gradient(inputs, result, stats)
+
+    def step(self, gradient: Gradient) -> dict[str, float]:
+        """One optimizer step along the gradient that was computed last. Returns `found`. The step is skipped (`skipped`
+        1) without a gradient, and with `optimizer.spike` if the gradient is a spike (`spike` 1). Raises GradientSpike
+        on every rank."""
+        found = gradient.found
+        if found["skipped"]:
+            return found
+        if self.spikes is not None and self.spikes.on_all_ranks(found["grad_norm"], self.layout):
+            return {**found, "skipped": 1.0, "spike": 1.0}
+        optimizer_step(self.optimizer, self.config.optimizer, gradient.inputs.given["learning_rate"])
+        return found
 
     def check_weights(self, learning_rate: float) -> None:
         """To be called after the updates of a step, at this learning rate, before the weights are sent or saved. Raises

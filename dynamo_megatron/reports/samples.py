@@ -16,6 +16,14 @@ from dynamo_megatron.types import Rollout
 RULE = "-" * 80
 
 
+def _files(folder: Path) -> tuple[Path, dict[int, Path]]:
+    """Where the rollouts of the run in `folder` are, and the file of each step."""
+    source = Path(read_config(folder)["rollout"].get("recorded") or folder)
+    if not (files := step_files(source)):
+        raise InputError(f"{source}: no rollouts/step-*.jsonl.zst; the run has generated nothing yet, or is one of sft")
+    return source, files
+
+
 def read_samples(
     folder: Path,
     step: int | None = None,
@@ -34,10 +42,7 @@ def read_samples(
     recorded rollouts has them in the folder that it names. Raises ValueError: no run, no such step or prompt, or a line
     that is broken.
     """
-    source = Path(read_config(folder)["rollout"].get("recorded") or folder)
-    files = step_files(source)
-    if not files:
-        raise InputError(f"{source}: no rollouts/step-*.jsonl.zst; the run has generated nothing yet, or is one of sft")
+    source, files = _files(folder)
     if step is not None and step not in files:
         raise InputError(f"--step: {source} has no rollouts of step {step}, only of {min(files)} to {max(files)}")
     found: list[Rollout] = []
@@ -57,6 +62,23 @@ def read_samples(
     if not as_json:
         steps = " to ".join(map(str, dict.fromkeys([found[0].step, found[-1].step])))
         yield f"{RULE}\n{len(shown)} of {len(found)} rollouts of step {steps}; --help shows how to choose"
+
+
+def read_pairs(folder: Path) -> Iterator[str]:
+    """A line of JSON for each group of a run whose rewards differ, for `dynamo-megatron dpo`: the prompt as the model
+    saw it, and the responses of the highest and of the lowest reward (of equal ones the first). Episodes of agents are
+    left out. Raises ValueError as `read_samples`."""
+    _, files = _files(folder)
+    for step in sorted(files):
+        groups: dict[str, list[Rollout]] = {}
+        for rollout in read_rollouts(files[step]):
+            if rollout.status == "ok" and rollout.episode is None:
+                groups.setdefault(rollout.group_id, []).append(rollout)
+        for name, group in groups.items():
+            best, worst = (f(group, key=lambda r: r.reward) for f in (max, min))
+            if best.reward > worst.reward:
+                row = {"id": name, "prompt": best.prompt, "chosen": best.response, "rejected": worst.response}
+                yield json.dumps(row)
 
 
 def _as_json(rollout: Rollout) -> str:

@@ -36,8 +36,10 @@ def left_out(rollout: Rollout) -> Rollout:
 SAMPLED = "rollout/response_tokens"  # those of rejected rollouts, too
 
 
-def test_they_are_counted_and_training_is_as_if_they_had_not_come(replay):
-    runs = [replay("garbled", garble), replay("left-out", left_out)]
+@pytest.mark.parametrize("old", ["pass", "update"])  # when they are found: before the update, or by its forward pass
+def test_they_are_counted_and_training_is_as_if_they_had_not_come(replay, old):
+    options = ("algorithm.modulation=null", f"algorithm.old_logprobs={old}")
+    runs = [replay(f"{old}-{f.__name__}", f, *options) for f in (garble, left_out)]
     assert all(code == 0 for code, *_ in runs), [text[-2000:] for _, text, _ in runs]
     one, other = (output for *_, output in runs)
     metrics = json_lines(one / "metrics.jsonl")

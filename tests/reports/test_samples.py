@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dynamo_megatron.reports.samples import read_samples
+from dynamo_megatron.reports.samples import read_pairs, read_samples
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.types import EpisodeRecord
@@ -65,6 +65,15 @@ def test_what_is_chosen(make_run, two_steps):
     both = ["000001-0001-000", "000001-0001-001", "000002-0001-000", "000002-0001-001"]
     assert ids(run, prompt_id="p1") == both and ids(run, prompt_id="p1", step=2) == both[2:]
     assert len(ids(make_run(engine="recorded", recorded=str(run)))) == 4
+
+
+def test_the_pairs_of_a_run_are_the_best_and_the_worst_of_each_group(make_run, two_steps, new_rollout):
+    alike = [new_rollout(3, 0, k, reward=1.0) for k in (0, 1)]
+    lost = [new_rollout(3, 1, k, reward=float(k), status="rejected") for k in (0, 1)]
+    texts = [dataclasses.replace(r, response=f"r{r.reward:g}") for r in (*two_steps, *alike, *lost)]
+    pairs = [json.loads(line) for line in read_pairs(make_run(*texts))]
+    assert [p["id"] for p in pairs] == ["000001-0001", "000001-0000", "000002-0001", "000002-0000"]
+    assert (pairs[0]["chosen"], pairs[0]["rejected"], pairs[0]["prompt"]) == ("r0.7", "r0.3", two_steps[0].prompt)
 
 
 def test_a_run_under_way(make_run, two_steps, new_rollout):

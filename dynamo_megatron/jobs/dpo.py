@@ -1,0 +1,80 @@
+"""`dynamo-megatron dpo`: training on pairs of completions, one of which is preferred (arXiv 2305.18290).
+
+A row has a prompt (`data.prompt_key`), the preferred completion (`data.answer_key`, here `chosen` by default) and the
+other one (`dpo.rejected_key`), each a text or a list of one assistant's message. An update takes `data.batch_prompts`
+pairs, and its loss is the mean over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynamo_megatron.algorithm.preferences import preference_loss
+from dynamo_megatron.data.sources import look_up
+from dynamo_megatron.data.templates import encode_prompt
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.jobs.sft import Example, SFTJob, sampled
+from dynamo_megatron.types import Prompt, Sequences
+
+
+class Pairs(NamedTuple):
+    """P pairs of the sequences."""
+
+    sequences: Sequences
+    chosen: np.ndarray  # int64 [P], indices of sequences
+    rejected: np.ndarray  # int64 [P]
+
+
+class DPOJob(SFTJob):
+    name = "dpo"
+
+    def _next(self, on_poll: Callable[[], None]) -> Pairs:
+        sequences = super()._next(on_poll)
+        both = np.arange(len(sequences.prompt_ids)).reshape(-1, 2)  # as `_examples` gives them
+        return Pairs(sequences, both[:, 0], both[:, 1])
+
+    def _examples(self, prompt: Prompt) -> list[Example]:
+        found, other = look_up(prompt.meta, key := self.config.dpo.rejected_key)
+        if not found:
+            raise InputError(f"prompt {prompt.label}: no {key!r} (set dpo.rejected_key)")
+        before = encode_prompt(prompt, self._tokenizer, self.config.data)
+        examples = []
+        for name, value in (("data.answer_key", prompt.answer), ("dpo.rejected_key", other)):
+            if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+                value = value[0].get("content")
+            if not isinstance(value, str):
+                what = f"prompt {prompt.label}: the completion of {name} is {value!r:.40}"
+                raise InputError(f"{what}; give a text, or a list of one message of the assistant")
+            example = Example([], [])
+            example.add(before, False)
+            example.add(sampled(value, self._tokenizer), True)
+            examples.append(example)
+        return examples
+
+    def _update(self, pairs: Pairs, lr: float) -> tuple[dict[str, float], dict[str, Any]]:
+        """The weights of the tokens in the cross-entropy are the loss's derivatives by their logprobs, which are known
+        from a pass before it: so a pair may be in two micro-batches or on two ranks."""
+        policy, beta, sequences = self._run.policy, self.config.dpo.beta, pairs.sequences
+        self._run.phases.begin("logprobs")
+        packed = policy.pack(sequences, [np.arange(len(sequences.prompt_ids))])
+        own = policy.token_stats(sequences, packed, temperature=1.0).logprobs.double()
+        gaps = (own - policy.reference_logprobs(sequences, packed)).numpy()
+        lengths = sequences.response_lengths
+        ratios = np.bincount(np.repeat(np.arange(len(lengths)), lengths), gaps, len(lengths))
+        chosen, rejected = ratios[pairs.chosen], ratios[pairs.rejected]
+        both = lengths[pairs.chosen], lengths[pairs.rejected]
+        losses, by_chosen, by_rejected = preference_loss(chosen, rejected, both, self.config.dpo)
+        weights = np.zeros(len(lengths))
+        weights[pairs.chosen], weights[pairs.rejected] = -by_chosen / len(losses), -by_rejected / len(losses)
+        self._run.phases.begin("update")
+        update = policy.fit(sequences, weights, lr)
+        return update, {
+            "dpo/loss": float(losses.mean()),
+            "dpo/accuracy": float((chosen > rejected).mean()),
+            "dpo/margin": beta * float((chosen - rejected).mean()),
+            "dpo/chosen": beta * float(chosen.mean()),
+            "dpo/rejected": beta * float(rejected.mean()),
+        }

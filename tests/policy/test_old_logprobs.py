@@ -1,0 +1,107 @@
+"""The update's own forward pass gives the statistics of the step, and the gradient that it has after a pass."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_cases import run_cases, settings
+
+from dynamo_megatron.config.files import compose
+from dynamo_megatron.errors import InputError
+
+METHODS = Path(__file__).parents[2] / "configs" / "methods"
+NEEDS = {  # the key that makes a method need the pass
+    "clip_cov": "loss.clip_cov",
+    "dapo": "dynamic_sampling",
+    "distill": "teacher",
+    "dynamo": "modulation.scope",
+    "dynamo_published": "loss.mini_batches",
+    "entropy_advantages": "advantage.entropy_shaping",
+    "fork_tokens": "dynamic_sampling",
+    "kl_cov": "loss.kl_cov",
+    "otb": "advantage.kind",
+    "pilot": "sequential",
+    "reinforce_ada": "sequential",
+}
+LAYOUTS = ({}, {"tp": 2}, {"pp": 2}, {"cp": 2})
+CHANGES = {  # what does not need it either
+    "recompute": {"kernels": {"gradient": "recompute"}},
+    "engine": {"algorithm": {"loss": {"old": "engine"}}},
+    "terms": {"algorithm": {"loss": {"entropy_coef": 0.01}, "kl": {"coef": 0.1}}},
+    "mask": {"algorithm": {"rollout_correction": {"kind": "mask", "low": 0.5, "high": 1.5}}},
+    "truncate": {"algorithm": {"rollout_correction": {"level": "sequence", "high": 3.0}}},
+}
+ROUNDED = ("mask", "truncate")  # a token's weight is rounded before the correction, and after it
+
+
+def algorithm(name: str, *overrides: str):
+    given = ["model.path=m", "data.source=d", "output_dir=o", "data.batch_prompts=512", *overrides]
+    given += ["algorithm.teacher.path=t"] if name == "distill" else []
+    return compose([str(METHODS / f"{name}.yaml")], given)[0].algorithm
+
+
+def methods() -> list[str]:
+    return sorted(file.stem for file in METHODS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", methods())
+def test_only_methods_that_need_statistics_before_the_update_have_a_pass(name):
+    assert algorithm(name).needs_pass == NEEDS.get(name)
+    assert algorithm(name, "algorithm.old_logprobs=pass").measures_first
+    if name in NEEDS:
+        with pytest.raises(InputError, match=f"old_logprobs: update does not go with {NEEDS[name]}"):
+            algorithm(name, "algorithm.old_logprobs=update")
+
+
+def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
+    """For each change of the configuration how far the two ways are apart, 0 if bit for bit."""
+    from layout_cases import rollouts
+
+    from dynamo_megatron.algorithm.baseline import Baseline
+    from dynamo_megatron.config import Config
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.batch import TrainBatch
+    from dynamo_megatron.policy.policy import Policy
+
+    spec, found = load_model_config(config.model.path), {}
+    source = rollouts(spec.vocab_size, 7, None)
+    source.rewards[[group == "g3" for group in source.group_ids]] = 1.0  # most methods give them no advantage
+    each = np.ones(len(source.rewards))
+    for name, sections in case["changes"].items():
+        policy = Policy(spec, Config.model_validate({**case["config"], **sections}), layout)
+        batch = TrainBatch.build(source, policy.config, baseline=Baseline(0.4 * each, 3 * each))
+        (mini,) = policy.pack(source, batch.mini_batches)
+        stats = policy.token_stats(source, [mini])
+        reference, gradients, sums = policy.reference_logprobs(source, [mini]), [], []
+        for given in (stats, None):
+            gradient = policy.gradient(batch, mini, given, reference, 1e-3)
+            gradients.append([p.main_grad.clone() for chunk in policy.chunks for p in chunk.parameters()])
+            sums.append(gradient.found)
+        apart = max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+        statistics = max(float((a - b).abs().max()) for a, b in zip(stats, gradient.stats, strict=True))
+        norms = float(abs(sums[0]["grad_norm"] - sums[1]["grad_norm"]))
+        found[name] = {"gradient": apart, "statistics": statistics, "norm": norms, "size": sums[0]["grad_norm"]}
+    return found
+
+
+def test_both_ways_give_the_same_gradient_and_statistics_bit_for_bit(tiny_model, tmp_path):
+    sections = {"rollout": {"max_new_tokens": 32}, "trainer": {"micro_batch_tokens": 200}}
+    changes = {name: {"algorithm": json.loads(algorithm(name).model_dump_json())} for name in methods()}
+    changes = {name: section for name, section in changes.items() if name not in NEEDS}
+    base = {"modulation": None}
+    changes |= {
+        name: {**change, "algorithm": {**base, **change.get("algorithm", {})}} for name, change in CHANGES.items()
+    }
+    cases = [
+        {
+            "config": settings(tiny_model, parallel, **sections),
+            "ranks": max(1, *parallel.values(), 1),
+            "changes": changes if not parallel else {name: changes[name] for name in ("grpo", "terms", *ROUNDED)},
+        }
+        for parallel in LAYOUTS
+    ]
+    for parallel, ranks in zip(LAYOUTS, run_cases(__file__, cases, tmp_path), strict=True):
+        for name, gaps in ((name, gaps) for found in ranks for name, gaps in found.items()):
+            bar = 1e-6 if name in ROUNDED else 0
+            assert gaps.pop("size") > 1e-3 and all(gap <= bar for gap in gaps.values()), (parallel, name, gaps)
