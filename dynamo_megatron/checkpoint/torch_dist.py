@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, ChecksumWriter, check_model
+from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, ChecksumWriter, check_model, instead_of
 from dynamo_megatron.checkpoint.safetensors_folder import check_tensors
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import (
@@ -110,7 +110,7 @@ class TorchDistReader:
                 name = str(info.relative_path)
                 ends[name] = max(ends.get(name, 0), info.offset + info.length)
         except Exception as error:  # a damaged pickle raises anything
-            raise InputError(f"{file}: cannot be read ({error_line(error, 200)})") from None
+            raise InputError(f"{file}: cannot be read ({error_line(error, 200)}); {instead_of(self.path)}") from None
         for name, end in ends.items():
             file = self.path / name
             if Path(name).name != name or not file.is_file():
