@@ -1,5 +1,6 @@
-"""The checks of `preflight`. Those of what the whole job has in common: layout, model folder, tokenizer, data, reward.
-Those of this node: GPUs, ports and network, disk, host memory, and a server of two layers of random weights."""
+"""`dynamo-megatron preflight`: its checks, and the command, which prints one line or more for each. Those of what the
+whole job has in common: layout, model folder, tokenizer, data, reward. Those of this node: GPUs, ports and network,
+disk, host memory, and a server of two layers of random weights."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import glob
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +40,7 @@ from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_sessio
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
 from dynamo_megatron.runtime.listening import ranks_address
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 from dynamo_megatron.runtime.run_folder import refuse_foreign
 from dynamo_megatron.types import Prompt
 
@@ -374,3 +378,68 @@ async def _try(subject: Subject, log: Path) -> str:
     if response.error or not response.tokens or len(response.logprobs) != len(response.tokens):
         raise RolloutError(f"the server starts but does not generate: {response.error or 'no tokens'}; see {log}")
     return f"SGLang started with {layers} and generated {len(response.tokens)} tokens with logprobs"
+
+
+# Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
+OF_THE_JOB = {
+    "layout": layout,
+    "plan": plan,
+    "model config": model_config,
+    "weights": weights,
+    "vocabulary": vocabulary,
+    "data": data,
+    "reward": reward,
+    "evaluation": evaluation,
+}
+OF_A_NODE = {
+    "devices": devices,
+    "network": network,
+    "disk": disk,
+    "host memory": host_memory,
+    "GPU server": gpu_server,
+}
+MOST_ON_A_CPU = 4  # ranks that are taken to be on this node
+
+
+def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
+    """Prints the findings of each check. Returns the exit code, 1 where a check failed. Under a launcher (RANK set)
+    the first rank of each node reports its own findings, with its node's name."""
+    under_launcher, leads = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
+    if under_launcher:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:  # this node's part of a run that may have more nodes
+        here = min(ranks, torch.cuda.device_count() or MOST_ON_A_CPU)
+    subject, checks = Subject(config, ranks, here), {}
+    if leads:
+        checks |= OF_THE_JOB
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        checks |= OF_A_NODE
+        if with_server:
+            checks["server"] = server
+    prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
+    bad: dict[str, None] = {}
+    raised: set[str] = set()
+    for name, check in checks.items():
+        start = time.monotonic()
+        for finding in findings(check, subject, raised):
+            if finding.level == "FAILED":
+                bad[name] = None
+            if leads or finding.level != "ok":  # other ranks report only problems
+                seconds = time.monotonic() - start
+                show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
+    if bad:
+        print(f"{prefix}{len(bad)} of {len(checks)} checks failed: {', '.join(bad)}", file=sys.stderr)
+    elif leads:
+        print(f"{prefix}all {len(checks)} checks passed")
+    return 1 if bad else 0
+
+
+def findings(check: Callable[[Subject], Iterator[Finding]], subject: Subject, raised: set[str]) -> Iterator[Finding]:
+    """What a check finds. It fails if it raises an exception, and counts as skipped if that has `raised` before, since
+    both need the same thing."""
+    try:
+        yield from check(subject)
+    except Exception as error:  # also the user's own data source and reward: the other checks must still run
+        text = on_one_line(str(error)) if isinstance(error, ValueError) else error_line(error)
+        yield skipped("not checked: it needs what failed above") if text in raised else failed(text)
+        raised.add(text)

@@ -8,8 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynamo_megatron.config.files import identity
-from dynamo_megatron.evaluation.estimates import Interval, paired_bootstrap
-from dynamo_megatron.evaluation.results import align, in_percent, problem_pass_at_k, read_results, results_file
+from dynamo_megatron.evaluation.results import (
+    Interval,
+    align,
+    in_percent,
+    paired_bootstrap,
+    problem_pass_at_k,
+    read_results,
+    results_file,
+)
 from dynamo_megatron.reports.figures import moving_average
 from dynamo_megatron.reports.run_record import RunRecord
 

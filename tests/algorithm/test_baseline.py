@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.baseline import Baseline
+from dynamo_megatron.algorithm.success import Baseline
 
 
 def observed(*visits: tuple[str, list[float]], strata=None, half_life=1e9) -> RolloutAllocator:

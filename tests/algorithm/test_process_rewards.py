@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_megatron.algorithm.advantages import group_advantages
-from dynamo_megatron.algorithm.process_rewards import discounted_returns, process_advantages
+from dynamo_megatron.algorithm.advantages import discounted_returns, group_advantages, process_advantages
 from dynamo_megatron.config.method import AdvantageConfig
 
 NAN = np.nan

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from dynamo_megatron.algorithm.advantages import history_advantages
-from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.sequential import Outcomes, SequentialRule
+from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.method import SequentialConfig
 

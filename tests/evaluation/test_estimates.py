@@ -3,7 +3,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dynamo_megatron.evaluation.estimates import average_bootstrap, bootstrap, paired_bootstrap, pass_at_k
+from dynamo_megatron.evaluation.results import average_bootstrap, bootstrap, paired_bootstrap, pass_at_k
 
 
 def test_pass_at_k_against_enumeration():
