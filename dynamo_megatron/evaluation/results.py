@@ -4,7 +4,7 @@ several sets."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from dynamo_megatron.types import ProblemResult
 TABLE = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad")  # of the table in arXiv 2602.19208
 AVERAGE = "average"  # the column with the mean of the sets' figures; each set has the same weight
 RESAMPLES, LEVEL = 2000, 0.95  # of every interval
+ENDS = ("", "_low", "_high")  # of the names of a figure and its interval's ends
 
 
 def results_file(folder: Path, step: int) -> Path:
@@ -74,11 +75,6 @@ def pass_at_k(samples: ArrayLike, successes: ArrayLike, k: int) -> np.ndarray:
     return 1.0 - all_wrong
 
 
-def bootstrap(values: ArrayLike, *, least: float = 0.0) -> Interval:
-    """The mean of `values`, float [N], one per problem, with its interval over the problems, as `average_bootstrap`."""
-    return average_bootstrap([values], least=least)
-
-
 def average_bootstrap(sets: Sequence[ArrayLike], *, least: float = 0.0) -> Interval:
     """The mean of the means of `sets`, float [N_s] each, one value per problem, from `least` to 1. Each set has the
     same weight.
@@ -105,14 +101,14 @@ def average_bootstrap(sets: Sequence[ArrayLike], *, least: float = 0.0) -> Inter
 
 
 def paired_bootstrap(before: ArrayLike, after: ArrayLike) -> Interval:
-    """`bootstrap` of after - before, float [N] each, where entry i of both belongs to the same problem.
+    """`average_bootstrap` of after - before, float [N] each, where entry i of both belongs to the same problem.
 
     Raises ValueError where the two differ in length or are empty.
     """
     x, y = np.asarray(before, np.float64), np.asarray(after, np.float64)
     if x.shape != y.shape:
         raise ValueError(f"after: {y.size} entries, before has {x.size}; give one of each a problem")
-    return bootstrap(y - x, least=-1.0)
+    return average_bootstrap([y - x], least=-1.0)
 
 
 def problem_pass_at_k(results: Sequence[ProblemResult], k: int) -> np.ndarray:
@@ -128,13 +124,10 @@ def summarise(results: Sequence[ProblemResult], k: Sequence[int]) -> dict[str, f
     """
     if not results:
         raise InputError("results: no problems were evaluated")
-    passes = {f"eval/pass@{each}": bootstrap(problem_pass_at_k(results, each)) for each in k}
     return {
         "eval/problems": len(results),
         "eval/samples": sum(len(r.successes) for r in results),
-        **{name: interval.mean for name, interval in passes.items()},
-        **{f"{name}_low": interval.low for name, interval in passes.items()},
-        **{f"{name}_high": interval.high for name, interval in passes.items()},
+        **_figures({each: [problem_pass_at_k(results, each)] for each in k}),
         "eval/reward": float(np.mean([reward for r in results for reward in r.rewards])),
         "eval/length_mean": float(np.mean([length for r in results for length in r.lengths])),
         "eval/truncated": float(np.mean([reason == "length" for r in results for reason in r.finish_reasons])),
@@ -151,6 +144,12 @@ def in_percent(interval: Interval, sign: str = "") -> str:
     """The text of `interval`, whose numbers are fractions, in percent; with `sign` "+" all numbers have a sign."""
     mean, low, high = (f"{100 * x:{sign}.1f}" for x in interval)
     return f"{mean} ({low} to {high})"
+
+
+def pass_text(figures: Mapping[str, float], k: int, sign: str = "") -> str:
+    """pass@k of an evaluation's `figures` as `in_percent`; "-" if they have none."""
+    names = [f"eval/pass@{k}{end}" for end in ENDS]
+    return in_percent(Interval(*(figures[name] for name in names)), sign) if names[0] in figures else "-"
 
 
 def markdown_row(cells: Sequence[str]) -> str:
@@ -214,34 +213,33 @@ def suite_summary(scores: Scores, k: Sequence[int]) -> dict[str, Any]:
     pass@k over the sets. `differences`: pass@k of each other model less that of the first, in the same form, paired by
     problem. Intervals are 95 %, over the problems of each set."""
     first, *others = scores
+    names = list(scores[first])
+
+    def differences(model: str, sets: Sequence[str]) -> dict[str, float]:
+        pairs = [(scores[model][name].passes, scores[first][name].passes) for name in sets]
+        return _figures({each: [ours[each] - base[each] for ours, base in pairs] for each in k}, least=-1.0)
+
     return {
         "models": {
-            model: {"sets": {name: s.summary for name, s in sets.items()}, AVERAGE: _figures(sets.values(), k)}
+            model: {
+                "sets": {name: s.summary for name, s in sets.items()},
+                AVERAGE: _figures({each: [s.passes[each] for s in sets.values()] for each in k}),
+            }
             for model, sets in scores.items()
         },
         "differences": {
-            model: {
-                "sets": {name: _figures([s], k, [scores[first][name]]) for name, s in scores[model].items()},
-                AVERAGE: _figures(scores[model].values(), k, scores[first].values()),
-            }
+            model: {"sets": {name: differences(model, [name]) for name in names}, AVERAGE: differences(model, names)}
             for model in others
         },
     }
 
 
-def _figures(
-    sets: Iterable[SetScores], k: Sequence[int], reference: Iterable[SetScores] | None = None
-) -> dict[str, float]:
-    """pass@k averaged over `sets`, less that of `reference` if there is one, and the ends of the interval."""
-    found: dict[str, float] = {}
-    for each in k:
-        values, least = [scores.passes[each] for scores in sets], 0.0
-        if reference is not None:
-            values = [ours - base.passes[each] for ours, base in zip(values, reference, strict=True)]
-            least = -1.0
-        ends = zip(("", "_low", "_high"), average_bootstrap(values, least=least), strict=True)
-        found |= {f"eval/pass@{each}{end}": value for end, value in ends}
-    return found
+def _figures(passes: Mapping[int, Sequence[np.ndarray]], least: float = 0.0) -> dict[str, float]:
+    """The metrics of k -> pass@k of every problem, a set each: the average over the sets and its interval's ends."""
+    intervals = {k: average_bootstrap(sets, least=least) for k, sets in passes.items()}
+    return {
+        f"eval/pass@{k}{end}": x for k, interval in intervals.items() for end, x in zip(ENDS, interval, strict=True)
+    }
 
 
 def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
@@ -254,11 +252,9 @@ def suite_table(summary: Mapping[str, Any], k: Sequence[int]) -> str:
     for each in k:
         head = [f"pass@{each}, % (95 %)", *(f"{name} ({figures['eval/problems']})" for name, figures in sets.items())]
         rows = [head + ([AVERAGE] if len(sets) > 1 else [])]
-        for model, found in models.items():
-            rows.append([model, *(in_percent(_interval(x, each)) for x in _columns(found))])
+        rows += [[model, *(pass_text(x, each) for x in _columns(found))] for model, found in models.items()]
         for model, found in differences.items():
-            cells = (in_percent(_interval(x, each), sign="+") for x in _columns(found))
-            rows.append([f"{model} - {first}, points", *cells])
+            rows.append([f"{model} - {first}, points", *(pass_text(x, each, sign="+") for x in _columns(found))])
         tables.append(markdown(rows))
     details = [["", "problems", "samples a problem", "reward", "length, tokens", "truncated, %", "failed, %"]]
     for model, found in models.items():
@@ -279,7 +275,3 @@ def _columns(found: Mapping[str, Any]) -> list[Mapping[str, float]]:
     """The figures of each set, and of the average where there are several sets."""
     sets = list(found["sets"].values())
     return [*sets, found[AVERAGE]] if len(sets) > 1 else sets
-
-
-def _interval(figures: Mapping[str, float], k: int) -> Interval:
-    return Interval(*(figures[f"eval/pass@{k}{end}"] for end in ("", "_low", "_high")))
