@@ -381,23 +381,10 @@ async def _try(subject: Subject, log: Path) -> str:
 
 
 # Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
-OF_THE_JOB = {
-    "layout": layout,
-    "plan": plan,
-    "model config": model_config,
-    "weights": weights,
-    "vocabulary": vocabulary,
-    "data": data,
-    "reward": reward,
-    "evaluation": evaluation,
-}
-OF_A_NODE = {
-    "devices": devices,
-    "network": network,
-    "disk": disk,
-    "host memory": host_memory,
-    "GPU server": gpu_server,
-}
+CHECKS = (layout, plan, model_config, weights, vocabulary, data, reward, evaluation)
+OF_THE_JOB = {check.__name__.replace("_", " "): check for check in CHECKS}
+NODE_CHECKS = (devices, network, disk, host_memory, gpu_server)
+OF_A_NODE = {check.__name__.replace("_", " "): check for check in NODE_CHECKS}
 MOST_ON_A_CPU = 4  # ranks that are taken to be on this node
 
 
