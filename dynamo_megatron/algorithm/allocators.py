@@ -268,7 +268,7 @@ def proportional(weight: np.ndarray, budget: int, low: int, high: int) -> np.nda
     room for goes to the prompts of weight 0 in turn. The caller ensures N low <= budget <= N high.
     """
     least = weight[weight > 0].min() if weight.any() else 1.0
-    share = np.where(weight > 0, weight, least / (2 * high + 1) ** 2)[:, None]  # after all others have `high`
+    share = np.where(weight > 0, weight, least / (2 * high + 1))[:, None]  # after all others have `high`
     return largest_gains(lambda n: share / (n + 0.5), np.ones(len(weight)), budget, low, high)
 
 

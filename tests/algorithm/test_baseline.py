@@ -42,14 +42,6 @@ def test_a_long_history_counts_as_16_rollouts():
     assert strength == 16 and mean == pytest.approx(0.5)
 
 
-def test_old_rollouts_count_less():
-    """Half after a visit: 1 right of 2 in effect 0.5 of 1, then 2 of 2."""
-    allocator = observed(("a", [1, 0]), ("a", [1, 1]), half_life=1)
-    mean, strength = allocator.baseline(["a"])
-    rate = 2.5 / 3
-    assert strength == pytest.approx(4) and mean == pytest.approx((rate + 2.5) / 4)
-
-
 def test_a_stratum_of_enough_prompts_has_a_mean_of_its_own():
     ids = [f"{kind}{i}" for kind in "xy" for i in range(20)]
     strata = {i: i[0] for i in ids} | {"x-new": "x", "y-new": "y", "z-new": "z"}
