@@ -246,6 +246,8 @@ def largest_gains(
     by the lower index, until the next one costs more than is left. So less than a rollout's price is left, unless all
     prompts have `high`. The caller ensures low sum price <= budget.
     """
+    if not len(price):
+        return np.zeros(0, np.int64)
     left = budget * (1 + ROUNDING) - low * float(price.sum())
     further = min(high - low, int(left / price.min()))  # of any one prompt
     if further <= 0:
@@ -291,8 +293,6 @@ def priced(variance: np.ndarray, price: np.ndarray, budget: float, low: int, hig
     No counts of at most the same cost have a smaller sum variance / n. (Counts that use up the rest may: a knapsack
     problem.) The caller ensures low sum price <= budget.
     """
-    if not len(variance):
-        return np.zeros(0, np.int64)
     return largest_gains(lambda n: variance[:, None] / (n * (n + 1)), price, budget, low, high)
 
 

@@ -104,16 +104,12 @@ def expected_tokens(prompts: Statistics, pool: Statistics) -> np.ndarray:
 
 def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
     """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1); the prior is as in `expected_variance`."""
-    return by_stratum(_rate, prompts, pool)
+    return by_stratum(lambda own, all_: posterior_mean(own, beta_prior(all_.successes, all_.trials)), prompts, pool)
 
 
 def posterior_mean(prompts: Statistics, prior: tuple[float, float]) -> np.ndarray:
     """Of p of each of `prompts` under the Beta `prior` (a, b), float64 [N]."""
     return (prior[0] + prompts.successes) / (sum(prior) + prompts.trials)
-
-
-def _rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    return posterior_mean(prompts, beta_prior(pool.successes, pool.trials))
 
 
 def _variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:

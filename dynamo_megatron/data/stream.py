@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import queue
@@ -210,11 +211,11 @@ class IteratorStream:
         needs_answer: bool = False,
     ) -> None:
         self._config, self._encode, self._limit, self._on_progress = config, encode, max_prompt_length, on_progress
-        self._needs_answer = needs_answer
         self._bad: InputError | None = None  # what is wrong with the first row that was skipped as no problem
         self._known: dict[str, str] = {}  # id -> digest of the content
         self._reader = _Reader()
         self._drawn = self._read = _Place()
+        self._opened = functools.partial(located_prompts, config, needs_answer=needs_answer)
         self._items = self._opened()
         self._ahead: deque[tuple[Prompt, _Place]] = deque()
         while len(self._ahead) < config.batch_prompts:
@@ -261,9 +262,6 @@ class IteratorStream:
             f"data.source: {SKIPPED_IN_A_ROW:,} rows of {self._config.source} in a row are no problems or have more "
             f"than {self._limit} tokens{'' if self._bad is None else f'; the first that is none: {self._bad}'}"
         )
-
-    def _opened(self) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
-        return located_prompts(self._config, needs_answer=self._needs_answer)
 
     def _take(self, on_poll: Callable[[], None]) -> Prompt | None:
         """The iterator's next item, None for a row that is skipped as no problem; where the iterator has ended, the

@@ -212,10 +212,15 @@ class HttpReward:
         while True:
             async with self._alone if lost else contextlib.nullcontext():
                 address = await self._addresses.next()
+                headers = {"Content-Type": "application/json"}
+                if address.api_key:
+                    headers["Authorization"] = f"Bearer {address.api_key}"
+                # A followed redirect may become a GET, and would send the API key to another address.
+                request = {"url": address.url + self.path, "data": body, "headers": headers, "allow_redirects": False}
                 await self._turn()
                 begun, restarted = time.monotonic(), False
                 try:
-                    async with asyncio.timeout(left), self._post(address, body) as answer:
+                    async with asyncio.timeout(left), self._session.post(**request) as answer:
                         reply = await answer.read()
                     if answer.status == 200:
                         return reply
@@ -238,14 +243,6 @@ class HttpReward:
             await asyncio.sleep(min(pause, max(left, 0.0)))
             left -= 0.0 if restarted else time.monotonic() - begun
             pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _post(self, address: Address, body: bytes) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {address.api_key}"}
-        if not address.api_key:
-            del headers["Authorization"]
-        # A followed redirect may become a GET, and would send the API key to another address.
-        url = URL(address.url + self.path)
-        return self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
     async def _turn(self) -> None:
         """Waits so that no more than `per_second` requests begin in a second."""
