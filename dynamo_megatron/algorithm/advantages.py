@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy, torch_function
+from dynamo_megatron.algorithm.arrays import Array, finite, group_index, like, to_numpy, torch_function
 from dynamo_megatron.config.method import GROUP_ADVANTAGES, AdvantageConfig
 
 
@@ -34,11 +34,11 @@ def group_advantages(
         raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(GROUP_ADVANTAGES)}")
     if singleton not in ("zero", "raw"):
         raise ValueError(f"singleton: {singleton!r} is unknown; one of zero, raw")
-    given, values = _finite(rewards, "rewards")
+    values = finite(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))
     if kind == "reinforce":
         _check_unit_interval(values, "reinforce takes")
-        return _as_given(weighted(2 * values - 1, positive_weight), given, rewards)
+        return _as_given(weighted(2 * values - 1, positive_weight), rewards)
 
     size = np.bincount(index, minlength=groups)
     # Measured from the group's lowest reward, equal rewards are exactly 0 and leave no rounding error behind.
@@ -59,7 +59,7 @@ def group_advantages(
     alone = size[index] == 1
     raw = values / (1 + eps) if kind == "grpo" else values
     result = np.where(alone, raw if singleton == "raw" else 0.0, result)
-    return _as_given(weighted(result, positive_weight), given, rewards)
+    return _as_given(weighted(result, positive_weight), rewards)
 
 
 def history_advantages(
@@ -80,9 +80,9 @@ def history_advantages(
     an energy S linear in the reward (as in arXiv 2602.07078, per rollout): p_j + k v / (1 + k p_j), k = 1 / rho - 1, v
     the `reward_variance`, by default the most, p_j (1 - p_j). Raises ValueError naming the argument that does not fit.
     """
-    given, values = _finite(rewards, "rewards")
+    values = finite(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))
-    m, c = _finite(prior_mean, "prior_mean")[1], _finite(prior_strength, "prior_strength")[1]
+    m, c = finite(prior_mean, "prior_mean"), finite(prior_strength, "prior_strength")
     if not len(m) == len(c) == len(values):
         raise ValueError(f"prior_mean, prior_strength: {len(m)} and {len(c)} entries for {len(values)} rollouts")
     for name, each in (("prior_mean", m), ("prior_strength", c)):
@@ -106,16 +106,7 @@ def history_advantages(
         if reward_variance is not None:
             variance = np.minimum(variance, reward_variance)
         p = np.where(count > 0, p + slope * variance / (1 + slope * p), values)
-    return _as_given(values - p, given, rewards)
-
-
-def _finite(values: Array, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values (as numpy, as float64). Raises ValueError naming one that is not finite."""
-    given = to_numpy(values, name)
-    each = given.astype(np.float64)
-    if (bad := np.flatnonzero(~np.isfinite(each))).size:
-        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}; expected a finite number")
-    return given, each
+    return _as_given(values - p, rewards)
 
 
 def _check_unit_interval(rewards: np.ndarray, what: str) -> None:
@@ -153,9 +144,10 @@ def batch_normalised(advantages: np.ndarray) -> np.ndarray:
     return centred / (np.sqrt((centred**2).sum() / max(len(centred) - 1, 1)) + 1e-8)
 
 
-def _as_given(result: np.ndarray, given: np.ndarray, rewards: Array) -> Array:
+def _as_given(result: np.ndarray, rewards: Array) -> Array:
     """Returns `result` in the rewards' dtype and library."""
-    return like(result.astype(given.dtype if given.dtype.kind == "f" else np.float64), rewards)
+    dtype = to_numpy(rewards, "rewards").dtype
+    return like(result.astype(dtype if dtype.kind == "f" else np.float64), rewards)
 
 
 @torch_function

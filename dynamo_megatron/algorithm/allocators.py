@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
+from dynamo_megatron.algorithm.arrays import Array, finite, like
 from dynamo_megatron.algorithm.history import Statistics
 from dynamo_megatron.algorithm.success import expected_variance, measured_energies, success_rate, success_variance
 from dynamo_megatron.config import AllocationConfig
@@ -214,10 +214,7 @@ def checked(values: Array, name: str, least: int, low: int, high: int) -> np.nda
         raise ValueError(
             f"rollout_n_min: {low}, rollout_n_max: {high}; expected {least} <= rollout_n_min <= rollout_n_max"
         )
-    result = to_numpy(values, name).astype(np.float64)
-    if (bad := np.flatnonzero(~(np.isfinite(result) & (result >= 0)))).size:
-        raise ValueError(f"{name}: entry {bad[0]} is {result[bad[0]]}; expected a finite number, 0 or above")
-    return result
+    return finite(values, name, 0.0)
 
 
 def spread(prompts: int, budget: int) -> np.ndarray:
@@ -314,11 +311,9 @@ def waterfill(
     finite.
     """
     share = checked(priority, "priority", 0, rollout_n_min, rollout_n_max)
-    seen = to_numpy(sample_counts, "sample_counts")
+    seen = finite(sample_counts, "sample_counts", 0.0)
     if seen.shape != share.shape:
         raise ValueError(f"sample_counts: {len(seen)} entries for {len(share)} priorities")
-    if (bad := np.flatnonzero(~(np.isfinite(seen) & (seen >= 0)))).size:
-        raise ValueError(f"sample_counts: entry {bad[0]} is {seen[bad[0]]}; expected a count")
     low, high = rollout_n_min, rollout_n_max
     budget = min(max(total_rollout_n, len(share) * low), len(share) * high)
 

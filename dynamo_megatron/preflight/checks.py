@@ -26,6 +26,7 @@ import torch
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.stream import too_long
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.problems import load_problems, overlap_warnings
@@ -158,29 +159,26 @@ def data(subject: Subject) -> Iterator[Finding]:
     """Reads all prompts (those of a first step, if the source is read during the run); encodes the first MEASURED."""
     config, prompts = subject.config, subject.prompts
     limit = max_prompt_length(config, subject.spec)
-    lengths = {p.prompt_id: len(subject.encode(p)) for p in prompts[:MEASURED]}
-    longest = max(lengths, key=lengths.__getitem__)
-    long = sum(length > limit for length in lengths.values())
-    if long == len(lengths):
+    encoded = [subject.encode(prompt) for prompt in prompts[:MEASURED]]
+    longest = max(map(len, encoded))
+    long = sum(len(tokens) > limit for tokens in encoded)
+    if long == len(encoded):
         raise InputError(
             f"data.max_prompt_length: all of the first {long} prompts of {config.data.source} have more than {limit} "
-            f"tokens (the longest {lengths[longest]}); raise it, or lower rollout.max_new_tokens"
+            f"tokens (the longest {longest}); raise it, or lower rollout.max_new_tokens"
         )
-    if long and config.data.on_long_prompt == "error":
-        raise InputError(
-            f"data.on_long_prompt: prompt {longest!r} has {lengths[longest]} tokens, above the limit of {limit}; "
-            "raise data.max_prompt_length or set data.on_long_prompt: skip"
-        )
+    for prompt, tokens in zip(prompts, encoded, strict=False):
+        too_long(prompt, tokens, limit, config.data)  # an error with on_long_prompt: error
     which = f"{'the first ' if config.data.streamed else ''}{len(prompts):,} prompts"
-    shown = subject.tokenizer.decode(subject.encode(prompts[0]))
+    shown = subject.tokenizer.decode(encoded[0])
     shown = shown if len(shown) <= 160 else f"{shown[:80]} ... {shown[-80:]}"
     yield ok(
-        f"{which} from {config.data.source}, the longest of {len(lengths)} {lengths[longest]} tokens, at most {limit}; "
+        f"{which} from {config.data.source}, the longest of {len(encoded)} {longest} tokens, at most {limit}; "
         f"the first: {shown!r}"
     )
     yield from map(note, subject.data_notes)
     if long:
-        yield note(f"{long} of {len(lengths)} prompts have more than {limit} tokens and will be skipped")
+        yield note(f"{long} of {len(encoded)} prompts have more than {limit} tokens and will be skipped")
     if len(prompts) < config.batch_prompts:
         yield note(f"data.batch_prompts {config.batch_prompts}: a step has the same prompt more than once")
 
