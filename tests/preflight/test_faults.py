@@ -47,12 +47,6 @@ def test_truncated_weights(base, failure):
     assert "model.safetensors: corrupt or truncated" in failure("weights")
 
 
-def test_a_vocabulary_of_another_size_than_the_embedding(base, failure):
-    edit_json(base / "model" / "config.json", vocab_size=160)
-    said = failure("weights")
-    assert "model.embed_tokens.weight [128, 64] instead of [160, 64]" in said and "config.json" in said
-
-
 @pytest.mark.parametrize("added", [False, True])
 def test_another_models_tokenizer(base, failure, added):
     """Its ids go beyond the embedding."""
