@@ -11,8 +11,8 @@ from pydantic_core import to_jsonable_python
 
 from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import Allocation
-from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.sequential import NextRound, Outcomes, SequentialRule
+from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.result import RolloutResult, group_id

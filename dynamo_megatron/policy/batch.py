@@ -15,12 +15,12 @@ from dynamo_megatron.algorithm.advantages import (
     group_advantages,
     history_advantages,
     overlong_penalty,
+    process_advantages,
     weighted,
 )
 from dynamo_megatron.algorithm.aggregation import token_divisors
 from dynamo_megatron.algorithm.arrays import group_index
-from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.process_rewards import process_advantages
+from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError

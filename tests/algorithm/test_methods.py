@@ -197,16 +197,6 @@ def test_a_method_is_its_published_recipe_over_every_base(tmp_path, name, base):
     check(name, orders[base], *sizes)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_after_another_is_itself(name):
-    for before in METHODS:
-        files = [CONFIGS / "methods" / f"{before}.yaml", CONFIGS / "methods" / f"{name}.yaml"]
-        sizes = ["data.batch_prompts=512"]
-        if before == "spo" and name not in ("spo", "dynamo_published", *SEQUENTIAL):  # it has one rollout a prompt
-            sizes += ["algorithm.allocation.rollout_n_min=2", "algorithm.allocation.rollout_n_max=24"]
-        check(name, files, "model.path=model", "data.source=train.jsonl", *sizes)
-
-
 def test_the_base_of_all_methods_sets_every_key_that_makes_one():
     own = yaml.safe_load((CONFIGS / "methods" / "grpo.yaml").read_text())["algorithm"]
     assert set(LossConfig.model_fields) - {"mini_batches", "old"} <= set(own["loss"])  # old: of rollout.max_staleness
