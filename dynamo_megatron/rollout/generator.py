@@ -152,8 +152,8 @@ class Generator:
 
     async def end_sync(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
         await self._fleet.end_sync(version, outcomes)
-        for dispatched in self._dispatched.values():
-            dispatched.synced()
+        for dispatched in self._dispatched.values() if self._config.rollout.max_staleness else ():
+            dispatched.go_on()
         give_back_freed_memory()  # altered or very long replies leave holes in the heap
 
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
@@ -195,6 +195,7 @@ class Generator:
         session = dispatched.session
         self._answered = session.answered
         self._counted, self.done = session, len(session.outcomes)
+        dispatched.go_on()  # not in `end_sync`: with `rollout.offload` the servers have no KV cache there
         await dispatched.wait()
         del self._dispatched[step, first]
         if first == 0:  # a later round only adds to these

@@ -139,8 +139,9 @@ class Dispatched:
         self.session, self.sampling = session, sampling
         self.task = asyncio.create_task(sampling.run())
 
-    def synced(self) -> None:
-        """Goes on after a weight sync, even one in which no server took the weights, where servers were lost."""
+    def go_on(self) -> None:
+        """Samples the rest after a weight sync, even one in which no server took the weights, where servers were
+        lost."""
         if self.task.done() and isinstance(self.task.exception(), SyncNeeded):
             self.task = asyncio.create_task(self.sampling.run())
 

@@ -156,7 +156,7 @@ class World:
                 await self.fleet.end_sync(version, outcomes)
                 break
         for dispatched in ahead.values():
-            dispatched.synced()
+            dispatched.go_on()
 
 
 class Client:
