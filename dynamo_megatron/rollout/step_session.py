@@ -147,8 +147,7 @@ class Dispatched:
 
     async def wait(self) -> None:
         """Returns once each request has its outcome. Raises what `Sampling.run` does."""
-        await asyncio.wait([self.task])
-        self.task.result()
+        await asyncio.shield(self.task)
 
     async def end(self) -> None:
         self.task.cancel()

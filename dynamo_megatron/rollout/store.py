@@ -145,7 +145,7 @@ class RolloutStore:
         path = step_file(self._folder, step)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         self._descriptors[step] = descriptor
-        os.ftruncate(descriptor, max((end for _, end in whole_frames(descriptor, path)), default=0))
+        os.ftruncate(descriptor, max((end for end, _ in whole_frames(descriptor, path)), default=0))
         return descriptor
 
     def _cannot_write(self, step: int, why: str) -> RolloutError:
