@@ -12,16 +12,14 @@ END = 3  # <|im_end|>
 PROMPT = [20, 30, 40, 50, 60]
 
 
-def logprobs_of(model, response, temperature: float = 1.0) -> torch.Tensor:
+def gap(model, response, temperature: float = 1.0) -> float:
+    """The largest, between the server's logprobs and the model's."""
     tokens = torch.tensor([PROMPT + response.tokens])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0]
     table = torch.log_softmax(logits / temperature, -1)
-    return table[len(PROMPT) - 1 : -1].gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
-
-
-def gap(model, response, temperature: float = 1.0) -> float:
-    return (logprobs_of(model, response, temperature) - torch.tensor(response.logprobs)).abs().max().item()
+    logprobs = table[len(PROMPT) - 1 : -1].gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
+    return (logprobs - torch.tensor(response.logprobs)).abs().max().item()
 
 
 def run(server, work, eos=(END,), **options):

@@ -105,12 +105,8 @@ def test_the_run_hears_of_servers_that_are_down_for_good(tmp_path, monkeypatch):
 def test_an_error_of_a_node_s_servers_leaves_its_task_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(announcements, "BEAT_EVERY", 0.05)
 
-    async def fail():
-        raise InputError("rollout.port: taken")
-
     async def run():
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(fail())
+        raise ExceptionGroup("of a server's task", [InputError("rollout.port: taken")])
 
     async def work():
         running = asyncio.create_task(Announced(tmp_path, [], None).run())
