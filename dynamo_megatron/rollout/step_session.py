@@ -140,8 +140,7 @@ class Dispatched:
         self.task = asyncio.create_task(sampling.run())
 
     def go_on(self) -> None:
-        """Samples the rest after a weight sync, even one in which no server took the weights, where servers were
-        lost."""
+        """Samples the rest after a weight sync, even one that reached no server, where servers were lost."""
         if self.task.done() and isinstance(self.task.exception(), SyncNeeded):
             self.task = asyncio.create_task(self.sampling.run())
 

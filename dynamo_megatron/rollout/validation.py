@@ -34,9 +34,8 @@ def response_fault(given: dict[str, Any], *, vocab_size: int, max_new_tokens: in
     """Why this is no response that can have been asked for, in a few words; "" where it is one.
 
     `given`: fields of a Response, whose values may be anything that JSON holds. A response has 1 to `max_new_tokens`
-    tokens, which are integers in [0, vocab_size); for each of them a finite natural logprob, at most 0 but for
-    rounding; and spans (version, start, end) that cover the tokens in order and without a gap, -1 for an unknown
-    version.
+    tokens, which are integers in [0, vocab_size); for each a finite natural logprob, at most 0 but for rounding; and
+    spans (version, start, end) that cover the tokens in order and without a gap, -1 for an unknown version.
     """
     try:
         _RESPONSE.validate_python(given)

@@ -133,8 +133,6 @@ def test_what_would_be_no_sample_of_the_policy_is_refused_and_not_sent_again(fie
     [
         (b'{"messages": [', "line 1 column"),
         (b"[" * 100_000, "the request: not in the form of the API (RecursionError"),
-        (b"[]", "the request is no object"),
-        (b'{"messages": "how?"}', "a list of at least one message"),
         (b'{"messages": ["how?"]}', "messages[0]: not in the form of the API (AttributeError"),
         (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "messages[0]: not in the form of the API"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "the chat template or the tokenizer fails"),

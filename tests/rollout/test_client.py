@@ -48,10 +48,8 @@ def test_logprobs_are_the_models_at_the_sampling_temperature(sglang_server, tiny
 @pytest.mark.parametrize("most", [8, 1])
 def test_a_sequence_may_have_all_of_the_models_length(sglang_server, most):
     """One token: as where a push interrupts a response before its last one."""
-    response = run(
-        sglang_server,
-        lambda client: client.generate(f"full-{most}", [20] * (2048 - most), temperature=0.0, max_new_tokens=most),
-    )
+    prompt, options = [20] * (2048 - most), {"temperature": 0.0, "max_new_tokens": most}
+    response = run(sglang_server, lambda client: client.generate(f"full-{most}", prompt, **options))
     assert len(response.tokens) == most and response.finish_reason == "length", response
 
 

@@ -28,7 +28,7 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except MALFORMED as error:
-        raise BadRequest(f"{what}: not in the form of the API ({error_line(error)})") from None
+        raise BadRequest(f"{what}: not in the form of the API ({error_line(error, 200)})") from None
 
 
 def normalised(messages: Any) -> list[Message]:
