@@ -96,7 +96,8 @@ def test_a_failing_reward_function_keeps_its_message_and_the_worker_lives(worker
 def test_a_child_killed_while_it_generates_is_named_and_leaves_nothing(worker):
     """Runs last on the shared worker."""
     pid = worker._process.pid
-    assert (processes := psutil.Process(pid).children(recursive=True))
+    processes = psutil.Process(pid).children(recursive=True)
+    assert processes
     with pytest.raises(RolloutError, match=rf"the rollout process \(pid {pid}\) ended \(signal 9\); see .*rollout.log"):
         sampled(worker, 10, PROMPTS, [8] * 4, on_poll=lambda: os.kill(pid, signal.SIGKILL))
     with pytest.raises(RolloutError, match="ended"):
