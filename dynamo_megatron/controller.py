@@ -91,7 +91,7 @@ class Controller:
             return self.allocate(step, self.draw(step, rounds), rounds)
         for later in range(step, min(step + staleness, self.config.trainer.steps) + 1):
             if later not in ahead:
-                self.ahead.add(later, self.allocate(later, self.draw(later, []), []))
+                ahead[later] = self.allocate(later, self.draw(later, []), [])
                 ahead[later].version, ahead[later].drawing = step - 1, self._prompts.metrics()
             if later > self._dispatched:
                 now = ahead[later]

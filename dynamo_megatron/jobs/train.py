@@ -27,6 +27,7 @@ from dynamo_megatron.rollout.servers.serve import NodeServers
 from dynamo_megatron.rollout.servers.server import check_reachable, shares_memory
 from dynamo_megatron.rollout.teacher import check_teacher
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.tracking.journal import Journal
 
@@ -95,6 +96,7 @@ class TrainJob(Job):
             check_teacher(teacher, tokenizer)
 
         def encode(prompt):
+            check_savable(prompt, config)
             return encode_prompt(prompt, tokenizer, config.data)
 
         limit = max_prompt_length(config, spec)

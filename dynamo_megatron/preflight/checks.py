@@ -40,6 +40,7 @@ from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
+from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.listening import ranks_address
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 from dynamo_megatron.runtime.run_folder import refuse_foreign
@@ -99,6 +100,7 @@ class Subject:
         return load_prompts(data, needs_answer=self.config.needs_answers, say=self.data_notes.append)
 
     def encode(self, prompt: Prompt) -> list[int]:
+        check_savable(prompt, self.config)
         return encode_prompt(prompt, self.tokenizer, self.config.data)
 
 

@@ -28,18 +28,13 @@ def read_raw_lines(path: Path) -> Iterator[bytes]:
     """Yields the complete lines, each with its newline, one frame in memory at a time. Raises ValueError where bytes
     are damaged."""
     with path.open("rb") as file:
-        for _, _, text in _frames(file.fileno(), path):
+        for _, text in whole_frames(file.fileno(), path):
             yield from (line + b"\n" for line in text.split(b"\n")[:-1])
 
 
-def whole_frames(descriptor: int, path: Path) -> Iterator[tuple[int, int]]:
-    """Yields where each complete frame begins and ends, in bytes. Raises ValueError where bytes are damaged."""
-    return ((start, end) for start, end, _ in _frames(descriptor, path))
-
-
-def _frames(descriptor: int, path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yields where each complete frame begins and ends, and its text. Zeros count as a torn end: a machine that lost
-    power may leave them where it had not written yet."""
+def whole_frames(descriptor: int, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields where each complete frame ends, in bytes, and its text. Zeros count as a torn end: a machine that lost
+    power may leave them where it had not written yet. Raises ValueError where bytes are damaged."""
     start, rest = 0, b""
     while True:
         frame, text, end = zstandard.ZstdDecompressor().decompressobj(), bytearray(), start + len(rest)
@@ -58,5 +53,5 @@ def _frames(descriptor: int, path: Path) -> Iterator[tuple[int, int, bytes]]:
             if not os.pread(descriptor, CHUNK, start).strip(b"\0"):
                 return
             raise InputError(f"{path}: damaged between byte {start} and {end}: {error}") from None
-        yield start, end - len(rest), bytes(text)
         start = end - len(rest)
+        yield start, bytes(text)
