@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,6 +52,16 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     if "." in option:
         hint = f"a key of the config has no dashes: {option.lstrip('-')}=VALUE"
     return f"unknown {'option' if option.startswith('-') else 'argument'} {option}; {hint}"
+
+
+def _print(texts: Iterable[str]) -> int:
+    try:
+        for text in texts:
+            print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the user has quit the pager
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 # The functions below import torch and other packages late. That takes seconds, and a typo in the config is reported
@@ -119,12 +130,10 @@ def _become_launcher(ranks: int, output_dir: str, options: argparse.Namespace) -
 
 def _configs(options: argparse.Namespace) -> int:
     if options.name is None:
-        print(shipped.listing())
-        return 0
+        return _print([shipped.listing()])
     if (path := shipped.path(options.name)) is None:
         raise ConfigError(f"{options.name}: no such shipped config; `dynamo-megatron configs` lists them")
-    print(path.read_text(encoding="utf-8"), end="")
-    return 0
+    return _print([path.read_text(encoding="utf-8").rstrip("\n")])
 
 
 def _preflight(options: argparse.Namespace) -> int:
@@ -216,8 +225,7 @@ def _report(options: argparse.Namespace) -> int:
         return 0
     text = write_report(options.run, out, options.rollout)
     page = f"The page with all charts and rollouts is {out / 'report.html'}; report.md and report.png are beside it."
-    print(printable(f"{text}\n\n{page}"))
-    return 0
+    return _print([printable(f"{text}\n\n{page}")])
 
 
 def _samples(options: argparse.Namespace) -> int:
@@ -225,13 +233,7 @@ def _samples(options: argparse.Namespace) -> int:
 
     choice = options.step, options.prompt, options.best, options.worst, options.limit
     sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        for text in read_samples(options.run, *choice, as_json=options.json):
-            print(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the user has quit the pager
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return _print(read_samples(options.run, *choice, as_json=options.json))
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -245,8 +247,7 @@ def _replay(options: argparse.Namespace) -> int:
     from dynamo_megatron.replay.command import write_replay
 
     text = write_replay(Path(run), options.allocator, options.success_threshold, options.reward_key, options.out)
-    print(printable(text))
-    return 0
+    return _print([printable(text)])
 
 
 def _replay_step(options: argparse.Namespace) -> int:

@@ -64,7 +64,10 @@ def metrics(
             "ab", ("completed", "truncated"), scores, rollouts.response_lengths, strict=True
         )
     }
-    uses = {"server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1), "server-1": ServerUse(restarts=2)}
+    uses = {
+        "server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1),
+        "server-1": ServerUse(busy=2.5, restarts=2),
+    }
     result = RolloutResult(rollouts, outcomes, {"generate": 2.0, "tail": 0.5}, [], uses=uses).without(rejected, [])
     allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
     config = Config(
@@ -144,7 +147,7 @@ def test_what_the_servers_did():
     assert found["fleet/retries"] == 1 and found["fleet/restarts"] == 2
     per_server = {"tokens_per_second": 5.0, "busy_share": 0.5, "kv_cache": 0.25, "rollouts": 2}
     assert {k: found[f"fleet/server-0/{k}"] for k in per_server} == per_server
-    assert found["fleet/server-1/rollouts"] == 0
+    assert (found["fleet/server-1/rollouts"], found["fleet/server-1/busy_share"]) == (0, 1.0)
     assert "fleet/server-1/kv_cache" not in found  # nobody has asked for it
 
 
