@@ -10,8 +10,8 @@ from step_sampling import BATCH, Answering, Policy, batch_of, make_controller, s
 
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.replay import what_if
-from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.replay.what_if import base_allocator
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
-from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
-from dynamo_megatron.replay.what_if import first_difference, replay
+from dynamo_megatron.replay.what_if import base_allocator, first_difference, replay
 from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file, step_files
 from dynamo_megatron.types import Rollout
 

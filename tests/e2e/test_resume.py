@@ -8,9 +8,8 @@ import torch
 from background_run import exported, json_lines, timeless
 
 from dynamo_megatron.checkpoint.folder import read_state
-from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
-from dynamo_megatron.replay.what_if import first_difference, replay
+from dynamo_megatron.replay.what_if import base_allocator, first_difference, replay
 
 pytestmark = pytest.mark.full
 KILL_AFTER = 5  # steps
