@@ -33,7 +33,7 @@ from dynamo_megatron.launcher.options import check_servers, checked_config, prog
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard
-from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.listening import free_port
 from dynamo_megatron.runtime.log_files import open_log
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
