@@ -11,17 +11,9 @@ import yaml
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.replay.recording import RecordedStep
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.types import Rollout, RolloutBatch
-
-
-def recorded_step(step: int, ids: list[str], given: list[int], rewards: list[list[float]]) -> RecordedStep:
-    """`rewards`: a list for every dispatch; a reward of 1 is a success."""
-    flat = np.array([r for group in rewards for r in group], np.float64)
-    dispatch = np.repeat(np.arange(len(ids)), [len(group) for group in rewards])
-    return RecordedStep(step, ids, np.array(given, np.int64), dispatch, flat, flat == 1)
 
 
 def write_run(folder: Path, *, steps: int = 12, allocation: dict | None = None) -> Config:

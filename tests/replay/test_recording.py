@@ -8,7 +8,7 @@ import yaml
 from recorded import write_run
 
 from dynamo_megatron.replay import what_if
-from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.replay.recording import RecordedStep, read_run
 from dynamo_megatron.rollout.store import step_file
 from dynamo_megatron.runtime.line_files import compressed, read_raw_lines
 
@@ -34,6 +34,17 @@ def test_a_replay_of_the_runs_allocator_gives_its_own_counts(tmp_path, allocatio
     if allocation.get("kind") != "uniform" and "budget" not in allocation:
         assert len(np.unique(counts)) > 3
     assert {step.budget for step in record.steps} == {config.rollout_budget}
+
+
+def test_success_rates_are_of_the_whole_record():
+    """Of a: 1 of 4 right, of b: 1 of 2; of c nothing ever came."""
+
+    def step(number, ids, dispatch, right):
+        none = np.zeros(len(ids), np.int64)
+        return RecordedStep(number, ids, none, np.array(dispatch), np.array(right, float), np.array(right, bool))
+
+    steps = [step(1, ["a", "b"], [0, 0, 0, 1, 1], [1, 0, 0, 1, 0]), step(2, ["c", "a", "a"], [1], [0])]
+    assert what_if.success_rates(steps).tolist() == [0.25, 0.5, 2 / 6, 0.25, 0.25]
 
 
 def test_what_a_kill_tore_is_left_out(tmp_path):
