@@ -1,9 +1,11 @@
+import dataclasses
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from background_run import made_rollout
 
 from dynamo_megatron.config import Config, OptimizerConfig, SpikeConfig
 from dynamo_megatron.policy.batch import TrainBatch
@@ -43,25 +45,16 @@ def metrics(
     `version`: of the weights that sampled all tokens.
     `rewards`: those of RolloutResult."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
-    rollouts = RolloutBatch(
-        prompt_ids=["p", "p"],
-        tokens=np.zeros(12, np.int64),
-        offsets=np.array([0, 3, 12]),
-        prompt_lengths=np.array([1, 1]),
-        rollout_ids=["a", "b"],
-        group_ids=["g", "g"],
-        engine_logprobs=engine,
-        rewards=np.array([0.0, 1.0]),
-        successes=np.array([False, True]),
-        weight_versions=np.full(10, version, np.int32),
-        finish_reasons=["stop", "stop"],
-        servers=["", ""],
-        step_rewards=steps,
-    )
+    sampled = [
+        {"right": k == 1, "engine_logprobs": part, "weight_versions": [(version, 0, len(part))]}
+        for k, part in enumerate((engine[:2], engine[2:]))
+    ]
+    made = [made_rollout(1, 0, k, "p", [0], [0] * n, **sampled[k]) for k, n in enumerate((2, 8))]
+    rollouts = dataclasses.replace(RolloutBatch.from_rollouts(made), step_rewards=steps)
     outcomes = {
         name: Outcome(kind, "server-0", scores=own, tokens=int(tokens))
         for name, kind, own, tokens in zip(
-            "ab", ("completed", "truncated"), scores, rollouts.response_lengths, strict=True
+            rollouts.rollout_ids, ("completed", "truncated"), scores, rollouts.response_lengths, strict=True
         )
     }
     uses = {
