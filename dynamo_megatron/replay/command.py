@@ -34,10 +34,10 @@ def write_replay(
     rollouts, for a broken line in it, and for an allocator that cannot be parsed or does not fit the budget.
     """
     recording = read_record(folder, 1.0 if threshold is None else threshold, reward_key)
-    steps, base = recording.steps, what_if.base_allocator(recording)
+    steps, base = recording.steps, what_if.allocator_of(recording)
     counts = {"as recorded": what_if.given(steps)}
     for text in dict.fromkeys(["uniform", *(allocators or DEFAULT_ALLOCATORS)]):
-        counts[text] = what_if.replay(steps, what_if.parse_allocator(text, recording), recording.strata)
+        counts[text] = what_if.replay(steps, what_if.allocator_of(recording, text), recording.strata)
     rates = what_if.success_rates(steps)
     text = "\n\n".join([*_heading(recording, base), *_tables(rates, counts, base)])
     found = {

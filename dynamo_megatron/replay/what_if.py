@@ -17,27 +17,19 @@ from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.replay.recording import RecordedStep, Recording
 
 
-def base_allocator(recording: Recording) -> AllocationConfig:
-    """The run's own allocator; for the dump of another trainer the defaults. Raises ConfigError."""
-    return _allocation(recording, [])
+def allocator_of(recording: Recording, text: str = "") -> AllocationConfig:
+    """The run's own allocator, for the dump of another trainer the defaults, with the keys of `text` (`--allocator`):
+    keys of algorithm.allocation, separated by commas; a first word without "=" is the kind.
 
-
-def parse_allocator(text: str, recording: Recording) -> AllocationConfig:
-    """`text` (`--allocator`): keys of algorithm.allocation, separated by commas; a first word without "=" is the kind.
-
-    Keys that are not set have the values of `base_allocator`. Raises ConfigError for an unknown key or kind, and for a
-    budget, because every allocator gets the step's budget.
+    Raises ConfigError for an unknown key or kind, and for a budget, because every allocator gets the step's budget.
     """
-    kind, *rest = text.split(",")
-    words = [kind if "=" in kind else f"kind={kind}", *rest]
-    if words[0].startswith("kind=") and words[0] != "kind=neyman":
-        words.insert(0, "cost=rollouts")  # the run's cost may be tokens, which only neyman supports
+    kind, *words = text.split(",")
+    if kind:
+        words.insert(0, kind if "=" in kind else f"kind={kind}")
+        if words[0].startswith("kind=") and words[0] != "kind=neyman":
+            words.insert(0, "cost=rollouts")  # the run's cost may be tokens, which only neyman supports
     if any(word.startswith("budget=") for word in words):
         raise ConfigError(f"--allocator {text}: a replay gives every allocator the budget that the step had")
-    return _allocation(recording, words)
-
-
-def _allocation(recording: Recording, words: Sequence[str]) -> AllocationConfig:
     tree = {
         "model": {"path": "none"},
         "data": {"source": "none", "batch_prompts": len(recording.steps[0].prompt_ids)},

@@ -28,7 +28,7 @@ def test_a_replay_of_the_runs_allocator_gives_its_own_counts(tmp_path, allocatio
     record = read_run(tmp_path / "run")
     assert any(len(set(step.prompt_ids)) < 8 for step in record.steps), "no prompt twice in a step"
     assert any(len(step.dispatch) < step.budget for step in record.steps), "no failed rollout"
-    counts = what_if.replay(record.steps, what_if.base_allocator(record))
+    counts = what_if.replay(record.steps, what_if.allocator_of(record))
     assert what_if.first_difference(record.steps, counts) is None
     assert len(counts) == 12 * 8
     if allocation.get("kind") != "uniform" and "budget" not in allocation:
@@ -58,7 +58,7 @@ def test_what_a_kill_tore_is_left_out(tmp_path):
     record = read_run(tmp_path)
     assert [step.step for step in record.steps] == [1, 2, 3, 4]
     assert record.notes == ["Step 5 is left out: a kill tore its allocation."]
-    assert what_if.first_difference(record.steps, what_if.replay(record.steps, what_if.base_allocator(record))) is None
+    assert what_if.first_difference(record.steps, what_if.replay(record.steps, what_if.allocator_of(record))) is None
 
 
 def test_a_run_on_recorded_rollouts(tmp_path):
