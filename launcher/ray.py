@@ -163,7 +163,13 @@ class RayRun:
         group = placement_group(self._bundles, strategy="PACK")
         try:
             if not group.wait(wait):
-                raise RunFailed(_unplaceable(self._bundles, wait))
+                kinds = Counter(tuple(sorted(bundle.items())) for bundle in self._bundles)
+                wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
+                free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+                raise RunFailed(
+                    f"ray: no resources for {wanted} within {wait:g} s (--wait); free in the cluster: "
+                    f"{free or 'nothing'}; lower --ranks or rollout.servers, or add nodes with `ray start`"
+                )
             self._place(group)
             self._start()
             return self._watch()
@@ -302,13 +308,3 @@ class RayRun:
             detail = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text)
             why = detail[1] if detail else text[:300]
             raise RunFailed(f"{where}: its actor died ({why}); {after_a_stop(self._output)}") from None
-
-
-def _unplaceable(bundles: Sequence[Mapping[str, int]], wait: float) -> str:
-    kinds = Counter(tuple(sorted(bundle.items())) for bundle in bundles)
-    wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
-    free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
-    return (
-        f"ray: no resources for {wanted} within {wait:g} s (--wait); free in the cluster: {free or 'nothing'}; lower "
-        "--ranks or rollout.servers, or add nodes with `ray start`"
-    )
