@@ -214,12 +214,12 @@ def _lines(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
 
 def _key(loc: Sequence[str | int]) -> str:
     """Dotted, without what pydantic adds for a value of several types."""
-    parts: list[str | int] = []
+    at: tuple[str, ...] = ()
     for part in loc:
-        if isinstance(part, str) and part not in SECTIONS.get(tuple(parts), ()):
+        if isinstance(part, str) and part not in SECTIONS.get(at, ()):
             break
-        parts.append(part)
-    return ".".join(map(str, parts))
+        at = (*at, str(part))
+    return ".".join(at)
 
 
 def to_plain(config: Config) -> dict[str, Any]:
