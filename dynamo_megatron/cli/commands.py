@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +25,8 @@ from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.tracking.progress import Progress
 
+PRINTING = ("configs", "inspect", "plan", "report", "samples", "replay")  # the only pipe that these write to is stdout
+
 
 def carry_out(arguments: list[str]) -> int:
     """Carries out the command that `arguments` name; returns its exit code."""
@@ -38,10 +39,18 @@ def carry_out(arguments: list[str]) -> int:
     options.keys = [word for word in words if "=" in word and not os.path.exists(word)]
     options.files = [word for word in words if word not in options.keys]
     try:
-        return _COMMANDS[options.command](options)
+        code = _COMMANDS[options.command](options)
+        if options.command in PRINTING:
+            sys.stdout.flush()
+        return code
     except InputError as error:
         show(str(error))
         return 2
+    except BrokenPipeError:
+        if options.command not in PRINTING:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the user has quit the pager
+        return 0
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
@@ -52,16 +61,6 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     if "." in option:
         hint = f"a key of the config has no dashes: {option.lstrip('-')}=VALUE"
     return f"unknown {'option' if option.startswith('-') else 'argument'} {option}; {hint}"
-
-
-def _print(texts: Iterable[str]) -> int:
-    try:
-        for text in texts:
-            print(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the user has quit the pager
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
 
 # The functions below import torch and other packages late. That takes seconds, and a typo in the config is reported
@@ -130,10 +129,12 @@ def _become_launcher(ranks: int, output_dir: str, options: argparse.Namespace) -
 
 def _configs(options: argparse.Namespace) -> int:
     if options.name is None:
-        return _print([shipped.listing()])
+        print(shipped.listing())
+        return 0
     if (path := shipped.path(options.name)) is None:
         raise ConfigError(f"{options.name}: no such shipped config; `dynamo-megatron configs` lists them")
-    return _print([path.read_text(encoding="utf-8").rstrip("\n")])
+    print(path.read_text(encoding="utf-8"), end="")
+    return 0
 
 
 def _preflight(options: argparse.Namespace) -> int:
@@ -225,7 +226,8 @@ def _report(options: argparse.Namespace) -> int:
         return 0
     text = write_report(options.run, out, options.rollout)
     page = f"The page with all charts and rollouts is {out / 'report.html'}; report.md and report.png are beside it."
-    return _print([printable(f"{text}\n\n{page}")])
+    print(printable(f"{text}\n\n{page}"))
+    return 0
 
 
 def _samples(options: argparse.Namespace) -> int:
@@ -233,7 +235,9 @@ def _samples(options: argparse.Namespace) -> int:
 
     choice = options.step, options.prompt, options.best, options.worst, options.limit
     sys.stdout.reconfigure(errors="backslashreplace")
-    return _print(read_samples(options.run, *choice, as_json=options.json))
+    for text in read_samples(options.run, *choice, as_json=options.json):
+        print(text)
+    return 0
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -247,7 +251,8 @@ def _replay(options: argparse.Namespace) -> int:
     from dynamo_megatron.replay.command import write_replay
 
     text = write_replay(Path(run), options.allocator, options.success_threshold, options.reward_key, options.out)
-    return _print([printable(text)])
+    print(printable(text))
+    return 0
 
 
 def _replay_step(options: argparse.Namespace) -> int:
