@@ -25,7 +25,7 @@ from dynamo_megatron.rounds import Round, RoundRules, RoundsAhead, Selection
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.user_code import forks_exit
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.tracking.step_line import LEGEND, step_line
+from dynamo_megatron.tracking.progress import LEGEND, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord
 from dynamo_megatron.tracking.token_rows import token_rows
 from dynamo_megatron.types import Prompt, RolloutBatch, TokenStats

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.runtime.line_files import compressed, read_raw_lines, whole_frames
 from dynamo_megatron.runtime.whole_files import replacing
@@ -49,15 +49,15 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 def read_lines(path: Path) -> Iterator[Rollout]:
     """Yields the rollout of each line, one in memory at a time, without a last line that a kill has torn. Raises
-    ValueError (path:line) for any other line that is not a rollout of a step, and where bytes are damaged."""
+    ConfigError (path:line) for any other line that is not a rollout of a step, and where bytes are damaged."""
     for number, line in enumerate(read_raw_lines(path), 1):
         try:
             rollout = Rollout.from_json(line)
         except ValueError as error:
-            raise InputError(f"{path}:{number}: {error}") from None
+            raise ConfigError(f"{path}:{number}: {error}") from None
         name, group = rollout.rollout_id, rollout.group_id
         if not ROLLOUT_ID.fullmatch(name) or name.rpartition("-")[0] != group:
-            raise InputError(f"{path}:{number}: rollout_id {name!r:.40} in group {group!r:.40}")
+            raise ConfigError(f"{path}:{number}: rollout_id {name!r:.40} in group {group!r:.40}")
         yield rollout
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zstandard
 
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import ConfigError
 
 LEVEL = 1  # level 3 compresses token ids and logprobs no better, and takes twice the time
 CHUNK, LONGEST_FRAME = 1 << 16, 1 << 28  # bytes
@@ -52,6 +52,6 @@ def whole_frames(descriptor: int, path: Path) -> Iterator[tuple[int, bytes]]:
         except zstandard.ZstdError as error:
             if not os.pread(descriptor, CHUNK, start).strip(b"\0"):
                 return
-            raise InputError(f"{path}: damaged between byte {start} and {end}: {error}") from None
+            raise ConfigError(f"{path}: damaged between byte {start} and {end}: {error}") from None
         start = end - len(rest)
         yield start, bytes(text)

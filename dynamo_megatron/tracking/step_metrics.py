@@ -146,7 +146,7 @@ def _of_servers(result: RolloutResult) -> dict[str, float]:
     for name, use in sorted(result.uses.items()):
         if name:
             metrics[f"fleet/{name}/tokens_per_second"] = use.tokens / seconds
-            metrics[f"fleet/{name}/busy_share"] = use.busy / seconds
+            metrics[f"fleet/{name}/busy_share"] = min(1.0, use.busy / seconds)
             if use.kv_cache is not None:
                 metrics[f"fleet/{name}/kv_cache"] = use.kv_cache
             metrics[f"fleet/{name}/rollouts"] = sum(answered.get(name, {}).values())

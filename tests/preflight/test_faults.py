@@ -13,7 +13,7 @@ import torch
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.preflight import checks
 from dynamo_megatron.preflight.checks import Subject, data, evaluation, vocabulary
-from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.listening import free_port
 
 GIB = 1 << 30
 

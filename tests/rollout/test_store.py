@@ -7,6 +7,7 @@ import secrets
 import pytest
 from stand_ins import rollout
 
+from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.rollout import store as store_module
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file
@@ -101,7 +102,7 @@ def test_a_line_that_is_no_rollout_of_a_step_is_named(tmp_path, changes, why):
     store = RolloutStore(tmp_path)
     store.append(rollout("000003-0000-000"), dataclasses.replace(rollout("000003-0000-001"), **changes))
     path = step_file(tmp_path, 3)
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}:2: {why}')}"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{path}:2: {why}')}"):  # a resume ends with exit code 2
         read_rollouts(path)
     store.discard(3, ["000003-0000-001", "000003-0000-x"])
     assert read_rollouts(path) == [rollout("000003-0000-000")]
