@@ -333,8 +333,8 @@ def demo(options: Options) -> dict[str, Any]:
 
 def small_run(options: Options) -> dict[str, Any]:
     """SmolLM2-135M on GSM8K, its metrics: the weights and the problems are in .kit (docs/gpu.md) or in models."""
+    options.run.mkdir(parents=True, exist_ok=True)
     if options.tiny:
-        options.run.mkdir(parents=True)
         model, problems = training_steps.write_model(options.work, options.run)
         words = [f"model.path={model}", "model.dtype=float32", "rollout.max_new_tokens=8", "trainer.steps=2"]
         words += ["data.batch_prompts=2", "algorithm.allocation.budget=8"]
@@ -357,8 +357,10 @@ def unpack_smollm2(pieces: list[Path], model: Path) -> None:
         gguf = model.with_name("smollm2.gguf")
         gguf.parent.mkdir(exist_ok=True)
         gguf.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
-        model.mkdir()
-        runpy.run_path(str(ROOT / "tools" / "smollm2_to_hf.py"))["convert"](gguf, model)
+        aside = model.with_name(".smollm2.unfinished")
+        aside.mkdir(exist_ok=True)
+        runpy.run_path(str(ROOT / "tools" / "smollm2_to_hf.py"))["convert"](gguf, aside)
+        aside.rename(model)
 
 
 def trained(words: list[str], options: Options) -> dict[str, Any]:
