@@ -20,45 +20,21 @@ class Rate(NamedTuple):
     source: str  # a file of benchmarks/results/gpu, and what was read there
 
 
-TRACE = "2026-11-27-h100/traces.json, trace_te: "
-LIVE = "2026-11-26-h100/device.json, live-disk: "
-LAUNCHES = "the part of old and new code of benchmarks/results/launches.json"
+PROBE, LIVE = (f"2026-11-26-h100/device.json, {part}: " for part in ("probe", "live-disk"))
+TRACE, TURNS = "2026-11-27-h100/traces.json, trace_te: ", "2026-11-27-h100/layers.json, live-turns: "
+NEW = "new code's part of old's in benchmarks/results/launches.json"
 RATES = {
-    "products": Rate(
-        750e12, "FLOP/s", TRACE + "788 TFLOP/s of fc1, 721 of weight gradients; 2026-11-26-h100/gemms.json: 650 to 780"
-    ),
-    "attention": Rate(242e12, "FLOP/s of the causal half", TRACE + "52.5 ms of both kernels for 12.7 TFLOP"),
-    "copies": Rate(2.97e12, "bytes/s, read and written", "2026-11-26-h100/device.json, probe: a copy"),
-    "passing": Rate(
-        2.1,
-        "bytes read and written in a pass for each that autograd keeps of a layer",
-        TRACE + "the GPU's busy seconds without products, attention and Adam",
-    ),
-    "busy": Rate(
-        0.81, "of the seconds of log-probs and update", TRACE + "1.07 s in the third step, of the second's 1.33"
-    ),
-    "forward launches": Rate(
-        1.8e-3, "s a layer and micro-batch", f"{LIVE}1.87 s for 22 micro-batches, times 0.60, {LAUNCHES}"
-    ),
-    "launches": Rate(
-        4.9e-3, "s a layer and micro-batch, with backward", f"{LIVE}4.25 s for 22 micro-batches, times 0.72, {LAUNCHES}"
-    ),
-    "decode": Rate(
-        95e-6, "s a layer and token", "2026-11-26-h100/device.json, smoke and live-disk: beside the bytes read"
-    ),
-    "decode without graphs": Rate(
-        1.4e-3, "s a layer and token", "2026-11-27-h100/layers.json, live-turns: the server's log"
-    ),
-    "disk": Rate(
-        0.87e9,
-        "bytes/s of the model, written and loaded",
-        LIVE + "3.09 GB in 3.4 to 4.7 s; 2026-11-27-h100/layers.json: written in 3.6 s",
-    ),
-    "ipc": Rate(
-        2.6e9,
-        "bytes/s of a server rank",
-        "2026-11-27-h100/layers.json, live-turns: one sync, without the server's compilation of 4.7 s",
-    ),
+    "products": Rate(750e12, "FLOP/s", f"{TRACE}788 TFLOP/s of fc1, 721 of weight gradients; {PROBE}785"),
+    "attention": Rate(242e12, "FLOP/s of the causal half", f"{TRACE}52.5 ms of both kernels for 12.7 TFLOP"),
+    "copies": Rate(2.97e12, "bytes/s, read and written", f"{PROBE}a copy"),
+    "passing": Rate(2.1, "bytes a pass for each saved", f"{TRACE}busy seconds without products, attention and Adam"),
+    "busy": Rate(0.81, "of log-probs and update", f"{TRACE}1.07 s in the third step, of the second's 1.33"),
+    "forward launches": Rate(1.8e-3, "s a layer and micro-batch", f"{LIVE}1.87 s for 22 of them, times 0.60, {NEW}"),
+    "launches": Rate(4.9e-3, "s, with the backward pass", f"{LIVE}4.25 s for 22 micro-batches, times 0.72, {NEW}"),
+    "decode": Rate(95e-6, "s a layer and token", f"{LIVE}beside the bytes read; smoke in the same file"),
+    "decode without graphs": Rate(1.4e-3, "s a layer and token", f"{TURNS}the server's log"),
+    "disk": Rate(0.87e9, "bytes/s of the model", f"{LIVE}3.09 GB written, loaded and proved in 3.4 to 4.7 s"),
+    "ipc": Rate(2.6e9, "bytes/s of a server rank", f"{TURNS}one sync, without the server's compilation of 4.7 s"),
 }
 
 

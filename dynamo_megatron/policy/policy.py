@@ -307,7 +307,7 @@ class Policy:
         def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
             slots = micro_batch.slots
             log_ratios = self._response_log_ratios(micro_batch, hidden, tokens["old_logprobs"][slots])
-            rows, here = slice(None), slots
+            taken, rows, here = slice(None), slice(None), slots
             if not every_token_counts and not whole_sequences:
                 taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
                 rows, here = to_device(taken, device), slots[taken]
@@ -320,7 +320,7 @@ class Policy:
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
-                micro_batch.labels[rows],
+                micro_batch.labels[taken],
                 *constants,
                 loss,
                 ref_logprobs=reference,
