@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.models import FAMILIES, load_model_config
-from dynamo_megatron.models.published import published_config
+from dynamo_megatron.models import load_model_config
 from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.command import UNNEEDED, model_spec
 from dynamo_megatron.planning.hardware import GPU, GPUS, Cluster, gpu_named
 from dynamo_megatron.planning.plan import RESERVED, Plan, Workload, make_plan
 from dynamo_megatron.planning.rates import RATES
@@ -117,21 +116,12 @@ def compared(
     }
 
 
-def plan_of_1_5b(response: int, micro_batch_tokens: int, **rollout: Any) -> Plan:
+def plan_of_1_5b(response: int, *words: str) -> Plan:
     """Of a step of the committed runs: 64 rollouts of 64 + `response` tokens of Qwen2.5-1.5B's shape on one H100."""
-    shape = published_config("Qwen2.5-1.5B")
-    assert shape is not None
-    config = Config.model_validate(
-        {
-            "model": {"path": "none"},
-            "data": {"source": "none", "batch_prompts": 8},
-            "rollout": {"max_new_tokens": 1024, **rollout},
-            "algorithm": {"allocation": {"kind": "uniform", "budget": 64}},
-            "trainer": {"micro_batch_tokens": micro_batch_tokens},
-            "output_dir": "none",
-        }
-    )
-    return make_plan(config, FAMILIES["qwen2"](shape), Cluster(GPUS["h100-80"], 1, 1), Workload(64, response, 1088))
+    words = ("model.path=Qwen2.5-1.5B", "data.batch_prompts=8", "rollout.max_new_tokens=1024", *words)
+    budget = {"algorithm": {"allocation": {"kind": "uniform", "budget": 64}}}
+    config, _ = compose([], words, {**UNNEEDED, **budget})
+    return make_plan(config, model_spec(config)[0], Cluster(GPUS["h100-80"], 1, 1), Workload(64, response, 1088))
 
 
 def decode(plan: Plan, sequences: int, context: float) -> float:
@@ -152,14 +142,14 @@ def committed() -> list[dict[str, Any]]:
         one = {"run": run, "figure": figure, "measured": measured, "planned": expected}
         rows.append({**one, "planned over measured": expected / measured, "does not apply": why})
 
-    plan = plan_of_1_5b(640, 8192, engine="recorded", recorded="none")
+    plan = plan_of_1_5b(640, "rollout.engine=recorded", "rollout.recorded=none", "trainer.micro_batch_tokens=8192")
     for run, why in TRAININGS.items():
         found = figures(run)
         steps = found.get("training", found)["steps"][1 : 2 if "trace" in run.split()[1] else None]
         for name, expected in (("update", plan.times.update), ("logprobs", plan.times.logprobs)):
             seen = [step.get(f"{name} seconds", step.get(f"time/{name}")) for step in steps]
             row(run, f"{name} seconds", seen, expected, why)
-    live = plan_of_1_5b(1024, 4096, servers=1, memory_fraction=0.2, offload=False, sync={"transport": "disk"})
+    live = plan_of_1_5b(1024, "rollout.sync.transport=disk", "trainer.micro_batch_tokens=4096")
     for name, expected in planned(live, 0).items():
         if name.endswith("seconds"):
             why = OLD if name.startswith(("update", "logprobs")) else None
@@ -168,7 +158,7 @@ def committed() -> list[dict[str, Any]]:
     for sequences in (1, 64):
         expected = 256 * decode(live, sequences, 64 + 128)
         row(SMOKE, f"seconds of {sequences} x 256 tokens", [served[f"{sequences} of 256 tokens, second"]], expected)
-    turns = plan_of_1_5b(1024, 4096, servers=1, server_args=["--disable-cuda-graph"])
+    turns = plan_of_1_5b(1024, "rollout.server_args=[--disable-cuda-graph]")
     text = "\n".join(figures(TURNS)["server log"] + figures(TURNS)["log"])
     seen = [float(rate) for rate in re.findall(r"gen throughput \(token/s\): ([\d.]+)", text)]
     row(TURNS, "tokens a second of 64 sequences", seen[1:], 64 / decode(turns, 64, 192))

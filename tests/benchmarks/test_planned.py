@@ -16,5 +16,5 @@ def test_the_plan_is_within_a_quarter_of_every_committed_run_of_today_s_code():
 
 def test_small_micro_batches_cost_their_launches():
     """64 micro-batches of a sequence each: 28 layers that the host launches for every one."""
-    times = planned.plan_of_1_5b(1024, 1088).times
+    times = planned.plan_of_1_5b(1024, "trainer.micro_batch_tokens=1088").times
     assert times.logprobs == pytest.approx(64 * 28 * 1.8e-3) and times.update == pytest.approx(64 * 28 * 4.9e-3)
