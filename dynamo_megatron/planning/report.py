@@ -93,14 +93,13 @@ def measured_on(plan: Plan) -> str:
         "experts": plan.spec.num_experts > 0,
         config.model.dtype: config.model.dtype != "bfloat16",
         f"{gpu.name} by its stated rates": gpu != MEASURED_ON,
-        "links by their stated rates": plan.cluster.gpus > 1,
+        "several GPUs, links by their stated rates": plan.cluster.gpus > 1,
     }
     if plan.servers is not None:
-        split, transport = config.rollout.placement == "split", config.rollout.sync.transport
         beyond |= {
             f"servers of tp {plan.servers.tp}": plan.servers.tp > 1,
             f"{config.rollout.quantization} servers": config.rollout.quantization is not None,
-            "weights as through CUDA IPC": split and transport != "disk",
+            "weight sync from one through CUDA IPC": config.rollout.sync.transport != "disk",
         }
     extrapolated = ", ".join(name for name, applies in beyond.items() if applies)
     measured = f"one {MEASURED_ON.name} and {MEASURED_PARAMETERS / 1e9:.1f} billion parameters"

@@ -24,7 +24,7 @@ def test_a_layout_that_fits(capsys):
     # 512 prompts x 16 rollouts of 4,096 tokens on average: 14 bytes a token and 1 kB a rollout
     assert "rollouts on disk: 0.4 GiB a step, 44.5 GiB in all" in said
     assert said.splitlines()[-1].startswith("fits: ")
-    assert "billion parameters (extrapolated: 14.8 billion, links by their stated rates, servers of tp 2)" in said
+    assert "(extrapolated: 14.8 billion, several GPUs, links by their stated rates, servers of tp 2, weight" in said
     # 2 x (170 + 498 + 6 s), and 207 GB by two nodes at 0.87 GB/s
     assert "--stop-before to 1800 at least" in said
 
