@@ -342,7 +342,7 @@ class Policy:
             slots, labels, every, log_ratios = micro_batch.slots, micro_batch.labels, hidden, None
             if tokens["old_logprobs"] is not None:
                 log_ratios = self._response_log_ratios(micro_batch, hidden, tokens["old_logprobs"][slots])
-            rows, here = slice(None), slots
+            taken, rows, here = slice(None), slice(None), slots
             if not every_token_counts and not whole_sequences:
                 taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
                 rows, here = to_device(taken, device), slots[taken]
@@ -362,7 +362,7 @@ class Policy:
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
-                labels[rows],
+                labels[taken],
                 *constants,
                 loss,
                 ref_logprobs=reference,
@@ -377,8 +377,9 @@ class Policy:
                 return HeadLoss(output.loss, output.metrics)
             stats = torch.stack(output.stats if measured is None else measured)
             if stats.shape[1] < len(slots):
-                others = to_device((~trained[slots]).nonzero()[:, 0], device)
-                rest = kernels.token_stats(every[others], self._head_weight, labels[others], **self._head)
+                left = (~trained[slots]).nonzero()[:, 0]
+                others = to_device(left, device)
+                rest = kernels.token_stats(every[others], self._head_weight, labels[left], **self._head)
                 found = stats.new_empty(len(stats), len(slots))
                 found[:, rows], found[:, others] = stats, torch.stack(rest)
                 stats = found
