@@ -31,6 +31,7 @@ from dynamo_megatron.rollout.servers.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.runtime import guard, plain_json
 from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.listening import GLOO_INTERFACE, check_port, http_url, interface_of
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -63,11 +64,14 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Win
 
 def cuda_available() -> bool:
     """torch.cuda.is_available(), without the import of torch where there is no driver to ask."""
-    if not any(map(os.path.exists, GPU_DRIVERS)):
-        return False
-    import torch
+    asks = "torch" in sys.modules or any(map(os.path.exists, GPU_DRIVERS))
+    return asks and torch.cuda.is_available()
 
-    return torch.cuda.is_available()
+
+def gpu_count() -> int:
+    """torch.cuda.device_count(), likewise."""
+    asks = "torch" in sys.modules or any(map(os.path.exists, GPU_DRIVERS))
+    return torch.cuda.device_count() if asks else 0
 
 
 def shares_memory(config: RolloutConfig, *, gpus: bool | None = None) -> bool:
