@@ -40,6 +40,14 @@ STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away
 POLL_EVERY = 0.5  # seconds
 FP8_PLUGINS = Path(__file__).parent / "sglang_fp8"
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
+MODELS = Path(__file__).parent / "sglang_models"
+MODEL_FILES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}  # of SGLang's models, by the architecture in config.json
 RUN_MASKED = Path(__file__).with_name("run_masked.py")
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
 FOREIGN_VARIABLES = re.compile(
@@ -317,12 +325,15 @@ class SGLangServer:
         """Arguments by which a sequence may have all of `model.max_length`, wherever a weight sync interrupts it; []
         where it may without them. No position beyond the model's is ever computed: prompt and response are limited by
         ours."""
-        file = Path(self._model.path) / "config.json"
-        most = plain_json.read_object(file).get("max_position_embeddings") if file.is_file() else None
+        most = self._model_config().get("max_position_embeddings")
         if type(most) is not int or any(argument.startswith(CONTEXT) for argument in self._config.server_args):
             return []
         context = (self._model.max_length or most) + BEYOND
         return [CONTEXT, str(context)] if context > most else []
+
+    def _model_config(self) -> dict[str, Any]:
+        file = Path(self._model.path) / "config.json"
+        return plain_json.read_object(file) if file.is_file() else {}
 
     def _environment(self, on_cpu: bool) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not FOREIGN_VARIABLES.fullmatch(key)}
@@ -340,6 +351,11 @@ class SGLangServer:
         ours = [str(CPU_STAND_INS)] if on_cpu else []
         if self._config.quantization is not None:
             ours.append(str(FP8_PLUGINS))
+        architectures = self._model_config().get("architectures")
+        if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in MODEL_FILES:
+            ours.append(str(MODELS))
+            environment["SERVED_MODEL_FILE"] = MODEL_FILES[architectures[0]]
+            environment.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "served_models")
         if self._context():
             environment[LONGER_CONTEXT] = "1"
         if ours:
