@@ -33,6 +33,7 @@ from dynamo_megatron.launcher.options import check_servers, checked_config, prog
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard
+from dynamo_megatron.runtime.cores import choose_threads
 from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.log_files import open_log
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -42,7 +43,7 @@ from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 # own paths and addresses. This goes for secrets (WANDB_API_KEY) too: set them where `ray start` runs, or in files such
 # as ~/.netrc.
 PASSED_ON = re.compile(
-    r"PYTHONPATH|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|(CUDA|TORCH)_\w+|WANDB_(MODE|PROJECT|ENTITY|DIR)|"
+    r"PYTHONPATH|DYNAMO_MEGATRON_RANK_THREADS|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|(CUDA|TORCH)_\w+|WANDB_(MODE|PROJECT|ENTITY|DIR)|"
     r"HF_(HOME|HUB_OFFLINE|DATASETS_\w+)|(NCCL|GLOO|NVTE|SGLANG)_\w+"
 )
 OF_A_NODE = ("CUDA_VISIBLE_DEVICES",)
@@ -226,7 +227,6 @@ class RayRun:
             local = gpus.index(placed.gpus[0]) if placed.gpus else seen[placed.node]
             seen[placed.node] += 1
             own = {
-                "OMP_NUM_THREADS": str(max(1, placed.cores // here[placed.node])),
                 **passed,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local),
@@ -237,6 +237,7 @@ class RayRun:
                 "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # for reward.placement: ray
                 **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
             }
+            choose_threads(own, max(1, placed.cores // here[placed.node]))
             self._begin(placed, "train", self._words, own)
         for i, placed in enumerate(self._placed[self._ranks :]):
             words = [*self._words, "--nodes", str(self._servers), "--node", str(i)]

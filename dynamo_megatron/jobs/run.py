@@ -19,7 +19,7 @@ from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
-from dynamo_megatron.runtime.late import dist, torch
+from dynamo_megatron.runtime.late import dist, torch, uncollected
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.user_code import UserCodeError
 from dynamo_megatron.tracking.journal import Journal
@@ -121,9 +121,10 @@ def run_rank(job: Job) -> int:
             if rank == 0:
                 print(why, flush=True)
             return 0
-        spec = _prepare(job, rank)
-        from dynamo_megatron.policy.layout import join_ranks
-        from dynamo_megatron.policy.policy import Policy
+        with uncollected():
+            spec = _prepare(job, rank)
+            from dynamo_megatron.policy.layout import join_ranks
+            from dynamo_megatron.policy.policy import Policy
 
         job.show("joining ranks")
         store = connect_store(config.trainer.timeout)

@@ -21,8 +21,9 @@ from dynamo_megatron.jobs.start_checks import check_node, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.serve import NodeServers
-from dynamo_megatron.rollout.servers.server import check_reachable, shares_memory
+from dynamo_megatron.rollout.servers.server import check_reachable, cpu_threads, cuda_available, shares_memory
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.tracking.journal import Journal
@@ -76,7 +77,9 @@ class TrainJob(Job):
         if rollout.engine != "sglang" or rollout.placement == "external":
             return {}
         weights = f", {rollout.quantization} weights" if rollout.quantization else ""
-        return {"servers": f"{rollout.servers} of {rollout.tp} ranks, {rollout.placement}{weights}"}
+        here = max(1, rollout.servers // training_nodes())
+        threads = "" if cuda_available() else f", threads of each rank: {cpu_threads(rollout, here)}"
+        return {"servers": f"{rollout.servers} of {rollout.tp} ranks, {rollout.placement}{weights}{threads}"}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from dynamo_megatron.checkpoint.weights import open_weights
-from dynamo_megatron.config import Config, RewardConfig
+from dynamo_megatron.config import Config, RewardConfig, RolloutConfig
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
@@ -49,7 +49,8 @@ UNUSED_SHARE = 0.2  # of the embedding's rows may belong to no token; published 
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
 LAYERS, TOKENS = 2, 8  # of the server that is tried, and generated
 # Random weights and no CUDA graphs: this tests the interpreter, the kernels, the server's ranks and the protocol.
-SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--context-length", "1024", "--disable-cuda-graph")
+SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--disable-cuda-graph")
+LONGEST = 1024  # tokens of a sequence there
 AMBIGUOUS = "--cuda-graph-max-bs"
 MODULES = """
 import importlib.util, json
@@ -95,6 +96,26 @@ class Subject:
 
     def encode(self, prompt: Prompt) -> list[int]:
         return encode_prompt(prompt, self.tokenizer, self.config.data)
+
+    @cached_property
+    def trial(self) -> RolloutConfig:
+        """Of the server that is tried."""
+        layers = json.dumps({"num_hidden_layers": min(LAYERS, self.spec.num_layers)})
+        longest = ["--context-length", str(min(LONGEST, self.spec.max_positions))]
+        arguments = [*self.config.rollout.server_args, *SLICE, *longest, "--json-model-override-args", layers]
+        changes = {"server_args": arguments, "host": "127.0.0.1", "port": None, "max_new_tokens": TOKENS, "stop": []}
+        return self.config.rollout.model_copy(update=changes)
+
+    @cached_property
+    def server(self) -> SGLangServer | None:
+        """The server that is tried, started: it comes up while other checks run. None: the run starts none."""
+        rollout = self.config.rollout
+        if rollout.engine != "sglang" or rollout.placement == "external":
+            return None
+        folder = Path(tempfile.mkdtemp(prefix="preflight-"))
+        server = SGLangServer(self.trial, self.config.model, folder / "sglang.log")
+        server.start()
+        return server
 
 
 def layout(subject: Subject) -> Iterator[Finding]:
@@ -340,37 +361,31 @@ def gpu_server(subject: Subject) -> Iterator[Finding]:
 
 def server(subject: Subject) -> Iterator[Finding]:
     """Checks that SGLang starts in its interpreter and answers a request with tokens and logprobs."""
-    rollout = subject.config.rollout
-    if rollout.engine != "sglang" or rollout.placement == "external":
+    if subject.server is None:
         yield skipped("this run starts no servers")
         return
-    folder = Path(tempfile.mkdtemp(prefix="preflight-"))
     try:
-        yield ok(asyncio.run(_try(subject, folder / "sglang.log")))
+        yield ok(asyncio.run(_try(subject, subject.server)))
     except (RolloutError, ServerLost, TimeoutError) as error:
         # The folder is kept: the message names the log in it.
         raise InputError(
             f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
         ) from None
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(subject.server.log.parent, ignore_errors=True)
 
 
-async def _try(subject: Subject, log: Path) -> str:
-    config = subject.config
-    layers = json.dumps({"num_hidden_layers": min(LAYERS, subject.spec.num_layers)})
-    arguments = [*config.rollout.server_args, *SLICE, "--json-model-override-args", layers]
-    changes = {"server_args": arguments, "host": "127.0.0.1", "port": None, "max_new_tokens": TOKENS, "stop": []}
-    rollout = config.rollout.model_copy(update=changes)
-    process = SGLangServer(rollout, config.model, log)
-    process.start()
+async def _try(subject: Subject, process: SGLangServer) -> str:
     try:
         await process.wait_ready()
         async with open_session() as session:
-            ends = end_token_ids(config.model.path, subject.tokenizer)
-            client = SGLangClient(session, process.endpoint, rollout, ends)
+            ends = end_token_ids(subject.config.model.path, subject.tokenizer)
+            client = SGLangClient(session, process.endpoint, subject.trial, ends)
             response = await client.generate("preflight", subject.tokenizer.encode("1 + 1 ="))
     finally:
         process.stop()
     if response.error or not response.tokens or len(response.logprobs) != len(response.tokens):
-        raise RolloutError(f"the server starts but does not generate: {response.error or 'no tokens'}; see {log}")
-    return f"SGLang started with {layers} and generated {len(response.tokens)} tokens with logprobs"
+        fault = response.error or "no tokens"
+        raise RolloutError(f"the server starts but does not generate: {fault}; see {process.log}")
+    return (
+        f"SGLang started with {subject.trial.server_args[-1]} and generated {len(response.tokens)} tokens with logprobs"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -51,6 +52,8 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
         checks |= OF_A_NODE
         if with_server:
             checks["server"] = checking.server
+            with contextlib.suppress(ValueError, OSError):  # the check will say it
+                _ = subject.server
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
     bad: dict[str, None] = {}
     raised: set[str] = set()

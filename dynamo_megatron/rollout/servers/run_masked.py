@@ -15,6 +15,7 @@ again while they are imported.
 PYTHON may be another interpreter than ours, without this package, so this file imports only the standard library.
 """
 
+import atexit
 import gc
 import importlib
 import multiprocessing
@@ -34,6 +35,7 @@ def import_sglang() -> None:
         torch.compile = lambda model=None, **options: (lambda decorated: decorated) if model is None else model
     importlib.import_module(ENTRY)
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries report a hundred lines of leaks at the exit
     gc.enable()
 
 

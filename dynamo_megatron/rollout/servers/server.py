@@ -30,6 +30,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.runtime import guard, plain_json
+from dynamo_megatron.runtime.cores import usable_cores, users_threads
 from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.listening import GLOO_INTERFACE, check_port, http_url, interface_of
@@ -88,6 +89,14 @@ def shares_memory(config: RolloutConfig, *, gpus: bool | None = None) -> bool:
         return config.offload
     on_gpus = cuda_available() if gpus is None else gpus
     return config.engine == "sglang" and config.placement == "colocated" and on_gpus
+
+
+def cpu_threads(config: RolloutConfig, servers: int) -> int:
+    """OpenMP threads of a rank of one of `servers` on this node, without a GPU: the user's OMP_NUM_THREADS, else a
+    share of the cores that this process may use. Ranks take turns with the servers, or with `rollout.max_staleness` get
+    half of the cores."""
+    cores = usable_cores() // (2 if config.max_staleness else 1)
+    return users_threads() or max(1, cores // (servers * config.tp))
 
 
 def listening_address(host: str) -> str:
@@ -362,11 +371,15 @@ class SGLangServer:
             environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            environment["OMP_NUM_THREADS"] = "1"
+            environment["OMP_NUM_THREADS"] = str(self._threads())
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take six times a small model's CPU
             environment |= {"MASTER_ADDR": self._host, "MASTER_PORT": str(self._port)}  # name its shared memory
             if self._slots * self._config.tp > 1:  # SGLang's default is a NUMA node for each rank of a server
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(self._cores()))
         return environment
+
+    def _threads(self) -> int:
+        return cpu_threads(self._config, self._slots)
 
     def _cores(self) -> list[str]:
         """CPU cores of each rank of this server: an equal share of this process's, or one that it shares."""
