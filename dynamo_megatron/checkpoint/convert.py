@@ -11,15 +11,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from dynamo_megatron.checkpoint.folder import (
-    UNVERIFIED,
-    checkpoint_folders,
-    fault,
-    is_torch_dist,
-    sync_folder,
-    verify,
-    write_manifest,
-)
+from dynamo_megatron.checkpoint.folder import UNVERIFIED, checkpoint_folders, fault, sync_folder, verify, write_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import (
     CHAT_TEMPLATE_FILE,
     SINGLE_FILE,
@@ -30,7 +22,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import (
     write_file,
     write_index,
 )
-from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, converted, write_megatron
+from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, converted, is_torch_dist, write_megatron
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, read_yaml
 from dynamo_megatron.models import ModelSpec, load_model_config

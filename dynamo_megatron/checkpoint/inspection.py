@@ -20,13 +20,12 @@ from dynamo_megatron.checkpoint.folder import (
     UNVERIFIED,
     checkpoint_folders,
     fault,
-    is_torch_dist,
     latest_checkpoint,
     read_manifest,
     verify,
 )
 from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE, SafetensorsFiles
-from dynamo_megatron.checkpoint.torch_dist import TorchDistReader
+from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, is_torch_dist
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import escaped_line

@@ -31,13 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dynamo_megatron.checkpoint.folder import (
-    MANIFEST_FILE,
-    METADATA_FILE,
-    ChecksumWriter,
-    check_model,
-    is_torch_dist,
-)
+from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, METADATA_FILE, ChecksumWriter, check_model, is_torch_dist
 from dynamo_megatron.checkpoint.safetensors_folder import check_tensors
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import (

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from dynamo_megatron.checkpoint.folder import UNVERIFIED, is_torch_dist, verify
+from dynamo_megatron.checkpoint.folder import UNVERIFIED, verify
 from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
-from dynamo_megatron.checkpoint.torch_dist import MegatronFolder
+from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, is_torch_dist
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import expert_number, global_name, huggingface_names, is_finite, to_megatron
 from dynamo_megatron.models.spec import ModelSpec

@@ -15,10 +15,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        from dynamo_megatron.cli.options import parser
+        if {"-h", "--help", "--version"}.intersection(arguments):  # without the imports of the commands
+            from dynamo_megatron.cli.options import parser
 
-        if {"-h", "--help", "--version"}.intersection(arguments):
-            parser().parse_known_args(arguments)  # ends here, before the imports of the commands
+            parser().parse_known_args(arguments)
         from dynamo_megatron.cli.commands import carry_out
 
         signal.signal(signal.SIGINT, signal.default_int_handler)

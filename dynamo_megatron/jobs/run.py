@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import InputError, StatedError
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.start_checks import check_layout, check_room, describe_layout, missing_data
 from dynamo_megatron.models import ModelSpec, load_model_config
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
     from dynamo_megatron.policy.policy import Policy
 
+# Their message says it all; others come with a traceback.
+FORESEEN = (InputError, RolloutError, StatedError, OSError)
 # What gloo, and the client of rank 0's store, say of a rank that has been killed; its launcher says how.
 LOST_CONNECTION = re.compile(
     r"(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)", re.DOTALL
@@ -190,14 +192,6 @@ def _set_up_backend(deterministic: bool) -> None:
     backend.enable_cpu()
 
 
-def _foreseen(error: Exception) -> bool:
-    """Whether its message says it all; others come with a traceback."""
-    from dynamo_megatron.policy.non_finite import NonFiniteError
-    from dynamo_megatron.policy.spikes import GradientSpike
-
-    return isinstance(error, InputError | RolloutError | NonFiniteError | GradientSpike | OSError)
-
-
 def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_start: Callable[[], str] | None) -> int:
     """Tells the other ranks; on rank 0 the last line is the message of the first rank that failed. `next_start`: None
     before the job runs."""
@@ -215,7 +209,7 @@ def _report(error: Exception, rank: int, coordinator: Coordinator | None, next_s
         details = error.frames
     if isinstance(error, RemoteFailure):
         first = str(error)
-    elif first == message and not refused and broken is None and not _foreseen(error):
+    elif first == message and not refused and broken is None and not isinstance(error, FORESEEN):
         show_exception(type(error), error, error.__traceback__)
     if details:
         show(details)

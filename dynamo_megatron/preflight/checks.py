@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from dynamo_megatron.checkpoint.weights import open_weights
-from dynamo_megatron.config import Config, RewardConfig, RolloutConfig
+from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
@@ -98,22 +98,16 @@ class Subject:
         return encode_prompt(prompt, self.tokenizer, self.config.data)
 
     @cached_property
-    def trial(self) -> RolloutConfig:
-        """Of the server that is tried."""
-        layers = json.dumps({"num_hidden_layers": min(LAYERS, self.spec.num_layers)})
-        longest = ["--context-length", str(min(LONGEST, self.spec.max_positions))]
-        arguments = [*self.config.rollout.server_args, *SLICE, *longest, "--json-model-override-args", layers]
-        changes = {"server_args": arguments, "host": "127.0.0.1", "port": None, "max_new_tokens": TOKENS, "stop": []}
-        return self.config.rollout.model_copy(update=changes)
-
-    @cached_property
     def server(self) -> SGLangServer | None:
         """The server that is tried, started: it comes up while other checks run. None: the run starts none."""
         rollout = self.config.rollout
         if rollout.engine != "sglang" or rollout.placement == "external":
             return None
-        folder = Path(tempfile.mkdtemp(prefix="preflight-"))
-        server = SGLangServer(self.trial, self.config.model, folder / "sglang.log")
+        changed = ["--context-length", str(min(LONGEST, self.spec.max_positions))]
+        changed += ["--json-model-override-args", json.dumps({"num_hidden_layers": min(LAYERS, self.spec.num_layers)})]
+        changes = {"server_args": [*rollout.server_args, *SLICE, *changed], "host": "127.0.0.1", "port": None}
+        log = Path(tempfile.mkdtemp(prefix="preflight-"), "sglang.log")
+        server = SGLangServer(rollout.model_copy(update=changes), self.config.model, log)
         server.start()
         return server
 
@@ -379,13 +373,14 @@ async def _try(subject: Subject, process: SGLangServer) -> str:
         await process.wait_ready()
         async with open_session() as session:
             ends = end_token_ids(subject.config.model.path, subject.tokenizer)
-            client = SGLangClient(session, process.endpoint, subject.trial, ends)
-            response = await client.generate("preflight", subject.tokenizer.encode("1 + 1 ="))
+            rollout = subject.config.rollout.model_copy(update={"stop": []})
+            client = SGLangClient(session, process.endpoint, rollout, ends)
+            tokens = subject.tokenizer.encode("1 + 1 =")
+            response = await client.generate("preflight", tokens, max_new_tokens=TOKENS)
     finally:
         process.stop()
     if response.error or not response.tokens or len(response.logprobs) != len(response.tokens):
         fault = response.error or "no tokens"
         raise RolloutError(f"the server starts but does not generate: {fault}; see {process.log}")
-    return (
-        f"SGLang started with {subject.trial.server_args[-1]} and generated {len(response.tokens)} tokens with logprobs"
-    )
+    layers = min(LAYERS, subject.spec.num_layers)
+    return f"SGLang started with {layers} layers and generated {len(response.tokens)} tokens with logprobs"

@@ -87,8 +87,9 @@ class RolloutWorker:
         atexit.register(self.close)  # before multiprocessing's own hook, which would wait for the child for ever
 
     def read_with(self, eos_token_ids: Sequence[int], decoder: Tokenizer | None) -> None:
-        """What a worker that was made without them needs of the tokenizer. Raises RolloutError."""
-        self._send((tuple(eos_token_ids), decoder))
+        """What a worker that was made without them needs of the tokenizer."""
+        with contextlib.suppress(OSError):  # `wait_ready` raises what has ended the process
+            self._connection.send((tuple(eos_token_ids), decoder))
 
     def wait_ready(self, on_poll: OnPoll = None) -> None:
         """Waits until the servers and the reward workers are up. Raises what kept them from it."""
@@ -185,14 +186,11 @@ class RolloutWorker:
     ) -> T:
         """Returns what `command`, a method of Generator, returns in the rollout process."""
         self.wait_ready(on_poll)
-        self._send((command, arguments))
-        return self._reply(command.__name__, on_poll, on_count, SILENCE)
-
-    def _send(self, message: tuple) -> None:
         try:
-            self._connection.send(message)
+            self._connection.send((command, arguments))
         except OSError:
             raise self._death() from None
+        return self._reply(command.__name__, on_poll, on_count, SILENCE)
 
     def _reply(self, what: str, on_poll: OnPoll, on_count: OnCount, silence: float) -> Any:
         heard = time.monotonic()

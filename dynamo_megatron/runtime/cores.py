@@ -1,9 +1,7 @@
-"""How many CPU cores this process may use, and who has said how many threads a process is to have."""
+"""How many CPU cores this process may use, and whose word OMP_NUM_THREADS is."""
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -25,22 +23,11 @@ def users_threads() -> int | None:
 
 
 def usable_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """The cores of this process's affinity, or fewer where a control group (SLURM's, a container's) limits it."""
-    limits = [float(len(os.sched_getaffinity(0)))]
-    for line in own.read_text(encoding="ascii").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "cpu" if controllers else root  # of version 1; of version 2
-        folder = top / group.strip("/")
-        limits += [_quota(level) for level in (folder, *folder.parents) if level.is_relative_to(top)]
-    return max(1, math.floor(min(limits)))
-
-
-def _quota(folder: Path) -> float:
-    """Cores, infinite without a limit."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with contextlib.suppress(OSError):
-            quota, period = " ".join((folder / name).read_text() for name in names).split()
-            return math.inf if quota in ("max", "-1") else int(quota) / int(period)
-    return math.inf
+    """The cores of this process's affinity, or fewer where a control group of version 2 limits it."""
+    groups = [line[3:] for line in own.read_text(encoding="ascii").splitlines() if line.startswith("0::")]
+    cores, folder = len(os.sched_getaffinity(0)), root / "".join(groups).strip("/")
+    for file in (level / "cpu.max" for level in (folder, *folder.parents)):
+        if file.is_file() and not (text := file.read_text()).startswith("max"):
+            quota, period = map(int, text.split())
+            cores = min(cores, max(1, quota // period))
+    return cores

@@ -15,9 +15,6 @@ from dynamo_megatron.runtime.cores import CHOSEN, choose_threads, usable_cores, 
         ("0::/job/step", {"job/cpu.max": "250000 100000", "job/step/cpu.max": "max 100000"}, 2),
         ("0::/", {"cpu.max": "50000 100000"}, 1),
         ("0::/", {}, 8),
-        ("3:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "300000", "cpu/job/cpu.cfs_period_us": "100000"}, 3),
-        ("3:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 8),
-        ("4:memory:/job", {"memory/job/cpu.max": "100000 100000"}, 8),
     ],
 )
 def test_usable_cores(line, files, cores, tmp_path, monkeypatch):

@@ -42,13 +42,6 @@ POLL_EVERY = 0.5  # seconds
 FP8_PLUGINS = Path(__file__).parent / "sglang_fp8"
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 MODELS = Path(__file__).parent / "sglang_models"
-MODEL_FILES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}  # of SGLang's models, by the architecture in config.json
 RUN_MASKED = Path(__file__).with_name("run_masked.py")
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
 FOREIGN_VARIABLES = re.compile(
@@ -73,14 +66,16 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Win
 
 def cuda_available() -> bool:
     """torch.cuda.is_available(), without the import of torch where there is no driver to ask."""
-    asks = "torch" in sys.modules or any(map(os.path.exists, GPU_DRIVERS))
-    return asks and torch.cuda.is_available()
+    return _has_driver() and torch.cuda.is_available()
 
 
 def gpu_count() -> int:
     """torch.cuda.device_count(), likewise."""
-    asks = "torch" in sys.modules or any(map(os.path.exists, GPU_DRIVERS))
-    return torch.cuda.device_count() if asks else 0
+    return torch.cuda.device_count() if _has_driver() else 0
+
+
+def _has_driver() -> bool:
+    return "torch" in sys.modules or any(map(os.path.exists, GPU_DRIVERS))  # imported, torch answers at once
 
 
 def shares_memory(config: RolloutConfig, *, gpus: bool | None = None) -> bool:
@@ -360,10 +355,9 @@ class SGLangServer:
         ours = [str(CPU_STAND_INS)] if on_cpu else []
         if self._config.quantization is not None:
             ours.append(str(FP8_PLUGINS))
-        architectures = self._model_config().get("architectures")
-        if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in MODEL_FILES:
+        if str(file := self._model_config().get("model_type")).isidentifier():
             ours.append(str(MODELS))
-            environment["SERVED_MODEL_FILE"] = MODEL_FILES[architectures[0]]
+            environment["SERVED_MODEL_FILE"] = file
             environment.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "served_models")
         if self._context():
             environment[LONGER_CONTEXT] = "1"

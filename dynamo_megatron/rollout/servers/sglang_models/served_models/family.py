@@ -1,4 +1,4 @@
-"""The file of the model that is served. Where SGLang has none of this name, it imports all files."""
+"""The model that is served, in the file of its config.json's model_type. Where that is none, SGLang imports all."""
 
 import importlib
 import os
