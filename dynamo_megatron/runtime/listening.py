@@ -16,8 +16,6 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import psutil
-
 from dynamo_megatron.errors import InputError
 
 if TYPE_CHECKING:
@@ -105,6 +103,8 @@ def is_loopback(address: str) -> bool:
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has an IP address; None where there is none."""
+    import psutil  # the launcher for nemo-run has none
+
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
             if entry.family == family(address) and (

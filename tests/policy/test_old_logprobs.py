@@ -58,7 +58,7 @@ def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
     """For each change of the configuration how far the two ways are apart, 0 if bit for bit."""
     from layout_cases import rollouts
 
-    from dynamo_megatron.algorithm.baseline import Baseline
+    from dynamo_megatron.algorithm.success import Baseline
     from dynamo_megatron.config import Config
     from dynamo_megatron.models import load_model_config
     from dynamo_megatron.policy.batch import TrainBatch

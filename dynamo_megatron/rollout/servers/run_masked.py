@@ -16,6 +16,7 @@ PYTHON may be another interpreter than ours, without this package, so this file 
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import multiprocessing
@@ -33,7 +34,8 @@ def import_sglang() -> None:
     if "--enable-torch-compile" not in sys.argv:
         torch = importlib.import_module("torch")
         torch.compile = lambda model=None, **options: (lambda decorated: decorated) if model is None else model
-    importlib.import_module(ENTRY)
+    with contextlib.suppress(ImportError):  # MODULE's own import says it
+        importlib.import_module(ENTRY)
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries report a hundred lines of leaks at the exit
     gc.enable()
