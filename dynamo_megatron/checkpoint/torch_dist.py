@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, ChecksumWriter, check_model
+from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, ChecksumWriter, check_model, read_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import check_tensors
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import (
@@ -277,6 +277,10 @@ class MegatronFolder:
     def _check(self) -> None:
         if (self.path / MANIFEST_FILE).is_file():  # checkpoints of other programs have none
             check_model(self.path, self._spec.dimensions())
+            if "lora" in read_manifest(self.path):
+                raise InputError(
+                    f"{self.path}: LoRA adapters without their base; `convert mcore2hf` writes the merged model"
+                )
         expected = {where.key: where.whole for where in self._stored.values()}
         found = {key: self._reader.stored(key)[0] for key in self._reader.names if not key.startswith("optimizer.")}
         for name, where in self._stored.items():

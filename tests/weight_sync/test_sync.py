@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import threading
 import time
@@ -9,6 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from dynamo_megatron.config import LoraConfig
+from dynamo_megatron.models import load_model_config
+from dynamo_megatron.models.adapters import adapted_weights
+from dynamo_megatron.models.mapping import huggingface_names, huggingface_shapes
 
 TRANSPORTS = ("tensor", "gloo", "disk")
 TP2_PP2 = {"tp2-pp2": (4, {"tp": 2, "pp": 2})}
@@ -37,6 +43,21 @@ def test_a_tp2_pp2_policy(tiny_model, sglang_server, run_syncs, tmp_path):
     job = {"model": tiny_model, "dtype": "float32", "servers": [sglang_server], "layouts": TP2_PP2}
     seen = run_syncs(tmp_path / "job", transports=TRANSPORTS, syncs=2, **job)
     check(seen["tp2-pp2"], 2, [sglang_server])
+
+
+def test_after_the_first_sync_only_what_adapters_change_is_sent(tiny_model, sglang_server, run_syncs, tmp_path):
+    job = {"model": tiny_model, "dtype": "float32", "servers": [sglang_server], "layouts": {"tp2": (2, {"tp": 2})}}
+    job["lora"] = {"rank": 4, "targets": ["attention"]}
+    first, second = run_syncs(tmp_path / "job", transports=("tensor",), syncs=2, **job)["tp2"]
+    for sync in (first, second):
+        proved(sync, sglang_server.endpoint.name)
+        assert sync["floor_bytes"] <= sync["bytes"] <= 1.1 * sync["floor_bytes"]
+    spec = load_model_config(tiny_model)
+    weights = adapted_weights(spec, LoraConfig(**job["lora"]))
+    changed = {name for weight in weights for name in huggingface_names(spec, weight)}
+    sizes = {name: 4 * math.prod(shape) for name, shape in huggingface_shapes(spec).items()}
+    assert first["floor_bytes"] == sum(sizes.values()) > 3 * second["floor_bytes"]
+    assert second["floor_bytes"] == sum(sizes[name] for name in changed)
 
 
 @pytest.mark.full
