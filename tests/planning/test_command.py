@@ -166,3 +166,5 @@ def test_72b_with_adapters_fits_on_one_node(capsys):
     assert main([*words, "model.lora={rank: 16}"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith("fits: ") and "checkpoint: 2.3 GiB each" in said
+    assert main(["plan", "models/qwen3-30b-a3b", "methods/dynamo", *on_8[2:], "model.lora={rank: 16}"]) == 2
+    assert capsys.readouterr().err.startswith("model.lora.targets: the MLPs of a mixture of experts have no adapters")
