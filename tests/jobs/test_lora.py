@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from dynamo_megatron.checkpoint.convert import mcore2hf
@@ -54,7 +53,7 @@ def test_a_resumed_run_is_the_straight_one(trained):
     assert list(differences(inspect(folder / "straight" / "hf"), inspect(folder / "stopped" / "hf"))) == []
 
 
-def test_a_checkpoint_converts_to_what_was_exported(trained, tiny_model, command_line):
+def test_a_checkpoint_converts_to_what_was_exported(trained, command_line):
     folder, _ = trained
     mcore2hf(folder / "straight", folder / "converted")
     assert list(differences(inspect(folder / "straight" / "hf"), inspect(folder / "converted"))) == []
@@ -62,11 +61,6 @@ def test_a_checkpoint_converts_to_what_was_exported(trained, tiny_model, command
     tensors = load_file(folder / "peft" / "adapter_model.safetensors")
     config = json.loads((folder / "peft" / "adapter_config.json").read_text())
     assert len(tensors) == 2 * 2 * 7 and (config["r"], config["lora_alpha"]) == (4, 8.0)
-    weight, layer = "self_attn.k_proj", "model.layers.1"
-    a, b = (tensors[f"base_model.model.{layer}.{weight}.lora_{part}.weight"].float() for part in "AB")
-    files = (next(there.glob("*.safetensors")) for there in (tiny_model, folder / "converted"))
-    base, merged = (load_file(file)[f"{layer}.{weight}.weight"] for file in files)
-    assert torch.equal(torch.addmm(base.bfloat16().float(), b, a, alpha=2.0).bfloat16(), merged)
 
 
 def test_the_reference_of_dpo_is_the_policy_without_adapters(trained):
