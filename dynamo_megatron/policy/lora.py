@@ -61,7 +61,9 @@ class Adapter(torch.nn.Module):
             low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=group)
         else:
             low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=group)
-        return torch.add(y, F.linear(low, self.b), alpha=self.scale)
+        if not y.is_cuda and y.dtype != torch.float32:  # a product in bfloat16: policy/backend.py
+            return torch.add(y, F.linear(low, self.b), alpha=self.scale)
+        return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), self.b.t(), alpha=self.scale).view_as(y)
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the weight with the adapter in it."""
