@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dynamo_megatron.checkpoint.folder import read_manifest
+from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, read_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import check_tensors, write_file
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader
 from dynamo_megatron.checkpoint.weights import model_digest, open_weights
@@ -26,13 +24,26 @@ from dynamo_megatron.models.mapping import (
 from dynamo_megatron.models.spec import ModelSpec
 
 
-def check_base(checkpoint: Path, saved: Mapping[str, Any], digest: str, base: str | Path) -> None:
-    """Raises InputError where the adapters were trained beside other weights than `base`'s, which have this digest.
-    `saved`: "lora" of the checkpoint's manifest."""
-    if saved["base"] != digest:
+def read_lora(checkpoint: Path) -> tuple[LoraConfig, str] | None:
+    """(model.lora, digest of the base) from the manifest of a checkpoint of adapters; None where it is none. Raises
+    InputError for a malformed manifest."""
+    manifest = read_manifest(checkpoint)
+    if "lora" not in manifest:
+        return None
+    try:
+        saved = dict(manifest["lora"])
+        digest = str(saved.pop("base"))
+        return LoraConfig.model_validate(saved), digest
+    except (KeyError, TypeError, ValueError):
+        raise InputError(f"{checkpoint / MANIFEST_FILE}: malformed (what it says of its adapters)") from None
+
+
+def check_base(checkpoint: Path, saved: str, digest: str, base: str | Path) -> None:
+    """Raises InputError where the adapters were trained beside weights of another digest, `saved`, than `base`'s."""
+    if saved != digest:
         raise InputError(
-            f"{checkpoint}: its adapters were trained beside other weights than those in {base} (digest "
-            f"{saved['base']}, not {digest}); restore that model, or name its folder"
+            f"{checkpoint}: its adapters were trained beside other weights than those in {base} (digest {saved}, not "
+            f"{digest}); restore that model, or name its folder"
         )
 
 
@@ -41,13 +52,15 @@ class MergedFolder:
     SafetensorsFolder. Raises ValueError (one line): the base is not the checkpoint's, or files are damaged."""
 
     def __init__(self, path: Path, base: Path, spec: ModelSpec) -> None:
-        self.path, self._spec = path, spec
-        manifest = read_manifest(path)
-        saved = manifest["lora"]
+        self.path, self._spec, found = path, spec, read_lora(path)
+        assert found is not None, f"{path}: no adapters"
+        self.lora, saved = found
         check_base(path, saved, model_digest(base, spec), base)
-        self.lora = LoraConfig(**{key: saved[key] for key in LoraConfig.model_fields})
         self._base, self._reader = open_weights(base, spec), TorchDistReader(path)
-        self._dtype = getattr(torch, manifest["dtype"])
+        name = read_manifest(path)["dtype"]
+        if name not in ("bfloat16", "float32"):
+            raise InputError(f"{path / MANIFEST_FILE}: malformed (dtype {name!r:.40})")
+        self._dtype = getattr(torch, name)
         self._weight_of = {
             name: weight for weight in adapted_weights(spec, self.lora) for name in huggingface_names(spec, weight)
         }

@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from dynamo_megatron.checkpoint.adapters import MergedFolder, write_peft
+from dynamo_megatron.checkpoint.adapters import MergedFolder, read_lora, write_peft
 from dynamo_megatron.checkpoint.folder import (
     MANIFEST_FILE,
     UNVERIFIED,
     checkpoint_folders,
     fault,
-    read_manifest,
     sync_folder,
     verify,
     write_manifest,
@@ -94,7 +93,7 @@ def open_checkpoint(
         if not model.is_dir():
             raise ConfigError(f"{path}: no folder {model} here, which the run's model.path names; {NAME_MODEL}")
     spec = load_model_config(model, family)
-    adapts = (checkpoint / MANIFEST_FILE).is_file() and "lora" in read_manifest(checkpoint)
+    adapts = (checkpoint / MANIFEST_FILE).is_file() and read_lora(checkpoint) is not None
     folder = MergedFolder(checkpoint, model, spec) if adapts else MegatronFolder(checkpoint, spec)
     if not verify(checkpoint):
         print(f"{checkpoint}: {UNVERIFIED}", file=sys.stderr)

@@ -44,13 +44,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dynamo_megatron.checkpoint.adapters import check_base
+from dynamo_megatron.checkpoint.adapters import check_base, read_lora
 from dynamo_megatron.checkpoint.folder import (
     ChecksumWriter,
     check_model,
     fault,
     publish,
-    read_manifest,
     unfinished_folder,
     write_state,
 )
@@ -236,10 +235,11 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> Non
     if (why := fault(folder)) is not None:
         raise InputError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
-    if (saved := read_manifest(folder).get("lora")) is not None and policy.base_digest is not None:
-        check_base(folder, saved, policy.base_digest, policy.config.model.path)
-    elif saved is not None or policy.base_digest is not None:
-        raise InputError(f"{folder} {'has' if saved else 'has no'} LoRA adapters: it is of another model.lora")
+    saved, digest = read_lora(folder), policy.base_digest
+    if (saved is None) != (digest is None):
+        raise InputError(f"{folder} has {'no' if saved is None else 'LoRA'} adapters: it is of another model.lora")
+    if saved is not None:
+        check_base(folder, saved[1], digest, policy.config.model.path)
     verify_bytes(folder, policy.layout, resume=True)
     sharded, _ = _sharded_state(policy, loading=True, optimizer=optimizer)
     for i in range(len(policy.chunks)):
