@@ -23,8 +23,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dynamo_megatron.evaluation.estimates import paired_bootstrap
-from dynamo_megatron.evaluation.results import align, markdown_row, problem_pass_at_k, read_results, results_file
+from dynamo_megatron.evaluation.results import (
+    align,
+    markdown_row,
+    paired_bootstrap,
+    problem_pass_at_k,
+    read_results,
+    results_file,
+)
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
-from head_cases import Case, Inputs, accuracy_inputs, all_cases, errors, in_float64, make_inputs, tiny_cases
+from head_cases import MODELS, Case, Inputs, accuracy_inputs, all_cases, errors, in_float64, make_inputs, tiny_cases
 from head_contenders import PACKAGES, Contender, contenders, peer_errors, why_not
 from measure import clocks, interleaved, machine, peak_bytes
 
@@ -40,6 +40,7 @@ QUICK = {"warm_up": 2, "rounds": (3, 12), "seconds": 1.5}
 # Of our own heads against float64: nats, and relative ones of which a rounding to bfloat16 is 2^-9 of an element.
 BARS = {"logprobs": 2e-4, "entropy": 2e-4, "loss": 1e-3, "hidden_grad": 4e-3, "weight_grad": 4e-3}
 
+LONGEST = {"248k columns": 248320, "248k columns, TP 8": 31040}  # Qwen3.5's vocabulary
 COLUMNS = ("ms", "p10", "p90", "of floor", "GB", "logprob", "entropy", "dX", "dW")
 
 
@@ -87,7 +88,6 @@ def attempt(contender: Contender, inputs: Inputs, device: torch.device) -> dict[
 
 def run_case(case: Case, field: Sequence[Contender], device: torch.device, rounds: Mapping[str, Any]) -> dict[str, Any]:
     """Every contender's figures for one case."""
-    torch._dynamo.reset()  # shapes are compiled as they are, and after a few of them it would stop compiling
     inputs = make_inputs(case, device)
     before = clocks()
     found = {contender.name: attempt(contender, inputs, device) for contender in field}
@@ -114,6 +114,27 @@ def run_case(case: Case, field: Sequence[Contender], device: torch.device, round
     }
 
 
+def longest(field: Sequence[Contender], device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+    """The most tokens, by doubling, whose loss and gradients fit the memory, with the hidden size of 7B."""
+    rows = []
+    for name, columns in LONGEST.items():
+        waiting = [contender for contender in field if contender.target not in (None, "statistics")]
+        fits = {contender.name: {"tokens": 0, "ours": contender.ours} for contender in waiting}
+        for power in range(4, 7) if tiny else range(13, 18):
+            tokens, hidden, columns = (2**power, 16, 300) if tiny else (2**power, MODELS["7B"], columns)
+            inputs = make_inputs(Case(f"longest/{name}", tokens, hidden, columns), device)
+            for contender in list(waiting):
+                result = attempt(contender, inputs, device)
+                if "skipped" in result:
+                    waiting.remove(contender)
+                    fits[contender.name]["ended"] = result["skipped"]
+                else:
+                    fits[contender.name] |= {"tokens": tokens, **result}
+            accuracy_inputs.cache_clear()
+        rows.append({"case": name, "hidden": hidden, "columns": columns, "contenders": fits})
+    return rows
+
+
 def wrong(result: Mapping[str, Any]) -> list[str]:
     """What our own heads and kernels may not do: be left out, miss float64 by more than BARS, depend on a race."""
     found = []
@@ -126,6 +147,9 @@ def wrong(result: Mapping[str, Any]) -> list[str]:
             for what, error in figures.get("errors", {}).items():
                 if not error <= BARS[what]:
                     found.append(f"{case['case']}, {name}: {what} is off by {error:.2g}, more than {BARS[what]:g}")
+    for case in result.get("longest", []):
+        none = [name for name, fit in case["contenders"].items() if fit["ours"] and not fit["tokens"]]
+        found += [f"{case['case']}, {name}: {case['contenders'][name]['ended']}" for name in none]
     for name, count in result.get("kernels", {"in place": {"different": {}}})["in place"]["different"].items():
         if count:
             found.append(f"{name}: other bits in place than out of place, {count} times")
@@ -152,6 +176,12 @@ def markdown(result: Mapping[str, Any]) -> str:
             markdown_row(["---", "---:", "---", *["---:"] * len(COLUMNS)]),
         ]
         lines += [markdown_row(_row(name, figures)) for name, figures in case["contenders"].items()]
+    for case in result.get("longest", []):
+        head = f"## Longest context, {case['case']}, hidden size {case['hidden']}"
+        lines += ["", head, "", markdown_row(["contender", "tokens", "GB", "ended by"]), "|---|---:|---:|---|"]
+        for name, fit in case["contenders"].items():
+            gigabytes = f"{fit['peak bytes'] / 1e9:.2f}" if "peak bytes" in fit else ""
+            lines.append(markdown_row([name, str(fit["tokens"]), gigabytes, fit.get("ended", "")]))
     if "kernels" in result:
         lines += _kernels(result["kernels"])
     machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items() if value is not None)
@@ -192,6 +222,7 @@ def main() -> int:
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name, such as '14B/8192/tp1*'")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: benchmarks/results; runs/head with --tiny")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: two shapes in about a minute")
+    parser.add_argument("--longest", action="store_true", help="instead: the longest context that each can hold")
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a contender to leave out")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
@@ -211,12 +242,14 @@ def main() -> int:
         "tiny": options.tiny,
         "cases": [],
     }
+    if options.longest:
+        cases, result["longest"] = [], longest(field, device, options.tiny)
     for case in cases:
         print(case.name, file=sys.stderr, flush=True)
         result["cases"].append(run_case(case, field, device, rounds))
         accuracy_inputs.cache_clear()
         (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # a killed run keeps it
-    if "triton" in backends:
+    if "triton" in backends and not options.longest:
         from head_kernels import kernel_figures  # imports Triton, which reads TRITON_INTERPRET then
 
         result["kernels"] = kernel_figures(device, tiny=options.tiny)

@@ -6,20 +6,19 @@ is listed as not installed.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from head_cases import Inputs, Output, plain_statistics, policy_objective
+from head_cases import Inputs, Output, policy_objective
 from measure import installed
 from torch import Tensor
 
 from dynamo_megatron.kernels import policy_loss, token_stats
 
-PACKAGES = {"liger-kernel": "0.8.5", "cut-cross-entropy": "25.1.1", "quack-kernels": "0.6.5"}
+PACKAGES = {"liger-kernel": "0.8.5", "cut-cross-entropy": "25.1.1", "quack-kernels": "0.6.5", "verl": "0.9.1"}
 
 
 class Contender(NamedTuple):
@@ -110,19 +109,6 @@ def naive_statistics(inputs: Inputs) -> Output:
     return Output(None, *_megatron_statistics(inputs))
 
 
-@functools.cache
-def _compiled(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    # Without a GPU the graph is traced and split but no code is generated, which would need a compiler.
-    backend = "inductor" if device_type == "cuda" else "aot_eager"
-    return torch.compile(plain_statistics, backend=backend, dynamic=False)
-
-
-def compiled(inputs: Inputs) -> Output:
-    statistics = _compiled(inputs.hidden.device.type)
-    logprobs, entropy = statistics(inputs.hidden, inputs.weight, inputs.labels, inputs.case.temperature, torch.float32)
-    return _finish(inputs, policy_objective(inputs, logprobs, entropy), logprobs, entropy)
-
-
 def ours(backend: str, gradient: str, chunk_tokens: int | None = None) -> Callable[[Inputs], Output]:
     def run(inputs: Inputs) -> Output:
         output = policy_loss(
@@ -167,6 +153,7 @@ def liger_cross_entropy(inputs: Inputs) -> Output:
 
 
 def liger_scaled_cross_entropy(inputs: Inputs) -> Output:
+    """On Hopper its CuTe kernels, which need nvidia-cutlass-dsl, else chunks of 512 tokens by torch."""
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
     case = inputs.case
@@ -175,6 +162,24 @@ def liger_scaled_cross_entropy(inputs: Inputs) -> Output:
     )
     entropy = entropy.float()
     return _finish(inputs, policy_objective(inputs, -nll, entropy), -nll, entropy)
+
+
+def verl_fused(inputs: Inputs) -> Output:
+    """`use_fused_kernels` with `impl_backend: torch`: chunks of 512 tokens."""
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    labels = inputs.labels.clamp(min=0)
+    logprobs, entropy = FusedLinearForPPO()(inputs.hidden, inputs.weight, labels, inputs.case.temperature)
+    return _finish(inputs, policy_objective(inputs, logprobs, entropy), logprobs, entropy)
+
+
+def verl_triton(inputs: Inputs) -> Output:
+    """`impl_backend: triton`."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    labels, temperature = inputs.labels.clamp(min=0), float(inputs.case.temperature)
+    logprobs, entropy = linear_cross_entropy(inputs.hidden, inputs.weight, labels, temperature)
+    return _finish(inputs, policy_objective(inputs, logprobs, entropy), logprobs, entropy)
 
 
 def liger_grpo(inputs: Inputs) -> Output:
@@ -230,10 +235,11 @@ def contenders(backends: list[str], device: torch.device) -> list[Contender]:
         ),
         Contender("3 GEMMs", three_gemms, 3, None),
         Contender("naive", naive, 3),
-        Contender("compiled", compiled, 3),
         *(Contender(f"eager, {backend}", ours(backend, "eager"), 3, ours=True) for backend in backends),
         *(Contender(f"recompute, {backend}", ours(backend, "recompute"), 4, ours=True) for backend in backends),
         Contender("liger scaled cross-entropy", liger_scaled_cross_entropy, 4, "policy", liger),
+        Contender("verl fused", verl_fused, 4, "policy", "verl"),
+        *([Contender("verl fused, Triton", verl_triton, 4, "policy", "verl")] if device.type == "cuda" else []),
         Contender("liger GRPO", liger_grpo, 4, "clipped", liger),
         Contender("liger cross-entropy", liger_cross_entropy, 3, "cross-entropy", liger, False),
         Contender("cut-cross-entropy", cut_cross_entropy, 4, "cross-entropy", cut, False),
@@ -242,7 +248,7 @@ def contenders(backends: list[str], device: torch.device) -> list[Contender]:
 
 
 def peer_errors() -> tuple[type[Exception], ...]:
-    """What a compiler or another project's kernel may raise on a machine or shape that it was not made for."""
+    """What another project's kernel may raise on a machine or shape that it was not made for."""
     found: tuple[type[Exception], ...] = (
         ImportError,
         AttributeError,

@@ -79,6 +79,8 @@ def step_figures(line: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
         "seconds": line["time/step"],
         "generate seconds": line["time/generate"],
         "push seconds": line["time/weight_sync"],
+        "push bytes": line["weight_sync/bytes"],
+        "push floor bytes": line["weight_sync/floor_bytes"],
         "memory seconds": line.get("time/memory"),
         "update seconds": line["time/update"],
         "logprobs seconds": line["time/logprobs"],

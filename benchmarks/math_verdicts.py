@@ -4,9 +4,8 @@
 
 Every pair of reference and response goes through `math`, math-verify alone, verl's `prime_math` and `math_dapo` and
 TRL's `accuracy_reward` (JUDGES says how each is called); PYTHON (.venv-peers/bin/python, of `make peers`) has verl and
-TRL. A false positive is a wrong answer that is rewarded, a false negative a right one that is not. Each of HOSTILE is
-judged by `math` in a process of its own, which is ended after DEADLINE. Writes benchmarks/results/math_verdicts.json
-with machine and versions, and prints the table of docs/rewards.md.
+TRL. A false positive is a wrong answer that is rewarded, a false negative a right one that is not. Writes
+benchmarks/results/math_verdicts.json with machine and versions, and prints the table of docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ import argparse
 import contextlib
 import json
 import logging
-import re
-import resource
-import signal
 import statistics
 import subprocess
 import sys
@@ -30,8 +26,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "math_verdicts.json"
 PAIRS = ROOT / "tests" / "reward" / "answers.jsonl"
-DEADLINE = 10  # seconds of a hostile expression, imports not counted
-MEMORY = 8 << 30  # of a judge's process, so that a hostile expression does not take all of the machine's
 PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy", "verl", "trl", "antlr4-python3-runtime", "pylatexenc")
 # name: how it is called. The reference is put between dollar signs where it has none and the peer expects LaTeX.
 JUDGES = {
@@ -43,36 +37,6 @@ JUDGES = {
     "accuracy_reward": "trl.rewards.accuracy_reward([[{'content': response}]], [$reference$])[0]; None is no reward",
 }
 OURS = ("math",)  # in this interpreter
-DEEP = 400
-HOSTILE = {
-    "tower of powers": "9^{9^{9^{9}}}",
-    "tower in plain text": "9^9^9^9^9",
-    "tower, negative": "2^{-9^{9^{9}}}",
-    "power of a fraction": r"\left(\frac{123456789}{987654321}\right)^{123456789}",
-    "factorial of a factorial": "((9!)!)!",
-    "large factorial": "123456789!",
-    "binomial coefficient": r"\binom{10^9}{5 \cdot 10^8}",
-    "sum": r"\sum_{k=1}^{10^9} \frac{1}{k^2+k+1}",
-    "product": r"\prod_{k=1}^{10^9} \frac{k+1}{k+2}",
-    "nested roots": r"\sqrt{2+" * 60 + "2" + "}" * 60,
-    "nested fractions": r"\frac{1}{1+" * DEEP + "1" + "}" * DEEP,
-    "nested braces": "{" * 5000 + "3" + "}" * 5000,
-    "nested brackets": "(" * 5000 + "3" + ")" * 5000,
-    "integral": r"\int_0^{\infty} \frac{\sin(x^3) \ln(1+x^{17})}{e^{x^2}+\cos(\sqrt{x})} dx",
-    "limit": r"\lim_{x\to 0} \frac{\sin(\tan x)-\tan(\sin x)}{\arcsin(\arctan x)-\arctan(\arcsin x)}",
-    "trigonometric sum": "+".join(rf"\sin^{{{k}}}({k}x)\cos^{{{k}}}({k}y)" for k in range(1, 25)),
-    "expansion": "(a+b+c+d+f+g+h+1)^{60}",
-    "symbolic roots": "+".join(rf"\sqrt{{\sqrt{{{p}}}+\sqrt[3]{{{p + 2}}}}}" for p in range(2, 40)),
-    "many terms": "+".join(f"x_{{{k}}}" for k in range(3000)),
-    "many digits": "9" * 100_000,
-    "long decimal": "0." + "3" * 100_000,
-    "large exponent": "1e999999999",
-    "large matrix": r"\begin{pmatrix}" + r"\\".join("&".join("1" * 60) for _ in range(60)) + r"\end{pmatrix}",
-    "long list": ",".join(str(k) for k in range(5000)),
-    "determinant": r"\det\begin{pmatrix}" + r"\\".join("&".join(f"x_{{{i}}}^{j}" for j in range(9)) for i in range(9))
-    + r"\end{pmatrix}",
-}  # fmt: skip
-REFERENCES = ("3", r"x^2+\sqrt{2}")  # of each hostile response
 
 
 def latex(reference: str) -> str:
@@ -109,14 +73,11 @@ def judge(name: str) -> Callable[[str, str], bool]:
     return lambda reference, response: accuracy_reward([[{"content": response}]], [latex(reference)])[0] == 1.0
 
 
-def judged(name: str, pairs: list[list[str]], deadline: int) -> dict[str, Any]:
-    """Versions, and [rewarded?, milliseconds, exception] of each pair. SIGALRM, which nothing catches, ends the process
-    `deadline` seconds after the imports, unless that is 0."""
+def judged(name: str, pairs: list[list[str]]) -> dict[str, Any]:
+    """Versions, and [rewarded?, milliseconds, exception] of each pair."""
     verdict, found = judge(name), []
     with contextlib.suppress(Exception):
         verdict("1", r"\boxed{x}")  # imports
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.alarm(deadline)
     for reference, response in pairs:
         start, right, raised = time.perf_counter(), False, None
         try:
@@ -131,20 +92,13 @@ def judged(name: str, pairs: list[list[str]], deadline: int) -> dict[str, Any]:
     return {"versions": versions, "found": found}
 
 
-def asked(python: str, name: str, pairs: list[list[str]], deadline: int = 0) -> dict[str, Any]:
-    """`judged` in a process of its own; {"exit code"} where it ended otherwise, -SIGALRM at the deadline."""
-    command = [python, "-P", __file__, "--judge", name, "--deadline", str(deadline)]
+def asked(python: str, name: str, pairs: list[list[str]]) -> dict[str, Any]:
+    """`judged` in a process of its own; {"exit code"} where it failed."""
+    command = [python, "-P", __file__, "--judge", name]
     done = subprocess.run(command, input=json.dumps(pairs), capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         return {"exit code": done.returncode, "log": done.stderr[-500:]}
     return json.loads(done.stdout)
-
-
-def one_box(row: dict[str, Any]) -> bool:
-    """The answer is in the only box, where every judge finds it."""
-    thought, _, answer = row["response"].rpartition("</think>")
-    outside = thought + answer.replace(r"\boxed{", "", 1)
-    return r"\boxed{" in answer and not re.search(r"\\f?box|<answer>|<\|", outside) and "<think>" not in answer
 
 
 def counts(verdicts: list[tuple[dict[str, Any], bool]]) -> dict[str, Any]:
@@ -158,43 +112,12 @@ def counts(verdicts: list[tuple[dict[str, Any], bool]]) -> dict[str, Any]:
     return found
 
 
-def compared(verdicts: list[tuple[dict[str, Any], bool]]) -> dict[str, Any]:
-    kinds = sorted({row["kind"] for row, _ in verdicts})
-    return {
-        "all": counts(verdicts),
-        "one box": counts([each for each in verdicts if one_box(each[0])]),
-        "by kind": {
-            kind: {
-                name: f"{each['count']} of {each['of']}"
-                for name, each in counts([pair for pair in verdicts if pair[0]["kind"] == kind]).items()
-            }
-            for kind in kinds
-        },
-    }
-
-
-def hostile() -> dict[str, list[dict[str, Any]]]:
-    """By expression, of each reference: whether it is rewarded and the seconds, or how the process ended."""
-
-    def outcome(reference: str, expression: str) -> dict[str, Any]:
-        done = asked(sys.executable, "math", [[reference, rf"The answer is \boxed{{{expression}}}."]], DEADLINE)
-        if done.get("exit code") == -signal.SIGALRM:
-            return {"ended after s": DEADLINE}
-        if "found" not in done:
-            return done
-        rewarded, took, raised = done["found"][0]
-        return {"rewarded": rewarded, "raised": raised, "s": round(took / 1000, 4)}
-
-    return {name: [outcome(each, expression) for each in REFERENCES] for name, expression in HOSTILE.items()}
-
-
 def markdown(results: dict[str, Any]) -> str:
     """The table of docs/rewards.md."""
     project = {"prime_math": "verl ", "math_dapo": "verl ", "accuracy_reward": "TRL "}
-    lines = ["| | wrong, but rewarded, % | right, but lost, % | one box: wrong, but rewarded, % | right, but lost, % |"]
-    lines.append("|---|---:|---:|---:|---:|")
+    lines = ["| | wrong, but rewarded, % | right, but lost, % |", "|---|---:|---:|"]
     for name, found in results["judges"].items():
-        shares = [f"{each['%']:.1f}" for part in ("all", "one box") for each in found[part].values()]
+        shares = [f"{each['%']:.1f}" for each in found["all"].values()]
         lines.append(f"| {project.get(name, '')}`{name}` | {' | '.join(shares)} |")
     return "\n".join(lines)
 
@@ -203,22 +126,19 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--peers", default=str(ROOT / ".venv-peers" / "bin" / "python"), help="has verl and TRL")
     arguments.add_argument("--judge", choices=JUDGES, help=argparse.SUPPRESS)
-    arguments.add_argument("--deadline", type=int, default=0, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.judge:
         with contextlib.redirect_stdout(sys.stderr):  # verl prints
-            found = judged(options.judge, json.load(sys.stdin), options.deadline)
+            found = judged(options.judge, json.load(sys.stdin))
         print(json.dumps(found))
         return
     sys.path.insert(0, str(Path(__file__).parent))  # not at the top: it imports torch
     from measure import machine
 
     rows = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
-    boxed = [row for row in rows if one_box(row)]
     results: dict[str, Any] = {
         "machine": machine([]),
         "pairs": {"wrong": sum(not row["want"] for row in rows), "right": sum(row["want"] for row in rows)},
-        "pairs with one box": {"wrong": sum(not r["want"] for r in boxed), "right": sum(r["want"] for r in boxed)},
         "judges": {},
     }
     for name, call in JUDGES.items():
@@ -232,12 +152,11 @@ def main() -> None:
         results["judges"][name] = {
             "call": call,
             "versions": done["versions"],
-            **compared(list(zip(rows, rewarded, strict=True))),
+            "all": counts(list(zip(rows, rewarded, strict=True))),
             "raised": len(raised) - raised.count(None),
             "ms": {key: round(value, 2) for key, value in took.items()},
         }
-        print(name, {key: results["judges"][name][key] for key in ("all", "one box", "ms")}, flush=True)
-    results["hostile"] = {"deadline s": DEADLINE, "references": REFERENCES, "outcomes": hostile()}
+        print(name, {key: results["judges"][name][key] for key in ("all", "ms")}, flush=True)
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(markdown(results))
 

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import yaml
 from measure import run_logged
-from planned import Tokens, compared, plan_of, training_peak
+from planned import Tokens, compared, gpu_here, plan_of, training_peak
 
 from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
-from dynamo_megatron.planning.hardware import GPUS, gpu_named
+from dynamo_megatron.planning.hardware import GPUS
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.types import Prompt, Rollout
@@ -133,7 +133,7 @@ def write_rollouts(work: Work, folder: Path, source: Path, model: Path) -> None:
                         step=step,
                         tokens=[*tokens, *generator.integers(work.vocab, size=n).tolist()],
                         response_mask=[0] * len(tokens) + [1] * n,
-                        engine_logprobs=[-math.log(work.vocab)] * n,
+                        engine_logprobs=(generator.normal(0, 0.2, n) - math.log(work.vocab)).tolist(),
                         weight_versions=[(step - 1, 0, n)],
                         finish_reason="length",
                         reward=float(right),
@@ -252,9 +252,11 @@ def run(
     ranks: int = 1,
     parallel: dict[str, int] | None = None,
     profile_steps: Sequence[int] = (),
+    words: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Runs the steps on `ranks` ranks in the layout `parallel`, in `folder`, which is emptied first and left with the
-    log, and returns the figures. The profiler's events of `profile_steps` stay in `folder`/profile.
+    log, and returns the figures. The profiler's events of `profile_steps` stay in `folder`/profile. `words`: configs
+    and KEY=VALUE after the run's own config.
 
     "headline" is the last step: the first ones compile and fill caches. A run that fails, or takes more than `timeout`
     seconds, gives what `run_logged` does.
@@ -262,7 +264,7 @@ def run(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = prepare(work, folder, backend, parallel, profile_steps)
-    ended = start_here(["train", str(config)], folder, timeout, ranks)
+    ended = start_here(["train", str(config), *words], folder, timeout, ranks)
     result: dict[str, Any] = {
         "parameters": work.parameters,
         "tokens a step": sum(work.lengths),
@@ -283,8 +285,7 @@ def run(
 
 def _figures(work: Work, folder: Path, config: Path, ranks: int) -> dict[str, Any]:
     """Of a run that has ended well: its steps, and the last one beside the plan."""
-    device = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    gpu = device and gpu_named(device.name, device.total_memory)
+    gpu, _ = gpu_here()
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [step_figures(work, json.loads(line), gpu and gpu.flops * ranks) for line in lines]
     planned = training_peak(plan_of(config, work.tokens, GPUS["h100-80"], ranks))

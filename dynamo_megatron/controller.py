@@ -19,12 +19,13 @@ from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
+from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import Round, RoundRules, RoundsAhead, Selection
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.user_code import forks_exit
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.tracking.step_line import LEGEND, step_line
+from dynamo_megatron.tracking.progress import LEGEND, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord
 from dynamo_megatron.tracking.token_rows import token_rows
 from dynamo_megatron.types import Prompt, RolloutBatch, TokenStats
@@ -90,7 +91,7 @@ class Controller:
             return self.allocate(step, self.draw(step, rounds), rounds)
         for later in range(step, min(step + staleness, self.config.trainer.steps) + 1):
             if later not in ahead:
-                self.ahead.add(later, self.allocate(later, self.draw(later, []), []))
+                ahead[later] = self.allocate(later, self.draw(later, []), [])
                 ahead[later].version, ahead[later].drawing = step - 1, self._prompts.metrics()
             if later > self._dispatched:
                 now = ahead[later]
@@ -213,6 +214,10 @@ class Controller:
             raise RolloutError("; ".join([f"step {step}: none of {requested} rollouts can be trained on", *why]))
         sampled.check_accounts(int(sum(r.allocation.counts.sum() for r in rounds)))
         return self._rules.select(rounds, sampled.batch)
+
+    def teacher_logprobs(self, rollouts: RolloutBatch) -> np.ndarray:
+        """float32 [R], of a teacher that is a server. Raises RolloutError."""
+        return prompt_logprobs(self.config.algorithm.teacher, rollouts, self._coordinator.check_stop)
 
     # -- after the update ------------------------------------------------------------------------------------------
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:

@@ -11,8 +11,8 @@ from pydantic_core import to_jsonable_python
 
 from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.allocation import Allocation
-from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.sequential import NextRound, Outcomes, SequentialRule
+from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.result import RolloutResult, group_id
@@ -150,22 +150,22 @@ def _outcomes(rounds: Sequence[Round]) -> Outcomes:
     )
 
 
+def check_savable(prompt: Prompt, config: Config) -> None:
+    """Raises InputError where a checkpoint could not hold the prompt while it is under way (`RoundsAhead`)."""
+    given = [prompt.answer, prompt.meta]
+    if config.rollout.max_staleness and plain_data(given) != given:
+        raise InputError(
+            "rollout.max_staleness: prompts under way are saved with the checkpoint, and the answer or the other "
+            f"columns of prompt {prompt.label} are not plain data (JSON)"
+        )
+
+
 class RoundsAhead:
     """The first round of each step that has been drawn and not yet been trained on, by step (`rollout.max_staleness`).
     Its state is plain data, and a part of the checkpoint."""
 
     def __init__(self) -> None:
         self.rounds: dict[int, Round] = {}
-
-    def add(self, step: int, round_: Round) -> None:
-        """Adds the first round of `step`. Raises ValueError for a prompt that a checkpoint could not hold."""
-        for prompt in round_.prompts:
-            if plain_data([prompt.answer, prompt.meta]) != [prompt.answer, prompt.meta]:
-                raise InputError(
-                    f"rollout.max_staleness: prompts under way are saved with the checkpoint, and the answer or the "
-                    f"other columns of prompt {prompt.label} are not plain data (JSON)"
-                )
-        self.rounds[step] = round_
 
     def state_dict(self) -> dict[str, Any]:
         saved = ("prompts", "allocation", "baseline", "version", "drawing")

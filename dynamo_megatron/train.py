@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches, loss_divisors
 from dynamo_megatron.rounds import Round, Selection
@@ -142,8 +144,20 @@ class Trainer:
         divisor = loss_divisors(rollouts, self.config)
         weights = 1.0 / divisor if selection.weights is None else 1.0 / divisor * selection.weights
         implicit = self.policy.implicit_rewards(rollouts, sampled.mini_batches)  # None without the reward prime
-        gather = self.policy.layout.gather
-        return TrainBatch.build(rollouts, self.config, gather, selection.baseline, weights, implicit)
+        teacher, gather = self.teacher_gap(sampled), self.policy.layout.gather
+        return TrainBatch.build(rollouts, self.config, gather, selection.baseline, weights, implicit, teacher)
+
+    def teacher_gap(self, sampled: Sampled) -> np.ndarray | None:
+        """float64 [R]: log p_teacher - log p_policy of each response token; None without `algorithm.teacher`."""
+        if (teacher := self.config.algorithm.teacher) is None:
+            return None
+        rollouts = sampled.rollouts
+        if teacher.is_url:
+            what = f"the logprobs of the teacher at {teacher.path}"
+            found = self.run.on_rank_0(what, lambda: self.controller.teacher_logprobs(rollouts))
+        else:
+            found = self.policy.teacher_logprobs(rollouts, sampled.mini_batches).numpy()
+        return found.astype(np.float64) - sampled.stats.logprobs.numpy()
 
     def update(
         self, step: int, sampled: Sampled, batch: TrainBatch

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dynamo_megatron.runtime.free_ports import free_port
 from dynamo_megatron.runtime.guard import below, end_below
+from dynamo_megatron.runtime.listening import free_port
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
 GRACE = 6.0  # seconds the other ranks have to end on their own once one has failed or Ctrl-C came

@@ -28,12 +28,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, compose
+from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.options import check_servers, checked_config, program
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard
-from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.listening import free_port
 from dynamo_megatron.runtime.log_files import open_log
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
@@ -42,10 +42,9 @@ from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 # own paths and addresses. This goes for secrets (WANDB_API_KEY) too: set them where `ray start` runs, or in files such
 # as ~/.netrc.
 PASSED_ON = re.compile(
-    r"PYTHONPATH|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|(CUDA|TORCH)_\w+|WANDB_(MODE|PROJECT|ENTITY|DIR)|"
-    r"HF_(HOME|HUB_OFFLINE|DATASETS_\w+)|(NCCL|GLOO|NVTE|SGLANG)_\w+"
+    r"PYTHONPATH|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|(CUDA(?!_VISIBLE_DEVICES)|TORCH|NCCL|GLOO|NVTE|SGLANG)_\w+|"
+    r"WANDB_(MODE|PROJECT|ENTITY|DIR)|HF_(HOME|HUB_OFFLINE|DATASETS_\w+)"
 )
-OF_A_NODE = ("CUDA_VISIBLE_DEVICES",)
 POLL_EVERY = 0.25  # seconds
 SILENCE = 60.0  # seconds that an actor may take to answer
 LAST_LINES = 5.0  # seconds for the last output of a child that has ended
@@ -118,9 +117,8 @@ class Placed:
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
     """Trains on a Ray cluster, or with Ray on this machine alone; returns the run's exit code. Raises ConfigError."""
     words = [*files, *keys]
-    config, _ = compose(files, keys)
+    config = checked_config(files, keys, options.ranks)
     servers = config.rollout.servers if config.rollout.placement == "split" else 0
-    checked_config(files, keys, options.ranks)
     _connect(options.address, options.ranks + servers)
     try:
         gpu = ray.cluster_resources().get("GPU", 0) > 0
@@ -156,16 +154,22 @@ class RayRun:
         serving = [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
         self._bundles = [{"CPU": 1, **({"GPU": n} if gpu else {})} for n in (*[1] * ranks, *serving)]
         self._placed: list[Placed] = []
-        self._asked: set[int] = set()
+        self._asked = threading.Event()  # by a signal to stop
 
     def carry_out(self, wait: float) -> int:
         """Returns the run's exit code. Raises RunFailed and ConfigError. Leaves no actor and no placement group
         behind."""
-        before = {number: signal.signal(number, self._ask) for number in ASK_TO_STOP}
+        before = {number: signal.signal(number, lambda *_: self._asked.set()) for number in ASK_TO_STOP}
         group = placement_group(self._bundles, strategy="PACK")
         try:
             if not group.wait(wait):
-                raise RunFailed(_unplaceable(self._bundles, wait))
+                kinds = Counter(tuple(sorted(bundle.items())) for bundle in self._bundles)
+                wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
+                free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+                raise RunFailed(
+                    f"ray: no resources for {wanted} within {wait:g} s (--wait); free in the cluster: "
+                    f"{free or 'nothing'}; lower --ranks or rollout.servers, or add nodes with `ray start`"
+                )
             self._place(group)
             self._start()
             return self._watch()
@@ -178,9 +182,6 @@ class RayRun:
             remove_placement_group(group)
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _ask(self, number: int, _frame: object) -> None:
-        self._asked.add(number)
 
     def _place(self, group: PlacementGroup) -> None:
         """Creates the actors in the order of their ranks: those of a node are neighbours, as tensor parallelism needs
@@ -217,11 +218,12 @@ class RayRun:
 
     def _start(self) -> None:
         first, trains = self._placed[0], self._placed[: self._ranks]
-        passed = {k: v for k, v in os.environ.items() if PASSED_ON.fullmatch(k) and k not in OF_A_NODE}
+        passed = {k: v for k, v in os.environ.items() if PASSED_ON.fullmatch(k)}
         here = Counter(p.node for p in trains)
         seen: Counter[str] = Counter()
         for rank, placed in enumerate(trains):
-            gpus = sorted((g for p in trains if p.node == placed.node for g in p.gpus), key=_by_number)
+            # numbers in their order, or UUIDs
+            gpus = sorted((g for p in trains if p.node == placed.node for g in p.gpus), key=lambda gpu: (len(gpu), gpu))
             # A rank sees all GPUs of its node, as under the other launchers: local ranks count them, servers find them.
             local = gpus.index(placed.gpus[0]) if placed.gpus else seen[placed.node]
             seen[placed.node] += 1
@@ -255,7 +257,7 @@ class RayRun:
         deadline, first_bad, stopping = None, None, False
         trains = self._placed[: self._ranks]
         while any(p.code is None for p in trains):
-            if self._asked and not stopping:
+            if self._asked.is_set() and not stopping:
                 stopping = True
                 for placed in trains:
                     placed.actor.stop.remote()
@@ -306,17 +308,3 @@ class RayRun:
             detail = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text)
             why = detail[1] if detail else text[:300]
             raise RunFailed(f"{where}: its actor died ({why}); {after_a_stop(self._output)}") from None
-
-
-def _unplaceable(bundles: Sequence[Mapping[str, int]], wait: float) -> str:
-    kinds = Counter(tuple(sorted(bundle.items())) for bundle in bundles)
-    wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
-    free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
-    return (
-        f"ray: no resources for {wanted} within {wait:g} s (--wait); free in the cluster: {free or 'nothing'}; lower "
-        "--ranks or rollout.servers, or add nodes with `ray start`"
-    )
-
-
-def _by_number(gpu: str) -> tuple[int, str]:
-    return (int(gpu), "") if gpu.isdecimal() else (1 << 30, gpu)  # or its UUID

@@ -10,8 +10,8 @@ from step_sampling import BATCH, Answering, Policy, batch_of, make_controller, s
 
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.replay import what_if
-from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.replay.what_if import allocator_of
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
@@ -65,7 +65,7 @@ def test_a_batch_is_filled_with_groups_that_teach(controller, tmp_path, prompts)
         np.testing.assert_array_equal(again.weights, batch.weights)
     record = read_run(tmp_path)
     assert len(record.steps) > 2 and {step.step for step in record.steps} == {1, 2}
-    counts = what_if.replay(record.steps, base_allocator(record))
+    counts = what_if.replay(record.steps, allocator_of(record))
     assert what_if.first_difference(record.steps, counts) is None
 
 

@@ -1,6 +1,7 @@
 """Rounds that are dispatched before their step: by whom, in which order, and after a resume."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from step_sampling import Answering, Policy, make_controller, sample
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.rounds import Round, RoundsAhead
+from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.types import Prompt
 
 STEPS = 8
@@ -66,7 +67,8 @@ def test_a_resumed_run_dispatches_what_was_under_way_again(tmp_path):
     assert dispatched == whole[0][4:]
 
 
-def test_a_prompt_that_a_checkpoint_cannot_hold_is_refused():
-    prompt = Prompt("p", text="", tokens=[1], answer={1, 2})
-    with pytest.raises(InputError, match="the answer or the other columns of prompt"):
-        RoundsAhead().add(3, Round([prompt], None, None, 0, np.arange(1)))
+@pytest.mark.parametrize("value", [{1, 2}, b"PNG", "\ud800"])
+def test_a_prompt_that_a_checkpoint_cannot_hold_is_refused_as_it_is_read(value):
+    config = SimpleNamespace(rollout=SimpleNamespace(max_staleness=1))
+    with pytest.raises(InputError, match=r"the answer or the other columns of prompt 'p' \(a.parquet row 7\) are not"):
+        check_savable(Prompt("p", text="", meta={"image": value}, where="a.parquet row 7"), config)

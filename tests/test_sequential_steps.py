@@ -10,8 +10,8 @@ from step_sampling import BATCH, Answering, Policy, batch_of, make_controller, s
 
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.replay import what_if
-from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.replay.what_if import allocator_of
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.store import RolloutStore
 
@@ -101,7 +101,7 @@ def test_a_recorded_run_repeats_its_rounds(tmp_path, sequential):
             file.writelines(json.dumps(row) + "\n" for row in record.allocation_rows())
     record = read_run(tmp_path)
     assert sorted({step.step for step in record.steps}) == [1, 2, 3] and len(record.steps) > 3
-    assert what_if.first_difference(record.steps, what_if.replay(record.steps, base_allocator(record))) is None
+    assert what_if.first_difference(record.steps, what_if.replay(record.steps, allocator_of(record))) is None
 
 
 def test_a_prompts_history_is_from_before_the_step(tmp_path):

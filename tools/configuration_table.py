@@ -3,7 +3,6 @@ and comments, and the names of verl and slime."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 import types
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.peer_keys import OURS
@@ -26,8 +24,7 @@ SHORT = {str: "string", int: "integer", float: "number", bool: "true or false"}
 def rows(section: Any, at: tuple[str, ...] = ()) -> Iterator[str]:
     """A line for every key; of sections for those that may be null."""
     comments = comments_of(section)
-    fields = section.model_fields if issubclass(section, BaseModel) else section.__pydantic_fields__
-    for name, field in fields.items():
+    for name, field in section.__pydantic_fields__.items():
         key = (*at, field.alias or name)
         inner = section_of(field.annotation)
         comment = comments.get(name, "") or (inspect.getdoc(inner) or "" if inner else "")
@@ -46,10 +43,7 @@ def rows(section: Any, at: tuple[str, ...] = ()) -> Iterator[str]:
 
 def section_of(kind: Any) -> Any:
     """The section's type, of an optional one too; None for a plain value."""
-    for option in typing.get_args(kind) or (kind,):
-        if isinstance(option, type) and (issubclass(option, BaseModel) or dataclasses.is_dataclass(option)):
-            return option
-    return None
+    return next((o for o in typing.get_args(kind) or (kind,) if hasattr(o, "__pydantic_fields__")), None)
 
 
 def kind_of(kind: Any) -> str:

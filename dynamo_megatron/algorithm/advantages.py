@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamo_megatron.algorithm.arrays import Array, group_index, like, to_numpy, torch_function
-from dynamo_megatron.config.method import GROUP_ADVANTAGES
+from dynamo_megatron.algorithm.arrays import Array, finite, group_index, like, to_numpy, torch_function
+from dynamo_megatron.config.method import GROUP_ADVANTAGES, AdvantageConfig
 
 
 def group_advantages(
@@ -34,11 +34,11 @@ def group_advantages(
         raise ValueError(f"kind: {kind!r} is unknown; one of {', '.join(GROUP_ADVANTAGES)}")
     if singleton not in ("zero", "raw"):
         raise ValueError(f"singleton: {singleton!r} is unknown; one of zero, raw")
-    given, values = _finite(rewards, "rewards")
+    values = finite(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))
     if kind == "reinforce":
         _check_unit_interval(values, "reinforce takes")
-        return _as_given(weighted(2 * values - 1, positive_weight), given, rewards)
+        return _as_given(weighted(2 * values - 1, positive_weight), rewards)
 
     size = np.bincount(index, minlength=groups)
     # Measured from the group's lowest reward, equal rewards are exactly 0 and leave no rounding error behind.
@@ -59,7 +59,7 @@ def group_advantages(
     alone = size[index] == 1
     raw = values / (1 + eps) if kind == "grpo" else values
     result = np.where(alone, raw if singleton == "raw" else 0.0, result)
-    return _as_given(weighted(result, positive_weight), given, rewards)
+    return _as_given(weighted(result, positive_weight), rewards)
 
 
 def history_advantages(
@@ -80,9 +80,9 @@ def history_advantages(
     an energy S linear in the reward (as in arXiv 2602.07078, per rollout): p_j + k v / (1 + k p_j), k = 1 / rho - 1, v
     the `reward_variance`, by default the most, p_j (1 - p_j). Raises ValueError naming the argument that does not fit.
     """
-    given, values = _finite(rewards, "rewards")
+    values = finite(rewards, "rewards")
     index, groups = group_index(group_ids, len(values))
-    m, c = _finite(prior_mean, "prior_mean")[1], _finite(prior_strength, "prior_strength")[1]
+    m, c = finite(prior_mean, "prior_mean"), finite(prior_strength, "prior_strength")
     if not len(m) == len(c) == len(values):
         raise ValueError(f"prior_mean, prior_strength: {len(m)} and {len(c)} entries for {len(values)} rollouts")
     for name, each in (("prior_mean", m), ("prior_strength", c)):
@@ -106,16 +106,7 @@ def history_advantages(
         if reward_variance is not None:
             variance = np.minimum(variance, reward_variance)
         p = np.where(count > 0, p + slope * variance / (1 + slope * p), values)
-    return _as_given(values - p, given, rewards)
-
-
-def _finite(values: Array, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values (as numpy, as float64). Raises ValueError naming one that is not finite."""
-    given = to_numpy(values, name)
-    each = given.astype(np.float64)
-    if (bad := np.flatnonzero(~np.isfinite(each))).size:
-        raise ValueError(f"{name}: entry {bad[0]} is {each[bad[0]]}; expected a finite number")
-    return given, each
+    return _as_given(values - p, rewards)
 
 
 def _check_unit_interval(rewards: np.ndarray, what: str) -> None:
@@ -153,12 +144,56 @@ def batch_normalised(advantages: np.ndarray) -> np.ndarray:
     return centred / (np.sqrt((centred**2).sum() / max(len(centred) - 1, 1)) + 1e-8)
 
 
-def _as_given(result: np.ndarray, given: np.ndarray, rewards: Array) -> Array:
+def _as_given(result: np.ndarray, rewards: Array) -> Array:
     """Returns `result` in the rewards' dtype and library."""
-    return like(result.astype(given.dtype if given.dtype.kind == "f" else np.float64), rewards)
+    dtype = to_numpy(rewards, "rewards").dtype
+    return like(result.astype(dtype if dtype.kind == "f" else np.float64), rewards)
 
 
 @torch_function
 def entropy_advantages(advantages: Tensor, entropy: Tensor, alpha: float, kappa: float) -> Tensor:
     """A + min(alpha H, |A| / kappa) per token (arXiv 2506.14758, section 3). Arrays of one shape, entropy in nats."""
     return advantages + torch.minimum(alpha * entropy, advantages.abs() / kappa)
+
+
+def process_advantages(
+    rewards: np.ndarray, group: np.ndarray, lengths: np.ndarray, config: AdvantageConfig
+) -> np.ndarray:
+    """`config.process.weight` times the return of each token, float64 [R].
+
+    rewards: float64 [R], NaN where no step ends. group, lengths: int64 [S], of the rollouts that the R tokens belong
+    to. The kinds `grpo` and `dr_grpo` compare a step with all steps of the group (arXiv 2402.03300, section 4.1.3), all
+    others with the mean, over the group's other rollouts, of their mean step. The steps of the only rollout with steps
+    count 0, or with `singleton: raw` their rewards.
+    """
+    ends = np.flatnonzero(~np.isnan(rewards))
+    owner = np.repeat(np.arange(len(lengths)), lengths)[ends]
+    steps = np.bincount(owner, minlength=len(lengths))
+    having = np.bincount(group, steps > 0, minlength=len(lengths))[group]  # rollouts of the group with steps
+    values = rewards[ends]
+    if config.kind in ("grpo", "dr_grpo"):
+        centred = group_advantages(values, group[owner].tolist(), config.kind, eps=config.eps)
+    else:
+        # Measured from the group's lowest, equal rewards are exactly 0.
+        lowest = np.full(len(steps), np.inf)
+        np.minimum.at(lowest, group[owner], values)
+        shifted = values - lowest[group[owner]]
+        mean = np.bincount(owner, shifted, minlength=len(steps)) / np.maximum(steps, 1)
+        others = np.bincount(group, mean, minlength=len(steps))[group] - mean
+        centred = shifted - (others / np.maximum(having - 1, 1))[owner]
+    left = np.where(config.singleton == "raw", values, 0.0)
+    each = np.zeros(len(rewards))
+    each[ends] = np.where(having[owner] == 1, left, centred)
+    return config.process.weight * discounted_returns(each, lengths, config.process.gamma)
+
+
+def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
+    """G_t = r_t + gamma G_{t+1} within each rollout, 0 after its end, float64 [R]. lengths: int64 [S]."""
+    ends = np.cumsum(lengths)[np.argsort(-lengths, kind="stable")]  # the longest first
+    as_long = np.cumsum(np.bincount(lengths, minlength=1)[::-1])[::-1]  # [n]: rollouts of n tokens or more
+    returns, following = np.zeros(len(rewards)), np.zeros(len(lengths))
+    for place, count in enumerate(as_long[1:], 1):  # from the end, all rollouts at once
+        here = ends[:count] - place
+        following[:count] = rewards[here] + gamma * following[:count]
+        returns[here] = following[:count]
+    return returns

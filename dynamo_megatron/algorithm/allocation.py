@@ -11,9 +11,8 @@ import numpy as np
 
 from dynamo_megatron.algorithm.allocators import BUILT_IN, Neyman, load_allocator, neyman, waterfill
 from dynamo_megatron.algorithm.arrays import described
-from dynamo_megatron.algorithm.baseline import Baseline, shrunk, variance_within
 from dynamo_megatron.algorithm.history import COLUMNS, History, checked
-from dynamo_megatron.algorithm.success import expected_tokens, success_variance
+from dynamo_megatron.algorithm.success import Baseline, expected_tokens, shrunk, success_variance, variance_within
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
 

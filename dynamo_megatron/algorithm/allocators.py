@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
+from dynamo_megatron.algorithm.arrays import Array, finite, like
 from dynamo_megatron.algorithm.history import Statistics
 from dynamo_megatron.algorithm.success import expected_variance, measured_energies, success_rate, success_variance
 from dynamo_megatron.config import AllocationConfig
@@ -214,10 +214,7 @@ def checked(values: Array, name: str, least: int, low: int, high: int) -> np.nda
         raise ValueError(
             f"rollout_n_min: {low}, rollout_n_max: {high}; expected {least} <= rollout_n_min <= rollout_n_max"
         )
-    result = to_numpy(values, name).astype(np.float64)
-    if (bad := np.flatnonzero(~(np.isfinite(result) & (result >= 0)))).size:
-        raise ValueError(f"{name}: entry {bad[0]} is {result[bad[0]]}; expected a finite number, 0 or above")
-    return result
+    return finite(values, name, 0.0)
 
 
 def spread(prompts: int, budget: int) -> np.ndarray:
@@ -246,6 +243,8 @@ def largest_gains(
     by the lower index, until the next one costs more than is left. So less than a rollout's price is left, unless all
     prompts have `high`. The caller ensures low sum price <= budget.
     """
+    if not len(price):
+        return np.zeros(0, np.int64)
     left = budget * (1 + ROUNDING) - low * float(price.sum())
     further = min(high - low, int(left / price.min()))  # of any one prompt
     if further <= 0:
@@ -264,32 +263,12 @@ def largest_gains(
 def proportional(weight: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
     """int64 [N], sum `budget`, low <= n <= high, n as nearly in proportion to `weight` >= 0 as that allows.
 
-    n_i is s weight_i clamped to the bounds, with s such that the sum is `budget`; fractions are rounded by the largest
-    remainders. Rollouts that must go to prompts of weight 0 are given one by one in turn. The caller ensures
-    N low <= budget <= N high.
+    Takes the largest weight_i / (n_i + 1/2) one by one (Sainte-Lague), ties by the lower index. What the others have no
+    room for goes to the prompts of weight 0 in turn. The caller ensures N low <= budget <= N high.
     """
-    if not weight.any():
-        return settle(np.full(len(weight), low), budget, low, high)
-    share = weight / weight.max()
-    least = share[share > 0].min()
-    below, above = 0.0, float(high)
-    while np.clip(above * share, low, high).sum() <= budget and above * least < high:
-        above *= 2
-    while above - below > 1e-12 * above:
-        middle = (below + above) / 2
-        if np.clip(middle * share, low, high).sum() <= budget:
-            below = middle
-        else:
-            above = middle
-    exact = np.clip(below * share, low, high)
-    whole = np.floor(exact).astype(np.int64)
-    # Rounded, so that equal prompts have equal remainders wherever the bisection stopped.
-    rest = np.round(np.where(share > 0, exact - whole, -1.0), 9)
-    rest[whole == high] = -1.0
-    order = np.argsort(-rest, kind="stable")
-    largest = order[: min(max(budget - int(whole.sum()), 0), int((rest >= 0).sum()))]
-    whole[largest] += 1
-    return settle(whole, budget, low, high)
+    least = weight[weight > 0].min() if weight.any() else 1.0
+    share = np.where(weight > 0, weight, least / (2 * high + 1))[:, None]  # after all others have `high`
+    return largest_gains(lambda n: share / (n + 0.5), np.ones(len(weight)), budget, low, high)
 
 
 def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int) -> Array:
@@ -311,8 +290,6 @@ def priced(variance: np.ndarray, price: np.ndarray, budget: float, low: int, hig
     No counts of at most the same cost have a smaller sum variance / n. (Counts that use up the rest may: a knapsack
     problem.) The caller ensures low sum price <= budget.
     """
-    if not len(variance):
-        return np.zeros(0, np.int64)
     return largest_gains(lambda n: variance[:, None] / (n * (n + 1)), price, budget, low, high)
 
 
@@ -334,11 +311,9 @@ def waterfill(
     finite.
     """
     share = checked(priority, "priority", 0, rollout_n_min, rollout_n_max)
-    seen = to_numpy(sample_counts, "sample_counts")
+    seen = finite(sample_counts, "sample_counts", 0.0)
     if seen.shape != share.shape:
         raise ValueError(f"sample_counts: {len(seen)} entries for {len(share)} priorities")
-    if (bad := np.flatnonzero(~(np.isfinite(seen) & (seen >= 0)))).size:
-        raise ValueError(f"sample_counts: entry {bad[0]} is {seen[bad[0]]}; expected a count")
     low, high = rollout_n_min, rollout_n_max
     budget = min(max(total_rollout_n, len(share) * low), len(share) * high)
 

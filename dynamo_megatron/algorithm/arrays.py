@@ -23,6 +23,15 @@ def to_numpy(array: Any, name: str) -> np.ndarray:
     return values
 
 
+def finite(array: Any, name: str, least: float = -np.inf) -> np.ndarray:
+    """As `to_numpy`, in float64. Raises ValueError also naming an entry that is not finite, or below `least`."""
+    values = to_numpy(array, name).astype(np.float64)
+    if (bad := np.flatnonzero(~(np.isfinite(values) & (values >= least)))).size:
+        bound = "" if np.isinf(least) else f", {least:g} or above"
+        raise ValueError(f"{name}: entry {bad[0]} is {values[bad[0]]}; expected a finite number{bound}")
+    return values
+
+
 def like(result: np.ndarray, source: Any) -> Any:
     """Returns `result` as a tensor if `source` is a tensor, else unchanged."""
     if not _is_tensor(source):

@@ -123,11 +123,11 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False)
     except OSError as error:
         wrong = f"{error.filename}: {error.strerror}"
     if wrong is not None:
-        raise InputError(f"{wrong}; {_instead_of(folder, resume)}")
+        raise InputError(f"{wrong}; {instead_of(folder, resume)}")
     return True
 
 
-def _instead_of(folder: Path, resume: bool) -> str:
+def instead_of(folder: Path, resume: bool = False) -> str:
     """What to do where the checkpoint `folder` is damaged, for messages."""
     if (step := _named_step(folder)) is None:
         return "copy or convert the model again"

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -40,7 +41,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -63,15 +64,11 @@ from dynamo_megatron.runtime.plain_text import error_line
 EXTRA_STATE = "._extra_state"
 
 
-class _HostCopy:
-    """A copy of a plan's data in host memory. The writer uses it in place of the planner."""
-
-    def __init__(self, plan: SavePlan, planner: SavePlanner):
-        found = ((item.index, planner.resolve_data(item)) for item in plan.items)
-        self._data = {index: x.detach().to("cpu", copy=True) if torch.is_tensor(x) else x for index, x in found}
-
-    def resolve_data(self, item: WriteItem) -> Any:
-        return self._data[item.index]
+def _host_copy(plan: SavePlan, planner: SavePlanner) -> Any:
+    """A copy of a plan's data in host memory, for the writer in place of the planner."""
+    found = ((item.index, planner.resolve_data(item)) for item in plan.items)
+    data = {index: x.detach().to("cpu", copy=True) if torch.is_tensor(x) else x for index, x in found}
+    return SimpleNamespace(resolve_data=lambda item: data[item.index])
 
 
 class _HashedFiles(FileSystem):
@@ -100,7 +97,7 @@ class _Writer(FileSystemWriter):
         self.error: str | None = "its writer ended without a result"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
-        self._plan, self._source = plan, _HostCopy(plan, planner) if self._background else planner
+        self._plan, self._source = plan, _host_copy(plan, planner) if self._background else planner
         nothing_yet: Future = Future()
         nothing_yet.set_result([])
         return nothing_yet

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
@@ -27,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, ChecksumWriter, check_model, read_manifest
+from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, ChecksumWriter, check_model, instead_of, read_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import check_tensors
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import (
@@ -110,7 +111,7 @@ class TorchDistReader:
                 name = str(info.relative_path)
                 ends[name] = max(ends.get(name, 0), info.offset + info.length)
         except Exception as error:  # a damaged pickle raises anything
-            raise InputError(f"{file}: cannot be read ({error_line(error, 200)})") from None
+            raise InputError(f"{file}: cannot be read ({error_line(error, 200)}); {instead_of(self.path)}") from None
         for name, end in ends.items():
             file = self.path / name
             if Path(name).name != name or not file.is_file():
@@ -143,7 +144,7 @@ class TorchDistReader:
             region = ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
             items = create_read_items_for_chunk_list(key, replace(whole, chunks=chunks), [region])
             result = torch.empty(tuple(size), dtype=whole.properties.dtype)
-            self._files.read_data(LoadPlan(items), _Into(result))
+            self._files.read_data(LoadPlan(items), _into(result))
         except Exception as error:  # torch's, on damaged data
             raise InputError(f"{self.path}: tensor {key} cannot be read ({error_line(error, 200)})") from None
         self._check_whole(key, sum(math.prod(item.lengths) for item in items), size)
@@ -154,17 +155,10 @@ class TorchDistReader:
             raise InputError(f"{self.path}: tensor {key}: {stored} of {math.prod(size)} values are stored")
 
 
-class _Into:
+def _into(target: torch.Tensor) -> Any:
     """What FileSystemReader needs of a load planner to read into one tensor."""
-
-    def __init__(self, target: torch.Tensor):
-        self._target = target
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        return narrow_tensor_by_index(self._target, item.dest_offsets, item.lengths)
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+    resolve = lambda item: narrow_tensor_by_index(target, item.dest_offsets, item.lengths)  # noqa: E731
+    return SimpleNamespace(resolve_tensor=resolve, commit_tensor=lambda item, tensor: None)
 
 
 class TorchDistWriter:

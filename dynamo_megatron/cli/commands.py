@@ -25,6 +25,8 @@ from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.tracking.progress import Progress
 
+PRINTING = ("configs", "inspect", "plan", "report", "samples", "replay")  # the only pipe that these write to is stdout
+
 
 def carry_out(arguments: list[str]) -> int:
     """Carries out the command that `arguments` name; returns its exit code."""
@@ -37,10 +39,18 @@ def carry_out(arguments: list[str]) -> int:
     options.keys = [word for word in words if "=" in word and not os.path.exists(word)]
     options.files = [word for word in words if word not in options.keys]
     try:
-        return _COMMANDS[options.command](options)
+        code = _COMMANDS[options.command](options)
+        if options.command in PRINTING:
+            sys.stdout.flush()
+        return code
     except InputError as error:
         show(str(error))
         return 2
+    except BrokenPipeError:
+        if options.command not in PRINTING:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the user has quit the pager
+        return 0
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
@@ -136,7 +146,7 @@ def _preflight(options: argparse.Namespace) -> int:
     adopt_rank(os.environ)
     config, _ = compose(options.files, options.keys)
     from dynamo_megatron.jobs.start_checks import default_ranks, on_this_machine
-    from dynamo_megatron.preflight.command import preflight
+    from dynamo_megatron.preflight.checks import preflight
 
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else options.ranks or default_ranks(config)
     return preflight(on_this_machine(config, ranks), ranks, with_server=not options.no_server)
@@ -232,14 +242,9 @@ def _samples(options: argparse.Namespace) -> int:
 
     choice = options.step, options.prompt, options.best, options.worst, options.limit
     sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        for text in (
-            read_pairs(options.run) if options.pairs else read_samples(options.run, *choice, as_json=options.json)
-        ):
-            print(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the user has quit the pager
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    texts = read_pairs(options.run) if options.pairs else read_samples(options.run, *choice, as_json=options.json)
+    for text in texts:
+        print(text)
     return 0
 
 

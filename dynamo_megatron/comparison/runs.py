@@ -26,8 +26,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.fleet import server_names
 from dynamo_megatron.rollout.servers.server import cuda_available, listening_address
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
-from dynamo_megatron.runtime.free_ports import free_port
-from dynamo_megatron.runtime.listening import http_url
+from dynamo_megatron.runtime.listening import free_port, http_url
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, die_with_parent

@@ -17,6 +17,7 @@ import numpy as np
 
 UNITS = ("rollouts", "tokens", "seconds")
 SHARES = (0.5, 0.9)  # of the control's gain
+RESAMPLES, LEVEL = 2000, 0.95
 
 
 @dataclass(frozen=True)
@@ -96,33 +97,30 @@ def _arm_cost(arm: Arm, target: float, seeds: np.ndarray) -> np.ndarray:
     return cost
 
 
-def find(
-    arms: Mapping[str, Arm], control: str, *, resamples: int = 2000, seed: int = 0, level: float = 0.95
-) -> Findings:
-    """The findings of all seeds, with percentile intervals of a bootstrap over the seeds.
+def find(arms: Mapping[str, Arm], control: str) -> Findings:
+    """The findings of all seeds, with percentile intervals of a bootstrap over the seeds, the same at each call.
 
     The bootstrap is paired: a resample has the same seeds in every arm. Each resample has its own target and learning
     rates. Where a ratio or difference is NaN in a resample, since both control and arm are infinite, the resample
-    counts as the lowest value for the lower end and as the highest for the upper end. The same `seed` gives the same
-    intervals.
+    counts as the lowest value for the lower end and as the highest for the upper end.
     """
     count = arms[control].failed.shape[1]
     whole = summarise(arms, control, np.arange(count))
-    drawn = np.sort(np.random.default_rng(seed).integers(count, size=(resamples, count)), axis=1)
+    drawn = np.sort(np.random.default_rng(0).integers(count, size=(RESAMPLES, count)), axis=1)
     different, which = np.unique(drawn, axis=0, return_inverse=True)  # few seeds have few different resamples
     summaries = [summarise(arms, control, seeds) for seeds in different]
     samples = [whole, *(summaries[i] for i in which.ravel())]
     reference = list(arms).index(control)
     with np.errstate(invalid="ignore", divide="ignore"):  # inf / inf and inf - inf: NaN
-        ratio = _estimates(np.array([s.cost / s.cost[reference] for s in samples]), level, 0.0)
-        difference = _estimates(np.array([s.final - s.final[reference] for s in samples]), level, -np.inf)
+        ratio = _estimates(np.array([s.cost / s.cost[reference] for s in samples]), 0.0)
+        difference = _estimates(np.array([s.final - s.final[reference] for s in samples]), -np.inf)
     return Findings(whole, dict(zip(arms, difference, strict=True)), dict(zip(arms, ratio, strict=True)))
 
 
-def _estimates(samples: np.ndarray, level: float, lowest: float) -> np.ndarray:
+def _estimates(samples: np.ndarray, lowest: float) -> np.ndarray:
     """(value, low, high), [..., 3], of a value and its resamples, [1 + n, ...]. The interval's ends are order
     statistics, rounded outwards: no interpolation between infinities."""
-    value, drawn, out = samples[0], samples[1:], (1 - level) / 2
+    value, drawn, out = samples[0], samples[1:], (1 - LEVEL) / 2
     low = np.quantile(np.where(np.isnan(drawn), lowest, drawn), out, axis=0, method="lower")
     high = np.quantile(np.where(np.isnan(drawn), np.inf, drawn), 1 - out, axis=0, method="higher")
     return np.stack([value, low, high], axis=-1)

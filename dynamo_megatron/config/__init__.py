@@ -21,6 +21,7 @@ from dynamo_megatron.config.method import (
     Seconds,
     Section,
     SequentialConfig,
+    TeacherConfig,
     built_in,
     loss_faults,
 )
@@ -146,6 +147,7 @@ class AlgorithmConfig(Section):
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig | None = None
+    teacher: TeacherConfig | None = None
     # What gives the logprobs of the policy that a step begins with: a pass before the update, or the update's own
     # forward pass. auto: update, unless the method needs them before
     old_logprobs: Literal["auto", "pass", "update"] = "auto"
@@ -165,6 +167,7 @@ class AlgorithmConfig(Section):
             "loss.clip_cov": loss.clip_cov is not None,
             "loss.kl_cov": loss.kl_cov is not None,
             "loss.kind": loss.function is not None,
+            "teacher": self.teacher is not None,
         }
         return next((key for key, needed in needs.items() if needed), None)
 
@@ -382,6 +385,12 @@ class Config(Section):
                 "algorithm.allocation.prior_by: needs all problems at the start, and those of "
                 f"{self.data.source} are read while the run goes on; set data.limit to read that number at the start"
             )
+        teacher = self.algorithm.teacher
+        if teacher is not None and teacher.is_url and self.rollout.temperature != 1:
+            yield (
+                "algorithm.teacher.path: a server gives the teacher's logprobs at temperature 1, and "
+                f"rollout.temperature is {self.rollout.temperature:g}; set it to 1"
+            )
         modulation = self.algorithm.modulation
         if modulation and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":
             yield "kernels.gradient: modulation scope micro_batch needs 'recompute'"
@@ -400,11 +409,13 @@ class Config(Section):
 
     @property
     def frozen_models(self) -> dict[str, str]:
-        """key -> folder of each model beside the policy: the reference of the KL term or of DPO, and the two of the
-        reward `prime`."""
+        """key -> folder of each model beside the policy: the reference of the KL term or of DPO, the teacher, and the
+        two of the reward `prime`."""
         found = {}
         if self.algorithm.kl.coef:
             found["algorithm.kl.reference"] = self.algorithm.kl.reference or self.model.path
+        if (teacher := self.algorithm.teacher) is not None and not teacher.is_url:
+            found["algorithm.teacher.path"] = teacher.path
         if self.dpo is not None:
             found = {"dpo.reference": self.dpo.reference or self.model.path}
         if (prime := self.reward.prime).model is not None:

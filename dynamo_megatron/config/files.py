@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import reprlib
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.config.peer_keys import PREFIX, ours
@@ -21,6 +20,21 @@ from dynamo_megatron.runtime.credentials import in_urls
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 Layer = tuple[str, Mapping[str, Any]]  # what messages call it, and the sections that it sets
+
+
+def _sections(kind: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """The path of each section, and its names; `kind`: a section, or Section | None."""
+    fields = getattr(kind, "__pydantic_fields__", {})  # of a model or a pydantic dataclass
+    if fields:
+        yield at, [field.alias or name for name, field in fields.items()]
+    for name, field in fields.items():
+        yield from _sections(field.annotation, (*at, field.alias or name))
+    for option in typing.get_args(kind):
+        yield from _sections(option, at)
+
+
+SECTIONS = dict(_sections(Config))
+KEYS = [(*at, name) for at, names in SECTIONS.items() for name in names]
 
 
 def compose(
@@ -62,13 +76,13 @@ def _merge(
     """Sets the keys of `new` in the section `into`, whose path is `at`. Yields a line for each unknown key."""
     for name, value in new.items():
         path = (*at, str(name))
-        if str(name) not in _fields(_type_at(at)):
+        if str(name) not in SECTIONS[at]:
             # Of a pasted section of verl each key that has a name here is answered.
             inner = {".".join(leaf): _peer(leaf) for leaf, _ in _leaves(value, path)}
             known = {key: hint for key, hint in inner.items() if hint is not None}
             for key, hint in (known or {".".join(path): _nearest(path)}).items():
                 yield f"{origin}: unknown key {key}; {hint}"
-        elif isinstance(value, Mapping) and _fields(_type_at(path)):
+        elif isinstance(value, Mapping) and path in SECTIONS:
             into[name] = into[name] if isinstance(into.get(name), dict) else {}
             yield from _merge(into[name], value, path, origin, origins)
         else:
@@ -77,7 +91,7 @@ def _merge(
 
 
 def _peer(path: tuple[str, ...]) -> str | None:
-    if path[:1] == (PREFIX.removesuffix("."),) and path[1:] in _all_keys():
+    if path[:1] == (PREFIX.removesuffix("."),) and path[1:] in KEYS:
         return f"here it is {'.'.join(path[1:])}"
     return ours(".".join(path))
 
@@ -117,7 +131,7 @@ def _locate(word: str) -> tuple[Path, str]:
         return path, _shown(path)
     if os.path.isdir(word):
         raise ConfigError(f"{word}: is a folder; name a config file in it")
-    if tuple(word.split(".")) in _all_keys():
+    if tuple(word.split(".")) in KEYS:
         raise ConfigError(f"{word}: is a key, not a config file; set it with {word}=VALUE, without blanks around the =")
     near = difflib.get_close_matches(word, [*shipped.names(), *map(str, Path().glob("*.yaml"))], 1)
     hint = f"did you mean {near[0]}?" if near else "`dynamo-megatron configs` lists those; a key is set with key=value"
@@ -168,38 +182,12 @@ def _parse(text: str, what: str) -> Any:
         raise ConfigError(f"{on_one_line(what, 200)}{line}: not YAML ({on_one_line(problem, 200)})") from None
 
 
-def _fields(kind: Any) -> dict[str, Any]:
-    """name -> type of a section; nothing for a plain value."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return typing.get_type_hints(kind)
-    for option in typing.get_args(kind):  # Section | None
-        if fields := _fields(option):
-            return fields
-    return {}
-
-
-def _type_at(path: tuple[str, ...]) -> Any:
-    kind: Any = Config
-    for name in path:
-        kind = _fields(kind)[name]
-    return kind
-
-
-def _all_keys(kind: Any = Config, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, field in _fields(kind).items():
-        yield (*at, name)
-        yield from _all_keys(field, (*at, name))
-
-
 def _nearest(path: tuple[str, ...]) -> str:
     """Which key was probably meant by an unknown one."""
-    keys = list(_all_keys())
-    name, siblings = path[-1], _fields(_type_at(path[:-1]))
-    if elsewhere := [".".join(key) for key in keys if key[-1] == name]:
+    name = path[-1]
+    if elsewhere := [".".join(key) for key in KEYS if key[-1] == name]:
         return f"the nearest key is {difflib.get_close_matches('.'.join(path), elsewhere, 1, cutoff=0)[0]}"
-    if near := difflib.get_close_matches(name, siblings, 1, cutoff=0.7):
+    if near := difflib.get_close_matches(name, SECTIONS[path[:-1]], 1, cutoff=0.7):
         return f"did you mean {'.'.join((*path[:-1], near[0]))}?"
     return "--print-config shows all keys"
 
@@ -226,15 +214,12 @@ def _lines(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
 
 def _key(loc: Sequence[str | int]) -> str:
     """Dotted, without what pydantic adds for a value of several types."""
-    kind: Any = Config
-    parts = []
+    at: tuple[str, ...] = ()
     for part in loc:
-        fields = _fields(kind)
-        if isinstance(part, str) and part not in fields:
+        if isinstance(part, str) and part not in SECTIONS.get(at, ()):
             break
-        parts.append(str(part))
-        kind = fields[part] if isinstance(part, str) else None
-    return ".".join(parts)
+        at = (*at, str(part))
+    return ".".join(at)
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -249,7 +234,7 @@ def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, A
     def walk(node: Any, at: tuple[str, ...]) -> None:
         for name, value in node.items():
             path, indent = (*at, name), "  " * len(at)
-            if isinstance(value, dict) and value and _fields(_type_at(path)):
+            if isinstance(value, dict) and path in SECTIONS:
                 lines.append(f"{indent}{name}:")
                 walk(value, path)
             else:

@@ -222,6 +222,24 @@ class KLConfig(Section):
             yield from self.unused(["where"], why)
 
 
+class TeacherConfig(Section):
+    """On-policy distillation (arXiv 2306.13649 with lambda 1): weight * (log p_teacher - log p_policy) is added to the
+    advantage of each sampled token, the gradient of the reverse KL of the next token."""
+
+    path: str  # folder of a model of the policy's shape, as model.path; or the URL of an SGLang server, of any size
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    reward_weight: Annotated[float, Field(ge=0)] = 1.0  # times the advantages from rewards; 0: the teacher alone
+    api_key_env: str | None = None  # a URL: environment variable with the key sent as Authorization: Bearer
+
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if not self.is_url:
+            yield from self.unused(["api_key_env"], "is for the URL of a server")
+
+    @property
+    def is_url(self) -> bool:
+        return self.path.startswith(("http://", "https://"))
+
+
 def loss_faults(loss: LossConfig, modulation: ModulationConfig | None, kl: KLConfig) -> Iterator[str]:
     """Which sections contradict each other."""
     if modulation is not None and loss.function is not None:

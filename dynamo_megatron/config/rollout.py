@@ -104,3 +104,5 @@ class RolloutConfig(Section):
             yield f"host: {self.host} opens the servers to every network of the node; name an address or interface"
         if self.offload is True and self.placement != "colocated":
             yield f"offload: servers and ranks share no memory where placement is {self.placement}"
+        if self.offload is True and self.max_staleness:
+            yield "offload: with max_staleness servers generate while the ranks train; set max_staleness to 0"

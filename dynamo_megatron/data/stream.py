@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import queue
@@ -41,7 +42,7 @@ def open_stream(
     stream: PromptStream | IteratorStream
     if config.streamed:
         log.warning("data.source: %s is read as the run goes on, in its order (see data.limit)", config.source)
-        stream = IteratorStream(config, encode, max_prompt_length, needs_answer=needs_answer)
+        stream = IteratorStream(config, encode, max_prompt_length, on_progress, needs_answer=needs_answer)
     else:
         prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
         stream = PromptStream(prompts, config, encode, max_prompt_length)
@@ -205,17 +206,21 @@ class IteratorStream:
         config: DataConfig,
         encode: Callable[[Prompt], list[int]],
         max_prompt_length: int | None,
+        on_progress: Callable[[int], None] = lambda count: None,
         *,
         needs_answer: bool = False,
     ) -> None:
-        self._config, self._encode, self._limit = config, encode, max_prompt_length
-        self._needs_answer = needs_answer
+        self._config, self._encode, self._limit, self._on_progress = config, encode, max_prompt_length, on_progress
         self._bad: InputError | None = None  # what is wrong with the first row that was skipped as no problem
         self._known: dict[str, str] = {}  # id -> digest of the content
         self._reader = _Reader()
         self._drawn = self._read = _Place()
+        self._opened = functools.partial(located_prompts, config, needs_answer=needs_answer)
         self._items = self._opened()
-        self._ahead = deque(self._draw(lambda: None) for _ in range(config.batch_prompts))
+        self._ahead: deque[tuple[Prompt, _Place]] = deque()
+        while len(self._ahead) < config.batch_prompts:
+            self._ahead.append(self._draw(lambda: None))
+            on_progress(len(self._ahead))
         # The first prompt's tokens show a change of tokenizer or template.
         self._rendering = hashlib.sha256(repr(self._ahead[0][0].tokens).encode()).hexdigest()
 
@@ -258,9 +263,6 @@ class IteratorStream:
             f"than {self._limit} tokens{'' if self._bad is None else f'; the first that is none: {self._bad}'}"
         )
 
-    def _opened(self) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
-        return located_prompts(self._config, needs_answer=self._needs_answer)
-
     def _take(self, on_poll: Callable[[], None]) -> Prompt | None:
         """The iterator's next item, None for a row that is skipped as no problem; where the iterator has ended, the
         first item of the next epoch."""
@@ -299,6 +301,7 @@ class IteratorStream:
         self._ahead.clear()
         while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):
             self._take(lambda: None)
+            self._on_progress(self._read.taken)
         self._drawn = self._read = self._read._replace(skipped=state["skipped"])
         if (self._read.epoch, self._read.digest) != (state["epoch"], state["digest"]):
             raise InputError(

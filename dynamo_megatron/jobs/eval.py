@@ -8,8 +8,7 @@ import logging
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -48,15 +47,6 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 5.0  # seconds
 
 
-@dataclass
-class _Done:
-    """As far as an evaluation has come."""
-
-    warnings: list[str] = field(default_factory=list)
-    sets: int = 0  # finished, with their responses
-    text: str = ""  # the table of the models whose sets are all finished
-
-
 def evaluate(
     files: Sequence[str], overrides: Sequence[str], models: Sequence[str], suite: str | None, out: Path
 ) -> int:
@@ -77,15 +67,16 @@ def evaluate(
         (out / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out}: {error.strerror}") from None
-    done = _Done()
+    finished = 0
     try:
-        _sample(subjects, suite, out, done)
+        for _ in _sample(subjects, suite, out):
+            finished += 1
         # The mark that the evaluation is complete.
         (out / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
-        show(f"{done.text}\n\n{out}/MODEL/SET.jsonl has every response", sys.stdout)
+        show(f"{(out / 'table.md').read_text(encoding='utf-8')}\n{out}/MODEL/SET.jsonl has every response", sys.stdout)
         return 0
     except ValueError as error:
-        if not done.sets:
+        if not finished:
             results_folder.discard(str(error))
             raise ConfigError(str(error)) from None
         why, code = str(error), 1
@@ -95,19 +86,19 @@ def evaluate(
         why, code = "interrupted", 130
     except StopRequested as stopped:
         why, code = f"stopped by {stopped}", 1
-    show(f"{why}; {f'the responses of {done.sets} finished sets' if done.sets else 'nothing'} can be found in {out}")
+    show(f"{why}; {f'the responses of {finished} finished sets' if finished else 'nothing'} can be found in {out}")
     return code
 
 
-def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done: _Done) -> None:
-    """Writes the responses of all subjects, and after each of them the table. What can be checked is checked before the
-    first server starts. Raises ValueError, RolloutError, OSError; `done` is then what came before."""
+def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path) -> Iterator[str]:
+    """Writes the responses of all subjects, and after each of them the table; yields the name of each finished set.
+    What can be checked is checked before the first server starts. Raises ValueError, RolloutError, OSError."""
     config = next(iter(subjects.values())).config
     scores: dict[str, dict[str, SetScores]] = {}
     with contextlib.closing(Progress()) as progress, tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
         problems = _problems(config, suite)
-        done.warnings += [*greedy_warnings(config.eval), *_overlap_warnings(subjects.values(), problems, progress)]
-        for warning in done.warnings:
+        warnings = [*greedy_warnings(config.eval), *_overlap_warnings(subjects.values(), problems, progress)]
+        for warning in warnings:
             log.warning("%s", warning)
         prepared = [
             _prepared(subject, problems, Path(folder) / str(number), progress)
@@ -126,18 +117,18 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path, done:
                     progress.phase(what, len(each) * config.eval.samples)
                     results = worker.evaluate(each, stop.check, progress.count)
                     write_results(out / name / f"{set_name}.jsonl", results)
-                    done.sets += 1
                     own[set_name] = SetScores.of(results, config.eval.k)
+                    yield set_name
             except RewardError as error:
                 raise RolloutError(str(error)) from None
             finally:
                 worker.close()
             scores[name] = own
-            done.text = _write(config, scores, done.warnings, out)
+            _write(config, scores, warnings, out)
 
 
-def _write(config: Config, scores: Mapping[str, Mapping[str, SetScores]], warnings: Sequence[str], out: Path) -> str:
-    """Writes the figures; returns the table. Raises OSError."""
+def _write(config: Config, scores: Mapping[str, Mapping[str, SetScores]], warnings: Sequence[str], out: Path) -> None:
+    """Writes the figures. Raises OSError."""
     summary, how = suite_summary(scores, config.eval.k), sampling(config)
     temperature = f"temperature {how['temperature']:g}" if how["temperature"] else "greedy"
     text = (
@@ -147,7 +138,6 @@ def _write(config: Config, scores: Mapping[str, Mapping[str, SetScores]], warnin
     text = "\n\n".join([text, suite_table(summary, config.eval.k), *(f"warning: {warning}" for warning in warnings)])
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
-    return text
 
 
 def _problems(config: Config, suite: str | None) -> dict[str, list[Prompt]]:

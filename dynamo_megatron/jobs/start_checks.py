@@ -175,7 +175,10 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     are sent and those of a step that fails, and the rollouts at their longest, of one step and of `rollout.keep_last`
     more. What an earlier start has left counts as room where it will be replaced. `generates`: not for sft."""
     output, keep = Path(config.output_dir), config.rollout.keep_last
-    elements, width = sum(map(math.prod, huggingface_shapes(spec).values())), _WIDTH[config.model.dtype]
+    elements, width = (
+        sum(map(math.prod, huggingface_shapes(spec).values())),
+        getattr(torch, config.model.dtype).itemsize,
+    )
     saves = -(-config.trainer.steps // every) if (every := config.checkpoint.every) else 0  # a stop may save one more
     export = config.checkpoint.export_hf
     checkpoints = config.checkpoint.keep_last + 1 if export == "best" else min(config.checkpoint.keep_last + 1, saves)
@@ -204,9 +207,6 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     return f"{size_text(free)} free for {told}"
 
 
-_WIDTH = {"bfloat16": 2, "float32": 4}  # bytes
-
-
 def folder_size(folder: Path) -> int:
     """Bytes of its files; one that another process removes meanwhile has none."""
     total = 0
@@ -218,10 +218,8 @@ def folder_size(folder: Path) -> int:
 
 
 def existing_folder(folder: Path) -> Path:
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def size_text(size: float) -> str:

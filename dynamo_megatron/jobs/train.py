@@ -25,7 +25,9 @@ from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.serve import NodeServers
 from dynamo_megatron.rollout.servers.server import check_reachable, shares_memory
+from dynamo_megatron.rollout.teacher import check_teacher
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.tracking.journal import Journal
 
@@ -90,8 +92,11 @@ class TrainJob(Job):
         if config.data.chat_template is not None:
             self.output.check_chat_template(tokenizer.chat_template)
         check_vocabulary(config.model.path, spec, tokenizer)
+        if (teacher := config.algorithm.teacher) is not None:
+            check_teacher(teacher, tokenizer)
 
         def encode(prompt):
+            check_savable(prompt, config)
             return encode_prompt(prompt, tokenizer, config.data)
 
         limit = max_prompt_length(config, spec)

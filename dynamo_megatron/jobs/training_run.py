@@ -20,7 +20,7 @@ from dynamo_megatron.runtime.plain_text import error_line, show
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
 from dynamo_megatron.runtime.run_folder import FAILED_STEPS, PASS_FILE
 from dynamo_megatron.tracking.phases import Phases
-from dynamo_megatron.tracking.profiler import StepProfiler
+from dynamo_megatron.tracking.resources import StepProfiler
 from dynamo_megatron.weight_sync.memory import DeviceMemory
 
 T = TypeVar("T")

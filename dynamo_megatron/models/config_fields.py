@@ -17,9 +17,9 @@ _DECODER = """
 """
 _FILE = """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path attn_implementation bos_token_id
-    decoder_start_token_id dtype eos_token_id finetuning_task is_llama_config name_or_path pad_token_id
-    sep_token_id task_specific_params tokenizer_class torch_dtype transformers.js_config transformers_version
-    unk_token_id unsloth_fixed unsloth_version
+    decoder_start_token_id dtype eos_token_id finetuning_task is_llama_config _model_name_or_path name_or_path
+    pad_token_id sep_token_id task_specific_params tokenizer_class torch_dtype transformers.js_config
+    transformers_version unk_token_id unsloth_fixed unsloth_version
 """
 _TRAINING_AND_OUTPUTS = """
     chunk_size_feed_forward id2label initializer_range label2id num_labels output_attentions output_hidden_states

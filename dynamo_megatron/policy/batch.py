@@ -15,12 +15,12 @@ from dynamo_megatron.algorithm.advantages import (
     group_advantages,
     history_advantages,
     overlong_penalty,
+    process_advantages,
     weighted,
 )
 from dynamo_megatron.algorithm.aggregation import token_divisors
 from dynamo_megatron.algorithm.arrays import group_index
-from dynamo_megatron.algorithm.baseline import Baseline
-from dynamo_megatron.algorithm.process_rewards import process_advantages
+from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
@@ -36,8 +36,9 @@ class TrainBatch:
     advantages: np.ndarray  # float64 [S], from the outcome rewards
     mini_batch: np.ndarray  # int64 [S]: which update of the step trains on the rollout
     weights: np.ndarray  # float64 [S]: of each response token, normalised over the mini-batch, times the prompt's
-    process: np.ndarray | None = None  # float64 [R], what process rewards add to the advantage of each token
+    process: np.ndarray | None = None  # float64 [R], what process rewards and teacher add to each token's advantage
     implicit_rewards: np.ndarray | None = None  # float64 [R], of the reward `prime`
+    teacher_gap: np.ndarray | None = None  # float64 [R], log p_teacher - log p_policy, nats
 
     @classmethod
     def build(
@@ -48,10 +49,12 @@ class TrainBatch:
         baseline: Baseline | None = None,
         weights: np.ndarray | None = None,
         implicit_rewards: np.ndarray | None = None,
+        teacher_gap: np.ndarray | None = None,
     ) -> TrainBatch:
         """Computes advantages by group, and mini-batches. `gather`: as in `custom_advantages`. `baseline`: what is
         known of each rollout's prompt; None: nothing. `weights`: float64 [S], of each response token in the loss of its
-        mini-batch; None: 1 / `loss_divisors`. `implicit_rewards`: from `Policy.implicit_rewards`.
+        mini-batch; None: 1 / `loss_divisors`. `implicit_rewards`: from `Policy.implicit_rewards`. `teacher_gap`:
+        float64 [R], log p_teacher - log p_policy of each response token, nats.
 
         Raises UserCodeError if a user's function returns invalid advantages, or others on another rank.
         """
@@ -67,7 +70,11 @@ class TrainBatch:
         rewards = [r for r in (rollouts.step_rewards, implicit_rewards) if r is not None]
         lengths, advantage = rollouts.response_lengths, config.algorithm.advantage
         process = sum(process_advantages(r, group, lengths, advantage) for r in rewards) if rewards else None
-        return cls(rollouts, advantages, mini_batch, weights, process, implicit_rewards)
+        if (teacher := config.algorithm.teacher) is not None:
+            assert teacher_gap is not None
+            advantages = teacher.reward_weight * advantages
+            process = (0.0 if process is None else process) + teacher.weight * teacher_gap
+        return cls(rollouts, advantages, mini_batch, weights, process, implicit_rewards, teacher_gap)
 
     @property
     def mini_batches(self) -> list[np.ndarray]:

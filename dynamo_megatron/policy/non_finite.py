@@ -39,7 +39,8 @@ class NonFiniteError(RuntimeError):
 class PassInputs:
     """The inputs of a pass besides the weights, the same on every rank. S sequences with R response tokens in all."""
 
-    method: Literal["token_stats", "reference_logprobs", "implicit_rewards", "update", "fit"]  # of Policy
+    # of Policy
+    method: Literal["token_stats", "reference_logprobs", "teacher_logprobs", "implicit_rewards", "update", "fit"]
     sequences: Sequences  # a RolloutBatch unless `fit`
     rows: list[np.ndarray]  # the sequences (indices, ascending) of each mini-batch
     given: dict[str, Any] = field(default_factory=dict)  # the other arguments of `update` and `fit`, by name
@@ -63,7 +64,7 @@ class PassInputs:
             "advantage": None if batch is None else sequences.per_token(batch.advantages),
             "token weight": None if weights is None else sequences.per_token(weights),
             "engine logprob": getattr(sequences, "engine_logprobs", None),
-            "process reward": None if batch is None else batch.process,
+            "process reward or teacher's logprob": None if batch is None else batch.process,
         }
         for name, values in inputs.items():
             if values is not None and len(bad := self._sequences_of(~np.isfinite(values))):

@@ -249,6 +249,10 @@ class Policy:
             return self._frozen_logprobs(key, source, mini_batches, **options)
         return None
 
+    def teacher_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor:
+        """float32 [R] logprobs under the teacher, a model of the policy's shape. Raises as `token_stats`."""
+        return self._frozen_logprobs("algorithm.teacher.path", source, mini_batches, method="teacher_logprobs")
+
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
         trained; None without this reward. Raises as `token_stats`."""

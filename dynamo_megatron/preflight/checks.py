@@ -1,5 +1,6 @@
-"""The checks of `preflight`. Those of what the whole job has in common: layout, model folder, tokenizer, data, reward.
-Those of this node: GPUs, ports and network, disk, host memory, and a server of two layers of random weights."""
+"""`dynamo-megatron preflight`: its checks, and the command, which prints one line or more for each. Those of what the
+whole job has in common: layout, model folder, tokenizer, data, reward. Those of this node: GPUs, ports and network,
+disk, host memory, and a server of two layers of random weights."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import glob
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +26,7 @@ import torch
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.stream import too_long
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.problems import load_problems, overlap_warnings
@@ -36,7 +40,9 @@ from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
+from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.listening import ranks_address
+from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 from dynamo_megatron.runtime.run_folder import refuse_foreign
 from dynamo_megatron.types import Prompt
 
@@ -94,6 +100,7 @@ class Subject:
         return load_prompts(data, needs_answer=self.config.needs_answers, say=self.data_notes.append)
 
     def encode(self, prompt: Prompt) -> list[int]:
+        check_savable(prompt, self.config)
         return encode_prompt(prompt, self.tokenizer, self.config.data)
 
 
@@ -154,29 +161,26 @@ def data(subject: Subject) -> Iterator[Finding]:
     """Reads all prompts (those of a first step, if the source is read during the run); encodes the first MEASURED."""
     config, prompts = subject.config, subject.prompts
     limit = max_prompt_length(config, subject.spec)
-    lengths = {p.prompt_id: len(subject.encode(p)) for p in prompts[:MEASURED]}
-    longest = max(lengths, key=lengths.__getitem__)
-    long = sum(length > limit for length in lengths.values())
-    if long == len(lengths):
+    encoded = [subject.encode(prompt) for prompt in prompts[:MEASURED]]
+    longest = max(map(len, encoded))
+    long = sum(len(tokens) > limit for tokens in encoded)
+    if long == len(encoded):
         raise InputError(
             f"data.max_prompt_length: all of the first {long} prompts of {config.data.source} have more than {limit} "
-            f"tokens (the longest {lengths[longest]}); raise it, or lower rollout.max_new_tokens"
+            f"tokens (the longest {longest}); raise it, or lower rollout.max_new_tokens"
         )
-    if long and config.data.on_long_prompt == "error":
-        raise InputError(
-            f"data.on_long_prompt: prompt {longest!r} has {lengths[longest]} tokens, above the limit of {limit}; "
-            "raise data.max_prompt_length or set data.on_long_prompt: skip"
-        )
+    for prompt, tokens in zip(prompts, encoded, strict=False):
+        too_long(prompt, tokens, limit, config.data)  # an error with on_long_prompt: error
     which = f"{'the first ' if config.data.streamed else ''}{len(prompts):,} prompts"
-    shown = subject.tokenizer.decode(subject.encode(prompts[0]))
+    shown = subject.tokenizer.decode(encoded[0])
     shown = shown if len(shown) <= 160 else f"{shown[:80]} ... {shown[-80:]}"
     yield ok(
-        f"{which} from {config.data.source}, the longest of {len(lengths)} {lengths[longest]} tokens, at most {limit}; "
+        f"{which} from {config.data.source}, the longest of {len(encoded)} {longest} tokens, at most {limit}; "
         f"the first: {shown!r}"
     )
     yield from map(note, subject.data_notes)
     if long:
-        yield note(f"{long} of {len(lengths)} prompts have more than {limit} tokens and will be skipped")
+        yield note(f"{long} of {len(encoded)} prompts have more than {limit} tokens and will be skipped")
     if len(prompts) < config.batch_prompts:
         yield note(f"data.batch_prompts {config.batch_prompts}: a step has the same prompt more than once")
 
@@ -374,3 +378,55 @@ async def _try(subject: Subject, log: Path) -> str:
     if response.error or not response.tokens or len(response.logprobs) != len(response.tokens):
         raise RolloutError(f"the server starts but does not generate: {response.error or 'no tokens'}; see {log}")
     return f"SGLang started with {layers} and generated {len(response.tokens)} tokens with logprobs"
+
+
+# Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
+CHECKS = (layout, plan, model_config, weights, vocabulary, data, reward, evaluation)
+OF_THE_JOB = {check.__name__.replace("_", " "): check for check in CHECKS}
+NODE_CHECKS = (devices, network, disk, host_memory, gpu_server)
+OF_A_NODE = {check.__name__.replace("_", " "): check for check in NODE_CHECKS}
+MOST_ON_A_CPU = 4  # ranks that are taken to be on this node
+
+
+def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
+    """Prints the findings of each check. Returns the exit code, 1 where a check failed. Under a launcher (RANK set)
+    the first rank of each node reports its own findings, with its node's name."""
+    under_launcher, leads = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
+    if under_launcher:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:  # this node's part of a run that may have more nodes
+        here = min(ranks, torch.cuda.device_count() or MOST_ON_A_CPU)
+    subject, checks = Subject(config, ranks, here), {}
+    if leads:
+        checks |= OF_THE_JOB
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        checks |= OF_A_NODE
+        if with_server:
+            checks["server"] = server
+    prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
+    bad: dict[str, None] = {}
+    raised: set[str] = set()
+    for name, check in checks.items():
+        start = time.monotonic()
+        for finding in findings(check, subject, raised):
+            if finding.level == "FAILED":
+                bad[name] = None
+            if leads or finding.level != "ok":  # other ranks report only problems
+                seconds = time.monotonic() - start
+                show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
+    if bad:
+        print(f"{prefix}{len(bad)} of {len(checks)} checks failed: {', '.join(bad)}", file=sys.stderr)
+    elif leads:
+        print(f"{prefix}all {len(checks)} checks passed")
+    return 1 if bad else 0
+
+
+def findings(check: Callable[[Subject], Iterator[Finding]], subject: Subject, raised: set[str]) -> Iterator[Finding]:
+    """What a check finds. It fails if it raises an exception, and counts as skipped if that has `raised` before, since
+    both need the same thing."""
+    try:
+        yield from check(subject)
+    except Exception as error:  # also the user's own data source and reward: the other checks must still run
+        text = on_one_line(str(error)) if isinstance(error, ValueError) else error_line(error)
+        yield skipped("not checked: it needs what failed above") if text in raised else failed(text)
+        raised.add(text)

@@ -12,9 +12,7 @@ from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.replay import what_if
-from dynamo_megatron.replay.allocators import base_allocator, parse_allocator
-from dynamo_megatron.replay.dumps import read_slime, read_verl, slime_files, verl_files
-from dynamo_megatron.replay.recording import Recording, read_run
+from dynamo_megatron.replay.recording import Recording, read_record
 from dynamo_megatron.reports.figures import rate_classes
 
 DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "neyman,variance=energy", "knapsack", "cero", "gvm", "cures")
@@ -35,11 +33,11 @@ def write_replay(
     `threshold` and `reward_key` are for the dumps of other trainers. Raises ValueError (one line) for a folder without
     rollouts, for a broken line in it, and for an allocator that cannot be parsed or does not fit the budget.
     """
-    recording = _read(folder, 1.0 if threshold is None else threshold, reward_key)
-    steps, base = recording.steps, base_allocator(recording)
+    recording = read_record(folder, 1.0 if threshold is None else threshold, reward_key)
+    steps, base = recording.steps, what_if.allocator_of(recording)
     counts = {"as recorded": what_if.given(steps)}
     for text in dict.fromkeys(["uniform", *(allocators or DEFAULT_ALLOCATORS)]):
-        counts[text] = what_if.replay(steps, parse_allocator(text, recording), recording.strata)
+        counts[text] = what_if.replay(steps, what_if.allocator_of(recording, text), recording.strata)
     rates = what_if.success_rates(steps)
     text = "\n\n".join([*_heading(recording, base), *_tables(rates, counts, base)])
     found = {
@@ -56,19 +54,6 @@ def write_replay(
     except OSError as error:
         raise ConfigError(f"{out}: {error.strerror}; name a folder to write to with --out") from None
     return f"{text}\n\nThis text is in {out}/replay.md, every visit in replay.json."
-
-
-def _read(folder: Path, threshold: float, reward_key: str | None) -> Recording:
-    if (folder / "config.yaml").is_file():
-        return read_run(folder)
-    if verl_files(folder):
-        return read_verl(folder, threshold, reward_key)
-    if slime_files(folder):
-        return read_slime(folder, threshold, reward_key)
-    raise ConfigError(
-        f"{folder}: no run (config.yaml), no rollouts of verl (trainer.rollout_data_dir, STEP.jsonl) and none of slime "
-        "(--save-debug-rollout-data, .pt)"
-    )
 
 
 def _heading(recording: Recording, base: AllocationConfig) -> list[str]:

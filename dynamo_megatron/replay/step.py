@@ -42,7 +42,7 @@ class StepReplay(Job):
         super().__init__(config)
         self.code = 1
 
-    def check(self, ranks: int, *, generates: bool = False) -> dict[str, Any]:
+    def check(self, ranks: int) -> dict[str, Any]:
         check_layout(self.config, ranks)
         return {}
 

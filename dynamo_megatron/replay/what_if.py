@@ -1,4 +1,4 @@
-"""The counts that allocators would have given, and measures of them: pure functions of a record.
+"""The allocators of a replay, the counts that they would have given, and measures of them: functions of a record.
 
 A visit is a dispatch of a prompt in a step. There are V visits, in the order of steps and batches. p is the success
 rate of a visit's prompt over the whole record. It is known only afterwards, and averages over a policy that changed.
@@ -13,7 +13,35 @@ import numpy as np
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import AllocationConfig
-from dynamo_megatron.replay.recording import RecordedStep
+from dynamo_megatron.config.files import ConfigError, compose
+from dynamo_megatron.replay.recording import RecordedStep, Recording
+
+
+def allocator_of(recording: Recording, text: str = "") -> AllocationConfig:
+    """The run's own allocator, for the dump of another trainer the defaults, with the keys of `text` (`--allocator`):
+    keys of algorithm.allocation, separated by commas; a first word without "=" is the kind.
+
+    Raises ConfigError for an unknown key or kind, and for a budget, because every allocator gets the step's budget.
+    """
+    kind, *words = text.split(",")
+    if kind:
+        words.insert(0, kind if "=" in kind else f"kind={kind}")
+        if words[0].startswith("kind=") and words[0] != "kind=neyman":
+            words.insert(0, "cost=rollouts")  # the run's cost may be tokens, which only neyman supports
+    if any(word.startswith("budget=") for word in words):
+        raise ConfigError(f"--allocator {text}: a replay gives every allocator the budget that the step had")
+    tree = {
+        "model": {"path": "none"},
+        "data": {"source": "none", "batch_prompts": len(recording.steps[0].prompt_ids)},
+        "output_dir": str(recording.folder),
+        # A replay computes no advantages, so groups of one are allowed.
+        "algorithm": {"allocation": recording.allocation, "advantage": {"kind": "history"}},
+    }
+    config, _ = compose([], [f"algorithm.allocation.{word}" for word in words], tree)
+    allocation = config.algorithm.allocation
+    if allocation.prior_by not in (None, recording.allocation.get("prior_by")):
+        raise ConfigError(f"prior_by: the record does not say what {allocation.prior_by!r} is of its prompts")
+    return allocation
 
 
 def replay(

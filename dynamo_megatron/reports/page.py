@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dynamo_megatron.reports.run_record import Revisits, RunRecord, read_revisit
 from dynamo_megatron.reports.samples import message_text
 from dynamo_megatron.reports.tables import sections
 from dynamo_megatron.rollout.store import read_rollouts, step_files, tokens_file
+from dynamo_megatron.rollout.token_spans import character_ends
 from dynamo_megatron.runtime.plain_text import printable
 from dynamo_megatron.runtime.run_folder import is_held
 from dynamo_megatron.runtime.whole_files import replacing
@@ -32,7 +34,6 @@ IN_PICTURE = ("Reward", "Policy entropy", "Response length", "Rollouts by earlie
 STEPS, EACH = 12, 2  # steps that rollouts are shown of; best, worst, truncated and failed ones of each
 MOST_TOKENS, MOST_TEXT = 2000, 20_000  # of a response, and characters of a text, that are shown
 SURPRISE = "surprise, -logprob of the engine"  # the statistic that tokens are coloured by at first
-BROKEN, LONGEST = "\ufffd", 16  # what decoders give for a part of a character; tokens that are held back for one
 HTML_IN_JSON = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 Decode = Callable[[Sequence[int]], str]
@@ -199,14 +200,6 @@ def _decoder(run: RunRecord) -> Decode | None:
 
 def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
     """One piece of text per token; joined they are the whole text. Where several tokens form a character, the last of
-    them gets it and the others get "". Decoders treat the first token of a text differently, so each token is decoded
-    with those before it."""
-    texts: list[str] = []
-    start = done = 0  # of the tokens before, and the number of tokens whose text is final
-    for end in range(1, len(ids) + 1):
-        before, now = decode(ids[start:done]), decode(ids[start:end])
-        whole = not now.endswith(BROKEN) or end == len(ids) or end - done == LONGEST
-        texts.append(now[len(before) :] if whole else "")
-        if whole:
-            start, done = done, end
-    return texts
+    them gets it and the others get ""."""
+    text, ends = decode(ids), character_ends(ids, decode)
+    return [text[start:end] for start, end in pairwise([0, *ends[:-1], len(text)][: len(ids) + 1])]

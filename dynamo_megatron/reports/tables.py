@@ -8,8 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynamo_megatron.config.files import identity
-from dynamo_megatron.evaluation.estimates import Interval, paired_bootstrap
-from dynamo_megatron.evaluation.results import align, in_percent, problem_pass_at_k, read_results, results_file
+from dynamo_megatron.evaluation.results import (
+    align,
+    in_percent,
+    paired_bootstrap,
+    pass_text,
+    problem_pass_at_k,
+    read_results,
+    results_file,
+)
 from dynamo_megatron.reports.figures import moving_average
 from dynamo_megatron.reports.run_record import RunRecord
 
@@ -53,9 +60,9 @@ def _held_out(runs: Mapping[str, RunRecord]) -> Section:
         head += [name, f"{name} - {first}"]
     rows = [head]
     for each in k:
-        cells = [_pass(sides[first][1], each)]
+        cells = [pass_text(sides[first][1], each)]
         for name in others:
-            cells += [_pass(sides[name][1], each), _difference(sides[first], sides[name], each)]
+            cells += [pass_text(sides[name][1], each), _difference(sides[first], sides[name], each)]
         rows.append([f"pass@{each}", *cells])
     text = (
         "pass@k is the chance that at least one of k responses is right, with its 95 % interval over the problems; a "
@@ -63,13 +70,6 @@ def _held_out(runs: Mapping[str, RunRecord]) -> Section:
         "what another seed would change."
     )
     return Section(title, text, rows)
-
-
-def _pass(evaluation: Mapping[str, Any], k: int) -> str:
-    name = f"eval/pass@{k}"
-    if name not in evaluation:
-        return "-"
-    return in_percent(Interval(evaluation[name], evaluation[f"{name}_low"], evaluation[f"{name}_high"]))
 
 
 def _difference(first: tuple[RunRecord, Any], other: tuple[RunRecord, Any], k: int) -> str:

@@ -42,11 +42,7 @@ def main(mode, cpu_seconds, memory, file_size):
         limits["NPROC"] = THREADS  # from this version on a user namespace counts its processes separately
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-    {"run": run, "call": call, "serve": serve, "check": check}[mode]()
-
-
-def run():
-    load(types.ModuleType("__main__"))
+    {"run": load, "call": call, "serve": serve, "check": check}[mode]()
 
 
 def call():
@@ -135,8 +131,9 @@ def of_program(tree, known):
     return own
 
 
-def load(module):
-    """Runs the program as `module` and returns the module's names."""
+def load(module=None):
+    """Runs the program as `module`, by default as a script, and returns the module's names."""
+    module = module or types.ModuleType("__main__")
     sys.modules[module.__name__] = module
     sys.argv = [PROGRAM]
     with open(PROGRAM, "rb") as file:

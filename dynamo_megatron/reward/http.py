@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -106,6 +107,7 @@ class HttpReward:
         self.name, self._addresses, self._deadline, self._cached = name, addresses, config.deadline, config.cache
         self._concurrency, self._per_second = concurrency, per_second
         self._cache: OrderedDict[bytes, FunctionResult] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Future[FunctionResult]] = {}  # with a cache: of equal samples one is sent
         self._next_turn = 0.0  # monotonic seconds
         self._loop = asyncio.new_event_loop()
         self._end, self._alone = asyncio.Event(), asyncio.Lock()
@@ -172,14 +174,21 @@ class HttpReward:
         if (kept := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return kept
-        waiting = self._loop.create_future()
-        self._waiting.put_nowait((sample, characters, waiting))
-        result = await waiting
-        if self._cached and result.state == "scored":
-            self._cache[key] = result
+        waiting = self._under_way.get(key)
+        if waiting is None:
+            waiting = self._loop.create_future()
+            self._waiting.put_nowait((sample, characters, waiting))
+            if self._cached:
+                self._under_way[key] = waiting
+                waiting.add_done_callback(functools.partial(self._keep, key))
+        return await asyncio.shield(waiting)  # others may wait for it too
+
+    def _keep(self, key: bytes, waiting: asyncio.Future[FunctionResult]) -> None:
+        del self._under_way[key]
+        if waiting.result().state == "scored":
+            self._cache[key] = waiting.result()
             if len(self._cache) > self._cached:
                 self._cache.popitem(last=False)
-        return result
 
     async def _send(self) -> None:
         while True:
@@ -195,8 +204,7 @@ class HttpReward:
                 text = on_one_line(f"its answer cannot be read: {error_line(error)}", SHOWN)
                 results = [FunctionResult(self.name, "crashed", text=text)] * len(batch)
             for (_, _, future), result in zip(batch, results, strict=True):
-                if not future.cancelled():
-                    future.set_result(result)
+                future.set_result(result)
 
     async def _reply(self, body: bytes) -> bytes:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
@@ -204,10 +212,15 @@ class HttpReward:
         while True:
             async with self._alone if lost else contextlib.nullcontext():
                 address = await self._addresses.next()
+                headers = {"Content-Type": "application/json"}
+                if address.api_key:
+                    headers["Authorization"] = f"Bearer {address.api_key}"
+                # A followed redirect may become a GET, and would send the API key to another address.
+                request = {"url": address.url + self.path, "data": body, "headers": headers, "allow_redirects": False}
                 await self._turn()
                 begun, restarted = time.monotonic(), False
                 try:
-                    async with asyncio.timeout(left), self._post(address, body) as answer:
+                    async with asyncio.timeout(left), self._session.post(**request) as answer:
                         reply = await answer.read()
                     if answer.status == 200:
                         return reply
@@ -230,14 +243,6 @@ class HttpReward:
             await asyncio.sleep(min(pause, max(left, 0.0)))
             left -= 0.0 if restarted else time.monotonic() - begun
             pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _post(self, address: Address, body: bytes) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {address.api_key}"}
-        if not address.api_key:
-            del headers["Authorization"]
-        # A followed redirect may become a GET, and would send the API key to another address.
-        url = URL(address.url + self.path)
-        return self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
     async def _turn(self) -> None:
         """Waits so that no more than `per_second` requests begin in a second."""

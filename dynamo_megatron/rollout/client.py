@@ -163,15 +163,9 @@ class SGLangClient:
         in [0, 2**63); SGLang uses it on a CPU and in its deterministic mode (docs/concepts.md). `stop`: texts that
         end it besides the config's. Raises ServerLost where the server is the reason.
         """
-        sampling = dict(self._sampling)
-        if temperature is not None:
-            sampling["temperature"] = temperature
-        if max_new_tokens is not None:
-            sampling["max_new_tokens"] = max_new_tokens
-        if seed is not None:
-            sampling["sampling_seed"] = seed
-        if stop:
-            sampling["stop"] = [*sampling["stop"], *stop]
+        given = {"temperature": temperature, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
+        sampling = self._sampling | {name: value for name, value in given.items() if value is not None}
+        sampling["stop"] = [*sampling["stop"], *stop]
         request = GenerateRequest(request_id, prompt_tokens, sampling)
         limit = self._config.timeout_of(max_new_tokens)
         try:
@@ -292,25 +286,16 @@ class SGLangClient:
 
     def _sampled(self, request: GenerateRequest, meta: dict[str, Any], finish_reason: str) -> Response:
         """Raises as `_response`."""
-        tokens = [token for _, token, _ in meta["output_token_logprobs"]]
-        spans = meta["weight_versions"]
-        response = Response(
-            tokens=tokens,
-            logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
-            weight_versions=[(_version(span["version"]), span["start"], span["end"]) for span in spans],
-            finish_reason=finish_reason,
-        )
-        fault = response_fault(
-            response.tokens,
-            response.logprobs,
-            response.weight_versions,
-            response.finish_reason,
-            vocab_size=self._vocab_size,
-            max_new_tokens=request.sampling["max_new_tokens"],
-        )
-        if fault:
+        spans, most = meta["weight_versions"], request.sampling["max_new_tokens"]
+        given = {
+            "tokens": [token for _, token, _ in meta["output_token_logprobs"]],
+            "logprobs": [logprob for logprob, _, _ in meta["output_token_logprobs"]],
+            "weight_versions": [(_version(span["version"]), span["start"], span["end"]) for span in spans],
+            "finish_reason": finish_reason,
+        }
+        if fault := response_fault(given, vocab_size=self._vocab_size, max_new_tokens=most):
             raise MalformedReply(fault)
-        return response
+        return Response(**given)
 
 
 def _version(text: str) -> int:

@@ -42,6 +42,7 @@ from dynamo_megatron.rollout.servers.reward_servers import RewardServers
 from dynamo_megatron.rollout.step_session import Dispatched, StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
+from dynamo_megatron.runtime.threads import first_error
 from dynamo_megatron.types import ProblemResult, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -124,9 +125,7 @@ class Generator:
         finally:
             task.cancel()
             del task  # it holds its exception, which holds this frame and the rollouts
-        error = self._fleet_run.exception()
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = first_error(self._fleet_run.exception())
         raise RolloutError(f"the task that runs the rollout servers has ended: {error!r}") from error
 
     async def begin_sync(self, version: int) -> list[Endpoint]:
@@ -152,8 +151,8 @@ class Generator:
 
     async def end_sync(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
         await self._fleet.end_sync(version, outcomes)
-        for dispatched in self._dispatched.values():
-            dispatched.synced()
+        for dispatched in self._dispatched.values() if self._config.rollout.max_staleness else ():
+            dispatched.go_on()
         give_back_freed_memory()  # altered or very long replies leave holes in the heap
 
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
@@ -195,6 +194,7 @@ class Generator:
         session = dispatched.session
         self._answered = session.answered
         self._counted, self.done = session, len(session.outcomes)
+        dispatched.go_on()  # not in `end_sync`: with `rollout.offload` the servers have no KV cache there
         await dispatched.wait()
         del self._dispatched[step, first]
         if first == 0:  # a later round only adds to these

@@ -139,15 +139,14 @@ class Dispatched:
         self.session, self.sampling = session, sampling
         self.task = asyncio.create_task(sampling.run())
 
-    def synced(self) -> None:
-        """Goes on after a weight sync, even one in which no server took the weights, where servers were lost."""
+    def go_on(self) -> None:
+        """Samples the rest after a weight sync, even one that reached no server, where servers were lost."""
         if self.task.done() and isinstance(self.task.exception(), SyncNeeded):
             self.task = asyncio.create_task(self.sampling.run())
 
     async def wait(self) -> None:
         """Returns once each request has its outcome. Raises what `Sampling.run` does."""
-        await asyncio.wait([self.task])
-        self.task.result()
+        await asyncio.shield(self.task)
 
     async def end(self) -> None:
         self.task.cancel()

@@ -10,13 +10,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.runtime.line_files import compressed, read_raw_lines, whole_frames
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import Rollout
 
 STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl\.zst")
+MOST_OPEN = 64  # files of steps under way; opening one reads all of it, to find a torn end
 ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
 
 
@@ -48,15 +49,15 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 def read_lines(path: Path) -> Iterator[Rollout]:
     """Yields the rollout of each line, one in memory at a time, without a last line that a kill has torn. Raises
-    ValueError (path:line) for any other line that is not a rollout of a step, and where bytes are damaged."""
+    ConfigError (path:line) for any other line that is not a rollout of a step, and where bytes are damaged."""
     for number, line in enumerate(read_raw_lines(path), 1):
         try:
             rollout = Rollout.from_json(line)
         except ValueError as error:
-            raise InputError(f"{path}:{number}: {error}") from None
+            raise ConfigError(f"{path}:{number}: {error}") from None
         name, group = rollout.rollout_id, rollout.group_id
         if not ROLLOUT_ID.fullmatch(name) or name.rpartition("-")[0] != group:
-            raise InputError(f"{path}:{number}: rollout_id {name!r:.40} in group {group!r:.40}")
+            raise ConfigError(f"{path}:{number}: rollout_id {name!r:.40} in group {group!r:.40}")
         yield rollout
 
 
@@ -96,7 +97,6 @@ class RolloutStore:
 
     def lines(self, step: int) -> Iterator[Rollout]:
         """Yields the rollouts in the file of this step, as `read_lines` does; none without a file."""
-        self.close()  # the next append looks at the file's end anew
         path = step_file(self._folder, step)
         return read_lines(path) if path.exists() else iter(())
 
@@ -104,7 +104,6 @@ class RolloutStore:
         """Gives those of these rollouts that are in the file the status "rejected". No other line is parsed: a step may
         have GBs."""
         found, path = {}, step_file(self._folder, step)
-        self.close()
         for line in read_raw_lines(path) if rollout_ids and path.exists() else ():
             if (name := _id_of(line)) in rollout_ids:
                 found[name] = line
@@ -141,10 +140,12 @@ class RolloutStore:
     def _open(self, step: int) -> int:
         if step in self._descriptors:
             return self._descriptors[step]
+        if len(self._descriptors) == MOST_OPEN:
+            os.close(self._descriptors.pop(min(self._descriptors)))
         path = step_file(self._folder, step)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         self._descriptors[step] = descriptor
-        os.ftruncate(descriptor, max((end for _, end in whole_frames(descriptor, path)), default=0))
+        os.ftruncate(descriptor, max((end for end, _ in whole_frames(descriptor, path)), default=0))
         return descriptor
 
     def _cannot_write(self, step: int, why: str) -> RolloutError:

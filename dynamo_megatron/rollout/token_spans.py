@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dynamo_megatron.reward import Step
@@ -24,7 +24,7 @@ def token_spans(
     A token that two steps share is in both. A step that ends with the text also has the tokens after it: the stop token
     has no text.
     """
-    ends = character_ends(tokens, tokenizer)
+    ends = character_ends(tokens, tokenizer.decode)  # without special tokens
 
     def reached(characters: int) -> int:
         """Returns the index of the first token after which the text has at least so many characters."""
@@ -39,17 +39,13 @@ def token_spans(
     return spans
 
 
-def character_ends(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Returns, for each token, the number of characters of the text up to and including it, without special tokens. A
-    character that several tokens make is counted at the last of them.
+def character_ends(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:
+    """Returns, for each token, the number of characters of the text up to and including it. A character that several
+    tokens make is counted at the last of them.
 
     What tokens add is the difference between decoding the last tokens that have text with them and without them, since
     most tokenizers decode a token depending on those before it (blanks, parts of characters).
     """
-
-    def text_of(group: list[int]) -> str:
-        return tokenizer.decode(group, skip_special_tokens=True)
-
     ends: list[int] = []
     done = 0  # characters
     before: list[int] = []  # the last tokens that have text
@@ -57,12 +53,12 @@ def character_ends(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     character: list[int] = []  # the tokens after these, which may be part of a character
     for token in tokens:
         character.append(token)
-        now = text_of(before + character)
+        now = decode(before + character)
         if not now.endswith(UNFINISHED) or len(character) == LONGEST:  # whole, or bytes that are no text
             added = len(now) - alone
             done += added
             if added or not before:
-                before, alone = character, len(text_of(character))
+                before, alone = character, len(decode(character))
             character = []
         ends.append(max([done, *ends[-1:]]))
     return ends

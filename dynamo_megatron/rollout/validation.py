@@ -30,26 +30,18 @@ class _Response(TypedDict):
 _RESPONSE = TypeAdapter(_Response)
 
 
-def response_fault(
-    tokens: Any,
-    logprobs: Any,
-    weight_versions: Any,
-    finish_reason: Any,
-    *,
-    vocab_size: int,
-    max_new_tokens: int,
-) -> str:
+def response_fault(given: dict[str, Any], *, vocab_size: int, max_new_tokens: int) -> str:
     """Why this is no response that can have been asked for, in a few words; "" where it is one.
 
-    The first four may be anything that JSON holds. A response has 1 to `max_new_tokens` tokens, which are integers in
-    [0, vocab_size); for each of them a finite natural logprob, at most 0 but for rounding; and spans (version, start,
-    end) that cover the tokens in order and without a gap, -1 for an unknown version.
+    `given`: fields of a Response, whose values may be anything that JSON holds. A response has 1 to `max_new_tokens`
+    tokens, which are integers in [0, vocab_size); for each a finite natural logprob, at most 0 but for rounding; and
+    spans (version, start, end) that cover the tokens in order and without a gap, -1 for an unknown version.
     """
-    given = {"tokens": tokens, "logprobs": logprobs, "weight_versions": weight_versions, "finish_reason": finish_reason}
     try:
         _RESPONSE.validate_python(given)
     except ValidationError as error:
         return _words(error)
+    tokens, logprobs = given["tokens"], given["logprobs"]
     if len(tokens) > max_new_tokens:
         return f"{len(tokens)} tokens, 1 to {max_new_tokens} were asked for"
     if max(tokens) >= vocab_size:
@@ -57,7 +49,7 @@ def response_fault(
     if len(logprobs) != len(tokens):
         return f"{len(logprobs)} logprobs of {len(tokens)} tokens"
     covered = 0
-    for version, start, end in weight_versions:
+    for version, start, end in given["weight_versions"]:
         if start != covered or end <= start:
             return f"weight version {version} from token {start} to {end}, where {covered} comes next"
         covered = end
@@ -86,14 +78,9 @@ def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> 
     for step in rollout.step_rewards:
         if not 0 <= step[0] < step[1] <= len(tokens) - prompt:
             return f"step {_shown(step)} of a response of {len(tokens) - prompt} tokens"
-    return response_fault(
-        rollout.response_tokens,
-        rollout.engine_logprobs,
-        rollout.weight_versions,
-        rollout.finish_reason,
-        vocab_size=vocab_size,
-        max_new_tokens=max_new_tokens,
-    )
+    response = {"tokens": rollout.response_tokens, "logprobs": rollout.engine_logprobs}
+    response |= {"weight_versions": rollout.weight_versions, "finish_reason": rollout.finish_reason}
+    return response_fault(response, vocab_size=vocab_size, max_new_tokens=max_new_tokens)
 
 
 def _words(error: ValidationError) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import ConfigError, InputError
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, SyncNeeded
@@ -47,7 +47,7 @@ CLOSE_GRACE = 20.0  # seconds: more than the reward workers and the servers take
 OnPoll: TypeAlias = Callable[[], None] | None
 OnCount: TypeAlias = Callable[[int, int], None] | None
 T = TypeVar("T")
-MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (InputError, RewardError, RolloutError, SyncNeeded)}
+MESSAGES_THAT_SPEAK = {kind.__name__: kind for kind in (ConfigError, InputError, RewardError, RolloutError, SyncNeeded)}
 
 
 class RolloutWorker:

@@ -28,6 +28,7 @@ from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 T = TypeVar("T")
 ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
 BEAT_EVERY = 2.0  # seconds
+HEARTBEAT_TIMEOUT = 60.0  # seconds without a heartbeat of rank 0 until it counts as dead
 FIRST_POLL, POLL_EVERY = 0.001, 0.02  # seconds: a wait is polled more slowly the longer it has taken
 
 
@@ -99,22 +100,10 @@ class StopFlag:
 
 
 class Coordinator:
-    """This rank's end of the store.
+    """This rank's end of the store. `step_timeout`: seconds from one `begin_step` to the next (None: any number)."""
 
-    `heartbeat_timeout`: seconds without a heartbeat of rank 0 until it counts as dead; `step_timeout`: seconds from one
-    `begin_step` to the next (None: any number).
-    """
-
-    def __init__(
-        self,
-        store: dist.TCPStore,
-        rank: int,
-        stop: StopFlag,
-        heartbeat_timeout: float = 60.0,
-        step_timeout: float | None = None,
-    ):
-        self.rank, self.stop, self._heartbeat_timeout = rank, stop, heartbeat_timeout
-        self._step_timeout = step_timeout
+    def __init__(self, store: dist.TCPStore, rank: int, stop: StopFlag, step_timeout: float | None = None):
+        self.rank, self.stop, self._step_timeout = rank, stop, step_timeout
         self._store = _of_this_start(store)
         self.step, self._step_began = 0, None  # the step under way; 0 before the first one
         # Held while a step's time is checked, and until the process ends where it has passed.
@@ -221,8 +210,8 @@ class Coordinator:
                     last, seen = beat, time.monotonic()
             except RuntimeError:
                 self._end("rank 0 is gone (its store does not answer)", grace=2.0)
-            if seen is not None and time.monotonic() - seen > self._heartbeat_timeout:
-                print(f"rank 0 gave no sign of life for {self._heartbeat_timeout:g} s", file=sys.stderr, flush=True)
+            if seen is not None and time.monotonic() - seen > HEARTBEAT_TIMEOUT:
+                print(f"rank 0 gave no sign of life for {HEARTBEAT_TIMEOUT:g} s", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _end_a_stalled_run(self) -> None:

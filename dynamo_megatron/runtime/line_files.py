@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zstandard
 
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import ConfigError
 
 LEVEL = 1  # level 3 compresses token ids and logprobs no better, and takes twice the time
 CHUNK, LONGEST_FRAME = 1 << 16, 1 << 28  # bytes
@@ -28,18 +28,13 @@ def read_raw_lines(path: Path) -> Iterator[bytes]:
     """Yields the complete lines, each with its newline, one frame in memory at a time. Raises ValueError where bytes
     are damaged."""
     with path.open("rb") as file:
-        for _, _, text in _frames(file.fileno(), path):
+        for _, text in whole_frames(file.fileno(), path):
             yield from (line + b"\n" for line in text.split(b"\n")[:-1])
 
 
-def whole_frames(descriptor: int, path: Path) -> Iterator[tuple[int, int]]:
-    """Yields where each complete frame begins and ends, in bytes. Raises ValueError where bytes are damaged."""
-    return ((start, end) for start, end, _ in _frames(descriptor, path))
-
-
-def _frames(descriptor: int, path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yields where each complete frame begins and ends, and its text. Zeros count as a torn end: a machine that lost
-    power may leave them where it had not written yet."""
+def whole_frames(descriptor: int, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields where each complete frame ends, in bytes, and its text. Zeros count as a torn end: a machine that lost
+    power may leave them where it had not written yet. Raises ValueError where bytes are damaged."""
     start, rest = 0, b""
     while True:
         frame, text, end = zstandard.ZstdDecompressor().decompressobj(), bytearray(), start + len(rest)
@@ -57,6 +52,6 @@ def _frames(descriptor: int, path: Path) -> Iterator[tuple[int, int, bytes]]:
         except zstandard.ZstdError as error:
             if not os.pread(descriptor, CHUNK, start).strip(b"\0"):
                 return
-            raise InputError(f"{path}: damaged between byte {start} and {end}: {error}") from None
-        yield start, end - len(rest), bytes(text)
+            raise ConfigError(f"{path}: damaged between byte {start} and {end}: {error}") from None
         start = end - len(rest)
+        yield start, bytes(text)

@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import ipaddress
 import os
+import random
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -40,6 +41,17 @@ def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def free_port(count: int = 1) -> int:
+    """Returns a free port, or the first of `count` free ones in a row, to listen on later. It is below the range from
+    which Linux by default takes the ports of outgoing connections. Raises InputError."""
+    for port in random.SystemRandom().sample(range(12000, 32000), 100):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for i in range(count):
+                probes.enter_context(socket.socket()).bind(("", port + i))
+            return port
+    raise InputError("100 ports between 12000 and 32000 are all taken on this machine; end what listens there")
 
 
 def check_port(host: str, port: int, key: str) -> None:

@@ -26,14 +26,9 @@ def parse(text: str | bytes, where: str, nan: bool = False) -> Any:
         raise InputError(f"{where}: not JSON: {on_one_line(str(error), 200)}") from None
 
 
-def read(file: Path) -> Any:
-    """Returns the value in a JSON file. Raises InputError, one line with the path."""
-    return parse(read_bytes(file, LARGEST_FILE), str(file))
-
-
 def read_object(file: Path) -> dict[str, Any]:
-    """As `read`, for a file that must hold an object."""
-    value = read(file)
+    """Returns the object in a JSON file. Raises InputError, one line with the path."""
+    value = parse(read_bytes(file, LARGEST_FILE), str(file))
     if not isinstance(value, dict):
         raise InputError(f"{file}: not a JSON object")
     return value

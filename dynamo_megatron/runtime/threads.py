@@ -14,6 +14,13 @@ T = TypeVar("T")
 FORESEEN = (RuntimeError, OSError)  # ServerError, errors of torch's groups and stores, and of the network
 
 
+def first_error(error: T) -> T | BaseException:
+    """Returns the first error in the groups in which asyncio's task groups raise it; what is no group as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class Call(Future):
     """One function call in a thread of its own."""
 

@@ -24,15 +24,12 @@ class StepLog:
         self._path, kept = path, kept_bytes(path, keep_to)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         os.ftruncate(descriptor, kept)
-        self._file = open(descriptor, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._file = open(descriptor, "a", encoding="utf-8")  # noqa: SIM115 (open for the life of the run)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with naming(self._path):
             self._file.write("".join(json.dumps(row) + "\n" for row in rows))
             self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def kept_bytes(path: Path, keep_to: int) -> int:

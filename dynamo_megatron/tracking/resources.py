@@ -1,13 +1,20 @@
-"""The memory, CPU cores and disk that a run uses."""
+"""The memory, CPU cores and disk that a run uses; torch's profiler on chosen steps (`tracking.profile_steps`)."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dynamo_megatron.config import Config
+
+if TYPE_CHECKING:
+    from dynamo_megatron.policy.layout import Layout
 
 
 def rank_memory() -> dict[str, int]:
@@ -31,3 +38,33 @@ def resource_metrics(per_rank: Sequence[Mapping[str, int]], output_dir: Path) ->
         "resources/cpu": psutil.cpu_percent() / 100,
         "resources/disk_free": shutil.disk_usage(output_dir).free,
     }
+
+
+class StepProfiler:
+    """Writes a Chrome trace of each step of `tracking.profile_steps`, output_dir/profile/step-NNNNNN-rank-R.json.gz. A
+    trace covers the step from its prompts to its weight sync, without the evaluation and the save that follow. Only the
+    ranks of the model's first replica write one: the other replicas do the same work on other rollouts."""
+
+    def __init__(self, config: Config, layout: Layout):
+        self._steps, self._folder = frozenset(config.tracking.profile_steps), Path(config.output_dir) / "profile"
+        self._layout = layout
+        self._running: profile | None = None
+
+    def begin(self, step: int) -> None:
+        if step in self._steps and self._layout.dp.rank() == 0:
+            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._running = profile(activities=[ProfilerActivity.CPU, *gpu])
+            self._running.start()
+
+    def end(self, step: int) -> None:
+        """Writes the step's trace. Raises OSError."""
+        if (recorded := self._running) is not None:
+            self.close()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(self._folder / f"step-{step:06d}-rank-{self._layout.rank}.json.gz"))
+
+    def close(self) -> None:
+        """Stops a recording without writing it, as after a step that failed."""
+        if self._running is not None:
+            self._running.stop()
+            self._running = None

@@ -146,7 +146,7 @@ def _of_servers(result: RolloutResult) -> dict[str, float]:
     for name, use in sorted(result.uses.items()):
         if name:
             metrics[f"fleet/{name}/tokens_per_second"] = use.tokens / seconds
-            metrics[f"fleet/{name}/busy_share"] = use.busy / seconds
+            metrics[f"fleet/{name}/busy_share"] = min(1.0, use.busy / seconds)
             if use.kv_cache is not None:
                 metrics[f"fleet/{name}/kv_cache"] = use.kv_cache
             metrics[f"fleet/{name}/rollouts"] = sum(answered.get(name, {}).values())
@@ -208,6 +208,8 @@ def _of_options(record: StepRecord, batch: TrainBatch, differing: int, config: C
         options["sequential/trained_share"] = trained / max(1, record.result.counts["requested"])
     if record.score_ratio is not None:
         options["advantage/score_ratio"] = record.score_ratio
+    if batch.teacher_gap is not None:
+        options["policy/teacher_kl"] = -_mean(batch.teacher_gap)  # an estimate of the reverse KL a token, nats
     # Of a rollout the sum over its steps or, of the reward `prime`, which only trained ones have, over its tokens.
     process = {"steps": (sampled, sampled.step_rewards), "prime": (batch.rollouts, batch.implicit_rewards)}
     for name, (rollouts, rewards) in process.items():

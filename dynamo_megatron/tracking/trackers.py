@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, to_plain
@@ -21,17 +21,6 @@ from dynamo_megatron.runtime.whole_files import replacing
 
 LONGEST_PARAM = 500  # characters of a configuration value; the limit of mlflow's file store
 Row = Mapping[str, Any]  # `step` and metrics by name
-
-
-class Tracker(Protocol):
-    """What `module:Class` gives when it is called with the run's configuration and the step after which the run
-    continues (0: a new run)."""
-
-    def write(self, row: Row) -> None:
-        """Takes one row. A step may have several rows with different names. The run waits for it."""
-
-    def close(self) -> None:
-        """Sends what is left."""
 
 
 class TensorBoardTracker:
@@ -109,11 +98,7 @@ class MlflowTracker:
         self._mlflow.end_run()
 
 
-KINDS: dict[str, Callable[[Config, int], Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-}
+KINDS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": MlflowTracker}
 
 
 def run_name(config: Config) -> str:
@@ -152,8 +137,12 @@ def check_trackers(config: Config) -> None:
 
 
 class Trackers:
-    """The trackers of a run that continues after step `start` (0: a new run). One that raises gets no more rows, with
-    one line to `say`; the run goes on."""
+    """The trackers of a run that continues after step `start` (0: a new run).
+
+    Each, also `module:Class` of the user's, is called with the configuration and `start`, and gives an object with
+    `write(row)`, which the run waits for and a step may call several times with different names, and `close()`, which
+    sends what is left. One that raises gets no more rows, with one line to `say`; the run goes on.
+    """
 
     def __init__(self, config: Config, start: int, say: Callable[[str], None]):
         self._say, self._open = say, {}

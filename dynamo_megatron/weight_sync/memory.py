@@ -55,14 +55,14 @@ class DeviceMemory:
         start, (tags, parts) = time.monotonic(), PHASES[phase]
         free = _free_bytes()
         self._ask("release", [t for t in TAGS if t not in tags])
-        self._all_done()
+        dist.barrier(group=self._layout.host)
         self._moved["server_released"] += max(0, _free_bytes() - free)
         self._moved["released"] += self._offload.release([p for p in PARTS if p not in parts])
-        self._all_done()
+        dist.barrier(group=self._layout.host)
         self._moved["resumed"] += self._offload.resume(parts)
         free = _free_bytes()
         self._ask("resume", tags)
-        self._all_done()
+        dist.barrier(group=self._layout.host)
         self._moved["server_resumed"] += max(0, free - _free_bytes())
         self._moved["seconds"] += time.monotonic() - start
 
@@ -88,9 +88,6 @@ class DeviceMemory:
             del self._released[endpoint]
         if failed:
             self._rollout.condemn({e: f"it did not {what} its memory: {why}" for e, why in failed})
-
-    def _all_done(self) -> None:
-        dist.barrier(group=self._layout.host)
 
 
 def memory_metrics(ranks: Sequence[Counter[str]]) -> dict[str, float]:

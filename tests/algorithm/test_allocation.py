@@ -204,19 +204,6 @@ def unseen(outcomes):
     return success.bernoulli(*success.beta_prior(k, g))
 
 
-@pytest.mark.parametrize("variance", ["bernoulli", "surprise", "energy", "empirical"])
-def test_strata_that_are_all_the_same_change_nothing(variance):
-    rng = np.random.default_rng(0)
-    ids = [f"p{i}" for i in range(40)]
-    outcomes = dict(zip(ids, ((int(k), 8) for k in rng.integers(0, 9, 40)), strict=True))
-    counts = []
-    for strata in (None, dict.fromkeys([*ids, "new"], "all")):
-        allocator = RolloutAllocator({"variance": variance}, strata)
-        observe(allocator, outcomes)
-        counts.append(allocator.allocate([*ids, "new"], 41 * 8, step=1).tolist())
-    assert counts[0] == counts[1]
-
-
 def test_prompts_may_vanish_and_appear_on_resume():
     allocator = RolloutAllocator({}, {"a": 1, "b": 1})
     observe(allocator, {"a": (1, 4), "b": (2, 4)})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.baseline import Baseline
+from dynamo_megatron.algorithm.success import Baseline
 
 
 def observed(*visits: tuple[str, list[float]], strata=None, half_life=1e9) -> RolloutAllocator:
@@ -40,14 +40,6 @@ def test_a_long_history_counts_as_16_rollouts():
     allocator = observed(("a", [1, 0] * 40))
     mean, strength = allocator.baseline(["a"])
     assert strength == 16 and mean == pytest.approx(0.5)
-
-
-def test_old_rollouts_count_less():
-    """Half after a visit: 1 right of 2 in effect 0.5 of 1, then 2 of 2."""
-    allocator = observed(("a", [1, 0]), ("a", [1, 1]), half_life=1)
-    mean, strength = allocator.baseline(["a"])
-    rate = 2.5 / 3
-    assert strength == pytest.approx(4) and mean == pytest.approx((rate + 2.5) / 4)
 
 
 def test_a_stratum_of_enough_prompts_has_a_mean_of_its_own():

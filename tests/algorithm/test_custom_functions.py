@@ -1,6 +1,5 @@
 """Advantages and losses by functions of the user's: contracts, the tests of them, and what a config refuses."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_adv
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.jobs.train import check_functions
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.runtime.user_code import UserFunction
 from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
 
 DEFAULTS = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
@@ -259,9 +257,3 @@ def test_an_option_that_would_do_nothing_is_refused_by_name(override):
         compose([], [*FUNCTION, f"algorithm.{override}"], DEFAULTS)
     (line,) = str(error.value).splitlines()
     assert line.removeprefix("the command line: ").startswith(REFUSED[override])
-
-
-def test_a_child_that_a_function_forks_exits():
-    with UserFunction(rloo, "m:f").named():
-        child = os.fork()
-    assert child > 0 and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -40,12 +40,6 @@ def line(rewards, energies) -> EnergyLine:
     return EnergyLine().after(np.asarray(rewards, float), np.asarray(energies, float), 1.0)
 
 
-def test_the_ratio_of_many_rollouts_is_that_of_the_means():
-    rewards = np.repeat([1.0, 0.0], 5000)
-    energies = np.where(rewards == 1, 0.5, 1.5)
-    assert line(rewards, energies).score_ratio == pytest.approx(3, rel=2e-3)
-
-
 def test_the_ratio_of_few_rollouts_by_hand():
     """One right of energy 1, one wrong of 3, and 2 rollouts of 2 at each reward: (3 + 4) / (1 + 4)."""
     assert line([1, 0], [1, 3]).score_ratio == pytest.approx(7 / 5)

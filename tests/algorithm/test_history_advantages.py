@@ -64,15 +64,6 @@ def test_graded_rewards_that_vary_as_much_as_they_can_are_0_and_1():
     np.testing.assert_allclose(most, history_advantages(rewards, groups, mean, strength, 4.0))
 
 
-def test_the_optimal_baseline_has_the_least_variance():
-    """Of E[S (r - b)^2], over all b: success rate .3, energies 1 of right and 4 of wrong rollouts."""
-    p, ratio = 0.3, 4.0
-    b = 1 - history_advantages([1.0], ["a"], [p], [1e9], ratio)[0]
-    candidates = np.linspace(0, 1, 10_001)
-    power = p * 1.0 * (1 - candidates) ** 2 + (1 - p) * ratio * candidates**2
-    assert b == pytest.approx(candidates[power.argmin()], abs=1e-4)
-
-
 def test_dtype_and_library_are_those_of_the_rewards():
     ones = torch.ones(3)
     assert history_advantages(torch.tensor([1.0, 0.0, 1.0]), [0, 0, 1], ones, ones).dtype == torch.float32

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from dynamo_megatron.algorithm.advantages import history_advantages
-from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.sequential import Outcomes, SequentialRule
+from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.method import SequentialConfig
 
@@ -149,10 +149,3 @@ PILOT, ADA = {"kind": "pilot", "round_n": 4}, {"kind": "reinforce_ada", "round_n
 def test_what_does_not_fit_is_refused(sequential, algorithm, said):
     with pytest.raises(ValidationError, match=said):
         config(sequential, **algorithm)
-
-
-def test_what_fits_is_taken():
-    for sequential in (PILOT, PILOT | {"explore": 0.1}, PILOT | {"lower": 0.4, "upper": 0.6}, ADA):
-        config(sequential)
-    config(PILOT, advantage={"kind": "grpo"}, loss={"aggregation": "token_mean"})
-    config(ADA, advantage={"kind": "history"})

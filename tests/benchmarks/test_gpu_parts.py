@@ -7,8 +7,9 @@ import device
 import live_steps
 import pytest
 import torch
+import training_beside_peers
 import training_steps
-from training_steps import QWEN_1_5B, TINY, step_figures
+from training_steps import TINY, step_figures
 
 
 def test_a_part_that_fails_hangs_or_lacks_something_stops_no_other(monkeypatch, capsys, tmp_path):
@@ -38,18 +39,18 @@ def test_a_part_that_fails_hangs_or_lacks_something_stops_no_other(monkeypatch, 
     assert device.main() == 0 and "syncs: " not in capsys.readouterr().out
 
 
-def test_parameters_are_the_models():
-    biases = 28 * (1536 + 2 * 2 * 128)
-    norms = 28 * 2 * 1536 + 1536
-    assert QWEN_1_5B.parameters + biases + norms == 1_543_714_304  # what Qwen2.5-1.5B has
+def test_peers_must_have_our_loss():
+    for dtype, off, said in (("float32", 2e-5, ["trl"]), ("float32", 5e-6, []), ("bfloat16", 1.0, [])):
+        ours, theirs = ({"loss": [0.0], "gradient norm": [norm]} for norm in (2.0, 2.0 + 2 * off))
+        lines = training_beside_peers.wrong_with({"ours": ours, "trl": theirs, "verl": {"skipped": "none"}}, dtype)
+        assert [line.partition(":")[0] for line in lines] == said
 
 
 def test_flops_are_those_of_the_products():
     """A model of one layer, product by product: 2 m n k each; attention sees half of a sequence in the mean."""
     work = training_steps.Work(1, 8, 16, 2, 1, 32, "float32", 1, 2, 3, (3, 5), 64)
-    assert work.lengths == [5, 7]
     total = 0
-    for n in work.lengths:
+    for n in (5, 7):  # tokens that go through the model
         projections = 2 * n * 8 * (8 + 4 + 4) + 2 * n * 8 * 8
         mlp = 3 * 2 * n * 8 * 16
         attention = 2 * (2 * n * n * 8) / 2
@@ -79,8 +80,8 @@ def test_every_part_at_tiny_size(tmp_path):
     left_out = {name for name, entry in result.items() if "left out" in entry}
     assert left_out <= (set() if "KIT_PYTHON" in os.environ else {"training_te", "trace_te"})
     figures = {name: entry["figures"] for name, entry in result.items() if name not in left_out}
-    assert figures["tests"]["tests"] > 0 and figures["tests"]["failures"] == 0
-    assert figures["head"]["cases"][0]["contenders"]["eager, torch"]["seconds"]["samples"] > 0
+    assert figures["tests"]["tests"] > figures["tests"]["failures"] == 0
+    assert len(figures["beside-peers"]["contenders"]["ours"]["loss"]) == TINY.steps
     training = figures["training"]
     assert [step["step"] for step in training["steps"]] == [1, 2, 3] and training["tokens a step"] == sum(TINY.lengths)
     assert figures["trace"]["operators"]["aten::view"] > 0
@@ -88,10 +89,10 @@ def test_every_part_at_tiny_size(tmp_path):
         assert len(figures[way]["steps"]) == live_steps.STEPS and figures[way]["wrong"] == []
         assert all(0 < s["push seconds"] < s["seconds"] and s["gap"] < 1e-4 for s in figures[way]["steps"])
     assert figures["live-turns"]["headline"]["released bytes"] > 0 and figures["live-ranks"]["ranks"] == 2
-    assert len(figures["demo"]["metrics"]) == 3
+    assert [len(figures[name]["metrics"]) for name in ("demo", "small-dynamo", "small-grpo")] == [3, 2, 2]
     dp, tp2 = (figures["layouts"]["layouts"][name] for name in ("dp", "tp2"))
     assert dp["headline"]["gradient norm"] == pytest.approx(tp2["headline"]["gradient norm"], rel=1e-3)
-    assert {"head.md", "trace.events.json.gz"} <= {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"head.md", "longest.md", "trace.events.json.gz"} <= {file.name for file in (tmp_path / "out").iterdir()}
 
 
 LIVE_STEP = {"gap": 0.01, "rejected": 0, "released bytes": 1, "server released bytes": 1}

@@ -99,6 +99,7 @@ def test_a_crafted_pickle_runs_nothing(folder, tmp_path, kind, capsys):
     said = refusal(TorchDistReader, folder)
     assert said.startswith(f"{folder / '.metadata'}: cannot be read (")
     assert "names posix.system, " in said or kind in ("eval", "a dotted name")
+    assert said.endswith("; copy or convert the model again")
     assert main(["inspect", str(folder)]) == 2 and "cannot be read" in capsys.readouterr().err
     metadata, data = pickle.loads(whole), torch_file(pickles(f"touch {ran}", 2)[kind])
     (info,) = (info for index, info in metadata.storage_data.items() if index.fqn == "w")

@@ -20,7 +20,7 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.mark.parametrize(
     ("module", "word"),
-    [("pydantic", "train"), ("dynamo_megatron.runtime.free_ports", "dynamo_megatron.launcher.local")],
+    [("pydantic", "train"), ("dynamo_megatron.runtime.listening", "dynamo_megatron.launcher.local")],
 )
 def test_an_interrupt_while_packages_are_loaded_is_one_line(tiny_model, tmp_path, module, word):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)

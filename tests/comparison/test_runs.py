@@ -5,11 +5,10 @@ import os
 import sys
 
 import pytest
-import yaml
 
 from dynamo_megatron.comparison import runs
 from dynamo_megatron.comparison.runs import Stop, carry_out, keeps_servers, servers, side_by_side
-from dynamo_megatron.comparison.spec import planned_runs, read_outcome, read_spec
+from dynamo_megatron.comparison.spec import planned_runs, read_outcome
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.rollout.result import RolloutError
@@ -42,20 +41,15 @@ sys.exit(int(part))
 
 
 @pytest.fixture
-def planned(tmp_path, monkeypatch):
+def planned(spec, tmp_path, monkeypatch):
     """planned(arm, ...) -> runs of one seed that `TRAIN` carries out."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
     monkeypatch.setattr(runs, "program", lambda python, command, words: [python, "-P", "train.py", *words])
-    base = {"model": {"path": "m"}, "data": {"source": "d"}, "eval": {"data": "d", "every": 1}}
-    base["rollout"] = {"engine": "recorded", "recorded": "run"}
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    base = ["base.yaml", "rollout={engine: recorded, recorded: run}"]
 
     def plan(*arms):
-        spec = {"base": ["base.yaml"], "arms": {arm: [] for arm in arms}, "control": arms[0], "seeds": [7]}
-        spec |= {"learning_rates": [1e-6], "output_dir": "out"}
-        (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
-        return planned_runs(read_spec("spec.yaml"))
+        own = {"arms": {arm: [] for arm in arms}, "control": arms[0], "seeds": [7], "learning_rates": [1e-6]}
+        return planned_runs(spec(base=base, **own))
 
     return plan
 

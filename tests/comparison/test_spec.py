@@ -1,7 +1,5 @@
 """What a comparison's file asks for: its runs, and one line for what is wrong with it."""
 
-import copy
-
 import pytest
 import yaml
 
@@ -10,41 +8,14 @@ from dynamo_megatron.comparison.spec import planned_runs, read_spec
 from dynamo_megatron.config import shipped
 from dynamo_megatron.config.files import ConfigError, to_plain
 
-BASE = {
-    "model": {"path": "models/tiny"},
-    "data": {"source": "pool.jsonl", "batch_prompts": 4},
-    "eval": {"data": "held_out.jsonl", "every": 2, "samples": 4, "k": [1, 4]},
-}
-SPEC = {
-    "base": ["base.yaml", "trainer.steps=6"],
-    "arms": {"grpo": ["methods/grpo"], "wide": ["methods/rloo", "data.batch_prompts=8"]},
-    "control": "grpo",
-    "seeds": [3, 5],
-    "learning_rates": [1e-6, 1.5e-6],
-    "output_dir": "out",
-}
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
-    return tmp_path
-
-
-def spec(**changes):
-    with open("spec.yaml", "w") as file:
-        yaml.safe_dump({**copy.deepcopy(SPEC), **changes}, file)
-    return read_spec("spec.yaml")
-
-
-def test_runs_come_by_server_options_then_by_seed():
+def test_runs_come_by_server_options_then_by_seed(spec):
     arms = {"a": [], "b": ["rollout.tp=2"], "c": ["algorithm.allocation.kind=uniform"]}
     runs = planned_runs(spec(arms=arms, control="a", learning_rates=[1e-6]))
     assert [(run.arm, run.seed) for run in runs] == [("a", 3), ("c", 3), ("a", 5), ("c", 5), ("b", 3), ("b", 5)]
 
 
-def test_one_run_for_each_arm_seed_and_rate():
+def test_one_run_for_each_arm_seed_and_rate(spec):
     runs = planned_runs(spec(learning_rates={"grpo": [1.5e-6, 1e-6], "wide": [2e-6]}))
     assert [run.name for run in runs] == [
         *("grpo-lr1e-06-seed3", "grpo-lr1.5e-06-seed3", "wide-lr2e-06-seed3"),
@@ -76,16 +47,15 @@ def test_one_run_for_each_arm_seed_and_rate():
         ({"metric": "eval/pass@2"}, "metric: eval.k of grpo gives eval/pass@1, eval/pass@4, not eval/pass@2"),
     ],
 )
-def test_a_fault_is_one_line_and_nothing_is_started(folder, capsys, changes, says):
-    with open("spec.yaml", "w") as file:
-        yaml.safe_dump({**SPEC, **changes}, file)
+def test_a_fault_is_one_line_and_nothing_is_started(write_spec, tmp_path, capsys, changes, says):
+    write_spec(**changes)
     assert main(["compare", "spec.yaml"]) == 2
     captured = capsys.readouterr()
     assert says in captured.err and captured.err.count("\n") == 1 and not captured.out
-    assert not (folder / "out").exists()
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_run_on_disk_that_is_another_one_is_refused():
+def test_a_run_on_disk_that_is_another_one_is_refused(spec):
     runs = planned_runs(spec())
     saved = to_plain(runs[0].config)
     saved["rollout"] |= {"placement": "external", "urls": ["http://127.0.0.1:1"], "api_key_env": "K", "port": 1}
@@ -101,8 +71,8 @@ def test_a_run_on_disk_that_is_another_one_is_refused():
         planned_runs(spec())
 
 
-def test_runs_side_by_side_cannot_share_servers(capsys):
-    spec(base=[*SPEC["base"], "rollout.placement=external", "rollout.urls=[http://h:1]"])
+def test_runs_side_by_side_cannot_share_servers(spec, capsys):
+    spec(base=["base.yaml", "rollout.placement=external", "rollout.urls=[http://h:1]"])
     assert main(["compare", "spec.yaml", "--jobs", "2"]) == 2
     assert capsys.readouterr().err.startswith("rollout.placement: external")
 

@@ -4,10 +4,9 @@ import json
 import shutil
 
 import pytest
-import yaml
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.comparison.spec import RunOutcome, planned_runs, read_spec, write_outcome
+from dynamo_megatron.comparison.spec import RunOutcome, planned_runs, write_outcome
 
 RATES, STEPS = (1e-6, 1.5e-6), 4
 NAN = "rank 1, step 3: NonFiniteError: the gradient norm is nan: prompt 7"
@@ -38,27 +37,12 @@ def write_run(run, final: float, *, start: float = 0.2, said: str = "done", code
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
+def made(spec):
     """made(seeds, what) -> the runs; `what(run)`: arguments of write_run, None for a run that has not ended."""
-    monkeypatch.chdir(tmp_path)
-    base = {
-        "model": {"path": "models/tiny"},
-        "data": {"source": "pool.jsonl"},
-        "eval": {"data": "held_out.jsonl", "every": 2, "samples": 4, "k": [1, 4]},
-    }
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
 
     def make(seeds, what):
-        spec = {
-            "base": ["base.yaml"],
-            "arms": {"grpo": [], "half": ["data.batch_prompts=16"], "wild": ["algorithm.modulation=null"]},
-            "control": "grpo",
-            "seeds": seeds,
-            "learning_rates": list(RATES),
-            "output_dir": "out",
-        }
-        (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-        runs = planned_runs(read_spec("spec.yaml"))
+        arms = {"grpo": [], "half": ["data.batch_prompts=16"], "wild": ["algorithm.modulation=null"]}
+        runs = planned_runs(spec(arms=arms, seeds=seeds, learning_rates=list(RATES)))
         for run in runs:
             if (arguments := what(run)) is not None:
                 write_run(run, **arguments)

@@ -117,6 +117,7 @@ CORRECTED = "algorithm.rollout_correction={level: sequence}"
         (["rollout.max_staleness=2", "algorithm={modulation: null, loss: {old: engine}}"], ""),
         (["rollout={max_staleness: 1, at_sync: drain, stop: [.]}", CORRECTED], ""),
         (["rollout={max_staleness: 1, stop: [.]}", CORRECTED], "set rollout.at_sync to drain"),
+        (["rollout={max_staleness: 1, offload: true}", CORRECTED], "set max_staleness to 0"),
         (["rollout.max_staleness=1", CORRECTED, "algorithm.dynamic_sampling={}"], "algorithm.dynamic_sampling needs"),
         (["parallel.cp=2", "algorithm.modulation.expectation=sequence_mean"], "needs whole sequences on a rank"),
         (["rollout.agent=my:agent", "data.template='{prompt}'"], "set data.template to chat"),

@@ -165,6 +165,10 @@ def test_an_endless_iterator_is_read_as_far_as_the_first_batch_and_then_as_it_is
     assert ids(s.next(3)) == ["0", "1", "2"] and taken == [0, 1, 2, 3]
     (first, *_) = s.next(3)
     assert taken == [0, 1, 2, 3, 4, 5] and first.where.endswith(":endless row 4") and first.tokens == [1] * 4
+    counts = []
+    config = DataConfig(source=f"{functions}:endless", batch_prompts=4)
+    open_stream(config, lambda p: [1] * len(p.text), 20, s.state_dict(), counts.append)
+    assert counts == [1, 2, 3, 4, 1, 2, 3, 4, 5, 6]  # the first batch, then what the checkpoint's run had taken
 
 
 class Asked(Exception):

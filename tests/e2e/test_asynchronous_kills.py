@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
-from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
-from dynamo_megatron.replay.what_if import first_difference, replay
+from dynamo_megatron.replay.what_if import allocator_of, first_difference, replay
 from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file, step_files
 from dynamo_megatron.types import Rollout
 
@@ -79,4 +78,4 @@ def test_a_run_killed_again_and_again_generates_nothing_twice(workspace, start_r
     done = len(step_lines(output))
     assert problems_on_disk(output, range(1, done + 1)) == []
     record = read_run(output)
-    assert first_difference(record.steps, replay(record.steps, base_allocator(record))) is None
+    assert first_difference(record.steps, replay(record.steps, allocator_of(record))) is None

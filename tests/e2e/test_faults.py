@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from dynamo_megatron.replay import what_if
-from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.store import read_rollouts, step_file
@@ -58,7 +57,7 @@ def test_faults_at_random_times_leave_every_step_trained(workspace, start_run, s
         assert row["rollout/logprob_gap_max"] <= 1e-4
         assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
     record = read_run(output)
-    assert what_if.first_difference(record.steps, what_if.replay(record.steps, base_allocator(record))) is None
+    assert what_if.first_difference(record.steps, what_if.replay(record.steps, what_if.allocator_of(record))) is None
     assert run.left_behind() == []
 
 

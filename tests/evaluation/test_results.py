@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from dynamo_megatron.evaluation.estimates import paired_bootstrap
 from dynamo_megatron.evaluation.results import (
     TABLE,
     SetScores,
     align,
+    paired_bootstrap,
     read_results,
     results_file,
     suite_sets,

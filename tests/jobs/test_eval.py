@@ -45,16 +45,9 @@ class StandIn:
         assert prompt.tokens
         right = int(prompt.prompt_id[-1]) % SAMPLES + self.config.model.path.endswith("better")
         successes = [i < right for i in range(SAMPLES)]
-        return ProblemResult(
-            prompt_id=prompt.prompt_id,
-            source=prompt.source,
-            rewards=[float(s) for s in successes],
-            successes=successes,
-            lengths=[5] * SAMPLES,
-            finish_reasons=["stop"] * SAMPLES,
-            statuses=["ok"] * SAMPLES,
-            responses=["r"] * SAMPLES,
-        )
+        fields = {"lengths": 5, "finish_reasons": "stop", "statuses": "ok", "responses": "r"}
+        same = {name: [value] * SAMPLES for name, value in fields.items()}
+        return ProblemResult(prompt.prompt_id, prompt.source, [float(s) for s in successes], successes, **same)
 
     def close(self):
         self.closed = True

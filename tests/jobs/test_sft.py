@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from background_run import Run
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynamo_megatron.checkpoint.convert import mcore2hf
 from dynamo_megatron.checkpoint.inspection import differences, inspect
@@ -62,20 +62,23 @@ def losses(output) -> list[float]:
 
 
 def test_the_loss_of_conversations_is_of_all_their_answers(tiny_model, tmp_path, command_line):
-    from transformers import AutoModelForCausalLM
-
+    """Under a template of the user's own, for a base model that has none; it goes with the model."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}<{{ m['content'] }}<|im_end|>{% endfor %}")
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    tokenizer = load_tokenizer(tiny_model, "plain")
+    tokenizer = load_tokenizer(tiny_model, str(template))
     roles = ("user", "assistant", "user", "assistant")
     texts = [("2+3=", "5", "and 4?", "9"), ("Say it.", "Abracadabra", "Again!", "Abra")]
     rows = [[{"role": r, "content": t} for r, t in zip(roles, row, strict=True)] for row in texts]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     keys = {
-        "model.path": tiny_model,
+        "model.path": tmp_path / "model",
         "model.dtype": "float32",
         "data.source": "talks.jsonl",
         "data.prompt_key": "messages",
-        "data.chat_template": "plain",
+        "data.chat_template": "mine.jinja",
         "data.batch_prompts": 2,
         "trainer.steps": 1,
         "output_dir": "run",
@@ -92,6 +95,10 @@ def test_the_loss_of_conversations_is_of_all_their_answers(tiny_model, tmp_path,
         count += int(wanted.sum())
     assert count > len(tokenizer.encode("".join(t for row in texts for t in row[1::2]))) > 0
     assert losses(tmp_path / "run")[0] == pytest.approx(total / count, abs=1e-5)
+    mcore2hf(tmp_path / "run", tmp_path / "converted")
+    for exported in (tmp_path / "run" / "hf", tmp_path / "converted"):
+        shown = AutoTokenizer.from_pretrained(exported).apply_chat_template(rows[0][:2], tokenize=False)
+        assert shown == "<2+3=<|im_end|><5<|im_end|>"
 
 
 def test_it_ends_early_and_is_found_finished(sft):

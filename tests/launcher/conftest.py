@@ -23,7 +23,7 @@ from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
 from dynamo_megatron.launcher.options import completed
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.listening import free_port
 from dynamo_megatron.types import Prompt
 
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")

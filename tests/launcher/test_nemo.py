@@ -19,16 +19,16 @@ SLURM = ("--executor", "slurm", "--account", "us", "--time", "10:00", "--nodes",
 
 @pytest.fixture
 def nemo(tmp_path):
-    """nemo(folder, module, *words) -> (exit code, output): a module's command line in nemo-run's interpreter."""
+    """nemo(folder, *words) -> (exit code, output) of `launch nemo` in nemo-run's interpreter."""
     inherited = {"NEMORUN_HOME": str(tmp_path / "nemo"), "COLUMNS": "5000"}
 
-    def run(folder: Path, module: str, *words: object, environment: dict[str, str] = os.environ) -> tuple[int, str]:
+    def run(folder: Path, *words: object) -> tuple[int, str]:
         log = tmp_path / f"nemo-{time.monotonic_ns()}.log"
         with open(log, "w") as file:
             code = subprocess.run(
-                [NEMO_PYTHON, "-P", "-m", f"dynamo_megatron.{module}", *map(str, words)],
+                [NEMO_PYTHON, "-P", "-m", "dynamo_megatron.cli", "launch", "nemo", *map(str, words)],
                 cwd=folder,
-                env={**environment, "OMP_NUM_THREADS": "1", **inherited},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **inherited},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -43,7 +43,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
     words = ("config.yaml", f"output_dir={tmp_path / 'run'}", "tracking.name=it's $HOME")
     asked = ("--executor", "slurm", "--account", "us", "--time", "2:00:00", "--nodes", "2", "--sbatch=--qos=high")
     more = ("--tasks", "convert,train,eval", "--sweep", "optimizer.lr=1e-6,1e-5", "--venv", "/opt/venv", "--dry-run")
-    code, text = nemo(run_folder, "cli", "launch", "nemo", *words, *asked, *more)
+    code, text = nemo(run_folder, *words, *asked, *more)
     assert code == 0, text
     for name in ("convert", "train-lr-1e-6", "eval-lr-1e-6", "train-lr-1e-5", "eval-lr-1e-5"):
         assert f"Task {name}" in text
@@ -65,7 +65,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
 )
 @pytest.mark.full
 def test_what_is_refused(nemo, run_folder, words, message):
-    code, text = nemo(run_folder, "cli", "launch", "nemo", "config.yaml", *words)
+    code, text = nemo(run_folder, "config.yaml", *words)
     assert code == 2 and message in text.splitlines()[-1], text
 
 
@@ -99,7 +99,7 @@ def evaluating(run_folder):
 def test_convert_train_and_eval_on_this_machine(nemo, run_folder, evaluating, tmp_path):
     output = tmp_path / "a run"
     words = ("config.yaml", f"output_dir={output}", *evaluating, "--venv", VENV, "--tasks", "convert,train,eval")
-    code, text = nemo(run_folder, "cli", "launch", "nemo", *words)
+    code, text = nemo(run_folder, *words)
     assert code == 0, text[-5000:]
     assert [f"{name}: SUCCEEDED" in text for name in ("convert", "train", "eval")] == [True] * 3
     assert (output / "mcore" / "config.json").is_file()

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,21 +35,19 @@ def address():
 
 @pytest.fixture
 def start(run_folder, address):
-    """start(name, *words) -> (process, output_dir, log): `launch ray` in the background, ended with the test."""
+    """start(name, *words) -> (run, output_dir): `launch ray` in the background, ended with the test."""
     started = []
 
-    def one(name: str, *words: object, ranks: int = 2, address: str = address) -> tuple[subprocess.Popen, Path, Path]:
+    def one(name: str, *words: object, ranks: int = 2, address: str = address) -> tuple[Run, Path]:
         output = run_folder / name
         keys = ["config.yaml", f"output_dir={output}", "--ranks", str(ranks), "--address", address, *words]
-        run = Run(run_folder, *keys, environment={"WANDB_API_KEY": SECRET}, command="launch ray")
-        started.append(run.process)
-        return run.process, output, run.log
+        started.append(Run(run_folder, *keys, environment={"WANDB_API_KEY": SECRET}, command="launch ray"))
+        return started[-1], output
 
     yield one
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    for run in started:
+        if run.process.poll() is None:
+            run.kill()
 
 
 def ranks_of(output: Path) -> dict[int, psutil.Process]:
@@ -62,13 +59,6 @@ def ranks_of(output: Path) -> dict[int, psutil.Process]:
             if {"train", f"output_dir={output}"} <= {*command} and guard.NAME not in command:
                 found[int(process.environ()["RANK"])] = process
     return found
-
-
-def wait_until(condition, what: str, log: Path, timeout: float = 240) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}:\n{log.read_text()[-3000:]}"
-        time.sleep(0.1)
 
 
 class NoRoom:
@@ -107,46 +97,46 @@ def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(tmp_path,
 
 @pytest.mark.full
 def test_two_raylets_train_as_this_machine_alone_does(start, ends_as_undisturbed):
-    process, output, log = start("ray")
-    assert process.wait(240) == 0, log.read_text()[-3000:]
+    run, output = start("ray")
+    assert run.wait() == 0, run.text[-3000:]
     ends_as_undisturbed(output)
     assert (output / "logs" / "ray" / "rank-1.log").is_file()
-    written = [log, *(output / "logs").rglob("*"), *Path("/tmp/ray/session_latest/logs").rglob("*")]
+    written = [run.log, *(output / "logs").rglob("*"), *Path("/tmp/ray/session_latest/logs").rglob("*")]
     assert len(written) > 5
     assert not [file for file in written if file.is_file() and SECRET in file.read_text(errors="replace")]
 
 
 @pytest.mark.full
 def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, ends_as_undisturbed):
-    process, output, log = start("killed")
-    wait_until(lambda: len(rows(output)) >= 6, "6 steps", log)
+    run, output = start("killed")
+    run.wait_until(lambda: len(rows(output)) >= 6, "6 steps")
     ranks = ranks_of(output)
     actor = ranks[1].parent().parent()
     assert "Child" in actor.name() or any("Child" in word for word in actor.cmdline()), actor.cmdline()
     actor.kill()
-    assert process.wait(60) == 1
-    last = log.read_text().splitlines()[-1]
+    assert run.wait() == 1
+    last = run.text.splitlines()[-1]
     assert last.startswith("rank-1 on ") and "its actor died" in last, last
     assert not psutil.wait_procs(ranks.values(), timeout=20)[1]
-    again, _, log = start("killed")
-    assert again.wait(240) == 0, log.read_text()[-3000:]
-    assert "resumed from" in log.read_text()
+    again, _ = start("killed")
+    assert again.wait() == 0, again.text[-3000:]
+    assert "resumed from" in again.text
     ends_as_undisturbed(output)
 
 
 @pytest.mark.full
 def test_sigterm_saves_and_a_killed_rank_is_named(start, rows):
-    process, output, log = start("stopped")
-    wait_until(lambda: len(rows(output)) >= 3, "3 steps", log)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 75, log.read_text()[-3000:]
-    assert "stopped by SIGUSR1" in log.read_text()
+    run, output = start("stopped")
+    run.wait_until(lambda: len(rows(output)) >= 3, "3 steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75, run.text[-3000:]
+    assert "stopped by SIGUSR1" in run.text
     done = len(rows(output))
-    process, output, log = start("stopped")
-    wait_until(lambda: len(rows(output)) >= done + 2, "2 more steps", log)
+    run, output = start("stopped")
+    run.wait_until(lambda: len(rows(output)) >= done + 2, "2 more steps")
     ranks_of(output)[1].kill()
-    assert process.wait(60) == 1
-    assert "rank-1 on " in log.read_text().splitlines()[-1]
+    assert run.wait() == 1
+    assert "rank-1 on " in run.text.splitlines()[-1]
 
 
 @pytest.mark.full
@@ -164,11 +154,11 @@ def test_rewards_are_on_all_nodes_and_one_without_a_rank_that_is_killed_ends_no_
         other = cluster.add_node(num_cpus=0)
         keys = ["rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400", "parallel.pp=1"]
         keys += ["reward.placement=ray", "reward.functions=[where_scored:score]", "trainer.steps=6"]
-        process, output, log = start("everywhere", *keys, ranks=1, address=cluster.address)
-        wait_until(lambda: len(rows(output)) >= 2, "2 steps", log, timeout=500)
+        run, output = start("everywhere", *keys, ranks=1, address=cluster.address)
+        run.wait_until(lambda: len(rows(output)) >= 2, "2 steps", timeout=500)
         assert len(set(where.read_text().split())) == 2  # reward.workers is 1
         cluster.remove_node(other, allow_graceful=False)
-        assert process.wait(240) == 0, log.read_text()[-3000:]
+        assert run.wait() == 0, run.text[-3000:]
     finally:
         cluster.shutdown()
     assert [row["reward/where_scored:score/scored"] for row in rows(output)] == [1.0] * 6

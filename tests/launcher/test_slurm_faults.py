@@ -131,27 +131,24 @@ def test_servers_have_all_cores_of_their_node(run, tmp_path, monkeypatch):
     assert (tmp_path / "sruns").read_text().count("--cpus-per-task") == 1
 
 
-def test_a_controller_that_is_away_for_a_moment(run):
-    code, said, requeues = run(ranks=lines(STOPPED, code=75), refused_requeues=2)
-    assert (code, requeues) == (75, 3) and said.endswith("stopped to be resumed: requeued\n"), said
+KILLED = "srun: error: n1: task 1: Terminated"
+AGAIN = "submit again to go on\n"
 
 
-def test_a_requeue_that_fails_is_said(run):
-    code, said, requeues = run(ranks=lines(STOPPED, code=75), refused_requeues=10**6)
-    assert code == 75 and requeues > 3
-    assert said.endswith("stopped to be resumed; scontrol could not requeue it: submit again to go on\n"), said
-
-
-def test_without_an_answer_nothing_is_requeued(run):
-    code, said, requeues = run(ranks=lines(STOPPED, code=75), state="")
-    assert (code, requeues) == (75, 0)
-    assert said.endswith("squeue has no answer, so that the job is not requeued: submit again to go on\n"), said
-
-
-def test_a_cancelled_job_is_not_requeued(run):
-    killed = lines("srun: error: n1: task 1: Terminated", code=143)
-    for ranks in (killed, lines(STOPPED, code=75)):
-        assert run(ranks=ranks, state="COMPLETING")[::2] == (75, 0)
+@pytest.mark.parametrize(
+    ("ranks", "fake", "requeues", "says"),
+    [
+        (lines(STOPPED, code=75), {"refused_requeues": 2}, 3, "stopped to be resumed: requeued\n"),  # for a moment
+        (lines(STOPPED, code=75), {"refused_requeues": 10**6}, None, f"scontrol could not requeue it: {AGAIN}"),
+        (lines(STOPPED, code=75), {"state": ""}, 0, f"squeue has no answer, so that the job is not requeued: {AGAIN}"),
+        (lines(STOPPED, code=75), {"state": "COMPLETING"}, 0, ""),  # it was cancelled
+        (lines(KILLED, code=143), {"state": "COMPLETING"}, 0, ""),
+    ],
+)
+def test_a_controller_that_is_away_and_a_job_that_is_cancelled(run, ranks, fake, requeues, says):
+    code, said, counted = run(ranks=ranks, **fake)
+    assert code == 75 and said.endswith(says), said
+    assert counted == requeues if requeues is not None else counted > 3
 
 
 def test_ranks_that_are_busy_at_the_limit(run):

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from dynamo_megatron.runtime.free_ports import free_port
+from dynamo_megatron.runtime.listening import free_port
 
 
 def fork_ranks(count: int, body: Callable[[], None], logs: Path) -> list[int]:

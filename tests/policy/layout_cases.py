@@ -213,7 +213,7 @@ def overlapping(overlap: bool):
 
 def on_rank(case: dict, config, layout) -> dict:
     """Two steps on the rollouts of a seed; writes the first gradients and the last weights."""
-    from dynamo_megatron.algorithm.baseline import Baseline
+    from dynamo_megatron.algorithm.success import Baseline
     from dynamo_megatron.models import load_model_config
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.policy.policy import Policy

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from dynamo_megatron.algorithm.baseline import Baseline
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.selection import random_keys
 from dynamo_megatron.algorithm.shaping import shape_tokens
+from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.kernels.reference import loss_terms, summed_loss

@@ -14,6 +14,7 @@ METHODS = Path(__file__).parents[2] / "configs" / "methods"
 NEEDS = {  # the key that makes a method need the pass
     "clip_cov": "loss.clip_cov",
     "dapo": "dynamic_sampling",
+    "distill": "teacher",
     "dynamo": "modulation.scope",
     "dynamo_published": "loss.mini_batches",
     "entropy_advantages": "advantage.entropy_shaping",
@@ -36,6 +37,7 @@ ROUNDED = ("mask", "truncate")  # a token's weight is rounded before the correct
 
 def algorithm(name: str, *overrides: str):
     given = ["model.path=m", "data.source=d", "output_dir=o", "data.batch_prompts=512", *overrides]
+    given += ["algorithm.teacher.path=t"] if name == "distill" else []
     return compose([str(METHODS / f"{name}.yaml")], given)[0].algorithm
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.preflight import checks
-from dynamo_megatron.preflight.command import OF_A_NODE, OF_THE_JOB, findings
+from dynamo_megatron.preflight.checks import OF_A_NODE, OF_THE_JOB, findings
 
 CHECKS = {**OF_THE_JOB, **OF_A_NODE, "server": checks.server}
 

@@ -7,21 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from background_run import made_rollout
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
-from dynamo_megatron.replay.recording import RecordedStep
-from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
-from dynamo_megatron.types import Rollout, RolloutBatch
-
-
-def recorded_step(step: int, ids: list[str], given: list[int], rewards: list[list[float]]) -> RecordedStep:
-    """`rewards`: a list for every dispatch; a reward of 1 is a success."""
-    flat = np.array([r for group in rewards for r in group], np.float64)
-    dispatch = np.repeat(np.arange(len(ids)), [len(group) for group in rewards])
-    return RecordedStep(step, ids, np.array(given, np.int64), dispatch, flat, flat == 1)
+from dynamo_megatron.types import RolloutBatch
 
 
 def write_run(folder: Path, *, steps: int = 12, allocation: dict | None = None) -> Config:
@@ -49,7 +41,12 @@ def write_run(folder: Path, *, steps: int = 12, allocation: dict | None = None) 
         for position, n in enumerate(counts):
             for index in range(n):
                 failed, right = generator.random() < 0.05, bool(generator.random() < chance[drawn[position]])
-                rollouts.append(_rollout(step, ids[position], position, index, right, failed))
+                fields = {"reward": 1.0 if right else 0.25 * (index % 2), "finish_reason": "stop"}  # partial credit
+                if failed:
+                    fields = {"reward": 0.0, "status": "failed", "weight_versions": [], "finish_reason": "error"}
+                response = [] if failed else [2]
+                fields |= {"right": right and not failed, "engine_logprobs": [-1.0] * len(response)}
+                rollouts.append(made_rollout(step, position, index, ids[position], [1], response, **fields))
         for i in generator.permutation(len(rollouts)):
             store.append(rollouts[i])
         seen = RolloutBatch.from_rollouts([r for r in rollouts if r.status != "failed"])
@@ -58,23 +55,3 @@ def write_run(folder: Path, *, steps: int = 12, allocation: dict | None = None) 
             file.writelines(json.dumps(row) + "\n" for row in allocator.last.rows())
     store.close()
     return config
-
-
-def _rollout(step: int, prompt_id: str, position: int, index: int, right: bool, failed: bool) -> Rollout:
-    group = group_id(step, position)
-    return Rollout(
-        rollout_id=rollout_id(group, index),
-        group_id=group,
-        prompt_id=prompt_id,
-        step=step,
-        tokens=[1] if failed else [1, 2],
-        response_mask=[0] if failed else [0, 1],
-        engine_logprobs=[] if failed else [-1.0],
-        weight_versions=[] if failed else [(step - 1, 0, 1)],
-        finish_reason="error" if failed else "stop",
-        # Partial credit: rewards differ within a group whose successes do not.
-        reward=0.0 if failed else 1.0 if right else 0.25 * (index % 2),
-        success=right and not failed,
-        reward_parts={},
-        status="failed" if failed else "ok",
-    )

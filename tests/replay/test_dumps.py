@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynamo_megatron.replay.dumps import read_slime, read_verl
+from dynamo_megatron.replay.recording import read_record
 
 
 def write_verl(folder: Path, step: int, rows: list[tuple[str, float]], **columns) -> None:
@@ -32,14 +32,14 @@ def write_slime(folder: Path, number: int, samples: list[dict], name: str = "dat
 def test_verl(tmp_path):
     write_verl(tmp_path, 10, [("user\nq2", 1.0), ("user\nq1", 0.0), ("user\nq2", -1.0), ("user\nq2", 0.5)])
     write_verl(tmp_path, 9, [("user\nq1", 1), ("user\nq1", 2.0)])
-    record = read_verl(tmp_path, 1.0, None)
+    record = read_record(tmp_path)
     assert [step.step for step in record.steps] == [9, 10]
     first, second = record.steps
     assert first.given.tolist() == [2] and first.successes.all()
     assert second.given.tolist() == [3, 1] and second.dispatch.tolist() == [0, 1, 0, 0]
     assert second.rewards.tolist() == [1, 0, -1, 0.5] and second.successes.tolist() == [True, False, False, False]
     assert first.prompt_ids == ["user\nq1"] and second.prompt_ids == ["user\nq2", "user\nq1"]
-    assert read_verl(tmp_path, 0.5, None).steps[1].successes.tolist() == [True, False, False, True]
+    assert read_record(tmp_path, 0.5).steps[1].successes.tolist() == [True, False, False, True]
 
 
 def test_slime(tmp_path):
@@ -58,7 +58,7 @@ def test_slime(tmp_path):
     write_slime(
         tmp_path, 3, [{"prompt": "held out", "group_index": 0, "reward": 1.0}], name="data_eval_{rollout_id}.pt"
     )
-    record = read_slime(tmp_path, 1.0, None)
+    record = read_record(tmp_path)
     assert [step.step for step in record.steps] == [2, 3]
     first, second = record.steps
     assert first.given.tolist() == [2]
@@ -70,8 +70,8 @@ def test_slime(tmp_path):
 def test_rewards_of_slime_that_are_several(tmp_path):
     write_slime(tmp_path, 0, [{"prompt": "q", "reward": {"acc": True, "score": -1.0}}])
     with pytest.raises(ValueError, match=r"sample 0: its reward is \['acc', 'score'\]; name one .* --reward-key$"):
-        read_slime(tmp_path, 1.0, None)
-    assert read_slime(tmp_path, 1.0, "score").steps[0].rewards.tolist() == [-1.0]
+        read_record(tmp_path)
+    assert read_record(tmp_path, 1.0, "score").steps[0].rewards.tolist() == [-1.0]
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_rewards_of_slime_that_are_several(tmp_path):
 def test_a_broken_line_of_verl_is_named(tmp_path, line, says):
     (tmp_path / "7.jsonl").write_text(line and line + "\n")
     with pytest.raises(ValueError, match=says):
-        read_verl(tmp_path, 1.0, None)
+        read_record(tmp_path)
 
 
 def test_a_broken_file_of_slime_is_named(tmp_path):
     """What is not among the types that torch.load may make."""
     write_slime(tmp_path, 0, [{"prompt": "q", "reward": 1.0, "routed": np.arange(3)}])
     with pytest.raises(ValueError, match=r"data_0.pt: no dump of slime's .*\)$"):
-        read_slime(tmp_path, 1.0, None)
+        read_record(tmp_path)

@@ -8,8 +8,7 @@ import yaml
 from recorded import write_run
 
 from dynamo_megatron.replay import what_if
-from dynamo_megatron.replay.allocators import base_allocator
-from dynamo_megatron.replay.recording import read_run
+from dynamo_megatron.replay.recording import RecordedStep, read_run
 from dynamo_megatron.rollout.store import step_file
 from dynamo_megatron.runtime.line_files import compressed, read_raw_lines
 
@@ -29,12 +28,23 @@ def test_a_replay_of_the_runs_allocator_gives_its_own_counts(tmp_path, allocatio
     record = read_run(tmp_path / "run")
     assert any(len(set(step.prompt_ids)) < 8 for step in record.steps), "no prompt twice in a step"
     assert any(len(step.dispatch) < step.budget for step in record.steps), "no failed rollout"
-    counts = what_if.replay(record.steps, base_allocator(record))
+    counts = what_if.replay(record.steps, what_if.allocator_of(record))
     assert what_if.first_difference(record.steps, counts) is None
     assert len(counts) == 12 * 8
     if allocation.get("kind") != "uniform" and "budget" not in allocation:
         assert len(np.unique(counts)) > 3
     assert {step.budget for step in record.steps} == {config.rollout_budget}
+
+
+def test_success_rates_are_of_the_whole_record():
+    """Of a: 1 of 4 right, of b: 1 of 2; of c nothing ever came."""
+
+    def step(number, ids, dispatch, right):
+        none = np.zeros(len(ids), np.int64)
+        return RecordedStep(number, ids, none, np.array(dispatch), np.array(right, float), np.array(right, bool))
+
+    steps = [step(1, ["a", "b"], [0, 0, 0, 1, 1], [1, 0, 0, 1, 0]), step(2, ["c", "a", "a"], [1], [0])]
+    assert what_if.success_rates(steps).tolist() == [0.25, 0.5, 2 / 6, 0.25, 0.25]
 
 
 def test_what_a_kill_tore_is_left_out(tmp_path):
@@ -48,7 +58,7 @@ def test_what_a_kill_tore_is_left_out(tmp_path):
     record = read_run(tmp_path)
     assert [step.step for step in record.steps] == [1, 2, 3, 4]
     assert record.notes == ["Step 5 is left out: a kill tore its allocation."]
-    assert what_if.first_difference(record.steps, what_if.replay(record.steps, base_allocator(record))) is None
+    assert what_if.first_difference(record.steps, what_if.replay(record.steps, what_if.allocator_of(record))) is None
 
 
 def test_a_run_on_recorded_rollouts(tmp_path):

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -117,13 +118,15 @@ def test_what_is_not_there_is_named(make_run, two_steps, tmp_path):
         list(read_samples(tmp_path))
 
 
-def test_the_command_in_a_pipe_that_closes(make_run, new_rollout):
-    run = make_run(*[new_rollout(1, g, k, 0.1, response="long\n" * 2000) for g in range(8) for k in range(8)])
-    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "samples", run, "--limit", "64"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as pipe:
-        pipe.stdout.readline()
-        pipe.stdout.close()
-        assert (pipe.wait(), pipe.stderr.read()) == (0, b"")
+@pytest.mark.parametrize("name", ["samples", "report"])
+def test_a_command_in_a_pipe_that_is_closed(folders, new_rollout, name):
+    run = folders.run("run", [new_rollout(1, 0, 0, 0.1)])
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as closed:
+        command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", name, run]
+        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_an_episode_is_shown_as_a_conversation(make_run, new_rollout):

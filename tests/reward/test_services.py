@@ -273,11 +273,12 @@ def test_requests_per_second_are_limited_and_a_service_may_ask_for_a_pause(start
 def test_scores_are_kept_and_failures_are_not(start):
     endpoint, pool, _ = start("judge", lambda _, number: completion("Score: 5" if number > 1 else "?"), cache=2)
     assert [scored(pool, "a")[0].status for _ in range(3)] == ["reward_error", "ok", "ok"]
-    for responses, requests in (("a", 2), ("b", 3), ("a", 3), ("c", 4), ("ac", 4), ("b", 5)):  # the last used two
+    # the last used two, and one request for equal ones
+    for responses, requests in (("a", 2), ("b", 3), ("a", 3), ("c", 4), ("ac", 4), ("b", 5), ("ddd", 6)):
         scored(pool, *responses)
         assert len(endpoint.requests) == requests
     scored(pool, "b", prompt=Prompt("p7", text="1 + 2?", answer="3"))  # the same id and response
-    assert len(endpoint.requests) == 6
+    assert len(endpoint.requests) == 7
     endpoint, pool, _ = start("judge", lambda *_: value()["judge"])
     assert len(scored(pool, *"aaa")) == len(endpoint.requests) == 3
 

@@ -43,9 +43,8 @@ class Engine(Server):
                 await asyncio.sleep(self.seconds)
                 if self.broken and request.transport is not None:
                     request.transport.close()
-                made.append(
-                    self.end if self.end is not None and len(made) == left - 1 else FIRST + self.version % VERSIONS
-                )
+                last = self.end is not None and len(made) == left - 1
+                made.append(self.end if last else FIRST + self.version % VERSIONS)
                 if over:
                     break
         finally:
@@ -61,19 +60,9 @@ class Engine(Server):
         return sent
 
 
-async def run_steps(
-    generator,
-    engines,
-    prompts,
-    counts,
-    steps: int,
-    staleness: int,
-    first: int = 1,
-    ends: int | None = None,
-    update=0.05,
-):
+async def run_steps(generator, engines, prompts, counts, steps: int, staleness: int, first: int = 1, ends=None):
     """{step: its result}, of a loop as the trainer's, with `counts` rollouts of `prompts` in each step. `ends`: the
-    step in whose middle it does. `update`: seconds."""
+    step in whose middle it does."""
     results, dispatched = {}, first - 1
 
     async def pushed(version):
@@ -92,6 +81,6 @@ async def run_steps(
             await asyncio.sleep(0.1)
             return results
         results[step] = await generator.collect(step)
-        await asyncio.sleep(update)
+        await asyncio.sleep(0.05)  # the update
         await pushed(step)
     return results

@@ -52,11 +52,11 @@ class Server:
 
 class World:
     """Two servers, and a loop as the trainer's of `staleness` and `steps`: of each step four groups of two rollouts.
-    `length(rollout's name)`: of its response. A server is killed or frozen again and again."""
+    `length(rollout's name)`: of its response. `faults`: what happens again and again, in the words of `_hurt`."""
 
-    def __init__(self, seed: int, staleness: int, length, at_sync: str):
+    def __init__(self, seed: int, staleness: int, length, at_sync: str, faults=("killed", "frozen", "slow")):
         self.rng, self.staleness, self.length = random.Random(seed), staleness, length
-        self.at_sync = at_sync
+        self.at_sync, self.faults = at_sync, faults
         self.responses: dict[str, Response] = {}
         self.trained: dict[int, list[str]] = {}  # step -> names
         self.hurt = 0  # times that a server was
@@ -100,13 +100,15 @@ class World:
             await asyncio.sleep(self.rng.expovariate(1 / 30))
             server = self.rng.choice(list(self.servers.values()))
             self.hurt += 1
-            match self.rng.randrange(3):
-                case 0:
+            match self.rng.choice(self.faults):
+                case "killed":
                     server.ended.set()
-                case 1:
+                case "frozen":
                     server.frozen = True
-                case 2:
+                case "slow":
                     server.speed = self.rng.choice([0.001, 0.01, 0.1])
+                case "held up":  # this process: all that was due meanwhile is due at once
+                    asyncio.get_running_loop()._now += 2 * self.fleet.config.rollout.health_timeout
 
     # -- the loop --------------------------------------------------------------------------------------------------
     async def _train(self, steps: int) -> None:
@@ -156,7 +158,7 @@ class World:
                 await self.fleet.end_sync(version, outcomes)
                 break
         for dispatched in ahead.values():
-            dispatched.synced()
+            dispatched.go_on()
 
 
 class Client:
@@ -193,6 +195,7 @@ class Client:
     async def healthy(self, timeout: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
+                await asyncio.sleep(1.0)  # as SGLang's
                 while self._server.frozen and not self._ended.is_set():
                     await asyncio.sleep(1.0)
                 return not self._ended.is_set()

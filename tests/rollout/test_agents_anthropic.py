@@ -86,6 +86,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     [
         ({"messages": []}, "at least one"),
         ({"messages": [{"role": "tool", "content": "7"}]}, "'tool' is none of"),
+        ({"messages": [{"content": "7"}]}, "the request: not in the form of the API (KeyError: 'role')"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "of type 'image'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "type 'thinking'"),
         ({"system": [IMAGE]}, "system: a block of type 'image'"),

@@ -49,11 +49,8 @@ def pool(tmp_path, monkeypatch):
         def ask(what, seconds=20.0, **meta):
             nonlocal count
             count += 1
-            prompt = {
-                "prompt_id": "p",
-                "messages": [{"role": "user", "content": "2+2"}],
-                "meta": {"what": what, **meta},
-            }
+            messages = [{"role": "user", "content": "2+2"}]
+            prompt = {"prompt_id": "p", "messages": messages, "meta": {"what": what, **meta}}
             return pool.run(f"e{count}", prompt, "http://x/v1", time.monotonic() + seconds)
 
         try:

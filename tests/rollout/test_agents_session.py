@@ -116,6 +116,7 @@ def test_completions_take_and_give_token_ids():
         ({"max_tokens": 0}, "at least 1"),
         ({"stop": [3]}, "stop"),
         ({"tools": [{"type": "web"}]}, "only functions"),
+        ({"tools": [{"type": "function", "function": {"name": 3}}]}, r"tools\[0\].function.name: 3"),
     ],
 )
 def test_what_would_be_no_sample_of_the_policy_is_refused_and_not_sent_again(fields, why):
@@ -125,6 +126,26 @@ def test_what_would_be_no_sample_of_the_policy_is_refused_and_not_sent_again(fie
         return scripted
 
     assert not run(work).asked
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"messages": [', "line 1 column"),
+        (b"[" * 100_000, "the request: not in the form of the API (RecursionError"),
+        (b'{"messages": ["how?"]}', "messages[0]: not in the form of the API (AttributeError"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "messages[0]: not in the form of the API"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "the chat template or the tokenizer fails"),
+        (b'{"messages": [{"role": "user", "content": ""}], "tools": 7}', "tools: not in the form of the API"),
+    ],
+)
+def test_a_malformed_request_is_refused_and_the_episode_goes_on(body, why):
+    async def work(client, own, scripted):
+        async with aiohttp.ClientSession() as session, session.post(own.base_url + "/chat/completions", data=body) as r:
+            assert r.status == 400 and why in (await r.json())["error"]["message"]
+        return await own.chat(QUESTION)
+
+    assert run(work, "seven")["content"] == "seven"
 
 
 def test_tokens_and_context_are_limits_of_the_episode():

@@ -29,3 +29,10 @@ def test_no_token_is_older_than_the_bound(monkeypatch, bound, at_sync):
                 staleness.append(step - 1 - versions[0])
     assert max(staleness) == world.staleness
     assert world.hurt > 50 and len(world.responses) == 8 * STEPS
+
+
+def test_servers_stay_where_the_rollout_process_is_held_up(monkeypatch):
+    """For longer than rollout.health_timeout, while a server's answer to /health is under way, too."""
+    world = World(0, 0, heavy_tailed, "partial", faults=["held up"])
+    world.run(monkeypatch, STEPS)
+    assert world.hurt > 50 and world.fleet.notes == []

@@ -12,16 +12,14 @@ END = 3  # <|im_end|>
 PROMPT = [20, 30, 40, 50, 60]
 
 
-def logprobs_of(model, response, temperature: float = 1.0) -> torch.Tensor:
+def gap(model, response, temperature: float = 1.0) -> float:
+    """The largest, between the server's logprobs and the model's."""
     tokens = torch.tensor([PROMPT + response.tokens])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0]
     table = torch.log_softmax(logits / temperature, -1)
-    return table[len(PROMPT) - 1 : -1].gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
-
-
-def gap(model, response, temperature: float = 1.0) -> float:
-    return (logprobs_of(model, response, temperature) - torch.tensor(response.logprobs)).abs().max().item()
+    logprobs = table[len(PROMPT) - 1 : -1].gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
+    return (logprobs - torch.tensor(response.logprobs)).abs().max().item()
 
 
 def run(server, work, eos=(END,), **options):
@@ -50,10 +48,8 @@ def test_logprobs_are_the_models_at_the_sampling_temperature(sglang_server, tiny
 @pytest.mark.parametrize("most", [8, 1])
 def test_a_sequence_may_have_all_of_the_models_length(sglang_server, most):
     """One token: as where a push interrupts a response before its last one."""
-    response = run(
-        sglang_server,
-        lambda client: client.generate(f"full-{most}", [20] * (2048 - most), temperature=0.0, max_new_tokens=most),
-    )
+    prompt, options = [20] * (2048 - most), {"temperature": 0.0, "max_new_tokens": most}
+    response = run(sglang_server, lambda client: client.generate(f"full-{most}", prompt, **options))
     assert len(response.tokens) == most and response.finish_reason == "length", response
 
 

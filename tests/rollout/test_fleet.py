@@ -1,11 +1,9 @@
-"""Two real servers that are killed, frozen and restarted while they answer."""
+"""Two real servers that are killed and restarted while they answer."""
 
 import contextlib
 import json
 import os
-import signal
 import sys
-import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -16,12 +14,11 @@ from stand_ins import VOCABULARY, sampled
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
-from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
+from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.guard import shared_memory_of
 from dynamo_megatron.types import Prompt
 
-OUTCOMES = ("completed", "truncated", "aborted", "failed", "rejected")
 END = 3  # <|im_end|>
 PROMPTS = [Prompt(f"p{i}", text="?", tokens=[20 + i, 30, 40]) for i in range(4)]
 REWARDS = "def length(prompt, response):\n    return float(len(response))\n"
@@ -54,12 +51,11 @@ def processes_of(name: str) -> list[psutil.Process]:
     return []
 
 
-def hurt(name: str, number: int = signal.SIGKILL, whole: bool = True) -> None:
-    """Sends the server's HTTP process, and with `whole` all its processes, a signal."""
+def kill(name: str) -> None:
     found = processes_of(name)
     assert found, f"{name} has no processes"
-    for process in found if whole else found[:1]:
-        process.send_signal(number)
+    for process in found:
+        process.kill()
 
 
 def push(worker: RolloutWorker, version: int) -> list[str]:
@@ -94,9 +90,7 @@ def fleet(tiny_model, tmp_path_factory):
     python = folder / "python"
     python.write_text(f'#!/bin/sh\ntest ! -e {folder}/broken || exit 9\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    config = configuration(
-        tiny_model, folder, servers=2, python=str(python), max_new_tokens=300, timeout=120.0, health_timeout=4.0
-    )
+    config = configuration(tiny_model, folder, servers=2, python=str(python), max_new_tokens=300, timeout=120.0)
     worker = RolloutWorker(config, [END], VOCABULARY)
     worker.start()
     try:
@@ -105,14 +99,6 @@ def fleet(tiny_model, tmp_path_factory):
     finally:
         worker.close()
         os.chdir(before)
-
-
-def closed(result, requested: int) -> dict[str, int]:
-    """The counts of a result whose accounts close."""
-    result.check_accounts(requested)
-    counts = result.counts
-    assert counts["requested"] == requested == sum(counts[kind] for kind in OUTCOMES)
-    return counts
 
 
 def once(action):
@@ -131,9 +117,9 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     worker, folder = fleet
     pids = [p.pid for p in processes_of("server-1")]
     segments = shared_memory_of(pids)
-    result = sampled(worker, 1, PROMPTS, [16] * 4, on_count=once(lambda: hurt("server-1")))
-    counts = closed(result, 64)
-    assert counts["failed"] == counts["aborted"] == 0, result.notes
+    result = sampled(worker, 1, PROMPTS, [16] * 4, on_count=once(lambda: kill("server-1")))
+    result.check_accounts(64)
+    assert result.counts["failed"] == result.counts["aborted"] == 0, result.notes
     assert len(read_rollouts(step_file(folder, 1))) == 64
     assert result.uses["server-1"].retries > 0
     assert result.counts_by_server["server-0"]["completed"] > 0
@@ -144,40 +130,8 @@ def test_a_server_killed_while_it_generates_loses_no_rollout(fleet):
     assert segments and not any(os.path.exists(segment) for segment in segments)
     wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 300, "both servers")
     result = sampled(worker, 2, PROMPTS, [4] * 4)
-    assert closed(result, 16)["failed"] == 0 and set(result.counts_by_server) == {"server-0", "server-1"}
+    assert result.counts["failed"] == 0 and set(result.counts_by_server) == {"server-0", "server-1"}
     assert result.uses["server-1"].restarts == 1
-
-
-@pytest.mark.full
-def test_servers_stay_where_the_rollout_process_was_held_up(fleet):
-    """For longer than rollout.health_timeout."""
-    worker, _ = fleet
-    wait_until(lambda: set(push(worker, 0)) == {"server-0", "server-1"}, 300, "both servers")
-    before = [p.pid for name in ("server-0", "server-1") for p in processes_of(name)]
-
-    def hold_up():
-        os.kill(worker._process.pid, signal.SIGSTOP)
-        threading.Timer(12, os.kill, (worker._process.pid, signal.SIGCONT)).start()
-
-    result = sampled(worker, 14, PROMPTS, [16] * 4, on_count=once(hold_up))
-    assert closed(result, 64)["failed"] == 0 and not any("left the rotation" in n for n in result.notes), result.notes
-    assert [p.pid for name in ("server-0", "server-1") for p in processes_of(name)] == before
-
-
-@pytest.mark.full
-def test_a_step_whose_servers_are_all_lost_asks_for_a_push_and_goes_on(fleet):
-    worker, folder = fleet
-    wait_until(lambda: set(push(worker, 5)) == {"server-0", "server-1"}, 300, "both servers")
-    lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
-    with pytest.raises(SyncNeeded, match=r"no server has the weights of step 5: server-0: .*server-1: "):
-        sampled(worker, 12, PROMPTS, [16] * 4, on_count=lose_both)
-    kept = {r.rollout_id for r in read_rollouts(step_file(folder, 12))}
-    assert 2 <= len(kept) < 64
-    push(worker, 5)
-    result = sampled(worker, 12, PROMPTS, [16] * 4)
-    assert closed(result, 64)["failed"] == 0
-    lines = [r.rollout_id for r in RolloutStore(folder).lines(12)]
-    assert len(lines) == 64 and set(lines[: len(kept)]) == kept, "what was finished was not asked for again"
 
 
 @pytest.mark.full
@@ -186,7 +140,7 @@ def test_servers_that_never_come_up_again_end_the_run_with_one_message(fleet):
     worker, folder = fleet
     push(worker, 6)
     (folder / "broken").touch()
-    lose_both = once(lambda: [hurt(name) for name in ("server-0", "server-1")])
+    lose_both = once(lambda: [kill(name) for name in ("server-0", "server-1")])
     with pytest.raises(SyncNeeded):
         sampled(worker, 13, PROMPTS, [16] * 4, on_count=lose_both)
     with pytest.raises(RolloutError, match=r"no rollout server is up; server-0: .*exit code 9.*server-1") as error:

@@ -37,10 +37,12 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
         failing = False
         before = len(server.asked)
         await push(0)
+        await generator.evaluate(PROMPTS[:1])
+        assert [name for name in server.asked[before:] if not name.startswith("eval-")] == [], "no KV cache there yet"
         result = await generated(generator, 1, PROMPTS, counts, 0)
         result.check_accounts(32)
         assert result.counts["aborted"] == 1 and result.reused == 0
-        assert len(server.asked) - before == 32 - len(there)
+        assert len(server.asked) - before == 1 + 32 - len(there)
         assert result.uses["server-0"].retries > 0
         assert not any("discarded" in note for note in result.notes), result.notes
         gone = 1 + result.counts["failed"]  # each lost four times with the only server

@@ -194,8 +194,6 @@ def test_a_real_server_gives_the_scores_of_transformers(tiny_reward_model, trans
 
     scores = asyncio.run(work())
     for prompt, response, score in zip(prompts, responses, scores, strict=True):
-        assert score.reward == pytest.approx(transformers_score(prompt.text, response), rel=1e-3, abs=1e-3), (
-            prompt,
-            response,
-        )
+        expected = transformers_score(prompt.text, response)
+        assert score.reward == pytest.approx(expected, rel=1e-3, abs=1e-3), (prompt, response)
     assert max(s.reward for s in scores) - min(s.reward for s in scores) > 0.1

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from stand_ins import VOCABULARY, external, sampled
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import to_plain
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.servers import announcements, supervisor
 from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide
 from dynamo_megatron.rollout.servers.serve import NodeServers, _serve
@@ -96,6 +98,23 @@ def test_the_run_hears_of_servers_that_are_down_for_good(tmp_path, monkeypatch):
             assert not serving.done()
             running.cancel()
             await serving
+
+    asyncio.run(work())
+
+
+def test_an_error_of_a_node_s_servers_leaves_its_task_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(announcements, "BEAT_EVERY", 0.05)
+
+    async def run():
+        raise ExceptionGroup("of a server's task", [InputError("rollout.port: taken")])
+
+    async def work():
+        running = asyncio.create_task(Announced(tmp_path, [], None).run())
+        try:
+            with pytest.raises(InputError, match="taken"):
+                await _serve(external(["http://unused"]), [(NodeSide(tmp_path, []), SimpleNamespace(run=run))])
+        finally:
+            running.cancel()
 
     asyncio.run(work())
 

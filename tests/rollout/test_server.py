@@ -17,6 +17,7 @@ from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import server as server_module
 from dynamo_megatron.rollout.servers.server import LONGER_CONTEXT, SGLangServer, check_reachable, library_path
+from dynamo_megatron.rollout.servers.server_api import call
 from dynamo_megatron.runtime import guard
 
 END = 3  # <|im_end|>
@@ -66,10 +67,7 @@ def test_a_server_that_dies_early_says_why(tmp_path):
 
 
 def test_a_silent_server_times_out(tmp_path):
-    silent = tmp_path / "silent"
-    silent.write_text("#!/bin/sh\nsleep 100\n")
-    silent.chmod(0o755)
-    config = RolloutConfig(python=str(silent), start_timeout=1.0)
+    config = RolloutConfig(python=program(tmp_path, "#!/bin/sh\nexec sleep 100\n"), start_timeout=1.0)
     server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
     server.start()
     try:
@@ -79,15 +77,19 @@ def test_a_silent_server_times_out(tmp_path):
         server.stop()
 
 
+def program(folder: Path, text: str) -> str:
+    """An interpreter for a server."""
+    (folder / "program").write_text(text)
+    (folder / "program").chmod(0o755)
+    return str(folder / "program")
+
+
 def started_with(folder, model, **config) -> list[str]:
     """The words that a server is started with, and two variables."""
-    python, log = folder / "python", folder / "sglang.log"
-    python.write_text(
-        f'#!/bin/sh\nprintf "%s\\n" "$@" longer=${LONGER_CONTEXT} "path $PYTHONPATH" end\nexec sleep 100\n'
-    )
-    python.chmod(0o755)
+    words, log = f'"$@" longer=${LONGER_CONTEXT} "path $PYTHONPATH" end', folder / "sglang.log"
+    python = program(folder, f'#!/bin/sh\nprintf "%s\\n" {words}\nexec sleep 100\n')
     log.unlink(missing_ok=True)
-    server = SGLangServer(RolloutConfig(python=str(python), **config), model, log)
+    server = SGLangServer(RolloutConfig(python=python, **config), model, log)
     server.start()
     try:
         deadline = time.monotonic() + 60
@@ -120,10 +122,8 @@ def test_a_server_has_room_for_sequences_of_the_models_length(
 
 def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    silent = tmp_path / "silent"
-    silent.write_text("#!/bin/sh\nexec sleep 100\n")
-    silent.chmod(0o755)
-    server = SGLangServer(RolloutConfig(python=str(silent)), ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
+    config = RolloutConfig(python=program(tmp_path, "#!/bin/sh\nexec sleep 100\n"))
+    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
     server.start()
     folders = [Path(folder) for folder in server._folders]
     assert (folders[0] / "server.yaml").stat().st_mode & 0o777 == 0o600
@@ -162,10 +162,8 @@ http.server.HTTPServer((word("--host"), int(word("--port"))), Falls).serve_forev
 
 def test_a_server_that_falls_in_its_first_request_is_a_start_that_failed(tmp_path):
     """A start that fails is tried again; anything else ends the run."""
-    falls = tmp_path / "falls"
-    falls.write_text(FALLS.format(python=sys.executable))
-    falls.chmod(0o755)
-    server = SGLangServer(RolloutConfig(python=str(falls)), ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
+    config = RolloutConfig(python=program(tmp_path, FALLS.format(python=sys.executable)))
+    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
     server.start()
     try:
         with pytest.raises(RolloutError, match="does not answer"):
@@ -203,7 +201,7 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
             response = await client.generate("one", [20, 30, 40])
             sampling = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
             payload = {"input_ids": [20], "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}
-            _, reply = await client._request("POST", "/generate", payload)
+            reply = await asyncio.to_thread(call, server.endpoint, "/generate", payload, 60.0)
             return response, reply["meta_info"]["output_top_logprobs"]
 
     before = {child.pid for child in psutil.Process().children()}

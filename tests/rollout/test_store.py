@@ -7,6 +7,8 @@ import secrets
 import pytest
 from stand_ins import rollout
 
+from dynamo_megatron.errors import ConfigError
+from dynamo_megatron.rollout import store as store_module
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file
 from dynamo_megatron.runtime.line_files import compressed
@@ -23,6 +25,20 @@ def test_what_was_appended_is_read_back(tmp_path):
     assert read_rollouts(step_file(tmp_path, 3)) == written
     assert len(read_rollouts(step_file(tmp_path, 4))) == 1
     assert list(store.lines(3)) == written and list(store.lines(5)) == []
+
+
+def test_a_file_is_read_once_for_its_end_and_old_ones_are_closed(tmp_path, monkeypatch):
+    looked, look = [], store_module.whole_frames
+    monkeypatch.setattr(store_module, "whole_frames", lambda d, path: looked.append(path) or look(d, path))
+    store, before = RolloutStore(tmp_path), len(os.listdir("/proc/self/fd"))
+    for step in range(1, 200):
+        for name in ("0000-000", "0000-001"):
+            store.append(rollout(f"{step:06d}-{name}"))
+            assert list(store.lines(step + 1)) == []
+        store.reject(step, [f"{step:06d}-0000-001"])
+    assert looked == [step_file(tmp_path, step) for step in range(1, 200)]
+    assert len(os.listdir("/proc/self/fd")) - before <= store_module.MOST_OPEN
+    store.close()
 
 
 @pytest.mark.parametrize("whole", [0, 2])
@@ -86,7 +102,7 @@ def test_a_line_that_is_no_rollout_of_a_step_is_named(tmp_path, changes, why):
     store = RolloutStore(tmp_path)
     store.append(rollout("000003-0000-000"), dataclasses.replace(rollout("000003-0000-001"), **changes))
     path = step_file(tmp_path, 3)
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}:2: {why}')}"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{path}:2: {why}')}"):  # a resume ends with exit code 2
         read_rollouts(path)
     store.discard(3, ["000003-0000-001", "000003-0000-x"])
     assert read_rollouts(path) == [rollout("000003-0000-000")]

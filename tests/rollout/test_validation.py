@@ -34,7 +34,7 @@ FAULTS = {
 
 
 def fault(**changes) -> str:
-    return response_fault(**SOUND | changes, vocab_size=100, max_new_tokens=4)
+    return response_fault(SOUND | changes, vocab_size=100, max_new_tokens=4)
 
 
 def test_what_is_sound_passes():

@@ -11,10 +11,12 @@ import pytest
 from stand_ins import VOCABULARY, Server, external, listening, sampled
 
 from dynamo_megatron.data.templates import decoder_of, load_tokenizer
+from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.types import Prompt
 
 REWARDS = """
@@ -91,6 +93,15 @@ def test_a_failing_reward_function_keeps_its_message_and_the_worker_lives(worker
     log = worker.log.read_text()
     assert "\x1b" not in log and "\\x1b[2Jprinted" in log and log.endswith(f"{error.value}\n")
     assert sampled(worker, 6, PROMPTS[:1], [1]).counts["requested"] == 1
+
+
+def test_a_broken_file_of_the_step_is_bad_input_and_the_worker_lives(worker):
+    path = step_file(worker._config.output_dir, 7)
+    path.write_bytes(compressed(b"{}\n"))
+    with pytest.raises(ConfigError, match=f"^{path}:1: "):  # with which a resume ends with exit code 2
+        sampled(worker, 7, PROMPTS[:1], [1])
+    path.unlink()
+    assert sampled(worker, 7, PROMPTS[:1], [1]).counts["requested"] == 1
 
 
 def test_a_child_killed_while_it_generates_is_named_and_leaves_nothing(worker):

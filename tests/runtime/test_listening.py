@@ -11,11 +11,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.runtime import listening as addresses
 from dynamo_megatron.runtime.coordination import connect_store
-from dynamo_megatron.runtime.listening import (
-    address_of,
-    interface_of,
-    store_address,
-)
+from dynamo_megatron.runtime.listening import address_of, interface_of, store_address
 
 
 def listening() -> set[str]:

@@ -21,11 +21,10 @@ def test_lines_of_later_steps_and_a_torn_one_are_cut_off(tmp_path, torn):
         rows = write(path, 6, 3)
         with path.open("a") as file:
             file.write(torn)
-        StepLog(path, keep_to=keep_to).close()
+        StepLog(path, keep_to=keep_to)
         assert path.read_text() == "".join(row + "\n" for row in rows[: 3 * keep_to])
     log = StepLog(path, keep_to=6)
     log.write([{"step": 7}])
-    log.close()
     assert path.read_text().endswith('}\n{"step": 7}\n')
 
 

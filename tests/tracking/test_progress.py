@@ -12,7 +12,7 @@ import termios
 
 import pytest
 
-from dynamo_megatron.tracking.step_line import FIELDS, LEGEND, step_line
+from dynamo_megatron.tracking.progress import FIELDS, LEGEND, step_line
 
 # The clock moves while the program sleeps and at no other time, so that no load of the machine is shown.
 CLOCK = """

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.tracking.profiler import StepProfiler
-from dynamo_megatron.tracking.resources import resource_metrics
+from dynamo_megatron.tracking.resources import StepProfiler, resource_metrics
 
 MB = 1_000_000
 

@@ -1,15 +1,17 @@
+import dataclasses
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from background_run import made_rollout
 
-from dynamo_megatron.config import Config, OptimizerConfig, SpikeConfig
+from dynamo_megatron.config import Config
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
 from dynamo_megatron.tracking.phases import Clock
-from dynamo_megatron.tracking.step_metrics import StepRecord, spike_count, step_metrics
+from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
 from dynamo_megatron.types import REWARD_STATES, RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.sync import SyncReport
 
@@ -43,28 +45,22 @@ def metrics(
     `version`: of the weights that sampled all tokens.
     `rewards`: those of RolloutResult."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
-    rollouts = RolloutBatch(
-        prompt_ids=["p", "p"],
-        tokens=np.zeros(12, np.int64),
-        offsets=np.array([0, 3, 12]),
-        prompt_lengths=np.array([1, 1]),
-        rollout_ids=["a", "b"],
-        group_ids=["g", "g"],
-        engine_logprobs=engine,
-        rewards=np.array([0.0, 1.0]),
-        successes=np.array([False, True]),
-        weight_versions=np.full(10, version, np.int32),
-        finish_reasons=["stop", "stop"],
-        servers=["", ""],
-        step_rewards=steps,
-    )
+    sampled = [
+        {"right": k == 1, "engine_logprobs": part, "weight_versions": [(version, 0, len(part))]}
+        for k, part in enumerate((engine[:2], engine[2:]))
+    ]
+    made = [made_rollout(1, 0, k, "p", [0], [0] * n, **sampled[k]) for k, n in enumerate((2, 8))]
+    rollouts = dataclasses.replace(RolloutBatch.from_rollouts(made), step_rewards=steps)
     outcomes = {
         name: Outcome(kind, "server-0", scores=own, tokens=int(tokens))
         for name, kind, own, tokens in zip(
-            "ab", ("completed", "truncated"), scores, rollouts.response_lengths, strict=True
+            rollouts.rollout_ids, ("completed", "truncated"), scores, rollouts.response_lengths, strict=True
         )
     }
-    uses = {"server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1), "server-1": ServerUse(restarts=2)}
+    uses = {
+        "server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1),
+        "server-1": ServerUse(busy=2.5, restarts=2),
+    }
     result = RolloutResult(rollouts, outcomes, {"generate": 2.0, "tail": 0.5}, [], uses=uses).without(rejected, [])
     allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
     config = Config(
@@ -144,15 +140,11 @@ def test_what_the_servers_did():
     assert found["fleet/retries"] == 1 and found["fleet/restarts"] == 2
     per_server = {"tokens_per_second": 5.0, "busy_share": 0.5, "kv_cache": 0.25, "rollouts": 2}
     assert {k: found[f"fleet/server-0/{k}"] for k in per_server} == per_server
-    assert found["fleet/server-1/rollouts"] == 0
+    assert (found["fleet/server-1/rollouts"], found["fleet/server-1/busy_share"]) == (0, 1.0)
     assert "fleet/server-1/kv_cache" not in found  # nobody has asked for it
 
 
 def test_updates_that_were_skipped_as_spikes_are_counted():
-    config = Config(model={"path": "m"}, data={"source": "d"}, output_dir="o")
-    spike = config.model_copy(update={"optimizer": OptimizerConfig(spike=SpikeConfig())})
-    updates = [{"skipped": 0.0}, {"skipped": 1.0, "spike": 1.0}, {"skipped": 1.0}, {"skipped": 1.0, "spike": 1.0}]
-    assert spike_count(updates, spike) == {"policy/gradient_spikes": 2} and spike_count(updates, config) == {}
     found = metrics(spike={"above": 2.0})
     assert (found["policy/gradient_spikes"], found["policy/skipped_updates"], found["policy/grad_norm"]) == (1, 2, 4.0)
     assert "policy/gradient_spikes" not in metrics()

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from background_run import made_rollout
 
 from dynamo_megatron.algorithm.modulation import entropy_change, modulate, modulation_ranges
 from dynamo_megatron.config import Config
@@ -12,7 +13,7 @@ from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.store import tokens_file
 from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash, token_rows, write_token_rows
-from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
+from dynamo_megatron.types import RolloutBatch, TokenStats
 
 GROUPS, SIZE = 3, 4
 calls = []
@@ -35,21 +36,9 @@ def made(**algorithm) -> tuple[TrainBatch, TokenStats, Config]:
     )
     generator, rollouts = np.random.default_rng(0), []
     for s in range(GROUPS * SIZE):
-        group, n = f"000001-{s // SIZE:04d}", s + 1
-        fields = {"finish_reason": "stop", "reward": float(generator.random()), "success": False, "reward_parts": {}}
-        rollouts.append(
-            Rollout(
-                rollout_id=f"{group}-{s % SIZE:03d}",
-                group_id=group,
-                prompt_id=f"p{s // SIZE}",
-                step=1,
-                tokens=[1, *range(10 * s, 10 * s + n)],
-                response_mask=[0] + [1] * n,
-                engine_logprobs=[-1.0] * n,
-                weight_versions=[(0, 0, n)],
-                **fields,
-            )
-        )
+        group, response = s // SIZE, list(range(10 * s, 11 * s + 1))
+        fields = {"reward": float(generator.random()), "right": False, "engine_logprobs": [-1.0] * len(response)}
+        rollouts.append(made_rollout(1, group, s % SIZE, f"p{group}", [1], response, **fields))
     batch = RolloutBatch.from_rollouts(rollouts)
     tokens = len(batch.engine_logprobs)
     logprobs, entropy = -torch.from_numpy(generator.random((2, tokens)).astype(np.float32)) * 3

@@ -211,10 +211,8 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
         assert isinstance(relation, Relation)
         values = _approximated(relation)
         if values is None:
-            assigned = _assigned(relation, of_answer=relation is answer)
-            values = [
-                value for value in (interval_of(relation) if assigned is None else assigned,) if value is not None
-            ]
+            value = _assigned(relation, of_answer=relation is answer) or interval_of(relation)
+            values = [] if value is None else [value]
         return any(equal(value, other) if relation is reference else equal(other, value) for value in values)
     intervals = [interval_of(each) or _element_of(each) for each in (reference, answer)]
     if all(intervals) and _variable(reference) == _variable(answer):
@@ -230,10 +228,9 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
         return _proportional(mine, other, positive=False)
     if {*mine.signs, *other.signs} <= LESS.keys() and len(mine.signs) == len(other.signs):
         mine, other = turned_left(mine), turned_left(other)
-        if mine.signs != other.signs:
-            return False
-        return _equal_in_order(mine.members, other.members) or (
-            len(mine.signs) == 1 and _proportional(mine, other, positive=True)
+        return mine.signs == other.signs and (
+            _equal_in_order(mine.members, other.members)
+            or (len(mine.signs) == 1 and _proportional(mine, other, positive=True))
         )
     return False
 
@@ -451,10 +448,8 @@ def _members(node: Node) -> Members | None:
             closed = ends[0] == "[", ends[1] == "]"
             if low is None or high is None or low > high or (low == high and not all(closed)):
                 return None
-            return [
-                low,
-                high,
-            ], lambda x: (closed[0] if _near(x, low) else x > low) and (closed[1] if _near(x, high) else x < high)
+            above = lambda x: closed[0] if _near(x, low) else x > low  # noqa: E731
+            return [low, high], lambda x: above(x) and (closed[1] if _near(x, high) else x < high)
         case Group(kind="union" | "cap" | "minus" as kind, items=items):
             sets = [_members(item) for item in items]
             if None in sets:

@@ -70,8 +70,7 @@ class _Parser:
         return self.tokens[self.at - 1]
 
     def take(self, kind: str) -> Token:
-        if self.next.kind != kind:
-            self.fail()
+        self.need(self.next.kind == kind)
         return self.step()
 
     def word(self) -> str:
@@ -86,6 +85,10 @@ class _Parser:
 
     def fail(self) -> NoReturn:
         raise NotMathematics(self.next.text)
+
+    def need(self, fits: bool) -> None:
+        if not fits:
+            self.fail()
 
     # Lists, relations, sets
 
@@ -117,8 +120,7 @@ class _Parser:
             self.step()
             signs.append(sign)
             members.append(self.side())
-        if signs and self.next.kind in ("\\bmod", "\\pmod"):
-            self.step()
+        if signs and self.accept("\\bmod", "\\pmod"):
             modulus = self.unary()
         elif signs and self.next.kind == "(" and self.tokens[self.at + 1].text in ("bmod", "mod"):
             self.at += 2
@@ -129,8 +131,7 @@ class _Parser:
     def side(self) -> Node:
         parts, kind = [self.quantity()], ""
         while (found := SETS.get(self.next.kind.removeprefix("\\"))) is not None:
-            if kind not in ("", found):
-                self.fail()
+            self.need(kind in ("", found))
             kind = found
             self.step()
             parts.append(self.quantity())
@@ -144,8 +145,7 @@ class _Parser:
             assert unit is not None
             value = self.magnitude(self.sum())
             after = self.units()
-            if after is not None and after.powers != unit.powers:
-                self.fail()
+            self.need(after is None or after.powers == unit.powers)
             return Quantity(value, unit)
         if self.next.kind in ("-", "+") and self.tokens[self.at + 1].kind == "currency":
             negative, found = self.step().kind == "-", self.quantity()
@@ -154,8 +154,7 @@ class _Parser:
         unit = self.units()
         if unit is None:
             return value
-        if not unit.known and not is_plain_number(value):
-            self.fail()
+        self.need(unit.known or is_plain_number(value))
         if self.next.kind != "number":
             return Quantity(value, unit)
         return compound([Quantity(value, unit), self.quantity()]) or self.fail()  # 5 hours 20 minutes
@@ -175,22 +174,18 @@ class _Parser:
             words.append(self.step().text)
         while self.next.kind == "word" or (words and self.next.kind in ("/", "^", "\\cdot")):
             token = self.step()
-            if token.kind == "word":
+            if token.kind in ("word", "/"):
                 words.append(token.text)
-            elif token.kind == "/":
-                words.append("/")
             elif token.kind == "^":
                 power = exact(self.exponent())
-                if power is None or power.denominator != 1 or abs(power) > 99:
-                    self.fail()
-                words.append(int(power))
+                self.need(power is not None and power.denominator == 1 and abs(power) <= 99)
+                words.append(int(power))  # type: ignore[arg-type]
             if token.kind in ("/", "\\cdot") and self.next.kind == "name" and is_unit(self.next.text):
                 words.append(self.step().text)  # km/h
         if not words:
             return None
         unit = unit_of(words)
-        if unit is None or len(words) > 8:
-            self.fail()
+        self.need(unit is not None and len(words) <= 8)
         return unit
 
     def time(self) -> Node:
@@ -302,8 +297,7 @@ class _Parser:
         if token.kind == "{":
             node = self.braces()
             return self.symbol(node.name) if isinstance(node, Symbol) and self.next.kind == "_" else node  # {g}_k
-        if token.kind == "|":
-            self.step()
+        if self.accept("|"):
             self.bars += 1
             node = self.sum()
             self.bars -= 1
@@ -311,12 +305,9 @@ class _Parser:
             return Op("abs", (node,))
         if token.kind == "word":
             return self.named_in_words()
-        if token.kind in ("\\frac", "\\binom"):
-            self.step()
-            args = (self.argument(), self.argument())
-            return Op("div" if name == "frac" else "binom", args)
-        if token.kind in ("\\lfloor", "\\lceil"):
-            self.step()
+        if self.accept("\\frac", "\\binom"):
+            return Op("div" if name == "frac" else "binom", (self.argument(), self.argument()))
+        if self.accept("\\lfloor", "\\lceil"):
             node = self.sum()
             self.take(token.kind.replace("l", "r", 1))
             return Op("floor" if name == "lfloor" else "ceil", (node,))
@@ -339,27 +330,22 @@ class _Parser:
 
     def number(self) -> Node:
         text = self.take("number").text
-        if self.next.kind == "_":
-            self.step()
+        if self.accept("_"):
             base = self.raw()
-            if not text.isdecimal() or not base.isdecimal() or len(base) > 2:
-                self.fail()
+            self.need(text.isdecimal() and base.isdecimal() and len(base) <= 2)
             return Number(Fraction(int(text)), base=int(base))
-        if "." in text and self.next.kind in ("\\overline", "\\bar", "\\dot"):
-            self.step()
+        if "." in text and self.accept("\\overline", "\\bar", "\\dot"):
             return self.repeating(text, self.raw())
         if "." in text and self.next.kind == "\\ldots" and (same := re.search(r"(\d)\1\1$", text)):
             self.step()
             return self.repeating(text[: -len(same[0])], same[1])
         digits, _, power = text.partition("e")
-        if len(digits) > LONGEST or abs(int(power or 0)) > 30_000:
-            self.fail()
+        self.need(len(digits) <= LONGEST and abs(int(power or 0)) <= 30_000)
         places = len(digits.partition(".")[2])
         return Number(Fraction(text), places - int(power or 0) if places or power else None)
 
     def repeating(self, text: str, digits: str) -> Node:
-        if not digits.isdecimal() or "e" in text:
-            self.fail()
+        self.need(digits.isdecimal() and "e" not in text)
         places = len(text.partition(".")[2])
         return Number(Fraction(text) + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places))
 
@@ -379,8 +365,7 @@ class _Parser:
             return self.step().text if self.next.kind != "end" else self.fail()
         parts = []
         while not self.accept("}"):
-            if self.next.kind == "end":
-                self.fail()
+            self.need(self.next.kind != "end")
             parts.append(f"{{{self.raw()}}}" if self.next.kind == "{" else self.step().text)
         return "".join(parts)
 
@@ -410,14 +395,11 @@ class _Parser:
             return Op("root", (operand, index))
         power, base = None, None
         while self.next.kind in ("^", "_", "'"):
-            if self.next.kind == "^":
-                self.step()
+            if self.accept("^"):
                 power = self.exponent()
-            elif self.next.kind == "_" and name == "log":
-                self.step()
-                base = self.argument()
             else:
-                self.fail()
+                self.need(name == "log" and self.accept("_"))
+                base = self.argument()
         args = self.arguments() if self.next.kind == "(" else (self.operand(),)
         if name == "log" and base is not None:
             node = Op("log", (*args, base))
@@ -440,8 +422,7 @@ class _Parser:
 
     def braces(self) -> Node:
         self.take("{")
-        if self.accept("}"):
-            self.fail()
+        self.need(self.next.kind != "}")
         node = self.infix(("}",))
         self.take("}")
         return Group("set", node.items) if isinstance(node, Group) and node.kind == "list" else node
@@ -454,8 +435,7 @@ class _Parser:
         bars, self.bars = self.bars, 0
         node = self.answer(closings)
         self.bars = bars
-        if self.next.kind not in closings:
-            self.fail()
+        self.need(self.next.kind in closings)
         kind = opening + self.step().kind
         items = node.items if isinstance(node, Group) and node.kind == "list" else (node,)
         if opening == "\\{":
@@ -467,8 +447,7 @@ class _Parser:
     def matrix(self) -> Node:
         self.step()
         kind = self.raw()
-        if kind not in ("pmatrix", "bmatrix", "matrix", "array", "vmatrix", "Bmatrix", "smallmatrix"):
-            self.fail()
+        self.need(kind in ("pmatrix", "bmatrix", "matrix", "array", "vmatrix", "Bmatrix", "smallmatrix"))
         if kind == "array":
             self.raw()
         rows: list[Group] = []
@@ -480,6 +459,5 @@ class _Parser:
             if not self.accept("\\\\"):
                 break
         self.take("\\end")
-        if self.raw() != kind:
-            self.fail()
+        self.need(self.raw() == kind)
         return Group("determinant" if kind == "vmatrix" else "matrix", tuple(rows))

@@ -24,10 +24,7 @@ GREEK = re.compile(
     "alpha|beta|[Gg]amma|[Dd]elta|epsilon|z?eta|[Tt]heta|iota|kappa|[Ll]ambda|mu|nu|[Xx]i|Pi|rho|[Ss]igma|tau|[Uu]psilon"
     "|[Pp][hs]i|chi|[Oo]mega"
 )
-MIXED = re.compile(
-    r"(?P<whole>\d+)(?: ?\\frac ?(?:\{(?P<top>\d+)\}|(?P<digit>\d)) ?(?:\{(?P<bottom>\d+)\}|(?P<last>\d)(?!\d))"
-    r"| (?P<above>\d+)/(?P<below>\d+)(?![\d.]))"
-)
+MIXED = re.compile(r"(\d+)(?: ?\\frac ?(?:\{(\d+)\}|(\d)) ?(?:\{(\d+)\}|(\d)(?!\d))| (\d+)/(\d+)(?![\d.]))")
 TOKEN = re.compile(
     r"(?P<time>(?<![\d:])\d{1,2}:[0-5]\d(?::[0-5]\d)?"
     r"(?: ?[AaPp]\.? ?[Mm]\b\.?| ?\\text\{ ?[AaPp]\.?[Mm]\.? ?\})?(?![\d:]))"
@@ -93,13 +90,10 @@ class _Lexer:
         found = MIXED.match(text, start)
         if found is None or (self.tokens and self.tokens[-1].kind in ("^", "_", "\\frac", "\\binom", "\\sqrt")):
             return None
-        top, bottom = (
-            found["top"] or found["digit"] or found["above"],
-            found["bottom"] or found["last"] or found["below"],
-        )
+        whole, top, bottom = filter(None, found.groups())
         if not 0 < int(top) < int(bottom):
             return None
-        self.tokens.append(Token("mixed", f"{found['whole']} {top}/{bottom}", gap))
+        self.tokens.append(Token("mixed", f"{whole} {top}/{bottom}", gap))
         return found.end()
 
     def _number(self, text: str, found: re.Match[str], gap: bool, brackets: int) -> int:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from mpmath import mp
 
-from dynamo_megatron.reward.mathematics.tokens import TRIGONOMETRIC, Unit
+from dynamo_megatron.reward.mathematics.tokens import HYPERBOLIC, TRIGONOMETRIC, Unit
 
 TOLERANCE = Fraction(5, 10**7)  # relative, where a side is written with a decimal point
 DIGITS = 50  # decimal digits of a value
@@ -26,19 +26,11 @@ POINTS, ENOUGH = 12, 4  # points of variables; on how many both sides must have 
 INTEGERS = frozenset("nmkNMKdpqjlLPS")  # names of variables that may be integers only
 CONSTANTS = {"pi": lambda: +mp.pi, "e": lambda: +mp.e, "i": lambda: mp.mpc(0, 1)}
 FUNCTIONS = {
-    **{name: getattr(mp, name) for name in TRIGONOMETRIC if hasattr(mp, name)},
-    **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
-    **{name: getattr(mp, name) for name in ("sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh")},
-    **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sinh", "cosh", "tanh")},
-    **{"exp": mp.exp, "abs": abs, "floor": mp.floor, "ceil": mp.ceil, "cbrt": mp.cbrt, "factorial2": mp.fac2},
-    **{
-        "factorial": mp.factorial,
-        "binom": mp.binomial,
-        "degrees": lambda a: a * mp.pi / 180,
-        "ln": lambda a: mp.log(a),
-    },
-    **{"log": lambda a, base: mp.log(a) / mp.log(base), "lg": lambda a: mp.log(a) / mp.log(10)},
-    **{"lb": lambda a: mp.log(a) / mp.log(2)},
+    **{name: getattr(mp, name.replace("arc", "a")) for name in (*TRIGONOMETRIC, *HYPERBOLIC)},
+    **{"exp": mp.exp, "abs": abs, "floor": mp.floor, "ceil": mp.ceil, "cbrt": mp.cbrt, "binom": mp.binomial},
+    **{"factorial": mp.factorial, "factorial2": mp.fac2, "degrees": lambda a: a * mp.pi / 180},
+    **{"ln": lambda a: mp.log(a), "log": lambda a, base: mp.log(a) / mp.log(base)},
+    **{"lg": lambda a: mp.log(a) / mp.log(10), "lb": lambda a: mp.log(a) / mp.log(2)},
 }
 ARITHMETIC = {
     **{"mul": operator.mul, "times": operator.mul, "div": operator.truediv, "neg": operator.neg},

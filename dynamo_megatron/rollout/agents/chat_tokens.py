@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from dynamo_megatron.rollout.agents.messages import BadRequest, Message
+from dynamo_megatron.rollout.agents.messages import MALFORMED, BadRequest, Message
 from dynamo_megatron.runtime.plain_text import error_line
 
 if TYPE_CHECKING:
@@ -31,12 +32,10 @@ class ChatTokens:
     def whole(self, messages: list[Message], tools: list[Message] | None) -> list[int]:
         """Returns the ids of the conversation as `data.templates` renders a prompt: up to where the assistant begins.
         Raises BadRequest."""
-        try:
+        with _rendering():
             encoded = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **self._args
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise BadRequest(f"messages: the chat template fails on them: {error_line(error)}") from None
         return list(encoded["input_ids"])
 
     def added(
@@ -75,7 +74,8 @@ class ChatTokens:
 
     def encode_text(self, text: str) -> list[int]:
         """Returns the ids of a plain text, with the special tokens that the tokenizer puts before it."""
-        return self._tokenizer.encode(text)
+        with _rendering():
+            return self._tokenizer.encode(text)
 
     @cached_property
     def _turn_end_text(self) -> str | None:
@@ -89,12 +89,20 @@ class ChatTokens:
         return None if self._turn_end_text is None else self._encode(self._turn_end_text)
 
     def _text(self, messages: list[Message], tools: list[Message] | None, begins_answer: bool) -> str:
-        try:
+        with _rendering():
             return self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=begins_answer, tokenize=False, **self._args
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise BadRequest(f"messages: the chat template fails on them: {error_line(error)}") from None
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        with _rendering():
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+@contextlib.contextmanager
+def _rendering() -> Iterator[None]:
+    """Around calls of the chat template and the tokenizer: an agent's text may be anything. Raises BadRequest."""
+    try:
+        yield
+    except (TemplateError, ValueError, *MALFORMED) as error:
+        raise BadRequest(f"messages: the chat template or the tokenizer fails on them: {error_line(error)}") from None

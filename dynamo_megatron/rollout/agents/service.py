@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from dynamo_megatron.rollout.agents.anthropic_messages import chat_request, events_of, message_of
-from dynamo_megatron.rollout.agents.messages import BadRequest, LimitReached
+from dynamo_megatron.rollout.agents.messages import BadRequest, LimitReached, reading
 from dynamo_megatron.rollout.agents.session import Session, as_event, chunks
 from dynamo_megatron.runtime.plain_text import error_line
 
@@ -64,13 +64,14 @@ class SessionService:
         if session is None:
             return _error("the episode has ended", 404)
         try:
-            asked = await request.json()
+            with reading("the request"):
+                asked = await request.json()
             if not isinstance(asked, dict):
                 raise BadRequest("the request is no object")
             answer = await ask(session, asked)
         except ValueError as error:  # JSON's, and BadRequest
             return _error(str(error), STATUS, LIMIT_CODE if isinstance(error, LimitReached) else None)
-        except (TypeError, LookupError, AttributeError, RuntimeError) as error:  # of a template or a tokenizer
+        except (TypeError, LookupError, AttributeError, RuntimeError) as error:
             session.failure = session.failure or f"a request of the agent failed: {error_line(error)}"
             return _error(session.failure, 500)
         if not asked.get("stream"):
@@ -86,7 +87,9 @@ class SessionService:
 
 
 async def _message(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
-    return message_of(await session.chat(chat_request(asked)))
+    with reading("the request"):
+        translated = chat_request(asked)
+    return message_of(await session.chat(translated))
 
 
 def _chunks(completion: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:

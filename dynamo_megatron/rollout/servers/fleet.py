@@ -397,11 +397,9 @@ class Fleet:
         return "; ".join(causes) or "none has come up yet"
 
     def _why_none(self) -> str:
-        return (
-            f"no {self.kind} came up within rollout.start_timeout ({self.config.rollout.start_timeout:g} s)"
-            if not self._missing
-            else f"no {self.kind} is up; {self._causes()}"
-        )
+        if self._missing:
+            return f"no {self.kind} is up; {self._causes()}"
+        return f"no {self.kind} came up within rollout.start_timeout ({self.config.rollout.start_timeout:g} s)"
 
 
 def server_names(servers: int, nodes: int, node: int) -> list[str]:

@@ -17,6 +17,7 @@ from dynamo_megatron.rollout.servers.fleet import server_names
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
 from dynamo_megatron.runtime.log_files import log_to
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
+from dynamo_megatron.runtime.threads import first_error
 
 STOP_GRACE = 20.0  # seconds
 
@@ -31,7 +32,7 @@ def serve(config: Config, nodes: int, node: int) -> int:
     parts = _parts(config, nodes, node)
     try:
         asyncio.run(_serve(config, parts))
-    except TimeoutError as error:
+    except OSError as error:
         print(error, file=sys.stderr)
         return 1
     except asyncio.CancelledError:
@@ -59,7 +60,10 @@ async def _serve(config: Config, parts: list[Part]) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     for number in (signal.SIGTERM, signal.SIGINT, END):
         loop.add_signal_handler(number, task.cancel)
-    await asyncio.gather(*(_serve_part(config, *part) for part in parts))  # where one fails, `run` ends the others
+    try:
+        await asyncio.gather(*(_serve_part(config, *part) for part in parts))  # where one fails, `run` ends the others
+    except BaseExceptionGroup as failures:
+        raise first_error(failures) from None
 
 
 async def _serve_part(config: Config, side: NodeSide, supervisor: Supervisor) -> None:

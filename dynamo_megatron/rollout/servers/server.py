@@ -30,8 +30,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.runtime import guard, plain_json
-from dynamo_megatron.runtime.free_ports import free_port
-from dynamo_megatron.runtime.listening import GLOO_INTERFACE, check_port, http_url, interface_of
+from dynamo_megatron.runtime.listening import GLOO_INTERFACE, check_port, free_port, http_url, interface_of
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
 

@@ -34,6 +34,7 @@ def every_allocation(size, budget, low, high):
         ([0, 5, 5], 9, 1, 9, [1, 4, 4]),
         ([0, 0, 0], 8, 1, 6, [3, 3, 2]),
         ([1e-9, 1, 1], 4, 1, 2, [1, 2, 1]),
+        ([1, 1, 4.2], 9, 1, 9, [2, 1, 6]),
     ],
 )
 def test_proportional(weight, budget, low, high, want):

@@ -8,9 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-LARGEST = (
-    1 << 15
-)  # tokens of a batch, padded to its longest sequence; above, the loop costs little beside the attention
+LARGEST = 1 << 15  # tokens of a padded batch; above, the loop costs little beside the attention
 
 
 def register() -> None:

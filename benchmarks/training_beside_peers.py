@@ -1,0 +1,159 @@
+"""An update of the same model on the same recorded rollouts: ours, TRL's GRPO trainer and verl's actor.
+
+    python -P benchmarks/training_beside_peers.py [--tiny] [--peers PYTHON]
+
+All get the tokens, advantages and old logprobs that are in the recording, GRPO's loss as a mean over tokens, one update
+a step, Adam with float32 master weights, no activation recomputation. PYTHON (default: PEERS_PYTHON or
+.venv-peers/bin/python, of `make peers`) has TRL and verl; peer_steps.py says what of theirs runs. Writes
+FOLDER/beside_peers.json: of each step loss, gradient norm, seconds; of the last step tokens a second, peak memory and
+MFU by one formula. Exits 1 where ours fails, or where in float32 losses or gradient norms differ by more than BAR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
+import numpy as np
+import torch
+import training_steps
+from measure import VERSIONS, machine, run_logged
+from planned import gpu_here
+from training_steps import QWEN_1_5B, ROOT, TINY, Work, write_model, write_rollouts
+
+from dynamo_megatron.algorithm.advantages import group_advantages
+from dynamo_megatron.config import OptimizerConfig
+from dynamo_megatron.rollout.store import read_rollouts, step_file
+
+BAR = 1e-5  # of losses absolute, of gradient norms relative
+CLIP_RATIO = 0.2
+KEYS = ("algorithm.loss.old=engine", f"algorithm.loss.clip_ratio_low={CLIP_RATIO}")
+NO_TE = Path(__file__).parent / "gpu" / "hooks" / "no_te"
+OURS, TE = "ours", "ours, TransformerEngine"
+PEERS = ("trl", "verl")
+
+
+def write_job(work: Work, folder: Path) -> None:
+    """What peer_steps.py reads."""
+    model, problems = write_model(work, folder)
+    write_rollouts(work, folder / "recorded", problems, model)
+    rows = [r for step in range(1, work.steps + 1) for r in read_rollouts(step_file(folder / "recorded", step))]
+    rewards, groups = np.array([r.reward for r in rows]), [r.group_id for r in rows]
+    arrays = {
+        "tokens": np.concatenate([r.tokens for r in rows]),
+        "offsets": np.cumsum([0, *(len(r.tokens) for r in rows)]),
+        "prompt_lengths": np.array([r.response_mask.index(1) for r in rows]),
+        "old_logprobs": np.concatenate([r.engine_logprobs for r in rows]).astype(np.float32),
+        "advantages": group_advantages(rewards, groups, kind="grpo").astype(np.float32),
+        "steps": np.array([r.step for r in rows]),
+    }
+    np.savez(folder / "rollouts.npz", **arrays)
+    optimizer = OptimizerConfig()
+    job = {name: getattr(optimizer, name) for name in ("lr", "weight_decay", "betas", "eps", "clip_grad")}
+    job |= {"clip_ratio": CLIP_RATIO, "dtype": work.dtype, "model": str(model)}
+    job |= {"rollouts": work.rollouts, "micro_batch_tokens": work.micro_batch_tokens, "scratch": str(folder / "trl")}
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+
+
+def ours(work: Work, folder: Path, timeout: float, transformer_engine: bool) -> dict[str, Any]:
+    if not transformer_engine:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(NO_TE), before := os.environ.get("PYTHONPATH", "")])
+    grpo = str(ROOT / "configs" / "methods" / "grpo.yaml")
+    ran = training_steps.run(work, folder, training_steps.backend_here(), timeout, words=(grpo, *KEYS))
+    if not transformer_engine:
+        os.environ["PYTHONPATH"] = before
+    if ran["exit code"] != 0:
+        return {"exit code": ran["exit code"], "log": ran["log"]}
+    steps = ran["steps"]
+    names = {"loss": "loss", "gradient norm": "gradient norm", "seconds": "update seconds"}
+    found = {name: [step[key] for step in steps] for name, key in names.items()}
+    return {"exit code": 0, **found, "peak bytes": ran["headline"]["peak GPU bytes"], "replaced": {}}
+
+
+def theirs(peer: str, python: str, folder: Path, timeout: float) -> dict[str, Any]:
+    """The figures that peer_steps.py has written, or why there are none."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if python != sys.executable:
+        environment.pop("PYTHONPATH", None)  # what this interpreter needs, another one may not be able to load
+    words = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer!r}) is None)"
+    if not shutil.which(python) or subprocess.run([python, "-P", "-c", words], env=environment).returncode:
+        return {"skipped": f"{python} has no {peer}"}
+    out = folder / f"{peer}.json"
+    command = [python, "-P", str(Path(__file__).with_name("peer_steps.py")), peer, str(folder), str(out)]
+    ended = run_logged(command, folder / f"{peer}.log", timeout, cwd=folder, env=environment)
+    return ended if ended["exit code"] != 0 else {**ended, **json.loads(out.read_text(encoding="utf-8"))}
+
+
+def wrong_with(found: dict[str, dict[str, Any]], dtype: str) -> list[str]:
+    lines = [f"{name}: exit code {ran['exit code']}" for name, ran in found.items() if ran.get("exit code")]
+    want = found[OURS]
+    for name, ran in found.items():
+        if dtype != "float32" or "loss" not in ran or "loss" not in want:
+            continue
+        for key, scale in (("loss", np.ones(len(want["loss"]))), ("gradient norm", np.array(want["gradient norm"]))):
+            off = np.abs(np.array(ran[key]) - want[key]) / scale
+            if not (off <= BAR).all():
+                lines.append(f"{name}: {key} {ran[key]}, ours {want[key]}")
+    return lines
+
+
+def run(work: Work, folder: Path, python: str, timeout: float) -> dict[str, Any]:
+    """Every contender in a process of its own, in an empty folder, each with its share of `timeout` seconds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_job(work, folder)
+    found = {OURS: ours(work, folder / "ours", timeout / 4, False)}
+    if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine"):
+        found[TE] = ours(work, folder / "ours-te", timeout / 4, True)
+    else:
+        found[TE] = {"skipped": "it needs a GPU and the package"}
+    found |= {peer: theirs(peer, python, folder, timeout / 4) for peer in PEERS}
+    gpu, _ = gpu_here()
+    for ran in found.values():
+        if "loss" in ran:
+            last = ran["seconds"][-1]
+            ran["tokens a second"] = sum(work.lengths) / last
+            ran["MFU"] = 3 * work.forward_flops / last / gpu.flops if gpu else None
+    wrong = wrong_with(found, work.dtype)
+    said = [line_of(name, ran) for name, ran in found.items()]
+    return {"contenders": found, "work": {**work.__dict__}, "wrong": wrong, "said": said, "exit code": int(bool(wrong))}
+
+
+def line_of(name: str, ran: dict[str, Any]) -> str:
+    if "loss" not in ran:
+        return f"{name}: {ran.get('skipped') or ran['log'][-1]}"
+    figures = {"tokens a second": ran["tokens a second"], "MFU": ran["MFU"], "peak bytes": ran["peak bytes"]}
+    figures |= {"loss": ran["loss"][-1], "gradient norm": ran["gradient norm"][-1]}
+    told = ", ".join(f"{key} {value:.7g}" for key, value in figures.items() if value is not None)
+    return f"{name}: {told}" + "".join(f"; {this} replaced by {that}" for this, that in ran["replaced"].items())
+
+
+def peers_python() -> str:
+    own = ROOT / ".venv-peers" / "bin" / "python"
+    return os.environ.get("PEERS_PYTHON", str(own) if own.exists() else sys.executable)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a small model; runs on a CPU")
+    parser.add_argument("--peers", default=peers_python(), metavar="PYTHON")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "beside-peers" / "run")
+    parser.add_argument("--seconds", type=float, default=1200, help="of all contenders")
+    options = parser.parse_args()
+    found = run(TINY if options.tiny else QWEN_1_5B, options.folder.absolute(), options.peers, options.seconds)
+    result = {"machine": machine(VERSIONS), **found}
+    (options.folder / "beside_peers.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print("\n".join([*found["said"], *found["wrong"]]))
+    return found["exit code"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""On-policy distillation beside autograd through transformers in float64, on tensor-parallel ranks."""
+
+import numpy as np
+import pytest
+import torch
+from layout_cases import make_models, rollouts
+from rank_cases import run_cases, settings
+
+WEIGHT, REWARD_WEIGHT = 0.3, 0.5
+
+
+def on_rank(case: dict, config, layout) -> dict:
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.batch import TrainBatch
+    from dynamo_megatron.policy.policy import Policy
+
+    spec = load_model_config(config.model.path)
+    policy, source = Policy(spec, config, layout), rollouts(spec.vocab_size, 7, None)
+    minis = policy.pack(source, [np.arange(len(source.prompt_ids))])
+    stats = policy.token_stats(source, minis)
+    gap = policy.teacher_logprobs(source, minis).double().numpy() - stats.logprobs.numpy()
+    batch = TrainBatch.build(source, config, teacher_gap=gap)
+    found = policy.gradient(batch, minis[0], stats, None, 1e-3).found
+    fields = {"gap": gap, "advantages": batch.advantages, "weights": batch.weights}
+    return {"norm": found["grad_norm"], **{name: value.tolist() for name, value in fields.items()}}
+
+
+@pytest.mark.full
+def test_the_gradient_is_that_of_the_reverse_kl_and_the_reward(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    models = make_models(tmp_path / "models")
+    teacher = {"path": str(models["other"]), "weight": WEIGHT, "reward_weight": REWARD_WEIGHT}
+    algorithm = {"modulation": None, "advantage": {"kind": "grpo"}, "teacher": teacher}
+    sections = {"algorithm": algorithm, "rollout": {"max_new_tokens": 32}, "trainer": {"micro_batch_tokens": 200}}
+    case = {"config": settings(models["qwen3"], {"tp": 2}, **sections), "ranks": 2}
+    found, _ = run_cases(__file__, [case], tmp_path)[0]
+    policy, other = (AutoModelForCausalLM.from_pretrained(models[m], dtype=torch.float64) for m in ("qwen3", "other"))
+    policy.get_input_embeddings().padding_idx = None  # a random token may be the padding's, whose row has a gradient
+    source = rollouts(policy.config.vocab_size, 7, None)
+    gaps, loss = [], torch.zeros((), dtype=torch.float64)
+    for s, (start, end) in enumerate(zip(source.offsets[:-1], source.offsets[1:], strict=True)):
+        ids, before = torch.from_numpy(source.tokens[start:end]), int(source.prompt_lengths[s])
+        own, its = (
+            m(ids[None]).logits[0, before - 1 : -1].log_softmax(-1)[torch.arange(len(ids) - before), ids[before:]]
+            for m in (policy, other)
+        )
+        gap = (its - own).detach()
+        loss = loss - found["weights"][s] * ((found["advantages"][s] + WEIGHT * gap) * own).sum()
+        gaps += gap.tolist()
+    loss.backward()
+    np.testing.assert_allclose(found["gap"], gaps, atol=1e-5)
+    assert 0 < max(map(abs, found["advantages"])) < 2.5 * REWARD_WEIGHT and max(map(abs, gaps)) > 0.1
+    norm = torch.stack([p.grad.norm() for p in policy.parameters() if p.grad is not None]).norm()
+    assert found["norm"] == pytest.approx(norm.item(), rel=1e-5)
