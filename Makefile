@@ -39,6 +39,8 @@ INSTALLED := .venv/.installed
 MODEL := models/smollm2-135m
 
 export OMP_NUM_THREADS ?= 1
+# That is for ranks and tests: a server of a run takes the cores that are idle, unless the user has set it.
+demo demo-figures compare: export DYNAMO_MEGATRON_RANK_THREADS := $(if $(filter file,$(origin OMP_NUM_THREADS)),1)
 
 .PHONY: setup demo demo-figures compare test test-all lint docs gpu-setup gpu-check gpu-kit extra peers te clean
 setup: $(INSTALLED)

@@ -83,6 +83,7 @@ class Inputs:
     weight: Tensor  # [columns, h], a leaf
     main_weight: Tensor
     labels: Tensor
+    host_labels: Tensor  # as the policy hands them to its head
     advantages: Tensor
     old_logprobs: Tensor
     expected: Tensor  # E[pi Lambda], given to contenders that cannot compute it
@@ -133,6 +134,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         weight=weight.requires_grad_(),
         main_weight=main_weight,
         labels=labels,
+        host_labels=labels.cpu(),
         advantages=advantages,
         old_logprobs=old * mask,
         expected=stats.expected_pi_lambda,

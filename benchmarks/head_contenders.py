@@ -114,7 +114,7 @@ def ours(backend: str, gradient: str, chunk_tokens: int | None = None) -> Callab
         output = policy_loss(
             inputs.hidden,
             inputs.main_weight,
-            inputs.labels,
+            inputs.host_labels,
             inputs.advantages,
             inputs.old_logprobs,
             inputs.weights,
@@ -140,7 +140,7 @@ def ours(backend: str, gradient: str, chunk_tokens: int | None = None) -> Callab
 def our_statistics(backend: str) -> Callable[[Inputs], Output]:
     def run(inputs: Inputs) -> Output:
         temperature = inputs.case.temperature
-        stats = token_stats(inputs.hidden, inputs.weight, inputs.labels, temperature=temperature, backend=backend)
+        stats = token_stats(inputs.hidden, inputs.weight, inputs.host_labels, temperature=temperature, backend=backend)
         return Output(None, stats.logprobs, stats.entropy)
 
     return run

@@ -1,11 +1,16 @@
-"""What `dynamo-megatron plan` expects of a run that a benchmark has made, beside what was measured.
+"""What `dynamo-megatron plan` expects of a run, beside what was measured.
 
-The plan's seconds are floors: each product and each byte at the rate that the GPU's maker states. Its bytes are the
-peak of a rank's tensors. Both are of a kind of GPU, so that on a CPU there are none.
+    python -P benchmarks/planned.py
+
+compares every committed run on a GPU (benchmarks/results/gpu/planned.json), without one. The benchmarks compare their
+own runs on a kind of GPU that the planner knows; its bytes are the peak of a rank's tensors.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +20,28 @@ import torch
 
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.models import load_model_config
+from dynamo_megatron.planning import formulas
+from dynamo_megatron.planning.command import UNNEEDED, model_spec
 from dynamo_megatron.planning.hardware import GPU, GPUS, Cluster, gpu_named
-from dynamo_megatron.planning.plan import RESERVED, SLOWEST, Plan, Workload, make_plan
+from dynamo_megatron.planning.plan import RESERVED, Plan, Workload, make_plan
+from dynamo_megatron.planning.rates import RATES
 
 NO_GPU = "this machine has no GPU, and a plan is of a kind of GPU"
+RESULTS = Path(__file__).parent / "results" / "gpu"
+OLD = "before the layers of today: launches, attention, SwiGLU, weight gradients, Adam (docs/kernels.md)"
+FIRST = "a server's first weight sync: it compiles its kernels, and the ranks begin"
+TRAININGS = {  # file and part: why a plan of today's code need not agree
+    "2026-11-26-h100/device.json training": OLD,
+    "2026-11-27-h100/traces.json trace": OLD,
+    "2026-11-27-h100/traces.json trace_te": OLD,
+    "2026-11-27-h100/traces.json training_te": OLD,
+    "2026-11-27-h100/layers.json training_old": OLD,
+    "2026-11-27-h100/layers.json training": None,
+    "2026-11-27-h100/layers.json training_te": None,
+}
+LIVE = "2026-11-26-h100/device.json live-disk"
+SMOKE = "2026-11-26-h100/device.json smoke"
+TURNS = "2026-11-27-h100/layers.json live-turns"  # the first part of this name that a server answered
 
 
 @dataclass(frozen=True)
@@ -54,7 +77,7 @@ def training_peak(plan: Plan) -> float:
 
 def planned(plan: Plan, update_flops: float) -> dict[str, float]:
     """The plan's figures by the names that `step_figures` of the benchmarks give the measured ones. `update_flops`: of
-    an update of a step, for the share of the stated rate that its floor allows."""
+    an update of a step, for its share of the stated rate."""
     times, gpus = plan.times, plan.cluster.gpus
     figures = {
         "update seconds": times.update,
@@ -89,6 +112,66 @@ def compared(
     return {
         "gpu": gpu.name if gpu else None,
         "reason": reason or None,
-        "note": f"seconds are floors; real log-probs and updates take up to {SLOWEST} times as long",
         "figures": figures,
     }
+
+
+def plan_of_1_5b(response: int, *words: str) -> Plan:
+    """Of a step of the committed runs: 64 rollouts of 64 + `response` tokens of Qwen2.5-1.5B's shape on one H100."""
+    words = ("model.path=Qwen2.5-1.5B", "data.batch_prompts=8", "rollout.max_new_tokens=1024", *words)
+    budget = {"algorithm": {"allocation": {"kind": "uniform", "budget": 64}}}
+    config, _ = compose([], words, {**UNNEEDED, **budget})
+    return make_plan(config, model_spec(config)[0], Cluster(GPUS["h100-80"], 1, 1), Workload(64, response, 1088))
+
+
+def decode(plan: Plan, sequences: int, context: float) -> float:
+    return formulas.decode_seconds(plan.config, plan.spec, plan.cluster.gpu, sequences, context)
+
+
+def committed() -> list[dict[str, Any]]:
+    """A row for each figure of update, log-probs, generation and weight sync of the committed runs. "measured": the
+    median of the steps after the first, which compiles, and without one under the profiler."""
+    rows = []
+
+    def figures(run: str) -> dict[str, Any]:
+        file, part = run.split()
+        return json.loads((RESULTS / file).read_text(encoding="utf-8"))[part]["figures"]
+
+    def row(run: str, figure: str, seen: list[float], expected: float, why: str | None = None) -> None:
+        measured = statistics.median(seen)
+        one = {"run": run, "figure": figure, "measured": measured, "planned": expected}
+        rows.append({**one, "planned over measured": expected / measured, "does not apply": why})
+
+    plan = plan_of_1_5b(640, "rollout.engine=recorded", "rollout.recorded=none", "trainer.micro_batch_tokens=8192")
+    for run, why in TRAININGS.items():
+        found = figures(run)
+        steps = found.get("training", found)["steps"][1 : 2 if "trace" in run.split()[1] else None]
+        for name, expected in (("update", plan.times.update), ("logprobs", plan.times.logprobs)):
+            seen = [step.get(f"{name} seconds", step.get(f"time/{name}")) for step in steps]
+            row(run, f"{name} seconds", seen, expected, why)
+    live = plan_of_1_5b(1024, "rollout.sync.transport=disk", "trainer.micro_batch_tokens=4096")
+    for name, expected in planned(live, 0).items():
+        if name.endswith("seconds"):
+            why = OLD if name.startswith(("update", "logprobs")) else None
+            row(LIVE, name, [step[name] for step in figures(LIVE)["steps"][1:]], expected, why)
+    (served,) = figures(SMOKE)["attempts"]
+    for sequences in (1, 64):
+        expected = 256 * decode(live, sequences, 64 + 128)
+        row(SMOKE, f"seconds of {sequences} x 256 tokens", [served[f"{sequences} of 256 tokens, second"]], expected)
+    turns = plan_of_1_5b(1024, "rollout.server_args=[--disable-cuda-graph]")
+    text = "\n".join(figures(TURNS)["server log"] + figures(TURNS)["log"])
+    seen = [float(rate) for rate in re.findall(r"gen throughput \(token/s\): ([\d.]+)", text)]
+    row(TURNS, "tokens a second of 64 sequences", seen[1:], 64 / decode(turns, 64, 192))
+    row(TURNS, "push seconds", [float(*re.findall(r"weight sync: ([\d.]+) s", text))], turns.times.weight_sync, FIRST)
+    return rows
+
+
+def main() -> None:
+    found = {"rates": {name: rate._asdict() for name, rate in RATES.items()}, "figures": committed()}
+    text = json.dumps(found, indent=1)
+    print(text)
+    (RESULTS / "planned.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

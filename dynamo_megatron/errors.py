@@ -8,5 +8,9 @@ class InputError(ValueError):
     wrong argument."""
 
 
+class StatedError(RuntimeError):
+    """Of a run under way: the user is shown the message, which says it all, without a traceback."""
+
+
 class ConfigError(InputError):
     """A configuration that is refused; the message has a line for each fault."""

@@ -21,6 +21,7 @@ from dynamo_megatron.kernels.types import METRICS, Shard, Statistics, Terms, Tok
 IGNORE = -100
 WORKSPACE_BYTES = 2_500_000_000
 TILE = 128  # rows: a GEMM works in tiles of about this size
+STATISTICS = len(Statistics._fields)
 
 
 def find_backend(name: str, device: torch.device) -> ModuleType:
@@ -58,6 +59,12 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Through pinned memory: a copy to a GPU from other memory would wait for all earlier work of the GPU."""
+    pinned = values.pin_memory() if device.type == "cuda" and not values.is_cuda else values
+    return pinned.to(device, non_blocking=True)
+
+
 class ChunkedHead:
     """The checked geometry of one call: labelled rows, vocabulary shard, chunks, dtypes.
 
@@ -80,22 +87,26 @@ class ChunkedHead:
         self.shard = Shard(rank * rows, rows, min(max(vocab_size - rank * rows, 0), rows))
         self.dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
         self.operand = self.backend.operand_dtype(hidden.dtype, weight.dtype, self.dtype)
-        self.tokens = len(labels)
-        self.rows = (labels != IGNORE).nonzero()[:, 0]
-        self.labels = labels[self.rows]
-        wrong = ((self.labels < 0) | (self.labels >= vocab_size)).nonzero()
+        here = labels.cpu()  # all that the host reads of a GPU, and nothing where the labels are on the host
+        labelled = here != IGNORE
+        wrong = (labelled & ((here < 0) | (here >= vocab_size))).nonzero()
         if len(wrong):
-            at = self.rows[wrong[0, 0]].item()
+            at = int(wrong[0, 0])
             raise ValueError(
-                f"labels: {labels[at].item()} at token {at} is outside [0, {vocab_size}) and not {IGNORE} (left out)"
+                f"labels: {here[at]} at token {at} is outside [0, {vocab_size}) and not {IGNORE} (left out)"
             )
+        self.tokens, self.count = len(labels), int(labelled.sum())
+        self.rows: slice | Tensor = slice(0, self.tokens)  # views, and no launch, where every row has a label
+        if self.count < self.tokens:
+            self.rows = _to_device(labelled.nonzero()[:, 0], hidden.device)
+        self.labels = _to_device(labels, hidden.device)[self.rows].contiguous()
         buffers = self.backend.workspace_buffers(self.operand, hidden.device)
         self.chunk_tokens = chunk_tokens or chunk_size(buffers * rows * self.dtype.itemsize)
 
     def chunks(self) -> Iterator[slice]:
         """Yields slices of the labelled rows; the same on every rank of the group, which shares the labels."""
-        for start in range(0, len(self.rows), self.chunk_tokens):
-            yield slice(start, min(start + self.chunk_tokens, len(self.rows)))
+        for start in range(0, self.count, self.chunk_tokens):
+            yield slice(start, min(start + self.chunk_tokens, self.count))
 
     def as_operand(self, t: Tensor) -> Tensor:
         """Returns `t` as the GEMMs take it. A CPU has no GEMM from bfloat16 to float32, so there bfloat16 is widened,
@@ -105,11 +116,13 @@ class ChunkedHead:
     def logits(self, hidden: Tensor, weight: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
         """Returns the chunk's hidden states [c, h], an operand like `weight`, and logits [c, V/tp] in the compute
         dtype."""
-        x = self.as_operand(hidden.index_select(0, self.rows[chunk]))
+        whole = isinstance(self.rows, slice)
+        x = self.as_operand(hidden[chunk] if whole else hidden.index_select(0, self.rows[chunk]))
         return x, _product(x, weight.t(), self.dtype)
 
-    def partials_(self, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Returns every shard's row statistics [tp, 6, c], and what was subtracted from each row of the logits, [c]."""
+    def partials_(self, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor | None]:
+        """Returns every shard's row statistics [tp, 6, c], and what was subtracted from each row of the logits, [c];
+        None: nothing."""
         part, shift = self.backend.shard_statistics_(logits, self.labels[chunk], self.shard, self.temperature)
         parts = part[None]
         if self.size > 1:
@@ -119,11 +132,11 @@ class ChunkedHead:
 
     def statistics(self, hidden: Tensor, weight: Tensor) -> Statistics:
         """Returns the statistics of all labelled rows, [n] each."""
-        out = hidden.new_empty(len(Statistics._fields), len(self.rows), dtype=self.dtype)
+        out = hidden.new_empty(STATISTICS, self.count, dtype=self.dtype)
         w = self.as_operand(weight)
         for chunk in self.chunks():
             parts, _ = self.partials_(self.logits(hidden, w, chunk)[1], chunk)
-            out[:, chunk] = torch.stack(self.backend.merge(parts, self.temperature))
+            self.backend.merge(parts, self.temperature, out[:, chunk])
         return Statistics(*out)
 
     def loss_and_gradients(
@@ -136,9 +149,8 @@ class ChunkedHead:
     ) -> tuple[Statistics, Terms, tuple[Tensor, Tensor | None]]:
         """Returns statistics, loss terms and (dX, dW) from one pass, 3 GEMMs: a chunk's loss and gradients use the same
         logits."""
-        stats = hidden.new_empty(len(Statistics._fields), len(self.rows), dtype=self.dtype)
-        terms = stats.new_empty(3, len(self.rows))  # gradients and advantages
-        sums = stats.new_zeros(len(METRICS))
+        out = hidden.new_empty(STATISTICS + 3, self.count, dtype=self.dtype)  # and gradients and advantages
+        sums: Tensor | None = None
         gradients = _Gradients(self, hidden, weight)
         w = self.as_operand(weight)
         if ranges is not None:  # to the device once, not with every chunk
@@ -146,14 +158,16 @@ class ChunkedHead:
         for chunk in self.chunks():
             x, z = self.logits(hidden, w, chunk)
             parts, shift = self.partials_(z, chunk)
-            merged, t = self.backend.merge_with_loss(parts, self.temperature, config, tokens.at(chunk), ranges)
+            stats, t = self.backend.merge_with_loss(
+                parts, self.temperature, config, tokens.at(chunk), ranges, out[:, chunk]
+            )
+            maximum = stats.maximum if shift is None else stats.maximum - shift
             g_h = t.grad_entropy if config.entropy_coef else None
-            gradients.add(chunk, x, w, z, merged.maximum - shift, merged.log_sum, merged.entropy, t.grad_logprobs, g_h)
+            gradients.add(chunk, x, w, z, maximum, stats.log_sum, stats.entropy, t.grad_logprobs, g_h)
             del z  # else two chunks of logits would be alive at once
-            stats[:, chunk] = torch.stack(merged)
-            terms[:, chunk] = torch.stack(t[:3])
-            sums += t.sums
-        return Statistics(*stats), Terms(*terms, sums), gradients.finish()
+            sums = t.sums if sums is None else sums + t.sums
+        sums = out.new_zeros(len(METRICS)) if sums is None else sums
+        return Statistics(*out[:STATISTICS]), Terms(*out[STATISTICS:], sums), gradients.finish()
 
     def gradients(
         self,
@@ -179,8 +193,15 @@ class ChunkedHead:
             del z
         return gradients.finish()
 
+    def take(self, values: Tensor) -> Tensor:
+        """Returns `values` [T] of the labelled rows, [n], contiguous, in the compute dtype; a view where it can be."""
+        return values[self.rows].to(self.dtype).contiguous()
+
     def scatter(self, values: Tensor) -> Tensor:
-        """Returns [T] with `values` [n] in the labelled rows and 0 elsewhere; differentiable."""
+        """Returns [T] with `values` [n] in the labelled rows and 0 elsewhere; differentiable. With a label in every row
+        these are `values`."""
+        if isinstance(self.rows, slice):
+            return values
         return values.new_zeros(self.tokens).index_copy(0, self.rows, values)
 
 
@@ -190,7 +211,8 @@ class _Gradients:
     def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor):
         self.head, self.dtype = head, weight.dtype
         rows = {"memory_format": torch.contiguous_format}  # whatever the strides of `hidden` and `weight`
-        self.hidden = torch.zeros_like(hidden, **rows)
+        self.whole = isinstance(head.rows, slice)  # every row is written
+        self.hidden = (torch.empty_like if self.whole else torch.zeros_like)(hidden, **rows)
         self.frozen = not weight.requires_grad
         if self.frozen:
             return
@@ -209,7 +231,10 @@ class _Gradients:
             add_product_(self.weight, dz.t(), x)
         if reduced is not None:
             reduced.wait()
-        self.hidden.index_copy_(0, head.rows[chunk], dx.to(self.hidden.dtype))
+        if self.whole:
+            self.hidden[chunk] = dx
+        else:
+            self.hidden.index_copy_(0, head.rows[chunk], dx.to(self.hidden.dtype))
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Returns (dX, dW in the weight's dtype); dW is None where it went to main_grad, or there is none."""

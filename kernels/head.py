@@ -90,8 +90,8 @@ class _Logprobs(torch.autograd.Function):
 
 def _sequence_mean(stats: Statistics, head: ChunkedHead, cu_seqlens: Tensor) -> Tensor:
     """Returns the mean of pi Lambda over the labelled tokens of each token's sequence, [n]."""
-    labelled = torch.zeros(head.tokens + 1, dtype=torch.int64, device=head.rows.device)
-    labelled[head.rows + 1] = 1
+    labelled = torch.zeros(head.tokens + 1, dtype=torch.int64, device=stats.logprobs.device)
+    labelled[1:][head.rows] = 1
     counts = labelled.cumsum(0)[cu_seqlens.long()].diff()
     pi_lambda = stats.logprobs.exp() * (stats.logprobs + stats.entropy)
     # segment_reduce adds in a fixed order on every device, which an index_add on CUDA would not; `unsafe`: the host
@@ -121,8 +121,9 @@ def token_stats(
     Rows labelled -100 are 0. No gradient.
 
     hidden: [T, h], weight: [V/tp, h], floating point; logits are float32 (float64 where one of them is).
-    labels: int64 [T]; -100 leaves a row out. vocab_size: tokens in the vocabulary; the weight's rows from there on
-    (global index) are padding and take no part. tp_group: the ranks that hold the weight's shards, in order; None:
+    labels: int64 [T]; -100 leaves a row out. With labels on the host the head reads nothing of a GPU.
+    vocab_size: tokens in the vocabulary; the weight's rows from there on (global index) are padding and take no part.
+    tp_group: the ranks that hold the weight's shards, in order; None:
     not sharded. chunk_tokens: rows of logits at once; None: as many as fit in 2.5 GB. One all-gather per chunk.
 
     Raises ValueError that names the argument.
@@ -217,7 +218,7 @@ def policy_loss(
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     eager = gradient == "eager" and trains and not sequence_mean
     with torch.no_grad():
-        tokens = Tokens(*(None if v is None else v[head.rows].to(head.dtype) for v in per_token.values()))
+        tokens = Tokens(*(None if v is None else head.take(v) for v in per_token.values()))
         if eager:
             stats, terms, gradients = head.loss_and_gradients(hidden, weight, config, tokens, ranges)
         else:
@@ -230,6 +231,6 @@ def policy_loss(
         logprobs, entropy = _Logprobs.apply(hidden, weight, head, stats)
         _, advantages, sums = summed_loss(config, logprobs, entropy, tokens, expected, ranges)
         loss = sums[0]
-    metrics = {"tokens": torch.full((), float(len(head.rows)), device=hidden.device)}
+    metrics = {"tokens": torch.full((), float(head.count), device=hidden.device)}
     metrics |= dict(zip(METRICS, sums.detach().float(), strict=True))
     return PolicyLossOutput(loss, _token_stats(head, stats), head.scatter(advantages), metrics)

@@ -70,8 +70,9 @@ def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature:
     return part, shift
 
 
-def merge(parts: Tensor, temperature: float) -> Statistics:
-    """Returns statistics over the vocabulary from all shards' [tp, 6, c], summed in the order of the ranks."""
+def merge(parts: Tensor, temperature: float, out: Tensor | None = None) -> Statistics:
+    """Returns statistics over the vocabulary from all shards' [tp, 6, c], summed in the order of the ranks; also in the
+    first rows of `out`, [6 or more, c]."""
     m, s, u, s2, u2, target = parts.unbind(1)
     maximum = finite_maximum(m.amax(0))
     d = ((m - maximum) / temperature).clamp(min=FLOOR)
@@ -83,7 +84,7 @@ def merge(parts: Tensor, temperature: float) -> Statistics:
     log_sum = s.log()
     entropy = log_sum - u / s
     collision = s2 / (s * s)
-    return Statistics(
+    found = Statistics(
         maximum=maximum,
         log_sum=log_sum,
         logprobs=(target.sum(0) - maximum) / temperature - log_sum,
@@ -91,14 +92,26 @@ def merge(parts: Tensor, temperature: float) -> Statistics:
         expected_pi_lambda=(u2 - s2 * log_sum) / (s * s) + entropy * collision,
         collision=collision,
     )
+    if out is not None:
+        out[: len(found)] = torch.stack(found)
+    return found
 
 
 def merge_with_loss(
-    parts: Tensor, temperature: float, config: PolicyLossConfig, tokens: Tokens, ranges: ModulationRanges | None
+    parts: Tensor,
+    temperature: float,
+    config: PolicyLossConfig,
+    tokens: Tokens,
+    ranges: ModulationRanges | None,
+    out: Tensor | None = None,
 ) -> tuple[Statistics, Terms]:
-    """`merge`, then the loss of these tokens with the exact expectation, and its gradients."""
-    stats = merge(parts, temperature)
-    return stats, loss_terms(config, stats, tokens, stats.expected_pi_lambda, ranges)
+    """`merge`, then the loss of these tokens with the exact expectation, and its gradients, which with the advantages
+    are the last rows of `out`, [9, c]."""
+    stats = merge(parts, temperature, out)
+    terms = loss_terms(config, stats, tokens, stats.expected_pi_lambda, ranges)
+    if out is not None:
+        out[len(stats) :] = torch.stack(terms[:3])
+    return stats, terms
 
 
 def logits_gradient_(

@@ -33,8 +33,8 @@ def operand_dtype(hidden: torch.dtype, weight: torch.dtype, compute: torch.dtype
     return torch.bfloat16 if hidden == weight == torch.bfloat16 else compute
 
 
-def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature: float) -> tuple[Tensor, Tensor]:
-    """As `reference.shard_statistics_`; the logits stay as they are, and nothing is subtracted."""
+def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature: float) -> tuple[Tensor, None]:
+    """As `reference.shard_statistics_`; the logits stay as they are, and nothing is subtracted (None)."""
     n = len(logits)
     part = logits.new_empty(6, n)
     statistics_kernel[(n,)](
@@ -51,21 +51,20 @@ def shard_statistics_(logits: Tensor, labels: Tensor, shard: Shard, temperature:
         num_warps=STATISTICS_WARPS,
         **OPTIONS,
     )
-    return part, part.new_zeros(n)
+    return part, None
 
 
-def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLossConfig, ranges, terms, sums) -> Tensor:
-    shards, rows, n = parts.shape
-    statistics = parts.new_empty(rows, n)
+def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLossConfig, ranges, sums, out) -> None:
+    shards, _, n = parts.shape
     modulation = config.modulation or ModulationConfig()  # without ranges it is not used
     merge_kernel[(triton.cdiv(n, MERGE_BLOCK),)](
         parts,
-        statistics,
+        out,
         n,
+        out.stride(0),
         shards,
         *tokens,
-        ranges,
-        terms,
+        *(ranges or (None, None, None)),
         sums,
         TEMPERATURE=temperature,
         LOW=config.clip_ratio_low,
@@ -83,25 +82,30 @@ def _merge(parts: Tensor, temperature: float, tokens: Tokens, config: PolicyLoss
         num_warps=MERGE_WARPS,
         **OPTIONS,
     )
-    return statistics
 
 
-def merge(parts: Tensor, temperature: float) -> Statistics:
+def merge(parts: Tensor, temperature: float, out: Tensor | None = None) -> Statistics:
     """As `reference.merge`."""
-    return Statistics(*_merge(parts, temperature, Tokens(None, None, None), PolicyLossConfig(), None, None, None))
+    out = parts.new_empty(parts.shape[1:]) if out is None else out
+    _merge(parts, temperature, Tokens(None, None, None), PolicyLossConfig(), None, None, out)
+    return Statistics(*out)
 
 
 def merge_with_loss(
-    parts: Tensor, temperature: float, config: PolicyLossConfig, tokens: Tokens, ranges: ModulationRanges | None
+    parts: Tensor,
+    temperature: float,
+    config: PolicyLossConfig,
+    tokens: Tokens,
+    ranges: ModulationRanges | None,
+    out: Tensor | None = None,
 ) -> tuple[Statistics, Terms]:
-    """As `reference.merge_with_loss`, in one launch; needs ranges, as tensors, where there is modulation."""
+    """As `reference.merge_with_loss`, in one launch and a sum; needs ranges, as tensors, where there is modulation."""
     assert config.modulation is None or ranges is not None
-    n = parts.shape[2]
-    ranges = None if config.modulation is None else torch.stack(ranges)
-    terms = parts.new_empty(3, n)
+    _, rows, n = parts.shape
+    out = parts.new_empty(rows + 3, n) if out is None else out
     sums = parts.new_empty(triton.cdiv(n, MERGE_BLOCK), SUMS.value)
-    statistics = _merge(parts, temperature, tokens, config, ranges, terms, sums)
-    return Statistics(*statistics), Terms(*terms, sums[:, : len(METRICS)].sum(0))
+    _merge(parts, temperature, tokens, config, config.modulation and ranges, sums, out)
+    return Statistics(*out[:rows]), Terms(*out[rows:], sums[:, : len(METRICS)].sum(0))
 
 
 def logits_gradient_(

@@ -155,11 +155,10 @@ def gradient_kernel(
 
 @triton.jit
 def _modulate(
-    advantage, logp, h, old, expected, ranges, LOW: tl.constexpr, HIGH: tl.constexpr, ALPHA: tl.constexpr,
-    LAMBDA_MIN: tl.constexpr, GAMMA: tl.constexpr, TAU: tl.constexpr,
+    advantage, logp, h, old, expected, h_min, h_max, change_max, LOW: tl.constexpr, HIGH: tl.constexpr,
+    ALPHA: tl.constexpr, LAMBDA_MIN: tl.constexpr, GAMMA: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
-    """(advantage, beta_comp, beta_stab) of `algorithm.modulation`; ranges: pointer to (H_min, H_max, max Xi)."""
-    h_min, h_max, change_max = tl.load(ranges), tl.load(ranges + 1), tl.load(ranges + 2)
+    """(advantage, beta_comp, beta_stab) of `algorithm.modulation`."""
     ratio = tl.exp(tl.minimum(logp - old, MAX_CHANGE_LOG_RATIO, propagate_nan=tl.PropagateNan.ALL))
     moves = ((advantage > 0) & (ratio <= 1 + HIGH)) | ((advantage < 0) & (ratio >= 1 - LOW))
     change = tl.where(moves, tl.abs(ratio * advantage * (tl.exp(logp) * (logp + h) - expected)), 0.0)
@@ -218,11 +217,12 @@ def _kl(logp, ref, KIND: tl.constexpr):
     return estimate, slope
 
 
-@triton.jit(do_not_specialize=("n", "shards"))
+@triton.jit(do_not_specialize=("n", "out_stride", "shards", "h_min", "h_max", "change_max"))
 def merge_kernel(
     parts,
-    statistics,
+    out,
     n,
+    out_stride,
     shards,
     advantages,
     weights,
@@ -230,8 +230,9 @@ def merge_kernel(
     ref_logprobs,
     old_kl_coef,
     log_ratios,
-    ranges,
-    terms,
+    h_min,
+    h_max,
+    change_max,
     sums,
     TEMPERATURE: tl.constexpr,
     LOW: tl.constexpr,
@@ -247,12 +248,14 @@ def merge_kernel(
     TAU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Per token: statistics[6, n] from parts[shards, 6, n]; then modulation, loss and gradients in the same launch.
+    """Per token: statistics, rows 0 to 5 of `out`, from parts[shards, 6, n]; then modulation, loss and gradients in the
+    same launch.
 
-    terms[3, n]: d loss / d logp and d loss / d entropy times the token's weight, and the modulated advantage.
-    sums[programs, SUMS]: this program's sums in the order of types.METRICS. advantages None: statistics alone; ranges
-    None: no modulation; old_logprobs None: ratio 1; without ref_logprobs or old_kl_coef none of their terms; log_ratios
-    None: each token's own, logp - old.
+    Rows 6 to 8: d loss / d logp and d loss / d entropy times the token's weight, and the modulated advantage. A row of
+    `out` has out_stride elements, of which this launch fills n. sums[programs, SUMS]: this program's sums in the order
+    of types.METRICS. advantages None: statistics alone; h_min, h_max, change_max (of ModulationRanges) None: no
+    modulation; old_logprobs None: ratio 1; without ref_logprobs or old_kl_coef none of their terms; log_ratios None:
+    each token's own, logp - old.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = token < n
@@ -284,13 +287,14 @@ def merge_kernel(
     h = log_sum - u / s
     collision = s2 / (s * s)
     expected = tl.fma(h, collision, (u2 - s2 * log_sum) / (s * s))
-    out = statistics + token
+    out += token
+    out_stride = out_stride.to(tl.int64)
     tl.store(out, m, mask=live)
-    tl.store(out + n, log_sum, mask=live)
-    tl.store(out + 2 * n, logp, mask=live)
-    tl.store(out + 3 * n, h, mask=live)
-    tl.store(out + 4 * n, expected, mask=live)
-    tl.store(out + 5 * n, collision, mask=live)
+    tl.store(out + out_stride, log_sum, mask=live)
+    tl.store(out + 2 * out_stride, logp, mask=live)
+    tl.store(out + 3 * out_stride, h, mask=live)
+    tl.store(out + 4 * out_stride, expected, mask=live)
+    tl.store(out + 5 * out_stride, collision, mask=live)
     if advantages is not None:
         advantage = tl.load(advantages + token, mask=live, other=0.0)
         weight = tl.load(weights + token, mask=live, other=0.0)
@@ -299,9 +303,10 @@ def merge_kernel(
             old = tl.load(old_logprobs + token, mask=live, other=0.0)
         comp = tl.full((BLOCK,), 1.0, m.dtype)
         stab = comp
-        if ranges is not None:
+        if h_min is not None:
+            low, high, most = tl.load(h_min), tl.load(h_max), tl.load(change_max)
             advantage, comp, stab = _modulate(
-                advantage, logp, h, old, expected, ranges, LOW, HIGH, ALPHA, LAMBDA_MIN, GAMMA, TAU
+                advantage, logp, h, old, expected, low, high, most, LOW, HIGH, ALPHA, LAMBDA_MIN, GAMMA, TAU
             )
         own = logp - old
         drift = own
@@ -321,10 +326,9 @@ def merge_kernel(
             size = tl.sqrt(tl.fma(own, own, _like(ABS_ROUNDING * ABS_ROUNDING, own)))
             loss += coef * (size - ABS_ROUNDING)
             slope += coef * own / size
-        out = terms + token
-        tl.store(out, weight * slope, mask=live)
-        tl.store(out + n, -ENTROPY_COEF * weight, mask=live)
-        tl.store(out + 2 * n, advantage, mask=live)
+        tl.store(out + 6 * out_stride, weight * slope, mask=live)
+        tl.store(out + 7 * out_stride, -ENTROPY_COEF * weight, mask=live)
+        tl.store(out + 8 * out_stride, advantage, mask=live)
         sums += tl.program_id(0).to(tl.int64) * SUMS
         tl.store(sums, tl.sum(tl.where(live, weight * loss, 0.0), 0))
         tl.store(sums + 1, tl.sum(tl.where(live, h, 0.0), 0))

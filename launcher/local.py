@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from dynamo_megatron.runtime.cores import choose_threads, usable_cores
 from dynamo_megatron.runtime.guard import below, end_below
 from dynamo_megatron.runtime.listening import free_port
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
@@ -79,9 +80,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
 
 
 def _start(arguments: Sequence[str], rank: int, ranks: int, port: int) -> subprocess.Popen:
-    threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {
-        "OMP_NUM_THREADS": str(threads),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -90,6 +89,7 @@ def _start(arguments: Sequence[str], rank: int, ranks: int, port: int) -> subpro
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    choose_threads(environment, max(1, usable_cores() // ranks))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "dynamo_megatron.cli", *arguments],
         env=environment,

@@ -27,7 +27,7 @@ from dynamo_megatron.launcher.options import check_servers, checked_config, comp
 SETUP = r"""set +vx
 MASTER_ADDR=$(scontrol show node "$head_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+[[ -n ${OMP_NUM_THREADS:-} ]] || export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1} DYNAMO_MEGATRON_RANK_THREADS=1
 export MASTER_ADDR MASTER_PORT=$((12000 + (SLURM_JOB_ID * 8 + ${SLURM_RESTART_COUNT:-0}) % 20000))
 # Exit code 75 is a run that was stopped and goes on where it is started again; nothing else is worth a requeue.
 scontrol() { if [ "$1" != requeue ] || [ "${exitcode:-}" = 75 ]; then command scontrol "$@"; fi; }

@@ -33,6 +33,7 @@ from dynamo_megatron.launcher.options import check_servers, checked_config, prog
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard
+from dynamo_megatron.runtime.cores import choose_threads
 from dynamo_megatron.runtime.listening import free_port
 from dynamo_megatron.runtime.log_files import open_log
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -42,8 +43,9 @@ from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 # own paths and addresses. This goes for secrets (WANDB_API_KEY) too: set them where `ray start` runs, or in files such
 # as ~/.netrc.
 PASSED_ON = re.compile(
-    r"PYTHONPATH|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|(CUDA(?!_VISIBLE_DEVICES)|TORCH|NCCL|GLOO|NVTE|SGLANG)_\w+|"
-    r"WANDB_(MODE|PROJECT|ENTITY|DIR)|HF_(HOME|HUB_OFFLINE|DATASETS_\w+)"
+    r"PYTHONPATH|DYNAMO_MEGATRON_RANK_THREADS|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|"
+    r"(CUDA(?!_VISIBLE_DEVICES)|TORCH|NCCL|GLOO|NVTE|SGLANG)_\w+|WANDB_(MODE|PROJECT|ENTITY|DIR)|"
+    r"HF_(HOME|HUB_OFFLINE|DATASETS_\w+)"
 )
 POLL_EVERY = 0.25  # seconds
 SILENCE = 60.0  # seconds that an actor may take to answer
@@ -228,7 +230,6 @@ class RayRun:
             local = gpus.index(placed.gpus[0]) if placed.gpus else seen[placed.node]
             seen[placed.node] += 1
             own = {
-                "OMP_NUM_THREADS": str(max(1, placed.cores // here[placed.node])),
                 **passed,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local),
@@ -239,6 +240,7 @@ class RayRun:
                 "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # for reward.placement: ray
                 **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
             }
+            choose_threads(own, max(1, placed.cores // here[placed.node]))
             self._begin(placed, "train", self._words, own)
         for i, placed in enumerate(self._placed[self._ranks :]):
             words = [*self._words, "--nodes", str(self._servers), "--node", str(i)]

@@ -30,7 +30,7 @@ restart=${SLURM_RESTART_COUNT:-0}
 
 export PYTHONUNBUFFERED=1
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun no longer inherits it
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+[[ -n ${OMP_NUM_THREADS:-} ]] || export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1} DYNAMO_MEGATRON_RANK_THREADS=1
 
 # Where the ranks meet: on the first node, at a port that follows from the job and its restart, or the next free one.
 mapfile -t nodes < <(try scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -6,11 +6,10 @@ from collections.abc import Hashable, Sequence
 from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dynamo_megatron.algorithm.arrays import Array, finite, group_index, like, to_numpy, torch_function
 from dynamo_megatron.config.method import GROUP_ADVANTAGES, AdvantageConfig
+from dynamo_megatron.runtime.late import torch
 
 
 def group_advantages(
@@ -151,7 +150,7 @@ def _as_given(result: np.ndarray, rewards: Array) -> Array:
 
 
 @torch_function
-def entropy_advantages(advantages: Tensor, entropy: Tensor, alpha: float, kappa: float) -> Tensor:
+def entropy_advantages(advantages: torch.Tensor, entropy: torch.Tensor, alpha: float, kappa: float) -> torch.Tensor:
     """A + min(alpha H, |A| / kappa) per token (arXiv 2506.14758, section 3). Arrays of one shape, entropy in nats."""
     return advantages + torch.minimum(alpha * entropy, advantages.abs() / kappa)
 

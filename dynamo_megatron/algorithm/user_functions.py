@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from dynamo_megatron.algorithm.arrays import described, to_numpy
+from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.user_code import UserFunction
 
 

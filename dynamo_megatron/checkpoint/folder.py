@@ -30,9 +30,15 @@ from dynamo_megatron.runtime.whole_files import replacing, sync_to_disk
 
 UNVERIFIED = "saved without checksums, so that its bytes are not verified"
 MANIFEST_FILE = "manifest.json"
+METADATA_FILE = ".metadata"  # of the torch_dist format
 STATE_FILE, ARRAYS_FILE = "state.json", "state.safetensors"
 LARGEST_STATE = 8 << 30  # bytes
 MANIFEST = {"step", "model", "dtype", "layout", "files", "checksums"}
+
+
+def is_torch_dist(path: str | Path) -> bool:
+    """Returns True where the folder has a checkpoint in Megatron's torch_dist format."""
+    return (Path(path) / METADATA_FILE).is_file()
 
 
 class ChecksumWriter(io.BufferedWriter):

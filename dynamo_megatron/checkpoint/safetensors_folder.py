@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from dynamo_megatron.checkpoint.folder import MANIFEST_FILE
@@ -19,11 +18,12 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD, huggingface_shapes
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.runtime import plain_json
+from dynamo_megatron.runtime.late import torch
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATING = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-DTYPE_NAMES = {dtype: name for name, dtype in FLOATING.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
+FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+DTYPE_NAMES = {f"torch.{dtype}": name for name, dtype in FLOATING.items()} | {"torch.float8_e4m3fn": "F8_E4M3"}
 EXPORT_FILE = "export.json"  # in a folder that a run exported: {"step": N}
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # of a model or a run; transformers prefers it to tokenizer_config.json's
 NOT_COMPANIONS = ("metadata.json", MANIFEST_FILE, EXPORT_FILE)  # say what weights are there
@@ -119,7 +119,8 @@ class SafetensorsFiles:
     def stored(self, name: str) -> tuple[tuple[int, ...], torch.dtype | str]:
         """(shape, dtype) of a tensor; the dtype as safetensors names it where it is none of FLOATING."""
         header = self._files[self._file_of[name]].get_slice(name)
-        return tuple(header.get_shape()), FLOATING.get(header.get_dtype(), header.get_dtype())
+        shape, kind = tuple(header.get_shape()), header.get_dtype()
+        return shape, getattr(torch, FLOATING[kind]) if kind in FLOATING else kind
 
     def parts(self, name: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(offset, size) of the one part that the tensor is stored in."""
@@ -173,7 +174,7 @@ def write_file(
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + nbytes(dtype, shape)
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[str(dtype)], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     with open(file, "wb") as stream:

@@ -32,7 +32,15 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dynamo_megatron.checkpoint.folder import MANIFEST_FILE, ChecksumWriter, check_model, instead_of, read_manifest
+from dynamo_megatron.checkpoint.folder import (
+    MANIFEST_FILE,
+    METADATA_FILE,
+    ChecksumWriter,
+    check_model,
+    instead_of,
+    is_torch_dist,
+    read_manifest,
+)
 from dynamo_megatron.checkpoint.safetensors_folder import check_tensors
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import (
@@ -58,7 +66,7 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-METADATA_FILE, COMMON_FILE = ".metadata", "common.pt"
+COMMON_FILE = "common.pt"
 DATA_FILE = "__0_0.distcp"  # of a checkpoint that one process writes
 _DCP = "torch.distributed.checkpoint"
 METADATA_CLASSES = {
@@ -82,11 +90,6 @@ class _Unpickler(pickle.Unpickler):
         if name not in METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"names {module}.{name}, which is no part of a checkpoint; nothing was run")
         return super().find_class(module, name)
-
-
-def is_torch_dist(path: str | Path) -> bool:
-    """Returns True where the folder has a checkpoint in this format."""
-    return (Path(path) / METADATA_FILE).is_file()
 
 
 class TorchDistReader:

@@ -13,11 +13,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
     # When one rank ends before the others, torch's store would print 30 lines of C++ frames on each of the others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if {"-h", "--help", "--version"}.intersection(arguments):  # without the imports of the commands
+            from dynamo_megatron.cli.options import parser
+
+            parser().parse_known_args(arguments)
         from dynamo_megatron.cli.commands import carry_out
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        return carry_out(list(sys.argv[1:] if argv is None else argv))
+        return carry_out(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return 130

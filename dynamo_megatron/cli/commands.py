@@ -145,11 +145,14 @@ def _configs(options: argparse.Namespace) -> int:
 def _preflight(options: argparse.Namespace) -> int:
     adopt_rank(os.environ)
     config, _ = compose(options.files, options.keys)
-    from dynamo_megatron.jobs.start_checks import default_ranks, on_this_machine
-    from dynamo_megatron.preflight.checks import preflight
+    from dynamo_megatron.runtime.late import uncollected
 
-    ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else options.ranks or default_ranks(config)
-    return preflight(on_this_machine(config, ranks), ranks, with_server=not options.no_server)
+    with uncollected():  # each check imports what it needs
+        from dynamo_megatron.jobs.start_checks import default_ranks, on_this_machine
+        from dynamo_megatron.preflight.checks import preflight
+
+        ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else options.ranks or default_ranks(config)
+        return preflight(on_this_machine(config, ranks), ranks, with_server=not options.no_server)
 
 
 def _launch(options: argparse.Namespace) -> int:

@@ -165,7 +165,7 @@ COMMANDS = {  # in the order of --help
         *NEMO,
     ),
     "plan": command(
-        "before anything runs: memory of every rank, servers, host and disk, floor times, a verdict",
+        "before anything runs: memory of every rank, servers, host and disk, times, a verdict",
         "models/qwen2.5-14b paper --gpus 16 --gpu h100-80 --search",
         CONFIG,
         option("--gpus", type=positive, required=True, help="that train; those of split servers come on top"),

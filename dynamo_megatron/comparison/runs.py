@@ -26,6 +26,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.fleet import server_names
 from dynamo_megatron.rollout.servers.server import cuda_available, listening_address
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
+from dynamo_megatron.runtime.cores import choose_threads
 from dynamo_megatron.runtime.listening import free_port, http_url
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import show
@@ -197,7 +198,8 @@ async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
     for i in range(jobs):
         own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])}
         if not gpus:  # else a rank would take a share of all cores
-            own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            own = dict(os.environ)
+            choose_threads(own, 1)
         on = ["taskset", "--cpu-list", ",".join(map(str, cores[i::jobs]))]
         parts.append(stop.child([*on, *command], {**os.environ, **own, PART: f"{i} {jobs}"}))
     codes = await asyncio.gather(*parts)

@@ -15,11 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import read_results, results_file, summarise, write_results
+from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.types import ProblemResult, Prompt
 
 if TYPE_CHECKING:

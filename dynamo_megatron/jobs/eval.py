@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from dynamo_megatron.checkpoint.convert import mcore2hf
-from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
+from dynamo_megatron.checkpoint.folder import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, to_plain

@@ -9,22 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import InputError, StatedError
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.start_checks import check_layout, check_room, describe_layout, missing_data
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.policy import backend
-from dynamo_megatron.policy.non_finite import NonFiniteError
-from dynamo_megatron.policy.spikes import GradientSpike
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
+from dynamo_megatron.runtime.late import dist, torch, uncollected
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.user_code import UserCodeError
 from dynamo_megatron.tracking.journal import Journal
@@ -35,7 +30,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.policy import Policy
 
 # Their message says it all; others come with a traceback.
-FORESEEN = (InputError, RolloutError, NonFiniteError, GradientSpike, OSError)
+FORESEEN = (InputError, RolloutError, StatedError, OSError)
 # What gloo, and the client of rank 0's store, say of a rank that has been killed; its launcher says how.
 LOST_CONNECTION = re.compile(
     r"(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)", re.DOTALL
@@ -128,9 +123,10 @@ def run_rank(job: Job) -> int:
             if rank == 0:
                 print(why, flush=True)
             return 0
-        spec = _prepare(job, rank)
-        from dynamo_megatron.policy.layout import join_ranks
-        from dynamo_megatron.policy.policy import Policy
+        with uncollected():
+            spec = _prepare(job, rank)
+            from dynamo_megatron.policy.layout import join_ranks
+            from dynamo_megatron.policy.policy import Policy
 
         job.show("joining ranks")
         store = connect_store(config.trainer.timeout)
@@ -186,6 +182,8 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
 
 
 def _set_up_backend(deterministic: bool) -> None:
+    from dynamo_megatron.policy import backend
+
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without,
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # and so does TransformerEngine's attention

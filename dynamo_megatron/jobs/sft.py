@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.stream import open_stream
@@ -70,6 +69,8 @@ class SFTJob(Job):
         self.journal = Journal(config, supervised=True)
         progress = self.journal.progress
         progress.phase("loading tokenizer")
+        from dynamo_megatron.checkpoint.weights import open_weights  # imports torch
+
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         self._tokenizer = load_tokenizer(config.model.path, config.data.chat_template)

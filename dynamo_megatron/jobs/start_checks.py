@@ -9,10 +9,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dynamo_megatron.checkpoint.torch_dist import is_torch_dist
-from dynamo_megatron.checkpoint.weights import open_weights
+from dynamo_megatron.checkpoint.folder import is_torch_dist
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.sources import DATASETS
 from dynamo_megatron.data.templates import end_token_ids
@@ -23,7 +20,7 @@ from dynamo_megatron.models.fp8 import check_fp8_shapes
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.rollout.retention import stored_step
 from dynamo_megatron.rollout.servers.fleet import training_nodes
-from dynamo_megatron.rollout.servers.server import listening_address
+from dynamo_megatron.rollout.servers.server import cuda_available, gpu_count, listening_address
 from dynamo_megatron.runtime.listening import check_port
 from dynamo_megatron.weight_sync.transports import check_transport
 
@@ -39,7 +36,7 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
     for key, folder in config.frozen_models.items():
         if folder != config.model.path:
             check_reference(spec, folder, key)
-    check_ranks(config, spec, world_size, gpus=torch.cuda.is_available())
+    check_ranks(config, spec, world_size, gpus=cuda_available())
     return spec
 
 
@@ -88,6 +85,8 @@ def check_reference(spec: ModelSpec, folder: str, key: str) -> None:
     """Raises InputError where the model that `key` names is none, or not of the policy's shape."""
     try:
         if is_torch_dist(folder):  # a run's checkpoint, or a converted model
+            from dynamo_megatron.checkpoint.weights import open_weights
+
             open_weights(folder, spec)
             return
         reference = load_model_config(folder, spec.family).dimensions()
@@ -113,7 +112,7 @@ def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, An
         experts = f", {spec.num_experts} experts, {spec.router_topk} a token, routers without auxiliary loss"
     return {
         "layout": f"{ranks} ranks = {layout}{', sequence-parallel' if p.sequence_parallel else ''}",
-        "device": "CUDA" if torch.cuda.is_available() else "CPU",
+        "device": "CUDA" if cuda_available() else "CPU",
         "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
         f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
         **_describe_lora(config, spec),
@@ -130,11 +129,11 @@ def _describe_lora(config: Config, spec: ModelSpec) -> dict[str, str]:
 
 def on_this_machine(config: Config, ranks: int) -> Config:
     """With what follows from its GPUs, if it has any; `ranks`: of all nodes of the run."""
-    return config.with_servers(ranks, training_nodes()) if torch.cuda.is_available() else config
+    return config.with_servers(ranks, training_nodes()) if cuda_available() else config
 
 
 def default_ranks(config: Config) -> int:
-    return torch.cuda.device_count() or math.lcm(config.parallel.model_ranks, config.parallel.pp * config.parallel.ep)
+    return gpu_count() or math.lcm(config.parallel.model_ranks, config.parallel.pp * config.parallel.ep)
 
 
 def check_node(config: Config) -> str:
@@ -146,7 +145,7 @@ def check_node(config: Config) -> str:
     here: list[tuple[str, int | None, int]] = []  # key, first port, ports
     if rollout.engine == "sglang" and rollout.placement == "colocated":
         here.append(("rollout.port", rollout.port, max(1, rollout.servers // training_nodes())))
-        ranks, gpus = -(-rollout.servers // training_nodes()) * rollout.tp, torch.cuda.device_count()
+        ranks, gpus = -(-rollout.servers // training_nodes()) * rollout.tp, gpu_count()
         if ranks > (gpus or MOST_ON_A_CORE * os.cpu_count()):
             raise InputError(
                 f"rollout.servers: {rollout.servers} servers of {rollout.tp} ranks (rollout.tp) have {ranks} on this "
@@ -177,7 +176,7 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     output, keep = Path(config.output_dir), config.rollout.keep_last
     elements, width = (
         sum(map(math.prod, huggingface_shapes(spec).values())),
-        getattr(torch, config.model.dtype).itemsize,
+        {"bfloat16": 2, "float32": 4}[config.model.dtype],
     )
     saves = -(-config.trainer.steps // every) if (every := config.checkpoint.every) else 0  # a stop may save one more
     export = config.checkpoint.export_hf

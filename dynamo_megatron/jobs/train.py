@@ -7,9 +7,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.testing import check_loss, check_shaping
 from dynamo_megatron.algorithm.user_functions import load_advantage
-from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.sources import prompt_strata
@@ -23,8 +21,9 @@ from dynamo_megatron.jobs.start_checks import check_node, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served_rope
 from dynamo_megatron.rollout.recorded import RecordedRollouts
+from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.serve import NodeServers
-from dynamo_megatron.rollout.servers.server import check_reachable, shares_memory
+from dynamo_megatron.rollout.servers.server import check_reachable, cpu_threads, cuda_available, shares_memory
 from dynamo_megatron.rollout.teacher import check_teacher
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import check_savable
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 def check_functions(config: Config) -> None:
     """Loads the functions of the user's that the updates will call. Raises UserCodeError for one that is none, or a
     loss that breaks its contract on made-up tokens."""
+    from dynamo_megatron.algorithm.testing import check_loss, check_shaping  # imports torch
+
     algorithm = config.algorithm
     if algorithm.advantage.of_the_user:
         load_advantage(algorithm.advantage.kind)  # not tried: it may know the data's prompts alone
@@ -55,7 +56,7 @@ def check_functions(config: Config) -> None:
 class TrainJob(Job):
     def __init__(self, config: Config):
         super().__init__(config, OutputDir(config))
-        self._stream = self._allocator = self._rollout = self._evaluation = None
+        self._stream = self._allocator = self._rollout = self._sampler = self._evaluation = None
 
     def check(self, ranks: int) -> dict[str, Any]:
         config = self.config
@@ -78,20 +79,32 @@ class TrainJob(Job):
         if rollout.engine != "sglang" or rollout.placement == "external":
             return {}
         weights = f", {rollout.quantization} weights" if rollout.quantization else ""
-        return {"servers": f"{rollout.servers} of {rollout.tp} ranks, {rollout.placement}{weights}"}
+        here = max(1, rollout.servers // training_nodes())
+        threads = "" if cuda_available() else f", threads of each rank: {cpu_threads(rollout, here)}"
+        return {"servers": f"{rollout.servers} of {rollout.tp} ranks, {rollout.placement}{weights}{threads}"}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
-        check_functions(config)
+        evaluates = config.eval.every is not None
+        self.output.claim()
+        if config.rollout.engine == "sglang" or evaluates:
+            # First of all: servers take longest to start, and need nothing of what follows.
+            self._rollout = self._sampler = RolloutWorker(config, None, spec.vocab_size)
+            self._rollout.start()
         self.journal = Journal(config)
         progress = self.journal.progress
         progress.phase("loading tokenizer")
+        from dynamo_megatron.checkpoint.weights import open_weights  # imports torch
+
+        check_functions(config)
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
         if config.data.chat_template is not None:
             self.output.check_chat_template(tokenizer.chat_template)
         check_vocabulary(config.model.path, spec, tokenizer)
+        if self._rollout is not None:
+            self._rollout.read_with(end_token_ids(config.model.path, tokenizer), decoder_of(tokenizer))
         if (teacher := config.algorithm.teacher) is not None:
             check_teacher(teacher, tokenizer)
 
@@ -110,12 +123,6 @@ class TrainJob(Job):
         allocation = config.algorithm.allocation
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
         self._selection = PromptSelection(config.prompt_stream, self._stream, self._allocator.history)
-        evaluates = config.eval.every is not None
-        server = None
-        if config.rollout.engine == "sglang" or evaluates:
-            ends = end_token_ids(config.model.path, tokenizer)
-            server = RolloutWorker(config, ends, spec.vocab_size, decoder_of(tokenizer))
-        self._rollout = self._sampler = server
         if config.rollout.engine == "recorded":
             limits = {"vocab_size": spec.vocab_size, "max_new_tokens": config.rollout.max_new_tokens}
             self._sampler = RecordedRollouts(config.rollout.recorded, **limits)
@@ -123,12 +130,9 @@ class TrainJob(Job):
             longest = max_prompt_length(config, spec, evaluation=True)
             progress.phase("loading evaluation data")
             held_out = load_problems(config, encode, longest, training=prompts)
-            self._evaluation = PeriodicEvaluation(config, held_out, server)
-        self.output.claim()
+            self._evaluation = PeriodicEvaluation(config, held_out, self._rollout)
         if config.data.chat_template is not None:
             self.output.keep_chat_template(tokenizer.chat_template)
-        if server is not None:
-            server.start()
 
     def prepare_node(self) -> None:
         rollout = self.config.rollout

@@ -13,13 +13,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-from torch.nn import functional
-
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.server_layout import server_layout
 from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.runtime.late import torch
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3
@@ -50,7 +48,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     of zeros from a division by 0. Blocks at the last row or column may be smaller.
     """
     rows, columns = weight.shape
-    padded = functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     largest = blocks.abs().amax((1, 3), keepdim=True).float()
     scales = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
@@ -58,11 +56,12 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:rows, :columns].contiguous(), scales[:, 0, :, 0].contiguous()
 
 
-def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The weight that `quantize` made `values` and `scales` of: the float32 products, rounded to `dtype`."""
+def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The weight that `quantize` made `values` and `scales` of: the float32 products, rounded to `dtype` (None:
+    bfloat16)."""
     rows, columns = values.shape
     spread = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
-    return values.float().mul_(spread).to(dtype)
+    return values.float().mul_(spread).to(dtype or torch.bfloat16)
 
 
 def quantize_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.runtime.late import torch
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"

@@ -11,11 +11,10 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import expert_number, huggingface_names, huggingface_shapes, parameter_names
 from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.runtime.late import torch
 
 # How a server's tensor-parallel ranks cut a Hugging Face tensor, by the module it belongs to; others are whole.
 CUTS = {

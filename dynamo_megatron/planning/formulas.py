@@ -1,5 +1,5 @@
 """The planner's formulas of parameters, memory and times, pure functions of shapes and layout. Times are those at the
-hardware's stated rates, floors of the real ones.
+rates of planning/rates.py, and of links at their stated rates.
 
 Sources: [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198), whose
 bytes are adapted to SwiGLU, grouped queries, RMSNorm, no dropout and an attention that keeps no scores; [N] Narayanan
@@ -25,10 +25,12 @@ from dynamo_megatron.models.fp8 import QUANTIZED_BYTES, is_quantized
 from dynamo_megatron.models.mapping import huggingface_shapes, is_expert, is_sharded
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GPU, Cluster
+from dynamo_megatron.planning.rates import rate
 from dynamo_megatron.policy.batch import SequenceCost
 
 WIDTH = {"bfloat16": 2, "float32": 4}  # bytes an element
 GRADIENT = 4  # bytes: main_grad is float32 (grad_reduce_in_fp32)
+ADAM = 30  # bytes that a step reads and writes of an element: its gradient, float32 state twice, the parameter
 FP8_RATE = 2  # times a GPU's bfloat16 rate, by the makers' tables
 
 
@@ -281,7 +283,7 @@ def weight_bytes(spec: ModelSpec, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step, each at the hardware's stated rates: nothing is faster."""
+    """Seconds of a step."""
 
     generate: float
     logprobs: float
@@ -312,7 +314,11 @@ def forward_flops(spec: ModelSpec, lengths: Sequence[tuple[float, float]]) -> fl
 def training_seconds(
     config: Config, spec: ModelSpec, cluster: Cluster, length: float, stages: Sequence[StageState], micro_batches: int
 ) -> tuple[float, float]:
-    """(log-probs, update). `length`: tokens of the mean sequence; `micro_batches`: of an update, on each rank.
+    """(log-probs, those of frozen models too; update). `length`: tokens of the mean sequence; `micro_batches`: of an
+    update, on each rank.
+
+    A pass takes as long as the GPU has work, with the gaps between its kernels, or as the host launches that, whichever
+    is longer. The GPU computes, and reads and writes the layers' activations and in a step the optimizer's state.
 
     A rank sends, of its `own` tokens in a forward pass: two all-reduces a layer (or a reduce-scatter and an all-gather
     each), 2 (tp - 1) / tp of the hidden states apiece, [K] section 4.2.1, of a mixture of experts one; its keys and
@@ -320,7 +326,8 @@ def training_seconds(
     way, and sequence parallelism's backward gathers each column-parallel layer's input besides: three halves of the
     forward's ([M] tensor_parallel/layers.py). Full recomputation repeats the forward.
     """
-    p, w, layers = config.parallel, WIDTH[config.model.dtype], spec.num_layers / config.parallel.pp
+    p, dtype, layers, gpu = config.parallel, config.model.dtype, spec.num_layers / config.parallel.pp, cluster.gpu
+    w, updates = WIDTH[dtype], updates_of(config)  # the passes of log-probs run through all of them without a stop
     own = config.rollout_budget * length * p.model_ranks / cluster.gpus / p.cp
     reduces = 1 if spec.num_experts else 2
     hidden = layers * reduces * 2 * (p.tp - 1) / p.tp * w * spec.hidden_size * own / cluster.link(p.tp)
@@ -330,12 +337,20 @@ def training_seconds(
         copies = spec.router_topk * own / p.tp
         others += layers * 2 * (p.ep - 1) / p.ep * copies * spec.hidden_size * w / cluster.link(p.ep)
     again = 1 if config.trainer.recompute == "full" else 0
-    products = 2 if config.model.lora is not None else 3  # of a forward pass, an input's gradient and a weight's
-    # One forward pass of log-probs (2N), three of an update (6N), four with full recomputation (8N); [N]. Adapters are
-    # not counted.
-    forward = forward_flops(spec, [(config.rollout_budget, length)]) / (cluster.gpus * cluster.gpu.flops)
-    once = forward + hidden + others
-    often = (products + again) * forward + ((2.5 if p.sequence_parallel else 2) + again) * hidden + (2 + again) * others
+    of_token = 2 if config.model.lora is not None else 3  # products: forward, an input's gradient and a weight's
+    products = 2 * SequenceCost.of_model(spec).linear * config.rollout_budget * length
+    attention = forward_flops(spec, [(config.rollout_budget, length)]) - products
+    forward = (products / rate("products", gpu) + attention / rate("attention", gpu)) / cluster.gpus
+    forward += rate("passing") * layers * own * layer_activations(spec, p, dtype) / rate("copies", gpu)
+    # One forward pass of log-probs (2N), three of an update (6N), four with full recomputation (8N); [N]. Gradients are
+    # zeroed and their norm is read. The products of adapters are not counted.
+    step = max(2 * stage.gradients + ADAM * stage.owned for stage in stages) / rate("copies", gpu)
+    once = forward / rate("busy") + hidden + others
+    often = ((of_token + again) * forward + updates * step) / rate("busy")
+    often += ((2.5 if p.sequence_parallel else 2) + again) * hidden + (2 + again) * others
+    launched = updates * micro_batches * layers
+    once = max(once, launched * rate("forward launches"))
+    often = max(often, launched * (rate("launches") + again * rate("forward launches")))
     # Reduce-scatter of the float32 gradients and all-gather of the parameters among the ranks that share them; [Z].
     dp_cp, expert_dp = cluster.gpus // (p.tp * p.pp), cluster.gpus // (p.pp * p.ep)
     reduce = max(
@@ -344,8 +359,8 @@ def training_seconds(
         for stage in stages
     )
     idle = (p.pp - 1) / (micro_batches * p.vpp)  # the pipeline's bubble over its working time; [N] section 2.2
-    updates = updates_of(config)  # the passes of log-probs run through all of them without a stop
-    return once * (1 + idle / updates), often * (1 + idle) + updates * reduce
+    passes = config.algorithm.measures_first + len(config.frozen_models)
+    return passes * once * (1 + idle / updates), often * (1 + idle) + updates * reduce
 
 
 def updates_of(config: Config) -> int:
@@ -354,8 +369,9 @@ def updates_of(config: Config) -> int:
 
 
 def decode_seconds(config: Config, spec: ModelSpec, gpu: GPU, sequences: float, context: float) -> float:
-    """Of one token of each of `sequences` sequences on one server, at least: its weights (of a mixture of experts those
-    that some sequence chose) and their keys and values are read once, or their products computed."""
+    """Of one token of each of `sequences` sequences on one server: its weights (of a mixture of experts those that some
+    sequence chose) and their keys and values are read once, or their products computed, and each layer has its own
+    price (launches, small kernels)."""
     dtype, tp, quantization = config.model.dtype, config.rollout.tp, config.rollout.quantization
     read = server_bytes(spec, tp, dtype, quantization)
     read += sequences * context * kv_bytes_a_token(spec, tp, dtype)
@@ -364,9 +380,18 @@ def decode_seconds(config: Config, spec: ModelSpec, gpu: GPU, sequences: float, 
         width = WIDTH[dtype] if quantization is None else QUANTIZED_BYTES
         read -= expert_elements(spec) / tp * unread * width
     products = 2 * sequences * SequenceCost.of_model(spec).linear
-    return max(read / gpu.memory_bandwidth, products / (tp * server_flops(config, gpu)))
+    graphs = "--disable-cuda-graph" not in config.rollout.server_args
+    layers = spec.num_layers * rate("decode" if graphs else "decode without graphs")
+    return layers + max(read / rate("copies", gpu), products / (tp * server_flops(config, gpu)))
 
 
 def server_flops(config: Config, gpu: GPU) -> float:
-    """A second of a GPU of a server, at most."""
-    return gpu.flops * (1 if config.rollout.quantization is None else FP8_RATE)
+    """A second of a GPU of a server."""
+    return rate("products", gpu) * (1 if config.rollout.quantization is None else FP8_RATE)
+
+
+def sync_seconds(config: Config, spec: ModelSpec, server_rank: float) -> float:
+    """Of a weight sync with its checksums; `server_rank`: bytes of the weights of a rank of a server."""
+    if config.rollout.sync.transport == "disk":
+        return weight_bytes(spec, config.model.dtype) / rate("disk")
+    return server_rank / rate("ipc")

@@ -1,4 +1,4 @@
-"""A config's layout on a cluster: memory of every rank, servers, host and disk, floor times."""
+"""A config's layout on a cluster: memory of every rank, servers, host and disk, times."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import StageState, Times
 from dynamo_megatron.planning.hardware import GIB, Cluster
+from dynamo_megatron.planning.rates import rate
 from dynamo_megatron.rollout.servers.server import shares_memory
 
 # A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance.
@@ -29,8 +30,7 @@ SYNC_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender 
 QUANTIZING, CHECKING = 6, 14
 PROCESS_BYTES = 2 * GIB  # host memory of a rank, or of a rank of a server: an allowance
 ROLLOUT_TOKEN = 76  # bytes a token as Python lists hold it: an int (36), a small int (8), a float (32)
-SLOWEST = 4  # times the floor of log-probs and update: 2.1 to 2.4 were measured on an H100, with one GPU
-DISK_RATE = 1e9  # bytes a second that a node writes of a checkpoint: an allowance
+SLOWEST = 2  # times what a step's training should take: most of its times are extrapolated
 PROMPT_TOKENS = 256  # of the mean prompt, where its limit allows as many
 
 
@@ -130,7 +130,7 @@ class Plan:
         if rollout.timeout_of() < rollout.max_new_tokens * decode:
             return (
                 f"cannot work: rollout.timeout is {rollout.timeout_of():g} s, and a response of "
-                f"{rollout.max_new_tokens} tokens takes at least {rollout.max_new_tokens * decode:.0f} s: long "
+                f"{rollout.max_new_tokens} tokens takes some {rollout.max_new_tokens * decode:.0f} s: long "
                 "responses would be aborted and never trained on; leave it out, or raise it"
             )
         return None
@@ -149,7 +149,7 @@ class Plan:
     def stop_before(self) -> int:
         """Seconds that a job should be told before its time limit: from the last look for a stop, at the end of
         generation, to the end of the save after the step, in whole tens of minutes."""
-        save = self.checkpoint / self.cluster.nodes / DISK_RATE
+        save = self.checkpoint / self.cluster.nodes / rate("disk")
         return math.ceil((SLOWEST * self.times.training + save) / 600) * 600
 
 
@@ -171,8 +171,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
     logprobs, update = formulas.training_seconds(config, spec, cluster, work.mean, states, micro_batches)
     generate = weight_sync = 0.0
     if servers is not None:
-        split = config.rollout.placement == "split"
-        weight_sync = servers.weights / (cluster.gpu.network if split else cluster.gpu.nvlink)
+        weight_sync = formulas.sync_seconds(config, spec, servers.weights)
         generate = _generation(config, spec, cluster, work, servers)
     times = Times(generate, logprobs, update, weight_sync, overlap=config.rollout.max_staleness > 0)
     host = host_memory(config, spec, cluster.gpus, cluster.gpus_per_node, work.mean)
@@ -256,7 +255,8 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
             f"give a multiple of {cluster.nodes}"
         )
     here = rollout.servers // cluster.nodes if colocated else 1
-    if here * rollout.tp > cluster.gpus_per_node:
+    # Servers on GPUs of their own may have more than the ranks of a part of a node.
+    if here * rollout.tp > cluster.gpus_per_node and (colocated or cluster.nodes > 1):
         raise ConfigError(
             f"rollout.servers: {here} servers of {rollout.tp} GPUs do not fit on the {cluster.gpus_per_node} of a node"
         )

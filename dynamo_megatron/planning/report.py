@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB
 from dynamo_megatron.planning.plan import SERVER_WORKING, Plan
+from dynamo_megatron.planning.rates import MEASURED_ON, MEASURED_PARAMETERS
 from dynamo_megatron.rollout.retention import stored_step
 
 
@@ -76,12 +77,33 @@ def _host_and_disk(plan: Plan) -> list[str]:
 def _times(plan: Plan) -> list[str]:
     t = plan.times
     return [
-        "floor times of a step at the hardware's stated rates, seconds (an H100 took 2.1 to 2.4 times as long):",
+        f"times of a step, seconds, at the rates of {measured_on(plan)}",
         f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.weight_sync:.2f}; "
         f"together {t.step:.1f}{', generated while the ranks train' if t.overlap else ''}",
         f"a stop waits for the end of the step and for the save: `launch slurm --gpu {plan.cluster.gpu.name}` sets "
         f"--stop-before to {plan.stop_before} at least",
     ]
+
+
+def measured_on(plan: Plan) -> str:
+    """Where the times' rates were measured, and what of this plan goes beyond that."""
+    config, gpu, elements = plan.config, plan.cluster.gpu, formulas.model_elements(plan.spec)
+    beyond = {
+        f"{elements / 1e9:.1f} billion": not 0.5 < elements / MEASURED_PARAMETERS < 2,
+        "experts": plan.spec.num_experts > 0,
+        config.model.dtype: config.model.dtype != "bfloat16",
+        f"{gpu.name} by its stated rates": gpu != MEASURED_ON,
+        "several GPUs, links by their stated rates": plan.cluster.gpus > 1,
+    }
+    if plan.servers is not None:
+        beyond |= {
+            f"servers of tp {plan.servers.tp}": plan.servers.tp > 1,
+            f"{config.rollout.quantization} servers": config.rollout.quantization is not None,
+            "weight sync from one through CUDA IPC": config.rollout.sync.transport != "disk",
+        }
+    extrapolated = ", ".join(name for name, applies in beyond.items() if applies)
+    measured = f"one {MEASURED_ON.name} and {MEASURED_PARAMETERS / 1e9:.1f} billion parameters"
+    return measured + (f" (extrapolated: {extrapolated})" if extrapolated else "")
 
 
 def cautions(plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ranks the layouts of a model on a cluster by the lower bound on the time of a step."""
+"""Ranks the layouts of a model on a cluster by the time of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamo_megatron.jobs.start_checks import check_ranks
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GIB, Cluster
 from dynamo_megatron.planning.plan import Plan, Workload, make_plan
-from dynamo_megatron.planning.report import cautions, table
+from dynamo_megatron.planning.report import cautions, measured_on, table
 
 SHOWN = 20
 CHUNKS = (1, 2, 4)  # vpp: more chunks gain little and cost memory
@@ -97,7 +97,8 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
         rows.append([*map(str, cells), f"{times.step:.1f}", f"{times.training:.1f}", "no" if plan.fault else "yes"])
     lines = [
         f"{spec.family} ({origin}) on {cluster.gpus} x {cluster.gpu.name}: {len(plans)} layouts, {fitting} fit",
-        "GiB: of the fullest rank; step s, train s: floors, of a whole step and without generation",
+        "GiB: of the fullest rank; step s, train s: of a whole step and without generation",
+        *(f"seconds: at the rates of {measured_on(plan)}" for plan in plans[:1]),
         *table(rows),
     ]
     if fitting:

@@ -264,7 +264,7 @@ class MicroBatch:
     positions: torch.Tensor  # int64 [1, t]: within the segment
     cu_seqlens: torch.Tensor  # int32 [segments + 1], of all T positions
     rows: torch.Tensor  # int64 [r]: indices, among the t positions here, of those that predict a response token
-    labels: torch.Tensor  # int64 [r]
+    labels: torch.Tensor  # int64 [r], on the CPU, where the policy head reads them
     slots: torch.Tensor  # int64 [r], on the CPU: the labels' slots (see `Sequences`)
     response_bounds: torch.Tensor  # int32 [sequences + 1]: where each sequence's rows begin and end in `rows`
     lengths: np.ndarray  # int64 [segments], of all T positions; on the host
@@ -320,7 +320,7 @@ class MicroBatch:
             positions=on_device(place)[None],
             cu_seqlens=on_device(bounds, torch.int32),
             rows=on_device(trained),
-            labels=on_device(labels),
+            labels=torch.from_numpy(labels),
             slots=torch.from_numpy(slots),
             response_bounds=on_device(response_bounds, torch.int32),
             lengths=np.diff(bounds),

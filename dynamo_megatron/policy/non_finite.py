@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynamo_megatron.errors import StatedError
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.adapters import is_adapter, weight_of
 from dynamo_megatron.models.mapping import global_name, huggingface_names
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)  # the product of two larger ones is infinite, as in q k
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(StatedError):
     """A token statistic, loss or gradient norm that is NaN or infinite, or weights that an optimizer step left so;
     raised on every rank. `inputs`: the inputs of the pass, before whose optimizer step it is raised; None for weights.
     """

@@ -124,7 +124,7 @@ class Policy:
     @torch.no_grad()
     def _change_places(self, folder: str) -> None:
         """Swaps the weights with those that wait in `_frozen`, one at a time, so that there is never a third model."""
-        if folder not in self._frozen:
+        if folder not in self._frozen:  # the policy's own, which has adapters
             return
         for parameter, waiting in zip(base_parameters(self.chunks), self._frozen[folder], strict=True):
             present = parameter.clone()
@@ -349,7 +349,7 @@ class Policy:
             slots, labels, every, log_ratios = micro_batch.slots, micro_batch.labels, hidden, None
             if tokens["old_logprobs"] is not None:
                 log_ratios = self._response_log_ratios(micro_batch, hidden, tokens["old_logprobs"][slots])
-            rows, here = slice(None), slots
+            taken, rows, here = slice(None), slice(None), slots
             if not every_token_counts and not whole_sequences:
                 taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
                 rows, here = to_device(taken, device), slots[taken]
@@ -369,7 +369,7 @@ class Policy:
             output = kernels.policy_loss(
                 hidden,
                 self._head_weight,
-                labels[rows],
+                labels[taken],
                 *constants,
                 loss,
                 ref_logprobs=reference,
@@ -384,8 +384,9 @@ class Policy:
                 return HeadLoss(output.loss, output.metrics)
             stats = torch.stack(output.stats if measured is None else measured)
             if stats.shape[1] < len(slots):
-                others = to_device((~trained[slots]).nonzero()[:, 0], device)
-                rest = kernels.token_stats(every[others], self._head_weight, labels[others], **self._head)
+                left = (~trained[slots]).nonzero()[:, 0]
+                others = to_device(left, device)
+                rest = kernels.token_stats(every[others], self._head_weight, labels[left], **self._head)
                 found = stats.new_empty(len(stats), len(slots))
                 found[:, rows], found[:, others] = stats, torch.stack(rest)
                 stats = found

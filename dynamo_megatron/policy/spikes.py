@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dynamo_megatron.config import SpikeConfig
+from dynamo_megatron.errors import StatedError
 
 if TYPE_CHECKING:  # this module needs no Megatron
     from dynamo_megatron.policy.layout import Layout
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # this module needs no Megatron
 SPIKES = "spikes"  # name in a checkpoint's state
 
 
-class GradientSpike(RuntimeError):
+class GradientSpike(StatedError):
     """`optimizer.spike.action` is `stop`, and an update's gradient norm is above the limit."""
 
 

@@ -5,6 +5,7 @@ disk, host memory, and a server of two layers of random weights."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import glob
 import json
 import os
@@ -55,7 +56,8 @@ UNUSED_SHARE = 0.2  # of the embedding's rows may belong to no token; published 
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL and SGLang's ranks may want
 LAYERS, TOKENS = 2, 8  # of the server that is tried, and generated
 # Random weights and no CUDA graphs: this tests the interpreter, the kernels, the server's ranks and the protocol.
-SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--context-length", "1024", "--disable-cuda-graph")
+SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--disable-cuda-graph")
+LONGEST = 1024  # tokens of a sequence there
 AMBIGUOUS = "--cuda-graph-max-bs"
 MODULES = """
 import importlib.util, json
@@ -102,6 +104,20 @@ class Subject:
     def encode(self, prompt: Prompt) -> list[int]:
         check_savable(prompt, self.config)
         return encode_prompt(prompt, self.tokenizer, self.config.data)
+
+    @cached_property
+    def server(self) -> SGLangServer | None:
+        """The server that is tried, started: it comes up while other checks run. None: the run starts none."""
+        rollout = self.config.rollout
+        if rollout.engine != "sglang" or rollout.placement == "external":
+            return None
+        changed = ["--context-length", str(min(LONGEST, self.spec.max_positions))]
+        changed += ["--json-model-override-args", json.dumps({"num_hidden_layers": min(LAYERS, self.spec.num_layers)})]
+        changes = {"server_args": [*rollout.server_args, *SLICE, *changed], "host": "127.0.0.1", "port": None}
+        log = Path(tempfile.mkdtemp(prefix="preflight-"), "sglang.log")
+        server = SGLangServer(rollout.model_copy(update=changes), self.config.model, log)
+        server.start()
+        return server
 
 
 def layout(subject: Subject) -> Iterator[Finding]:
@@ -344,40 +360,35 @@ def gpu_server(subject: Subject) -> Iterator[Finding]:
 
 def server(subject: Subject) -> Iterator[Finding]:
     """Checks that SGLang starts in its interpreter and answers a request with tokens and logprobs."""
-    rollout = subject.config.rollout
-    if rollout.engine != "sglang" or rollout.placement == "external":
+    if subject.server is None:
         yield skipped("this run starts no servers")
         return
-    folder = Path(tempfile.mkdtemp(prefix="preflight-"))
     try:
-        yield ok(asyncio.run(_try(subject, folder / "sglang.log")))
+        yield ok(asyncio.run(_try(subject, subject.server)))
     except (RolloutError, ServerLost, TimeoutError) as error:
         # The folder is kept: the message names the log in it.
         raise InputError(
             f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
         ) from None
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(subject.server.log.parent, ignore_errors=True)
 
 
-async def _try(subject: Subject, log: Path) -> str:
-    config = subject.config
-    layers = json.dumps({"num_hidden_layers": min(LAYERS, subject.spec.num_layers)})
-    arguments = [*config.rollout.server_args, *SLICE, "--json-model-override-args", layers]
-    changes = {"server_args": arguments, "host": "127.0.0.1", "port": None, "max_new_tokens": TOKENS, "stop": []}
-    rollout = config.rollout.model_copy(update=changes)
-    process = SGLangServer(rollout, config.model, log)
-    process.start()
+async def _try(subject: Subject, process: SGLangServer) -> str:
     try:
         await process.wait_ready()
         async with open_session() as session:
-            ends = end_token_ids(config.model.path, subject.tokenizer)
+            ends = end_token_ids(subject.config.model.path, subject.tokenizer)
+            rollout = subject.config.rollout.model_copy(update={"stop": []})
             client = SGLangClient(session, process.endpoint, rollout, ends)
-            response = await client.generate("preflight", subject.tokenizer.encode("1 + 1 ="))
+            tokens = subject.tokenizer.encode("1 + 1 =")
+            response = await client.generate("preflight", tokens, max_new_tokens=TOKENS)
     finally:
         process.stop()
     if response.error or not response.tokens or len(response.logprobs) != len(response.tokens):
-        raise RolloutError(f"the server starts but does not generate: {response.error or 'no tokens'}; see {log}")
-    return f"SGLang started with {layers} and generated {len(response.tokens)} tokens with logprobs"
+        fault = response.error or "no tokens"
+        raise RolloutError(f"the server starts but does not generate: {fault}; see {process.log}")
+    layers = min(LAYERS, subject.spec.num_layers)
+    return f"SGLang started with {layers} layers and generated {len(response.tokens)} tokens with logprobs"
 
 
 # Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
@@ -403,6 +414,8 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
         checks |= OF_A_NODE
         if with_server:
             checks["server"] = server
+            with contextlib.suppress(ValueError, OSError):  # the check will say it
+                _ = subject.server
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
     bad: dict[str, None] = {}
     raised: set[str] = set()

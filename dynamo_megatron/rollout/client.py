@@ -88,7 +88,7 @@ def open_session() -> aiohttp.ClientSession:
 class SGLangClient:
     """Of the server at `endpoint`. Every method is safe to run many times at once; calls of `generate` from tasks that
     start together share HTTP requests. `vocab_size`: rows of the model's embedding; a reply with other token ids is
-    nonsense."""
+    nonsense. `eos_token_ids` may come into the list after the client is made, but before its first request."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class SGLangClient:
             "presence_penalty": 0.0,
             "max_new_tokens": config.max_new_tokens,
             "stop": list(config.stop),
-            "stop_token_ids": list(eos_token_ids),
+            "stop_token_ids": eos_token_ids,
         }
 
     async def model_info(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Generator:
         decoder: Tokenizer | None = None,
     ):
         self._config, self._stack = config, stack
-        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+        self._eos_token_ids, self._vocab_size = list(eos_token_ids), vocab_size
         self._thread = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
         self._tokenizer = decoder  # None: loaded in `open`
         self._agents: Agents | None = None
@@ -78,7 +78,8 @@ class Generator:
         self._counted: StepSession | None = None  # the session whose responses `done` counts
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
-    async def open(self) -> None:
+    async def open(self, reading: Callable[[], Coroutine[Any, Any, tuple]] | None = None) -> None:
+        """`reading`: waits for `eos_token_ids` and `decoder` where they come while the servers start."""
         config = self._config
         self._store = RolloutStore(config.output_dir)
         self._retention = Retention(Path(config.output_dir), config.rollout.keep_last)
@@ -88,11 +89,13 @@ class Generator:
         rewards = RewardServers(config, session) if config.reward.servers is not None else None
         self._pool = RewardPool(config.reward, rewards and rewards.addresses)
         self._stack.callback(self._pool.close)
-        await asyncio.to_thread(self._pool.start)  # before the servers: a missing reward function is found in a second
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
         self._fleets = [self._fleet, *([rewards] if rewards is not None else [])]
         self._fleet_run = asyncio.create_task(self._run_servers())
         self._stack.push_async_callback(self._end_fleet)
+        await asyncio.to_thread(self._pool.start)  # finds a missing reward function in a second
+        if reading is not None:
+            self._eos_token_ids[:], self._tokenizer = await reading()
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         self._scoring = Scoring(config.reward, self._pool, self._tokenizer)

@@ -59,14 +59,17 @@ class RolloutWorker:
     SyncNeeded that were raised in the process are raised again here.
     """
 
-    def __init__(self, config: Config, eos_token_ids: Sequence[int], vocab_size: int, decoder: Tokenizer | None = None):
+    def __init__(
+        self, config: Config, eos_token_ids: Sequence[int] | None, vocab_size: int, decoder: Tokenizer | None = None
+    ):
         """`vocab_size`: rows of the model's embedding; a response with other token ids is refused.
 
         `decoder`: decodes responses (`decoder_of` the tokenizer). None: the process loads the tokenizer of model.path,
-        and torch with it.
+        and torch with it. With `eos_token_ids` None the servers can start before there is a tokenizer: `read_with`
+        brings both, after `start`.
         """
-        self._config, self._eos_token_ids, self._vocab_size = config, tuple(eos_token_ids), vocab_size
-        self._decoder = decoder
+        self._config, self._vocab_size = config, vocab_size
+        self._reading = None if eos_token_ids is None else (tuple(eos_token_ids), decoder)
         self.log = Path(config.output_dir) / "logs" / "rollout.log"
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
@@ -76,12 +79,17 @@ class RolloutWorker:
         """Returns at once. Call it from the main thread: the child ends when the thread that started it does."""
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
-        given = self._config, self._eos_token_ids, self._vocab_size, self._decoder
+        given = self._config, self._reading, self._vocab_size
         self._process = context.Process(target=_child, args=(child_end, given, self.log, os.getpid()), name="rollout")
         with keeping(*ASK_TO_STOP):
             self._process.start()
         child_end.close()
         atexit.register(self.close)  # before multiprocessing's own hook, which would wait for the child for ever
+
+    def read_with(self, eos_token_ids: Sequence[int], decoder: Tokenizer | None) -> None:
+        """What a worker that was made without them needs of the tokenizer."""
+        with contextlib.suppress(OSError):  # `wait_ready` raises what has ended the process
+            self._connection.send((tuple(eos_token_ids), decoder))
 
     def wait_ready(self, on_poll: OnPoll = None) -> None:
         """Waits until the servers and the reward workers are up. Raises what kept them from it."""
@@ -216,7 +224,7 @@ class RolloutWorker:
 
 
 def _child(connection: Connection, given: tuple, log: Path, parent: int) -> None:
-    """`given`: the arguments of Generator before `stack`, and `decoder`."""
+    """`given`: the arguments of `_serve` after `connection`."""
     os.setsid()
     die_with_parent(END, parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -225,7 +233,7 @@ def _child(connection: Connection, given: tuple, log: Path, parent: int) -> None
         asyncio.run(_serve(connection, *given))
 
 
-async def _serve(connection: Connection, config: Config, ends: tuple, vocab_size: int, decoder: Any) -> None:
+async def _serve(connection: Connection, config: Config, reading: tuple | None, vocab_size: int) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     inbox: asyncio.Queue = asyncio.Queue()
 
@@ -247,8 +255,9 @@ async def _serve(connection: Connection, config: Config, ends: tuple, vocab_size
     loop.add_signal_handler(END, leave)
     loop.add_reader(connection.fileno(), read)
     async with contextlib.AsyncExitStack() as stack:
+        ends, decoder = reading or ((), None)
         generator = Generator(config, ends, vocab_size, stack, decoder)
-        opened = await _answer(connection, generator, generator.open())
+        opened = await _answer(connection, generator, generator.open(inbox.get if reading is None else None))
         gc.freeze()  # else each reply's thousands of lists start collections over all imports: 4 times as slow
         stack.callback(gc.unfreeze)  # else libraries report a hundred lines of leaks at the exit
         while opened:

@@ -11,10 +11,8 @@ import os
 import pickle
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from dynamo_megatron.runtime.arena import Arena, Piece, dump
+from dynamo_megatron.runtime.late import dist, torch
 
 T = TypeVar("T")
 

@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.array_sharing import share
+from dynamo_megatron.runtime.late import dist
 from dynamo_megatron.runtime.listening import serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 

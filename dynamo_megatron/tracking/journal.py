@@ -15,7 +15,6 @@ from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress
 from dynamo_megatron.tracking.stopping import StopRule
-from dynamo_megatron.tracking.token_rows import write_token_rows
 from dynamo_megatron.tracking.trackers import Trackers
 
 
@@ -76,6 +75,8 @@ class Journal:
 
     def tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Statistics of a step's tokens, as `token_rows`. Raises OSError."""
+        from dynamo_megatron.tracking.token_rows import write_token_rows  # imports torch
+
         write_token_rows(tokens_file(self._folder, step), rows)
 
     def evaluated(self, step: int) -> bool:

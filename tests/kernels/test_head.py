@@ -1,12 +1,14 @@
+import collections
 from dataclasses import replace
 
 import plain_head as plain
 import pytest
 import torch
 from plain_head import FULL, MODULATION, RANGES, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynamo_megatron.config import PolicyLossConfig
-from dynamo_megatron.kernels import policy_loss, token_stats
+from dynamo_megatron.kernels import policy_loss, token_stats, triton_backend
 
 PLAIN = PolicyLossConfig()
 SEQUENCE_MEAN = replace(FULL, modulation=replace(MODULATION, expectation="sequence_mean", scope="micro_batch"))
@@ -239,3 +241,47 @@ def test_token_stats_equals_the_loss_pass(backend):
     out, _, _ = run(c, FULL, ranges=RANGES, temperature=0.7, backend=backend)
     stats = token_stats(c.hidden, c.weight, c.labels, temperature=0.7, vocab_size=c.vocab, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(stats, out.stats, strict=True))
+
+
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+def test_rows_without_a_label_change_no_bit_of_the_others(gradient, backend):
+    """Without such rows the head works on views of its inputs, whatever their strides."""
+    whole, few = plain.case(), plain.case()
+    keep = whole.labels != plain.IGNORE
+    for name in ("hidden", "labels", "advantages", "old", "weights", "ref"):
+        values = getattr(few, name)[keep]
+        setattr(few, name, values if name == "hidden" else torch.stack([values, values], 1)[:, 0])
+    options = {"ranges": RANGES if gradient == "eager" else None, "gradient": gradient, "backend": backend}
+    (one, dx, dw), (other, few_dx, few_dw) = (run(c, FULL, chunk_tokens=7, **options) for c in (whole, few))
+    per_token = zip([*one.stats, one.advantages, dx], [*other.stats, other.advantages, few_dx], strict=True)
+    assert all(torch.equal(a[keep], b) for a, b in per_token)
+    assert torch.equal(dw, few_dw) and one.metrics == other.metrics and one.loss == other.loss
+
+
+def test_a_chunk_costs_few_launches_and_no_read_by_the_host(monkeypatch):
+    """What a second chunk adds, with kernels that only count; the operands' copies in float32 are a CPU's alone."""
+    ran = collections.Counter()
+    kernel = collections.defaultdict(lambda: lambda *arguments, **options: ran.update(["kernel"]))  # by its grid
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func._schema.name.removeprefix("aten::")
+            if not func.is_view and not name.startswith(("empty", "new_empty")):
+                ran[name] += 1
+            return func(*args, **(kwargs or {}))
+
+    for name in ("statistics_kernel", "merge_kernel", "gradient_kernel"):
+        monkeypatch.setattr(triton_backend, name, kernel)
+    monkeypatch.setattr(triton_backend, "INTERPRETED", True)
+    found, config = [], PolicyLossConfig(modulation=MODULATION)
+    for tokens in (4, 8):
+        hidden, weight = torch.randn(tokens, 8).bfloat16(), torch.randn(40, 8).bfloat16().requires_grad_()
+        weight.main_grad, values = torch.zeros(40, 8), torch.ones(tokens)
+        ranges = type(RANGES)(*torch.tensor(RANGES))
+        ran.clear()
+        options = {"ranges": ranges, "backend": "triton", "chunk_tokens": 4}
+        with Operators():
+            policy_loss(hidden, weight, torch.arange(tokens), values, values, values, config, **options)
+        found.append(collections.Counter(ran))
+    copies = {"copy_": 1, "_to_copy": 3}
+    assert found[1] - found[0] == {"kernel": 3, "mm": 2, "addmm_": 1, "sum": 1, "add": 1, **copies}

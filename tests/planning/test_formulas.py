@@ -12,6 +12,7 @@ from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import decode_seconds, forward_flops
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
 from dynamo_megatron.planning.plan import RESERVED, host_memory, make_plan, workload
+from dynamo_megatron.planning.rates import RATES
 
 
 def spec_of(name):
@@ -120,7 +121,15 @@ def config_of(**parts):
     return Config.model_validate({**needed, "output_dir": "none", **parts})
 
 
-def test_a_decode_step_of_few_sequences_reads_few_experts():
+@pytest.fixture
+def stated(monkeypatch):
+    """An H100 that does what its maker states, all the time: what is left are the formulas."""
+    rates = {"products": 989.4e12, "attention": 989.4e12, "copies": 3.35e12, "busy": 1.0}
+    for name, rate in {**rates, **dict.fromkeys(("passing", "forward launches", "launches", "decode"), 0.0)}.items():
+        monkeypatch.setitem(RATES, name, RATES[name]._replace(value=rate))
+
+
+def test_a_decode_step_of_few_sequences_reads_few_experts(stated):
     spec, gpu = spec_of("Qwen3-30B-A3B"), dataclasses.replace(GPUS["h100-80"], flops=1e30, memory_bandwidth=1.0)
     one, many = (decode_seconds(config_of(), spec, gpu, n, 0) for n in (1, 10_000))
     assert one == pytest.approx(2 * 3_353_032_704) and many == pytest.approx(2 * 30_532_122_624)
@@ -195,19 +204,21 @@ def test_servers_with_fp8_weights_have_more_room_for_their_cache():
 
 
 @pytest.mark.parametrize(("recompute", "passes", "times"), [("none", 3, 2.5), ("full", 4, 3.5)])
-def test_training_of_14b_by_hand(recompute, passes, times):
+def test_training_of_14b_by_hand(recompute, passes, times, stated):
     """tp 4, sequence-parallel, dp 4 on 16 H100: 512 rollouts of 256 + 1000 tokens, four updates."""
     parts = {"parallel": {"tp": 4, "sequence_parallel": True}, "trainer": {"recompute": recompute}}
     plan = planned("Qwen2.5-14B", "h100-80", 16, 1000, **parts)
     compute = forward_flops(plan.spec, [(512, 1256)]) / (16 * 989.4e12)
     sent = 48 * 2 * 2 * (3 / 4) * 2 * 5120 * 512 * 1256 / 4 / 450e9  # two all-reduces a layer, each 2 (tp - 1) / tp
-    reduce = 3 / 4 * 6 * plan.stages[0].state.dense / (2 * 50e9)  # of 4 ranks, 2 in each node
+    dense = plan.stages[0].state.dense
+    reduce = 3 / 4 * 6 * dense / (2 * 50e9)  # of 4 ranks, 2 in each node
+    step = (8 * dense + 30 * dense / 4) / 3.35e12  # float32 gradients zeroed and read; Adam of a rank's share
     assert plan.times.logprobs == pytest.approx(compute + sent)
     # Backward gathers a third half, or without sequence parallelism as much as forward.
-    assert plan.times.update == pytest.approx(passes * compute + times * sent + 4 * reduce)
+    assert plan.times.update == pytest.approx(passes * compute + times * sent + 4 * (reduce + step))
 
 
-def test_training_of_experts_by_hand():
+def test_training_of_experts_by_hand(stated):
     """Qwen3-30B-A3B on 16 H200. ep 8 x dp 16: an expert is on two ranks, 8 apart, what is dense on all 16. With tp 2
     one all-reduce a layer, and half of a token's copies from each rank."""
     plan = planned("Qwen3-30B-A3B", "h200-141", 16, 1000, parallel={"ep": 8}, trainer={"recompute": "none"})
@@ -215,13 +226,14 @@ def test_training_of_experts_by_hand():
     sent = 48 * 2 * (7 / 8) * 8 * 512 * 1256 / 16 * 2048 * 2 / 450e9  # to 8 experts and back
     dense = 15 / 16 * 6 * 1_541_093_376 / (8 * 50e9)
     experts = 1 / 2 * 6 * 3_623_878_656 / 50e9
-    assert plan.times.update == pytest.approx(3 * compute + 2 * sent + 4 * (dense + experts))
+    step = (8 * (1_541_093_376 + 3_623_878_656) + 30 * (1_541_093_376 / 16 + 3_623_878_656 / 2)) / 4.8e12
+    assert plan.times.update == pytest.approx(3 * compute + 2 * sent + 4 * (dense + experts + step))
     cut = planned("Qwen3-30B-A3B", "h200-141", 16, 1000, parallel={"ep": 8, "tp": 2, "sequence_parallel": True})
     hidden = 48 * 2 * (1 / 2) * 2 * 2048 * 512 * 1256 / 8 / 450e9
     assert cut.times.logprobs == pytest.approx(compute + hidden + sent)
 
 
-def test_context_parallel_ranks_send_keys_and_values_and_a_pipeline_has_a_bubble():
+def test_context_parallel_ranks_send_keys_and_values_and_a_pipeline_has_a_bubble(stated):
     """Qwen2.5-14B, cp 2 x pp 2 x dp 2 on 8 H100: 24 layers a stage, 8 key/value heads of 128."""
     parts = {"parallel": {"cp": 2, "pp": 2}, "rollout": {**ROLLOUT, "servers": 4}}
     plan = planned("Qwen2.5-14B", "h100-80", 8, 1000, **parts)

@@ -33,6 +33,9 @@ class ClassifierServer(SGLangServer):
     def _context(self) -> list[str]:
         return []  # its inputs are of any length: the model's own limit refuses what is too long
 
+    def _threads(self) -> int:
+        return 1  # it computes while the rollout servers do
+
     async def _warm_up(self, client: SGLangClient, timeout: float) -> None:
         reply = await client.classify([0, 0, 0], timeout)
         try:

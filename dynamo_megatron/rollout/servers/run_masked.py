@@ -6,18 +6,38 @@ multiprocessing unblocks SIGTERM and SIGINT as it starts its resource tracker, w
 child: the server's own processes would receive a SIGTERM that is meant for the ranks. If a tracker runs already,
 multiprocessing leaves the signals alone, and child processes inherit the tracker.
 
---fork: MODULE's multiprocessing forks where it asks for spawned processes. Each of these would import all of SGLang
-again, which is more than half of the CPU time that a server takes to start. CUDA does not survive a fork, so this is
-for our own interpreter on a machine without CUDA.
+--fork: for SGLang under our own interpreter on a machine without CUDA, where imports are most of a server's start. Its
+multiprocessing forks where it asks for spawned processes, each of which would import all of SGLang again; CUDA does not
+survive a fork. torch.compile leaves functions as they are: on a CPU its import takes longer than they gain. SGLang does
+not find Megatron, which it imports where it can; and the garbage collector does not look through all modules again and
+again while they are imported.
 
 PYTHON may be another interpreter than ours, without this package, so this file imports only the standard library.
 """
 
+import atexit
+import gc
+import importlib
 import multiprocessing
 import runpy
 import signal
 import sys
 from multiprocessing import resource_tracker
+
+ENTRY = "sglang.srt.entrypoints.http_server"
+
+
+def import_sglang() -> None:
+    sys.modules["megatron"] = None
+    gc.disable()
+    if "--enable-torch-compile" not in sys.argv:
+        torch = importlib.import_module("torch")
+        torch.compile = lambda model=None, **options: (lambda decorated: decorated) if model is None else model
+    importlib.import_module(ENTRY)
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries report a hundred lines of leaks at the exit
+    gc.enable()
+
 
 # Child processes do not import this file: `alter_sys` makes MODULE their main module.
 if __name__ == "__main__":
@@ -29,4 +49,5 @@ if __name__ == "__main__":
         multiprocessing.set_start_method("fork")
         multiprocessing.set_start_method = lambda method, force=False: None  # SGLang asks for "spawn"
         del sys.argv[0]
+        import_sglang()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

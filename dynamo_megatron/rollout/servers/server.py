@@ -30,6 +30,8 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import LONGEST, Endpoint
 from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
 from dynamo_megatron.runtime import guard, plain_json
+from dynamo_megatron.runtime.cores import usable_cores, users_threads
+from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.listening import GLOO_INTERFACE, check_port, free_port, http_url, interface_of
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -38,6 +40,7 @@ STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away
 POLL_EVERY = 0.5  # seconds
 FP8_PLUGINS = Path(__file__).parent / "sglang_fp8"
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
+MODELS = Path(__file__).parent / "sglang_models"
 RUN_MASKED = Path(__file__).with_name("run_masked.py")
 # A server that inherits these joins the trainer's own rendezvous, or returns logprobs from before the temperature.
 FOREIGN_VARIABLES = re.compile(
@@ -62,11 +65,16 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Win
 
 def cuda_available() -> bool:
     """torch.cuda.is_available(), without the import of torch where there is no driver to ask."""
-    if not any(map(os.path.exists, GPU_DRIVERS)):
-        return False
-    import torch
+    return _has_driver() and torch.cuda.is_available()
 
-    return torch.cuda.is_available()
+
+def gpu_count() -> int:
+    """torch.cuda.device_count(), likewise."""
+    return torch.cuda.device_count() if _has_driver() else 0
+
+
+def _has_driver() -> bool:
+    return "torch" in sys.modules or any(map(os.path.exists, GPU_DRIVERS))  # imported, torch answers at once
 
 
 def shares_memory(config: RolloutConfig, *, gpus: bool | None = None) -> bool:
@@ -75,6 +83,14 @@ def shares_memory(config: RolloutConfig, *, gpus: bool | None = None) -> bool:
         return config.offload
     on_gpus = cuda_available() if gpus is None else gpus
     return config.engine == "sglang" and config.placement == "colocated" and on_gpus
+
+
+def cpu_threads(config: RolloutConfig, servers: int) -> int:
+    """OpenMP threads of a rank of one of `servers` on this node, without a GPU: the user's OMP_NUM_THREADS, else a
+    share of the cores that this process may use. Ranks take turns with the servers, or with `rollout.max_staleness` get
+    half of the cores."""
+    cores = usable_cores() // (2 if config.max_staleness else 1)
+    return users_threads() or max(1, cores // (servers * config.tp))
 
 
 def listening_address(host: str) -> str:
@@ -312,12 +328,15 @@ class SGLangServer:
         """Arguments by which a sequence may have all of `model.max_length`, wherever a weight sync interrupts it; []
         where it may without them. No position beyond the model's is ever computed: prompt and response are limited by
         ours."""
-        file = Path(self._model.path) / "config.json"
-        most = plain_json.read_object(file).get("max_position_embeddings") if file.is_file() else None
+        most = self._model_config().get("max_position_embeddings")
         if type(most) is not int or any(argument.startswith(CONTEXT) for argument in self._config.server_args):
             return []
         context = (self._model.max_length or most) + BEYOND
         return [CONTEXT, str(context)] if context > most else []
+
+    def _model_config(self) -> dict[str, Any]:
+        file = Path(self._model.path) / "config.json"
+        return plain_json.read_object(file) if file.is_file() else {}
 
     def _environment(self, on_cpu: bool) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not FOREIGN_VARIABLES.fullmatch(key)}
@@ -335,17 +354,25 @@ class SGLangServer:
         ours = [str(CPU_STAND_INS)] if on_cpu else []
         if self._config.quantization is not None:
             ours.append(str(FP8_PLUGINS))
+        if on_cpu and (file := str(self._model_config().get("model_type", ""))).isidentifier():
+            ours.append(str(MODELS))
+            environment["SERVED_MODEL_FILE"] = file
+            environment.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "served_models")
         if self._context():
             environment[LONGER_CONTEXT] = "1"
         if ours:
             environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            environment["OMP_NUM_THREADS"] = "1"
+            environment["OMP_NUM_THREADS"] = str(self._threads())
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take six times a small model's CPU
             environment |= {"MASTER_ADDR": self._host, "MASTER_PORT": str(self._port)}  # name its shared memory
             if self._slots * self._config.tp > 1:  # SGLang's default is a NUMA node for each rank of a server
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(self._cores()))
         return environment
+
+    def _threads(self) -> int:
+        return cpu_threads(self._config, self._slots)
 
     def _cores(self) -> list[str]:
         """CPU cores of each rank of this server: an equal share of this process's, or one that it shares."""

@@ -8,11 +8,10 @@ import subprocess
 import sys
 from urllib.parse import urlsplit
 
-import torch
-
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.servers.server import shares_memory
+from dynamo_megatron.rollout.servers.server import cuda_available, shares_memory
+from dynamo_megatron.runtime.late import torch
 
 VERSION_TIMEOUT = 120.0  # seconds for an interpreter to import torch
 # What has to be the same version on both sides: CUDA IPC handles of another torch cannot be opened, and NCCL refuses a
@@ -70,7 +69,7 @@ def is_local(url: str) -> bool:
 def check_transport(config: RolloutConfig) -> str:
     """The transport as far as one process knows it: the ranks' hosts are not known yet, so one (weight_sync/sync.py).
     Raises ValueError where it, offloading or quantised servers cannot work."""
-    name = choose_transport(config, torch.cuda.is_available(), hosts=1)
+    name = choose_transport(config, cuda_available(), hosts=1)
     if name == "ipc":
         check_segments("rollout.sync.transport: ipc")
     if name in VERSIONS:
@@ -95,7 +94,7 @@ def check_quantization(config: RolloutConfig) -> None:
     if config.quantization is None or config.engine != "sglang" or config.placement == "external":
         return
     key = f"rollout.quantization: {config.quantization}"
-    if not torch.cuda.is_available():
+    if not cuda_available():
         raise InputError(
             f"{key} needs GPUs: on a CPU SGLang's FP8 layers are kernels for AMX, which CPU servers here do without; "
             "leave it out"
