@@ -206,13 +206,16 @@ class ChunkedHead:
 
 
 class _Gradients:
-    """dX [T, h] and dW [V/tp, h], built chunk by chunk."""
+    """dX [T, h] and dW [V/tp, h], built chunk by chunk; a weight that needs no gradient has no dW."""
 
     def __init__(self, head: ChunkedHead, hidden: Tensor, weight: Tensor):
         self.head, self.dtype = head, weight.dtype
         rows = {"memory_format": torch.contiguous_format}  # whatever the strides of `hidden` and `weight`
         self.whole = isinstance(head.rows, slice)  # every row is written
         self.hidden = (torch.empty_like if self.whole else torch.zeros_like)(hidden, **rows)
+        self.frozen = not weight.requires_grad
+        if self.frozen:
+            return
         self.main = getattr(weight, "main_grad", None)
         # A main_grad of the compute dtype takes the GEMMs' results directly; any other is rounded to once, at the end.
         self.direct = self.main is not None and self.main.dtype == head.dtype
@@ -224,7 +227,8 @@ class _Gradients:
         dz = head.backend.logits_gradient_(logits, head.labels[chunk], head.shard, *row, head.temperature, head.operand)
         dx = _product(dz, weight, head.dtype)
         reduced = dist.all_reduce(dx, group=head.group, async_op=True) if head.size > 1 else None
-        add_product_(self.weight, dz.t(), x)
+        if not self.frozen:
+            add_product_(self.weight, dz.t(), x)
         if reduced is not None:
             reduced.wait()
         if self.whole:
@@ -233,7 +237,9 @@ class _Gradients:
             self.hidden.index_copy_(0, head.rows[chunk], dx.to(self.hidden.dtype))
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        """Returns (dX, dW in the weight's dtype); dW is None where it went to main_grad."""
+        """Returns (dX, dW in the weight's dtype); dW is None where it went to main_grad, or there is none."""
+        if self.frozen:
+            return self.hidden, None
         if self.main is None:
             return self.hidden, self.weight.to(self.dtype)
         if not self.direct:

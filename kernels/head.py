@@ -37,10 +37,10 @@ class PolicyLossOutput(NamedTuple):
     metrics: dict[str, Tensor]  # float32 scalars, sums over this call's labelled tokens
 
 
-def _hand_back(weight: Tensor, dw: Tensor | None) -> Tensor:
+def _hand_back(weight: Tensor, dw: Tensor | None) -> Tensor | None:
     """Returns the gradient of `weight` for autograd: `dw`, or zeros where `weight` has a main_grad, to which its
     gradient went."""
-    if dw is not None:
+    if dw is not None or not weight.requires_grad:
         return dw
     # Megatron's hooks fire only for a gradient, and with zero_out_wgrad they add it: exact zeros. These are freed once
     # the hook has run; one tensor kept for all calls would be alive beside the forward pass's workspace.
@@ -63,8 +63,10 @@ class _EagerLoss(torch.autograd.Function):
         weight, dx, dw = ctx.saved_tensors
         # The host does not wait for the comparison; the gradient norm shows the NaN before the optimizer's step.
         poison = torch.where(upstream == 1.0, 0.0, torch.nan)
-        for gradient in (dx, weight.main_grad if dw is None else dw):
-            gradient.view(-1)[:1].add_(poison)
+        own = weight.main_grad if dw is None and weight.requires_grad else dw
+        for gradient in (dx, own):
+            if gradient is not None:
+                gradient.view(-1)[:1].add_(poison)
         return dx, _hand_back(weight, dw), None, None, None
 
 
@@ -191,7 +193,8 @@ def policy_loss(
     upstream gradient.
     hidden.grad is complete on every rank of tp_group, so a gather of sequence-parallel shards before this call must
     split, not reduce, in its backward. dW goes to weight.main_grad where there is one (in eager mode already in this
-    call), with weight.grad_added_to_main_grad set and zeros as weight.grad; else weight.grad has the weight's dtype.
+    call), with weight.grad_added_to_main_grad set and zeros as weight.grad; else weight.grad has the weight's dtype. A
+    weight that needs no gradient saves dW's GEMM.
     Metrics: tokens, loss (weighted), entropy (nats), kl (nats) and kl_square, ratio and ratio_square (of the policy
     loss), clipped, clipped_dual, damped (beta_stab < 0.9), boosted (beta_comp > 1.1).
 

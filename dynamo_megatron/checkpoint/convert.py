@@ -11,7 +11,16 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from dynamo_megatron.checkpoint.folder import UNVERIFIED, checkpoint_folders, fault, sync_folder, verify, write_manifest
+from dynamo_megatron.checkpoint.adapters import MergedFolder, read_lora, write_peft
+from dynamo_megatron.checkpoint.folder import (
+    MANIFEST_FILE,
+    UNVERIFIED,
+    checkpoint_folders,
+    fault,
+    sync_folder,
+    verify,
+    write_manifest,
+)
 from dynamo_megatron.checkpoint.safetensors_folder import (
     CHAT_TEMPLATE_FILE,
     SINGLE_FILE,
@@ -64,11 +73,11 @@ def run_config(checkpoint: Path) -> Config:
 
 def open_checkpoint(
     path: str | Path, step: int | None = None, model: Path | None = None
-) -> tuple[MegatronFolder, ModelSpec, Path]:
-    """Returns (tensors, spec, folder of config.json and tokenizer). `path`: a folder that `hf2mcore` wrote, a run, its
-    checkpoint, or any other folder in Megatron's torch_dist format. `model`: the folder of config.json and tokenizer;
-    None: `path` if it has a config.json, else the `model.path` of its run. Raises ConfigError if a file is missing,
-    ValueError if the tensors are damaged or are not those of the model.
+) -> tuple[MegatronFolder | MergedFolder, ModelSpec, Path]:
+    """Returns (tensors, spec, folder of config.json and tokenizer, which has the base of adapters). `path`: a folder
+    that `hf2mcore` wrote, a run, its checkpoint, or any other folder in Megatron's torch_dist format. `model`: that
+    folder; None: `path` if it has a config.json, else the `model.path` of its run. Raises ConfigError if a file is
+    missing, ValueError if the tensors are damaged or are not those of the model.
     """
     checkpoint, family = Path(path), None
     in_run = checkpoint.resolve().parent.name == "checkpoints" and not (checkpoint / "config.json").is_file()
@@ -84,7 +93,8 @@ def open_checkpoint(
         if not model.is_dir():
             raise ConfigError(f"{path}: no folder {model} here, which the run's model.path names; {NAME_MODEL}")
     spec = load_model_config(model, family)
-    folder = MegatronFolder(checkpoint, spec)
+    adapts = (checkpoint / MANIFEST_FILE).is_file() and read_lora(checkpoint) is not None
+    folder = MergedFolder(checkpoint, model, spec) if adapts else MegatronFolder(checkpoint, spec)
     if not verify(checkpoint):
         print(f"{checkpoint}: {UNVERIFIED}", file=sys.stderr)
     return folder, spec, model
@@ -130,7 +140,16 @@ def mcore2hf(
             shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)  # the run trained with it
 
 
-def _kinds(folder: SafetensorsFolder | MegatronFolder, dtype: str | None) -> dict[str, torch.dtype]:
+def mcore2peft(source: str | Path, out: Path, step: int | None = None, model: Path | None = None) -> None:
+    """Writes the adapters of a LoRA checkpoint as a folder for `peft`; raises as `hf2mcore`."""
+    folder, _, model = open_checkpoint(source, step, model)
+    if not isinstance(folder, MergedFolder):
+        raise ConfigError(f"{folder.path}: no LoRA checkpoint; `convert mcore2hf` writes the model")
+    with _aside(out) as unfinished:
+        write_peft(folder, str(model), unfinished)
+
+
+def _kinds(folder: SafetensorsFolder | MegatronFolder | MergedFolder, dtype: str | None) -> dict[str, torch.dtype]:
     """The dtype in which each tensor is written."""
     return {name: getattr(torch, dtype) if dtype else folder.dtype(name) for name in folder.names}
 

@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from dynamo_megatron.checkpoint.adapters import check_base, read_lora
 from dynamo_megatron.checkpoint.folder import (
     ChecksumWriter,
     check_model,
@@ -141,6 +142,8 @@ class Save:
             "dtype": policy.config.model.dtype,
             "layout": {**saved_by, "dp": policy.layout.dp.size()},
         }
+        if (lora := policy.config.model.lora) is not None:
+            self._contents["lora"] = {**lora.model_dump(), "base": policy.base_digest}
         self._thread = threading.Thread(target=writer.write, name=f"checkpoint of step {step}", daemon=True)
         if background:
             self._thread.start()
@@ -229,11 +232,17 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> Non
     if (why := fault(folder)) is not None:
         raise InputError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
+    saved, digest = read_lora(folder), policy.base_digest
+    if (saved is None) != (digest is None):
+        raise InputError(f"{folder} has {'no' if saved is None else 'LoRA'} adapters: it is of another model.lora")
+    if saved is not None:
+        check_base(folder, saved[1], digest, policy.config.model.path)
     verify_bytes(folder, policy.layout, resume=True)
     sharded, _ = _sharded_state(policy, loading=True, optimizer=optimizer)
     for i in range(len(policy.chunks)):
         # Only TransformerEngine's modules have an extra state; a run may resume with or without TransformerEngine.
         sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
+    saved_keys = [set(sharded[f"model{i}"]) for i in range(len(policy.chunks))]
     try:
         loaded = load_trusted_classes(sharded, folder)
     except (ValueError, OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
@@ -241,7 +250,8 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> Non
         raise InputError(f"{folder} cannot be loaded: {why}; move it away to go on from the one before it") from error
     for i, chunk in enumerate(policy.chunks):
         wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
-        wrong = [*wrong.unexpected_keys, *(key for key in wrong.missing_keys if EXTRA_STATE not in key)]
+        # Extra states, and the base of adapters, are none of a checkpoint's.
+        wrong = [*wrong.unexpected_keys, *(key for key in wrong.missing_keys if key in saved_keys[i])]
         assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
     if optimizer:
         policy.optimizer.load_state_dict(loaded["optimizer"])

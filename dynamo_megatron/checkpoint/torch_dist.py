@@ -39,6 +39,7 @@ from dynamo_megatron.checkpoint.folder import (
     check_model,
     instead_of,
     is_torch_dist,
+    read_manifest,
 )
 from dynamo_megatron.checkpoint.safetensors_folder import check_tensors
 from dynamo_megatron.errors import InputError
@@ -273,6 +274,10 @@ class MegatronFolder:
     def _check(self) -> None:
         if (self.path / MANIFEST_FILE).is_file():  # checkpoints of other programs have none
             check_model(self.path, self._spec.dimensions())
+            if "lora" in read_manifest(self.path):
+                raise InputError(
+                    f"{self.path}: LoRA adapters without their base; `convert mcore2hf` writes the merged model"
+                )
         expected = {where.key: where.whole for where in self._stored.values()}
         found = {key: self._reader.stored(key)[0] for key in self._reader.names if not key.startswith("optimizer.")}
         for name, where in self._stored.items():

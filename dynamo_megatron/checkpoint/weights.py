@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import xxhash
 
 from dynamo_megatron.checkpoint.folder import UNVERIFIED, verify
 from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
 from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, is_torch_dist
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.mapping import expert_number, global_name, huggingface_names, is_finite, to_megatron
+from dynamo_megatron.models.mapping import (
+    expert_number,
+    global_name,
+    huggingface_names,
+    huggingface_shapes,
+    is_finite,
+    to_megatron,
+)
 from dynamo_megatron.models.spec import ModelSpec
 
 T = TypeVar("T")
@@ -98,3 +106,22 @@ def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | Megat
     """Opens the weights in a model's folder, safetensors or a Megatron checkpoint, and checks every name and shape.
     Raises ValueError (one line)."""
     return MegatronFolder(path, spec) if is_torch_dist(path) else SafetensorsFolder(path, spec)
+
+
+def model_digest(path: str | Path, spec: ModelSpec, layout: Any = None) -> str:
+    """A checksum (XXH3, 32 hex digits) of a model's tensors, whatever files they are in. With a `layout` it is
+    collective over its ranks, each of which reads a share. Raises ValueError, the same on every rank."""
+    names = list(huggingface_shapes(spec))
+    rank, ranks = (0, 1) if layout is None else (layout.rank, layout.world_size)
+    own = names[len(names) * rank // ranks : len(names) * (rank + 1) // ranks]
+
+    def read() -> list[str]:
+        with open_weights(path, spec) as folder:
+            return [_digest_line(name, folder.get(name)) for name in own]
+
+    shares = [read()] if layout is None else layout.gather(_on_every_rank(layout, read))
+    return xxhash.xxh3_128_hexdigest("\n".join(line for share in shares for line in share).encode())
+
+
+def _digest_line(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} {tensor.dtype} {xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy())}"

@@ -189,11 +189,13 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf
+    from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf, mcore2peft
 
     try:
         if options.direction == "hf2mcore":
             hf2mcore(options.source, options.out, options.dtype)
+        elif options.direction == "mcore2peft":
+            mcore2peft(options.source, options.out, options.step, options.model)
         else:
             mcore2hf(options.source, options.out, options.dtype, options.step, options.model)
     except OSError as error:

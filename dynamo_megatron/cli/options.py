@@ -14,6 +14,14 @@ REPORTED = ("dynamo-megatron", "torch", "megatron-core", "sglang")
 CONFIG_HELP = "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys, the later wins"
 CONFIG = option("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
 DTYPE = option("--dtype", choices=("bfloat16", "float16", "float32"), help="default: each tensor's own")
+STEP = option("--step", type=positive, help="which checkpoint of a run (default: the newest)")
+MODEL = option(
+    "--model",
+    metavar="HF",
+    type=Path,
+    help="folder of config.json and tokenizer, and of the weights that adapters are beside (default: CHECKPOINT's own, "
+    "or its run's model.path)",
+)
 OUT = option("out", metavar="OUT", type=Path, help="folder to write")
 TRAINING = (
     CONFIG,
@@ -21,7 +29,7 @@ TRAINING = (
     option("--ranks", type=positive, help="local processes (default: the GPUs of this machine, without GPUs tp x pp)"),
 )
 GROUPS = {  # of commands: where the parser has the one that was chosen, and what they do
-    "convert": ("direction", "a Hugging Face folder to a Megatron checkpoint, or back"),
+    "convert": ("direction", "a Hugging Face folder to a Megatron checkpoint, or back, or to a folder for peft"),
     "launch": ("launcher", "start a training here, on a SLURM cluster or through nemo-run"),
 }
 
@@ -104,13 +112,16 @@ COMMANDS = {  # in the order of --help
         ),
         OUT,
         DTYPE,
-        option("--step", type=positive, help="which checkpoint of a run (default: the newest)"),
-        option(
-            "--model",
-            metavar="HF",
-            type=Path,
-            help="folder of config.json and tokenizer (default: CHECKPOINT's own, or its run's model.path)",
-        ),
+        STEP,
+        MODEL,
+    ),
+    "convert mcore2peft": command(
+        "write the adapters of a LoRA run as a folder that peft loads",
+        "runs/first adapters/first --step 200",
+        option("source", metavar="CHECKPOINT", help="a run with model.lora (its newest checkpoint), or its checkpoint"),
+        OUT,
+        STEP,
+        MODEL,
     ),
     "inspect": command(
         "what is in a checkpoint or a model's folder, also one of others, or how two differ",

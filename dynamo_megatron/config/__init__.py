@@ -33,11 +33,21 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, which alone are trained (arXiv 2106.09685): W x + alpha / rank b a x beside the linears."""
+
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0  # an adapter's output is multiplied by alpha / rank
+    # linears with an adapter: q, k, v and o; gate, up and down. A mixture of experts: attention alone
+    targets: Annotated[list[Literal["attention", "mlp"]], Field(min_length=1)] = ["attention", "mlp"]
+
+
 class ModelConfig(Section):
     path: str  # Hugging Face folder: config.json, safetensors, tokenizer
     family: str | None = None  # None: from config.json's model_type, which it cannot contradict
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # float16 needs loss scaling, which the policy head lacks
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
+    lora: LoraConfig | None = None  # low-rank adapters, which alone are trained; None: all parameters are
 
 
 class SelectionConfig(Section):
@@ -412,6 +422,12 @@ class Config(Section):
             found["reward.prime.model"] = prime.model
             found["reward.prime.reference"] = prime.reference or self.model.path
         return found
+
+    @property
+    def copied_models(self) -> set[str]:
+        """The folders of frozen models whose weights wait in host memory. With adapters the policy's own is none: it is
+        the policy without them."""
+        return set(self.frozen_models.values()) - ({self.model.path} if self.model.lora is not None else set())
 
     def rank_variables(self) -> dict[str, str]:
         """Environment variables that CUDA and NCCL read as they start; what the user has set takes precedence."""

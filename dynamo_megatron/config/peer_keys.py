@@ -5,6 +5,9 @@ from __future__ import annotations
 PREFIX = "actor_rollout_ref."  # verl's, left out of the table
 OURS = {  # ours: verl's keys and slime's options
     "model.path": "model.path --hf-checkpoint",
+    "model.lora.rank": "model.lora_rank",
+    "model.lora.alpha": "model.lora_alpha",
+    "model.lora.targets (attention, mlp)": "model.target_modules",
     "data.source": "data.train_files --prompt-data",
     "data.prompt_key": "--input-key",
     "data.answer_key": "--label-key",

@@ -15,6 +15,7 @@ from dynamo_megatron.data.sources import DATASETS
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec, load_model_config
+from dynamo_megatron.models.adapters import adapter_elements, check_lora
 from dynamo_megatron.models.fp8 import check_fp8_shapes
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.rollout.retention import stored_step
@@ -65,6 +66,8 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool 
             f"({world_size} ranks, pp {p.pp})"
         )
     spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
+    if config.model.lora is not None:
+        check_lora(config.model.lora, spec)
     if config.rollout.quantization is not None:
         check_fp8_shapes(spec, config.rollout.tp)
     if config.rollout.max_staleness and config.rollout.placement == "colocated" and gpus:
@@ -112,7 +115,16 @@ def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, An
         "device": "CUDA" if cuda_available() else "CPU",
         "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
         f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
+        **_describe_lora(config, spec),
     }
+
+
+def _describe_lora(config: Config, spec: ModelSpec) -> dict[str, str]:
+    if (lora := config.model.lora) is None:
+        return {}
+    trained, targets = spec.num_layers * adapter_elements(spec, lora), " and ".join(lora.targets)
+    how = f"of rank {lora.rank}, alpha {lora.alpha:g}, beside Megatron's own linears"
+    return {"adapters": f"{trained:,} parameters {how} ({targets}); all others are frozen"}
 
 
 def on_this_machine(config: Config, ranks: int) -> Config:
@@ -172,7 +184,9 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     exports = {"every": saves, "never": 0}.get(export, 1)
     generates = generates and config.rollout.engine == "sglang"
     step = stored_step(config.rollout_budget, config.rollout.max_new_tokens) if generates else 0
-    with_optimizer = elements * (width + 12)  # float32 weights and two moments
+    lora = config.model.lora
+    saved = elements if lora is None else spec.num_layers * adapter_elements(spec, lora)
+    with_optimizer = saved * (width + 12)  # float32 weights and two moments
     needed = {
         f"{checkpoints} checkpoint{'s' * (checkpoints > 1)}": checkpoints * with_optimizer,
         "exported folders": exports * elements * width,

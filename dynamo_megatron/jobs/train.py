@@ -163,7 +163,8 @@ class TrainJob(Job):
         config, journal, leads = self.config, self.journal, policy.layout.rank == 0
         rollout, controller, state = self._rollout if leads else None, None, {}
         if leads:
-            journal.say(f"optional packages: {Fusions.detect()}")
+            own = "; with model.lora Megatron's own layers" if config.model.lora is not None else ""
+            journal.say(f"optional packages: {Fusions.detect()}{own}")
             state = {"stream": self._stream, "allocator": self._allocator.history}
             if config.data.selection.kind == "greso":  # the others have no state of their own
                 state["selection"] = self._selection

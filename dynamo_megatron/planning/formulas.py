@@ -18,8 +18,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynamo_megatron.config import Config, ParallelConfig
+from dynamo_megatron.config import Config, LoraConfig, ParallelConfig
 from dynamo_megatron.kernels.chunked import chunk_size
+from dynamo_megatron.models.adapters import adapted_linears, adapter_elements
 from dynamo_megatron.models.fp8 import QUANTIZED_BYTES, is_quantized
 from dynamo_megatron.models.mapping import huggingface_shapes, is_expert, is_sharded
 from dynamo_megatron.models.spec import ModelSpec
@@ -79,8 +80,9 @@ def active_elements(spec: ModelSpec) -> int:
 class StageState:
     """What each rank of a pipeline stage holds all the time, without the padding of Megatron's buffers."""
 
-    dense: int  # parameters, elements
+    dense: int  # parameters, elements, adapters included
     experts: int
+    trained: tuple[int, int]  # of these, (dense, experts)
     owned: float  # of the parameters whose optimizer state the rank has, elements
     parameters: float  # bytes
     gradients: float
@@ -93,34 +95,43 @@ class StageState:
         return self.parameters + self.gradients + self.optimizer
 
 
-def stage_state(spec: ModelSpec, p: ParallelConfig, dtype: str, ranks: int, stage: int) -> StageState:
+def stage_state(
+    spec: ModelSpec, p: ParallelConfig, dtype: str, ranks: int, stage: int, lora: LoraConfig | None = None
+) -> StageState:
     """Stage `stage` (from 0) of `ranks` in all: parameters in `dtype`, float32 gradients, and of a rank's share the
     optimizer's state: two float32 moments and, for bfloat16, the float32 main parameters. [Z]: 2 + 4 + 12 / ranks bytes
-    a parameter; [M] optimizer/distrib_optimizer.py. dp x cp ranks share dense parameters.
+    a parameter; [M] optimizer/distrib_optimizer.py. dp x cp ranks share dense parameters. With `lora` the adapters
+    alone have gradients and optimizer state.
 
     policy/offload.py copies the parameters in a buffer for each chunk and kind, and the optimizer's state tensor by
-    tensor; a parameter that is larger than a rank's share is in pieces.
+    tensor; a parameter that is larger than a rank's share is in pieces. Frozen parameters are in no buffer.
     """
     width, state = WIDTH[dtype], 12 if dtype == "bfloat16" else 8
-    kinds = stage_parameters(spec, p, stage)
+    whole = stage_parameters(spec, p, stage)
+    kinds, frozen = whole, ()
+    if lora is not None:
+        layer = adapter_elements(spec, lora, p.tp)  # as if in one piece: they are small
+        kinds, frozen = ((layer,) * (spec.num_layers // p.pp), ()), (*whole[0], *whole[1])
     sharing = max(1, ranks // (p.tp * p.pp)), max(1, ranks // (p.pp * p.ep))
-    owned = copied = 0.0
+    owned, copied = 0.0, float(sum(pinned(n * width) for n in frozen))
     for parameters, among in zip(kinds, sharing, strict=True):
         if elements := sum(parameters):
             owned += elements / among
             pieces = [(n, math.ceil(n * p.vpp * among / elements)) for n in parameters]
             copied += p.vpp * pinned(elements / p.vpp * width)
             copied += state // 4 * sum(count * pinned(4 * n / count) for n, count in pieces) / among
-    dense, experts = map(sum, kinds)
+    (dense, experts), trained = map(sum, whole), (sum(kinds[0]), sum(kinds[1]))
+    dense += trained[0] if frozen else 0
     return StageState(
         dense=dense,
         experts=experts,
+        trained=trained,
         owned=owned,
         parameters=(dense + experts) * width,
-        gradients=(dense + experts) * GRADIENT,
+        gradients=sum(trained) * GRADIENT,
         optimizer=owned * state,
         pinned=copied,
-        reference=sum(pinned(width * n) for parameters in kinds for n in parameters),
+        reference=sum(pinned(width * n) for parameters in whole for n in parameters),
     )
 
 
@@ -130,7 +141,7 @@ def pinned(size: float) -> int:
     return 1 << (math.ceil(size) - 1).bit_length()
 
 
-def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str) -> float:
+def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, lora: LoraConfig | None = None) -> float:
     """Saved bytes of one layer for each token that this context-parallel rank has, without recomputation.
 
     [K] counts 34 h + 5 a s (a heads, sequences of s tokens) of a GELU layer. Here it is, with w bytes an element, of
@@ -138,7 +149,8 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str) -> float:
     and their attention's output; SwiGLU's input, fc1's output 2 f, and its result f. Context-parallel ranks gather k
     and v, and a call for each length has its output twice.
 
-    Of experts it is what their rows make of it, if every rank gets as many rows as it sends.
+    Of experts it is what their rows make of it, if every rank gets as many rows as it sends. An adapter keeps the
+    values between its two matrices, and its linear's input, which is counted already.
     """
     w, t = WIDTH[dtype], p.tp
     spread = t if p.sequence_parallel else 1
@@ -150,6 +162,8 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str) -> float:
         attention += w * q + 8 + 16 * p.cp  # int64 indices of the packed rows
     if spec.qk_norm:
         attention += w * (q + kv) + 4 * (q + kv) / d
+    if lora is not None:
+        attention += w * lora.rank * len(adapted_linears(lora))
     if not spec.num_experts:
         return norms + attention + w * 3 * spec.ffn_hidden_size / t
     row = w * h + w * 3 * spec.moe_ffn_hidden_size + 24  # the routed token; the parts of SwiGLU; indices
@@ -157,13 +171,20 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str) -> float:
 
 
 def saved_activations(
-    spec: ModelSpec, p: ParallelConfig, dtype: str, recompute: str, tokens: int, layers: float, micro_batches: float
+    spec: ModelSpec,
+    p: ParallelConfig,
+    dtype: str,
+    recompute: str,
+    tokens: int,
+    layers: float,
+    micro_batches: float,
+    lora: LoraConfig | None = None,
 ) -> float:
     """Bytes saved at the peak by a stage that has `layers` layers' worth of micro-batches of `tokens` in flight: of
     each all that autograd keeps, with full recomputation the layer's input and one layer whole while it is computed
     again, and a stage's input for every micro-batch. Selective recomputation drops the attention's scores, and none are
     kept."""
-    here, layer = tokens / p.cp, layer_activations(spec, p, dtype)
+    here, layer = tokens / p.cp, layer_activations(spec, p, dtype, lora)
     entry = WIDTH[dtype] * spec.hidden_size / (p.tp if p.sequence_parallel else 1)
     kept, again = (entry, layer) if recompute == "full" else (layer, 0.0)
     return (layers * kept + again + micro_batches * entry) * here
@@ -185,19 +206,26 @@ def in_flight(p: ParallelConfig, num_layers: int, stage: int, micro_batches: int
 
 
 def head_memory(
-    spec: ModelSpec, p: ParallelConfig, dtype: str, tokens: int, chunk_tokens: int | None, backend: str
+    spec: ModelSpec,
+    p: ParallelConfig,
+    dtype: str,
+    tokens: int,
+    chunk_tokens: int | None,
+    backend: str,
+    *,
+    frozen: bool = False,
 ) -> float:
     """Bytes of the policy head on the last stage over its saved input: kernels/chunked.py.
 
     Hidden states of all tokens of the rank in four roles (gathered, response rows, trained rows, their gradient) in
     `dtype`; and the larger of the chunk's buffers (float32 logits within WORKSPACE_BYTES, its rows, its dX) and the
-    zeros that stand for the weight's gradient, which itself goes into main_grad.
+    zeros that stand for the weight's gradient, which itself goes into main_grad; a `frozen` weight has none.
     """
     here, w, h = tokens / p.cp, WIDTH[dtype], spec.hidden_size
     columns = spec.padded_vocab(p.tp) // p.tp
     row = 4 * columns * (2 if backend == "torch" else 1)
     rows = min(here, chunk_tokens or chunk_size(row))
-    return 4 * w * h * here + max(rows * (row + (w + 4) * h), w * h * columns)
+    return 4 * w * h * here + max(rows * (row + (w + 4) * h), 0 if frozen else w * h * columns)
 
 
 def backward_memory(spec: ModelSpec, p: ParallelConfig, dtype: str, tokens: int) -> float:
@@ -236,9 +264,17 @@ def kv_bytes_a_token(spec: ModelSpec, tp: int, dtype: str) -> float:
     return 2 * spec.num_layers * heads * spec.kv_channels * WIDTH[dtype]
 
 
-def checkpoint_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Weights, float32 main parameters and two moments: docs/checkpoints.md."""
-    return model_elements(spec) * (WIDTH[dtype] + 12)
+def merging_bytes(spec: ModelSpec, lora: LoraConfig, tp: int) -> float:
+    """Of the largest weight that adapters change, while it is merged on a rank: twice in float32, once rounded."""
+    shapes = huggingface_shapes(spec)
+    names = [spec.layer_names[f"{linear}.weight"] for linear in adapted_linears(lora)]
+    return 10 * max(sum(math.prod(shapes[f"model.layers.0.{part}"]) for part in parts) for parts in names) / tp
+
+
+def checkpoint_bytes(spec: ModelSpec, dtype: str, lora: LoraConfig | None = None) -> int:
+    """Weights (with `lora` those of the adapters), float32 main parameters and two moments: docs/checkpoints.md."""
+    elements = model_elements(spec) if lora is None else spec.num_layers * adapter_elements(spec, lora, 1)
+    return elements * (WIDTH[dtype] + 12)
 
 
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:
@@ -301,15 +337,16 @@ def training_seconds(
         copies = spec.router_topk * own / p.tp
         others += layers * 2 * (p.ep - 1) / p.ep * copies * spec.hidden_size * w / cluster.link(p.ep)
     again = 1 if config.trainer.recompute == "full" else 0
+    of_token = 2 if config.model.lora is not None else 3  # products: forward, an input's gradient and a weight's
     products = 2 * SequenceCost.of_model(spec).linear * config.rollout_budget * length
     attention = forward_flops(spec, [(config.rollout_budget, length)]) - products
     forward = (products / rate("products", gpu) + attention / rate("attention", gpu)) / cluster.gpus
     forward += rate("passing") * layers * own * layer_activations(spec, p, dtype) / rate("copies", gpu)
     # One forward pass of log-probs (2N), three of an update (6N), four with full recomputation (8N); [N]. Gradients are
-    # zeroed and their norm is read.
+    # zeroed and their norm is read. The products of adapters are not counted.
     step = max(2 * stage.gradients + ADAM * stage.owned for stage in stages) / rate("copies", gpu)
     once = forward / rate("busy") + hidden + others
-    often = ((3 + again) * forward + updates * step) / rate("busy")
+    often = ((of_token + again) * forward + updates * step) / rate("busy")
     often += ((2.5 if p.sequence_parallel else 2) + again) * hidden + (2 + again) * others
     launched = updates * micro_batches * layers
     once = max(once, launched * rate("forward launches"))
@@ -317,8 +354,8 @@ def training_seconds(
     # Reduce-scatter of the float32 gradients and all-gather of the parameters among the ranks that share them; [Z].
     dp_cp, expert_dp = cluster.gpus // (p.tp * p.pp), cluster.gpus // (p.pp * p.ep)
     reduce = max(
-        (dp_cp - 1) / dp_cp * stage.dense * (GRADIENT + w) / cluster.link(dp_cp, p.tp)
-        + (expert_dp - 1) / expert_dp * stage.experts * (GRADIENT + w) / cluster.link(expert_dp, p.ep)
+        (dp_cp - 1) / dp_cp * stage.trained[0] * (GRADIENT + w) / cluster.link(dp_cp, p.tp)
+        + (expert_dp - 1) / expert_dp * stage.trained[1] * (GRADIENT + w) / cluster.link(expert_dp, p.ep)
         for stage in stages
     )
     idle = (p.pp - 1) / (micro_batches * p.vpp)  # the pipeline's bubble over its working time; [N] section 2.2

@@ -143,7 +143,7 @@ class Plan:
     @property
     def checkpoint(self) -> int:
         """Bytes."""
-        return formulas.checkpoint_bytes(self.spec, self.config.model.dtype)
+        return formulas.checkpoint_bytes(self.spec, self.config.model.dtype, self.config.model.lora)
 
     @property
     def stop_before(self) -> int:
@@ -190,14 +190,16 @@ def _stage(
     config: Config, spec: ModelSpec, cluster: Cluster, work: Workload, stage: int, servers: Servers | None
 ) -> StageMemory:
     p, t, dtype = config.parallel, config.trainer, config.model.dtype
-    state = formulas.stage_state(spec, p, dtype, cluster.gpus, stage)
+    lora = config.model.lora
+    state = formulas.stage_state(spec, p, dtype, cluster.gpus, stage, lora)
     tokens = max(t.micro_batch_tokens, work.longest)  # a longer sequence has a micro-batch to itself
     most = _micro_batches(config, cluster, work.longest)  # responses may grow: memory is for the longest
     layers, batches = formulas.in_flight(p, spec.num_layers, stage, most)
-    saved = formulas.saved_activations(spec, p, dtype, t.recompute, tokens, layers, batches)
+    saved = formulas.saved_activations(spec, p, dtype, t.recompute, tokens, layers, batches, lora)
     passing = formulas.backward_memory(spec, p, dtype, tokens)
     if stage == p.pp - 1:
-        head = formulas.head_memory(spec, p, dtype, tokens, config.kernels.chunk_tokens, config.kernels.backend)
+        chunk, backend = config.kernels.chunk_tokens, config.kernels.backend
+        head = formulas.head_memory(spec, p, dtype, tokens, chunk, backend, frozen=lora is not None)
         passing = max(passing, head)
     # Adam's temporaries, one float32 value for each of its elements where it is torch's, come after the backward.
     working = max(saved + passing, 4 * state.owned)
@@ -222,6 +224,8 @@ def _shared(config: Config, spec: ModelSpec, state: StageState, servers: Servers
     if config.rollout.quantization is not None:
         tensor, parameter = largest_weights(spec, servers.tp)
         buckets = max(buckets + QUANTIZING * tensor, CHECKING * parameter)  # the checksums come last
+    if config.model.lora is not None:
+        buckets += formulas.merging_bytes(spec, config.model.lora, config.parallel.tp)
     always = state.total + held
     phases = {"generate": always, "weight sync": always + buckets, "save": always}
     if offloads := shares_memory(config.rollout, gpus=True):
@@ -290,11 +294,11 @@ def host_memory(
     rest is arithmetic (docs/checkpoints.md). The `ranks` ranks are numbered in the order tp, cp, dp, pp, with tp
     fastest (policy/layout.py). A rollout has `tokens` tokens on average. The layout must fit the ranks."""
     rollout, p, dtype = config.rollout, config.parallel, config.model.dtype
-    states = [formulas.stage_state(spec, p, dtype, ranks, stage) for stage in range(p.pp)]
+    states = [formulas.stage_state(spec, p, dtype, ranks, stage, config.model.lora) for stage in range(p.pp)]
     serves = rollout.engine == "sglang" and rollout.placement == "colocated"
     offloads = shares_memory(rollout, gpus=cuda)
     saved = formulas.WIDTH[dtype] + 12 if config.checkpoint.async_save else 0  # else a tensor at a time
-    frozen, nodes = len(set(config.frozen_models.values())), []
+    frozen, nodes = len(config.copied_models), []
     for first in range(0, ranks, ranks_per_node):
         here = [states[rank * p.pp // ranks] for rank in range(first, min(first + ranks_per_node, ranks))]
         servers = -(-rollout.servers * len(here) // ranks) if serves else 0
@@ -309,7 +313,7 @@ def host_memory(
             "the reference policy": frozen * sum(s.reference if cuda else s.parameters for s in here),
             "a step's rollouts": (first == 0) * 2 * config.rollout_budget * tokens * ROLLOUT_TOKEN,
         }
-        loading = {"loading a checkpoint": 12 * sum(s.dense + s.experts for s in here)}
+        loading = {"loading a checkpoint": 12 * sum(sum(s.trained) for s in here)}
         parts |= max(training, loading, key=_total)  # the two never coincide
         nodes.append({name: size for name, size in parts.items() if size})
     return max(nodes, key=_total)

@@ -36,6 +36,7 @@ from dynamo_megatron.models.spec import scaled_frequencies
 from dynamo_megatron.policy.backend import Fusions, layer_calls, use_layer_functions
 from dynamo_megatron.policy.batch import MicroBatch, context_positions, to_device
 from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.lora import Adapter, sharded_adapters
 
 
 class RMSNorm(torch.nn.Module):
@@ -195,6 +196,16 @@ class PolicyModel(GPTModel):
             )
         return hidden_states.squeeze(1)
 
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
+        """With `model.lora`, of the adapters alone."""
+        return sharded_adapters(self, metadata) or super().sharded_state_dict(prefix, sharded_offsets, metadata)
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """By the name of the weight that each changes."""
+        found = self.named_modules()
+        return {f"{n.removesuffix('.adapter')}.weight": module for n, module in found if isinstance(module, Adapter)}
+
     @property
     def layer_offset(self) -> int:
         """The number, in the whole model, of the first layer of this chunk."""
@@ -285,8 +296,8 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         deallocate_pipeline_outputs=cuda,
         bias_activation_fusion=True,  # SwiGLU
         # TransformerEngine's linears have a switch of their own (`_set_up_transformer_engine`).
-        gradient_accumulation_fusion=not _uses_transformer_engine(),
-        apply_rope_fusion=_uses_transformer_engine(),
+        gradient_accumulation_fusion=not _uses_transformer_engine(config),
+        apply_rope_fusion=_uses_transformer_engine(config),
         deterministic_mode=config.trainer.deterministic and cuda,
         **_experts(spec, config),
     )
@@ -316,20 +327,21 @@ def _experts(spec: ModelSpec, config: Config) -> dict:
         # An auxiliary loss's gradient would not be scaled as the policy loss is, by weights over the mini-batch.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": _uses_transformer_engine(),
-        "moe_permute_fusion": _uses_transformer_engine(),
+        "moe_grouped_gemm": _uses_transformer_engine(config),
+        "moe_permute_fusion": _uses_transformer_engine(config),
         "expert_tensor_parallel_size": 1,
     }
 
 
-def _uses_transformer_engine() -> bool:
-    return Fusions.detect().norm == "transformer-engine"
+def _uses_transformer_engine(config: Config) -> bool:
+    """Adapters are beside Megatron's own linears."""
+    return Fusions.detect().norm == "transformer-engine" and config.model.lora is None
 
 
-def _layer_spec(spec: ModelSpec, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
+def _layer_spec(spec: ModelSpec, config: Config, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
     """The layer and the last norm: TransformerEngine's modules on a GPU that has them, else Megatron's own."""
     experts = spec.num_experts or None
-    if _uses_transformer_engine():
+    if _uses_transformer_engine(config):
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -369,8 +381,8 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16.1 without TransformerEngine: all routers read it
         moe_utils.te_general_gemm = None
     megatron, count = transformer_config(spec, config), config.parallel.vpp
-    use_layer_functions(megatron.params_dtype, transformer_engine=_uses_transformer_engine())
-    layer, norm = _layer_spec(spec, megatron.params_dtype)
+    use_layer_functions(megatron.params_dtype, transformer_engine=_uses_transformer_engine(config))
+    layer, norm = _layer_spec(spec, config, megatron.params_dtype)
     chunks = [
         PolicyModel(
             megatron,
@@ -389,12 +401,12 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         ).to(layout.device)
         for chunk in range(count)
     ]
-    if _uses_transformer_engine():
+    if _uses_transformer_engine(config):
         _set_up_transformer_engine(chunks)
     for chunk in chunks:
         if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies
-        if not _uses_transformer_engine():
+        if not _uses_transformer_engine(config):
             chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb.inv_freq.to(layout.device))
         for name, parameter in chunk.named_parameters():
             if is_expert(name):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dynamo_megatron.errors import StatedError
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models.adapters import is_adapter, weight_of
 from dynamo_megatron.models.mapping import global_name, huggingface_names
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
@@ -97,7 +98,8 @@ def broken_weights(chunks: Sequence[PolicyModel], spec: ModelSpec, layout: Layou
     mine = ""
     if first is not None:
         chunk, name, _ = named[first]
-        mine = " or ".join(huggingface_names(spec, global_name(name, chunk.layer_offset, experts.start)))
+        weight = global_name(weight_of(name), chunk.layer_offset, experts.start)
+        mine = ("the adapter of " if is_adapter(name) else "") + " or ".join(huggingface_names(spec, weight))
     for rank, name in enumerate(layout.gather(mine)):
         if name:
             return f"NaN, infinity or values above {LARGEST_WEIGHT:.1e} in the weights of rank {rank}: {name}"

@@ -24,7 +24,7 @@ from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
-from dynamo_megatron.checkpoint.weights import load_folder
+from dynamo_megatron.checkpoint.weights import load_folder, model_digest
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend, check_layers
 from dynamo_megatron.models import ModelSpec
@@ -38,6 +38,7 @@ from dynamo_megatron.policy.batch import (
     to_device,
 )
 from dynamo_megatron.policy.layout import Layout
+from dynamo_megatron.policy.lora import add_adapters, base_parameters, without_adapters
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
@@ -87,6 +88,10 @@ class Policy:
         self.chunks = build_chunks(spec, config, layout)
         self._frozen: dict[str, list[torch.Tensor]] = {}  # parts of the frozen models, in (pinned) host memory
         self._load_models()
+        self.base_digest: str | None = None  # of the weights that adapters are beside
+        if config.model.lora is not None:
+            self.base_digest = model_digest(config.model.path, spec, layout)
+            add_adapters(self.chunks, config.model.lora, config.seed)
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
@@ -108,7 +113,7 @@ class Policy:
     def _load_models(self) -> None:
         """Loads the frozen models, one after the other, and the policy's own weights last."""
         own, cuda = self.config.model.path, torch.cuda.is_available()
-        folders = set(self.config.frozen_models.values())
+        folders = self.config.copied_models
         for folder in sorted(folders, key=lambda folder: (folder == own, folder)):
             load_folder(self.chunks, self.spec, folder, self.layout)
             copies = (p.detach().to("cpu", copy=True) for chunk in self.chunks for p in chunk.parameters())
@@ -119,8 +124,9 @@ class Policy:
     @torch.no_grad()
     def _change_places(self, folder: str) -> None:
         """Swaps the weights with those that wait in `_frozen`, one at a time, so that there is never a third model."""
-        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-        for parameter, waiting in zip(parameters, self._frozen[folder], strict=True):
+        if folder not in self._frozen:  # the policy's own, which has adapters
+            return
+        for parameter, waiting in zip(base_parameters(self.chunks), self._frozen[folder], strict=True):
             present = parameter.clone()
             parameter.copy_(waiting)
             waiting.copy_(present)
@@ -266,7 +272,8 @@ class Policy:
         folder = self.config.frozen_models[key]
         self._change_places(folder)
         try:
-            return self.token_stats(source, mini_batches, f"{key} {folder}", **options).logprobs
+            with without_adapters(self.chunks):
+                return self.token_stats(source, mini_batches, f"{key} {folder}", **options).logprobs
         finally:
             self._change_places(folder)
 

@@ -10,7 +10,7 @@ those of what is sent, its bound is that of what is gathered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.models import ModelSpec
+from dynamo_megatron.models.adapters import is_adapter
 from dynamo_megatron.models.fp8 import quantize_tensors, sent_bytes
 from dynamo_megatron.models.mapping import (
     EMBEDDING,
@@ -37,6 +38,7 @@ from dynamo_megatron.models.mapping import (
 from dynamo_megatron.models.server_layout import server_shard
 
 if TYPE_CHECKING:
+    from dynamo_megatron.policy.lora import Adapter
     from dynamo_megatron.policy.policy import Policy
 
 
@@ -66,6 +68,11 @@ class SendSchedule:
         """Of all tensors, once."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    @property
+    def tensors(self) -> frozenset[str]:
+        """All names that are sent."""
+        return frozenset(name for bucket in self.buckets for name in bucket.names)
+
     def bucket_of(self, rank: int, number: int) -> Bucket | None:
         """What `rank` sends in round `number`."""
         return next((bucket for bucket in self.rounds[number] if bucket.sender == rank), None)
@@ -86,16 +93,18 @@ def make_schedule(
     bucket_bytes: int,
     itemsize: int,
     quantization: str | None = None,
+    only: Collection[str] | None = None,
 ) -> SendSchedule:
     """The schedule for `ranks` training ranks in Megatron's order (tp, cp, ep, dp, pp from the fastest to the slowest).
 
     `itemsize`: bytes of a value that is not quantised. `quantization`: rollout.quantization of the servers that get the
-    weights. A parameter larger than `bucket_bytes` is a bucket of its own.
+    weights. A parameter larger than `bucket_bytes` is a bucket of its own. `only`: the Megatron parameters that are
+    sent; None: all.
     """
     stage_ranks = ranks // parallel.pp
     queues: dict[int, list[tuple[str, ...]]] = {}  # sender -> the parameters of each of its buckets
     sizes = {parameter: sum(tensors.values()) for parameter, tensors in _tensors(spec, itemsize, None).items()}
-    sent = _tensors(spec, itemsize, quantization)
+    sent = {p: t for p, t in _tensors(spec, itemsize, quantization).items() if only is None or p in only}
     for stage in range(parallel.pp):
         parameters = [p for p in sent if stage_of(p, spec, parallel) == stage]
         first = stage * stage_ranks  # tp 0, cp 0, dp 0 of the stage, and its ep 0 with expert-dp 0
@@ -137,13 +146,18 @@ def stage_of(name: str, spec: ModelSpec, parallel: ParallelConfig) -> int:
 
 
 @functools.cache
-def floor_bytes(spec: ModelSpec, tp: int, itemsize: int, quantization: str | None = None) -> int:
-    """Bytes that a server of `tp` ranks needs at least: every rank's own parameters, once, padding apart.
+def floor_bytes(
+    spec: ModelSpec, tp: int, itemsize: int, quantization: str | None = None, only: frozenset[str] | None = None
+) -> int:
+    """Bytes that a server of `tp` ranks needs at least: every rank's own parameters, once, padding apart. `only`: the
+    Hugging Face tensors that are counted; None: all.
 
     Key and value heads fewer than ranks are held more than once, and so are norms and routers.
     """
     total = 0
     for name, shape in huggingface_shapes(spec).items():
+        if only is not None and name not in only:
+            continue
         whole = torch.empty(shape, device="meta")
         for rank in range(tp):
             part = server_shard(spec, name, whole, rank, tp)
@@ -156,19 +170,23 @@ class BucketSource:
 
     def __init__(self, policy: Policy, schedule: SendSchedule):
         layout, spec = policy.layout, policy.spec
-        self._spec, self._schedule, self._layout = spec, schedule, layout
+        self._spec, self.schedule, self._layout = spec, schedule, layout
         stage, within = divmod(layout.rank, schedule.stage_ranks)
         assert (stage, within % layout.tp.size()) == (layout.pp.rank(), layout.tp.rank()), "not Megatron's rank order"
         assert within % layout.ep.size() == layout.ep.rank(), "not Megatron's rank order"
         self._joins = layout.dp_cp.rank() == 0  # one replica of a stage gathers
         assert self._joins == (within < layout.tp.size()), "not Megatron's rank order"
-        self._held: dict[tuple[str, ...], torch.nn.Parameter] = {}  # by the Hugging Face tensors they are made of
+        # By the Hugging Face tensors they are made of, with the adapter that is merged into what is sent.
+        self._held: dict[tuple[str, ...], tuple[torch.nn.Parameter, Adapter | None]] = {}
         experts = spec.experts_of(layout.ep.rank(), layout.ep.size()).start
         for chunk in policy.chunks:
+            adapters = chunk.adapters
             for local, parameter in chunk.named_parameters():
+                if is_adapter(local):
+                    continue
                 name = global_name(local, chunk.layer_offset, experts)
                 if not (name == OUTPUT_LAYER and spec.tied):
-                    self._held[huggingface_names(spec, name)] = parameter
+                    self._held[huggingface_names(spec, name)] = parameter, adapters.get(local)
 
     @torch.no_grad()
     def gather(self, number: int) -> dict[str, torch.Tensor] | None:
@@ -177,8 +195,8 @@ class BucketSource:
 
         Tensors may share memory with the parameters.
         """
-        bucket = self._schedule.bucket_of(self._layout.rank, number)
-        together = self._schedule.dense_bucket(self._layout.pp.rank(), number) if self._joins else None
+        bucket = self.schedule.bucket_of(self._layout.rank, number)
+        together = self.schedule.dense_bucket(self._layout.pp.rank(), number) if self._joins else None
         shards: dict[str, list[torch.Tensor]] = {}
         if together is not None and self._layout.tp.size() > 1:
             shards = self._collect(together)
@@ -187,7 +205,7 @@ class BucketSource:
         tensors: dict[str, torch.Tensor] = {}
         for name in bucket.parameters:
             tensors |= to_huggingface(self._spec, name, shards.get(name) or [self._parameter(name)])
-        if self._schedule.quantization is not None:
+        if self.schedule.quantization is not None:
             tensors = quantize_tensors(tensors)
         assert tuple(tensors) == bucket.names, "not the schedule's tensors"
         return tensors
@@ -210,4 +228,5 @@ class BucketSource:
         return {n: [s.view(p.shape) for s in shards] for n, p, shards in zip(names, own, pieces, strict=True)}
 
     def _parameter(self, name: str) -> torch.Tensor:
-        return self._held[huggingface_names(self._spec, name)].detach()
+        parameter, adapter = self._held[huggingface_names(self._spec, name)]
+        return parameter.detach() if adapter is None else adapter.merged(parameter.detach())

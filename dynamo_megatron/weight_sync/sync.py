@@ -17,17 +17,19 @@ from typing import TypeVar
 
 import torch
 
+from dynamo_megatron.models.adapters import adapted_weights
 from dynamo_megatron.models.fp8 import dequantized
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server import shares_memory
 from dynamo_megatron.rollout.servers.server_api import CHECK_TIMEOUT, ServerError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.weight_sync.folder import DiskTransport
 from dynamo_megatron.weight_sync.proof import Expected, ExpectedChecksums, mismatch, server_device
-from dynamo_megatron.weight_sync.schedule import Bucket, BucketSource, floor_bytes, make_schedule
+from dynamo_megatron.weight_sync.schedule import BucketSource, SendSchedule, floor_bytes, make_schedule
 from dynamo_megatron.weight_sync.transports import choose_transport
 from dynamo_megatron.weight_sync.transports.base import Transport
 from dynamo_megatron.weight_sync.transports.group import GroupTransport
@@ -62,7 +64,8 @@ class WeightSync:
         self._policy, self._rollout, self._coordinator = policy, rollout, coordinator
         self._layout, self._config = policy.layout, policy.config.rollout
         self._itemsize = getattr(torch, policy.config.model.dtype).itemsize
-        self.schedule = make_schedule(
+        schedule = partial(
+            make_schedule,
             policy.spec,
             policy.config.parallel,
             self._layout.world_size,
@@ -70,9 +73,17 @@ class WeightSync:
             itemsize=self._itemsize,
             quantization=self._config.quantization,
         )
-        self._source = BucketSource(policy, self.schedule)
+        self.schedule = schedule()
         hosts = len(set(self._layout.gather(socket.gethostname())))
-        self._transport = self._make(choose_transport(self._config, torch.cuda.is_available(), hosts))
+        transport = choose_transport(self._config, torch.cuda.is_available(), hosts)
+        self._transport = self._make(transport)
+        # What adapters change, for servers that have the rest from an earlier sync, which their checksums prove.
+        self._changing: SendSchedule | None = None
+        kept = self._config.proof.checksums and not shares_memory(self._config) and transport != "disk"
+        if (lora := policy.config.model.lora) is not None and kept:
+            self._changing = schedule(only=set(adapted_weights(policy.spec, lora)))
+        self._whole: set[Endpoint] = set()  # servers that have all weights of the last sync
+        self._proved: dict[int, Expected] = {}  # on rank 0, by tp, what they have
         self._connected: set[Endpoint] = set()
         self.endpoints: list[Endpoint] = []  # that the last sync began with
         self._device: str | None = None  # of the servers, once one has been asked
@@ -90,17 +101,24 @@ class WeightSync:
         self.endpoints = endpoints
         if not endpoints:
             return SyncReport()
-        under_way = _UnderWay(endpoints, on_poll)
+        schedule = self.schedule
+        if self._changing is not None and self._whole.issuperset(endpoints):
+            schedule = self._changing
+        source, under_way = BucketSource(self._policy, schedule), _UnderWay(endpoints, on_poll)
         tps = {e.tp for e in endpoints} if self._config.proof.checksums else set()
         expected = {tp: ExpectedChecksums(self._policy.spec, tp, device) for tp in sorted(tps)}
         self._open(under_way)
-        for number, buckets in enumerate(self.schedule.rounds):
-            self._round(number, buckets, under_way, expected)
+        for number in range(len(schedule.rounds)):
+            self._round(number, source, under_way, expected)
         self._transport.end()
         sums = {tp: checksums.gather(self._layout.host) for tp, checksums in expected.items()}
+        if self._layout.rank == 0:
+            if schedule is not self.schedule:
+                sums = {tp: [o | n for o, n in zip(self._proved[tp], new, strict=True)] for tp, new in sums.items()}
+            self._proved = sums
         sent = sum(self._layout.gather(under_way.sent))
 
-        def settle() -> SyncReport:
+        def settle() -> tuple[SyncReport, list[Endpoint]]:
             needed = ""
             self._on_servers(under_way, lambda e: self._transport.finish(e, version))
             proof_seconds = self._prove(under_way, sums)
@@ -110,10 +128,12 @@ class WeightSync:
                 needed = str(error)
             end = time.monotonic()
             width = self._itemsize, self._config.quantization
-            floor = sum(floor_bytes(self._policy.spec, e.tp, *width) for e in endpoints)
-            return SyncReport(end - start, end - paused, proof_seconds, sent, floor, needed)
+            floor = sum(floor_bytes(self._policy.spec, e.tp, *width, only=schedule.tensors) for e in endpoints)
+            return SyncReport(end - start, end - paused, proof_seconds, sent, floor, needed), under_way.healthy
 
-        return self._on_rank_0("end", settle)
+        report, whole = self._on_rank_0("end", settle)
+        self._whole = set(whole)
+        return report
 
     def close(self) -> None:
         self._transport.close()
@@ -147,12 +167,12 @@ class WeightSync:
         self._connected = {e for e in self._connected if e.name not in {n.name for n in new}} | set(under_way.healthy)
 
     def _round(
-        self, number: int, buckets: tuple[Bucket, ...], under_way: _UnderWay, expected: dict[int, ExpectedChecksums]
+        self, number: int, source: BucketSource, under_way: _UnderWay, expected: dict[int, ExpectedChecksums]
     ) -> None:
         """Sends every sender's bucket to every server. In one turn each server receives from one sender, and different
         senders send to different servers."""
-        tensors = self._source.gather(number)
-        own = self.schedule.bucket_of(self._layout.rank, number)
+        tensors, buckets = source.gather(number), source.schedule.rounds[number]
+        own = source.schedule.bucket_of(self._layout.rank, number)
         if tensors is not None:
             under_way.sent += self._transport.stage(own.number, tensors)
             for checksums in expected.values():

@@ -18,7 +18,7 @@ from dynamo_megatron.checkpoint import convert as conversion
 from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf
 from dynamo_megatron.checkpoint.folder import read_manifest, write_manifest
 from dynamo_megatron.checkpoint.safetensors_folder import companion_files, write_file
-from dynamo_megatron.checkpoint.weights import open_weights
+from dynamo_megatron.checkpoint.weights import model_digest, open_weights
 from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.published import PUBLISHED
@@ -70,6 +70,8 @@ def test_there_and_back_is_bit_equal(model_of, tmp_path, monkeypatch, family, dt
             assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes()
     with open_weights(tmp_path / "hf", load_model_config(tmp_path / "hf")) as opened:
         assert set(opened.names) == set(weights(folder))  # the index agrees
+    digests = {model_digest(path, load_model_config(folder)) for path in (folder, tmp_path / "mcore", tmp_path / "hf")}
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -217,6 +217,15 @@ def test_main_grad_accumulates(gradient, main_dtype, backend):
     assert (weight.main_grad[c.vocab :] == 1).all()
 
 
+@pytest.mark.parametrize("gradient", ["eager", "recompute"])
+def test_a_frozen_weight_has_no_gradient(backend, gradient):
+    c = plain.case()
+    options = {"ranges": RANGES, "gradient": gradient, "backend": backend}
+    want, frozen = run(c, FULL, **options)[1], torch.nn.Parameter(c.weight.clone(), requires_grad=False)
+    got = run(c, FULL, weight=frozen, **options)[1]
+    assert torch.equal(got, want) and frozen.grad is None and not hasattr(frozen, "grad_added_to_main_grad")
+
+
 def test_no_grad_leaves_everything_alone():
     c = plain.case()
     weight = torch.nn.Parameter(c.weight)

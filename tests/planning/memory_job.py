@@ -68,7 +68,7 @@ def run(case: dict, store: dist.Store) -> None:
     spec, p = load_model_config(config.model.path), config.parallel
     policy = Policy(spec, config, layout)
     train(policy, 1)
-    planned = formulas.stage_state(spec, p, config.model.dtype, layout.world_size, layout.pp.rank())
+    planned = formulas.stage_state(spec, p, config.model.dtype, layout.world_size, layout.pp.rank(), config.model.lora)
     row = {
         "live": live_bytes() - before,
         "planned": planned.total,
@@ -80,7 +80,7 @@ def run(case: dict, store: dist.Store) -> None:
         spread, heads = p.tp if p.sequence_parallel else 1, spec.num_attention_heads + spec.num_query_groups
         norms = 2 * h / spread + spec.qk_norm * heads * spec.kv_channels / p.tp
         # A CPU's norm saves two tensors in float32.
-        kept = formulas.layer_activations(spec, p, config.model.dtype) + (8 - width) * norms
+        kept = formulas.layer_activations(spec, p, config.model.dtype, config.model.lora) + (8 - width) * norms
         if config.trainer.recompute == "full":
             kept = width * h / spread
         angles = 4 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's

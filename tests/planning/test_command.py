@@ -150,3 +150,16 @@ def test_bad_input_is_one_line(words, says, capsys):
     assert main(["plan", *ON_16, *GPUS, *words]) == 2
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and says in said.err and not said.out
+
+
+def test_72b_with_adapters_fits_on_one_node(capsys):
+    on_8 = [str(CONFIGS / "models" / "qwen2.5-72b.yaml"), "methods/dynamo", "--gpus", "8", "--gpu", "h100-80"]
+    layout = ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true", "trainer.recompute=full"]
+    words = ["plan", *on_8, *layout, "rollout.tp=8", "rollout.servers=1"]
+    assert main(words) == 1
+    assert "GiB too much on the fullest rank" in capsys.readouterr().out
+    assert main([*words, "model.lora={rank: 16}"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith("fits: ") and "checkpoint: 2.3 GiB each" in said
+    assert main(["plan", "models/qwen3-30b-a3b", "methods/dynamo", *on_8[2:], "model.lora={rank: 16}"]) == 2
+    assert capsys.readouterr().err.startswith("model.lora.targets: the MLPs of a mixture of experts have no adapters")

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from dynamo_megatron.config import Config, ParallelConfig
+from dynamo_megatron.config import Config, LoraConfig, ParallelConfig
 from dynamo_megatron.models import FAMILIES
 from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.published import PUBLISHED
@@ -48,6 +48,21 @@ def test_72b_by_hand():
     # 2 FLOPs a parameter that multiplies; 4 x 80 x 8192 x L / 2 for each token's attention to those before it
     multiply = 80 * (layer - 2 * 8192 - 80 * 128) + 152064 * 8192
     assert forward_flops(spec, [(1, 4096)]) == 2 * multiply * 4096 + 4 * 80 * 8192 * 4096**2 / 2
+
+
+def test_adapters_by_hand():
+    """Of rank 16 beside Qwen2.5-72B, tp 8 x pp 1 on 8 H100."""
+    spec, p, lora = spec_of("Qwen2.5-72B"), ParallelConfig(tp=8, sequence_parallel=True), LoraConfig(rank=16)
+    # whole a of h, rows of q, k, v and of gate and up a rank; columns of the others a rank, whole b of h
+    layer = 16 * (8192 + 1280) + 16 * (1024 + 8192) + 16 * (8192 + 2 * 3696) + 16 * (3696 + 8192)
+    base, state = (formulas.stage_state(spec, p, "bfloat16", 8, 0, adapters) for adapters in (None, lora))
+    assert state.trained == (80 * layer, 0) == (59_084_800, 0)
+    assert state.parameters == base.parameters + 2 * 80 * layer
+    assert (state.gradients, state.optimizer) == (4 * 80 * layer, 12 * 80 * layer)
+    whole = 16 * ((8192 + 10240) + 2 * 8192 + (8192 + 2 * 29568) + (29568 + 8192))
+    assert formulas.checkpoint_bytes(spec, "bfloat16", lora) == 14 * 80 * whole
+    kept = formulas.layer_activations(spec, p, "bfloat16", lora) - formulas.layer_activations(spec, p, "bfloat16")
+    assert kept == 4 * 16 * 2
 
 
 def test_30b_a3b_by_hand():

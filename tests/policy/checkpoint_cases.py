@@ -15,10 +15,12 @@ from dynamo_megatron.types import Sequences
 FILE = __file__
 
 
-def case(model: Path, parallel: dict, out: Path, *, ranks: int = 4, dtype: str = "float32", **more) -> dict:
+def case(
+    model: Path, parallel: dict, out: Path, *, ranks: int = 4, dtype: str = "float32", lora: dict | None = None, **more
+) -> dict:
     """`load`: the folder to begin with; else the policy trains three steps and is saved. `damaged`: see `damage`."""
     config = settings(model, parallel, trainer={"micro_batch_tokens": 64})
-    config["model"]["dtype"] = dtype
+    config["model"] |= {"dtype": dtype, "lora": lora}
     return {"config": config, "ranks": ranks, "out": str(out), **more}
 
 
@@ -56,6 +58,8 @@ def on_rank(case: dict, config, layout) -> object:
         train(policy, step)
     state = {"stream": {"of": "rank 0"}} if layout.rank == 0 else None
     begin_save(policy, out / "sync", 3, state, background=False).complete(1, 60, print)
+    if config.model.lora is not None:
+        write_huggingface(policy, out / "saved" / "hf")
     trained, write = threading.Event(), _Writer.write
 
     def held(writer) -> None:  # a disk so slow that the training is done first

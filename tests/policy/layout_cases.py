@@ -162,12 +162,10 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch
     )
 
 
-def write_gradients(policy, folder: Path) -> None:
-    """The finished gradients as a Hugging Face folder, through the same mapping as the weights."""
+def gather_gradients(policy) -> None:
+    """Every rank gets the finished gradients of all its parameters, in their main_grad."""
     import torch.distributed as dist
     from megatron.core.distributed.param_and_grad_buffer import shard_buffer
-
-    from dynamo_megatron.weight_sync.folder import write_huggingface
 
     for ddp in policy.ddp:
         for bucket_group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
@@ -175,6 +173,15 @@ def write_gradients(policy, folder: Path) -> None:
             for bucket in bucket_group.buckets:
                 mine = shard_buffer(bucket.grad_data, group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def write_gradients(policy, folder: Path) -> None:
+    """The finished gradients as a Hugging Face folder, through the same mapping as the weights."""
+    import torch.distributed as dist
+
+    from dynamo_megatron.weight_sync.folder import write_huggingface
+
+    gather_gradients(policy)
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
     for p in parameters:
         if not getattr(p, "tensor_model_parallel", False):  # every rank has its own of these, and only one is written

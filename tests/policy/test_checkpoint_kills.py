@@ -16,12 +16,12 @@ CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")  #
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("background", [False, True])
-def test_a_killed_save_loses_at_most_that_save(make_tiny_model, tmp_path, background):
+@pytest.mark.parametrize("how", ["", "background", "background lora"])
+def test_a_killed_save_loses_at_most_that_save(make_tiny_model, tmp_path, how):
     """Run as a script, this file prints how many changes of files there were to be killed at, by rank."""
     model = make_tiny_model(tmp_path / "model", layers=2)
     (tmp_path / "run").mkdir()
-    command = [sys.executable, "-P", __file__, str(model), str(tmp_path / "run"), str(int(background))]
+    command = [sys.executable, "-P", __file__, str(model), str(tmp_path / "run"), how]
     with open(tmp_path / "log", "w+") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=1100).returncode
@@ -102,7 +102,7 @@ def on_rank(config, victim: int, change: int) -> None:
     checkpoints.settle()
 
 
-def main(model: str, folder: Path, background: bool) -> None:
+def main(model: str, folder: Path, how: str) -> None:
     from forked_ranks import fork_ranks
 
     from dynamo_megatron.config import Config
@@ -113,12 +113,12 @@ def main(model: str, folder: Path, background: bool) -> None:
 
     config = Config.model_validate(
         {
-            "model": {"path": model, "dtype": "float32"},
+            "model": {"path": model, "dtype": "float32", "lora": {"rank": 4} if "lora" in how else None},
             "data": {"source": "none"},
             "output_dir": str(folder),
             "parallel": {"pp": 2},
             "optimizer": {"warmup_steps": 0},
-            "checkpoint": {"async": background, "keep_last": 1},
+            "checkpoint": {"async": "background" in how, "keep_last": 1},
             "trainer": {"timeout": 60},
         }
     )
@@ -138,4 +138,4 @@ def main(model: str, folder: Path, background: bool) -> None:
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent))
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "1")
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

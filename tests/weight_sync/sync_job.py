@@ -34,6 +34,8 @@ from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.rollout.servers.endpoint import Endpoint  # noqa: E402
 from dynamo_megatron.rollout.servers.server_api import ServerError, call, rest  # noqa: E402
 from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store  # noqa: E402
+from dynamo_megatron.runtime.seeds import derived_seed  # noqa: E402
+from dynamo_megatron.weight_sync.folder import write_huggingface  # noqa: E402
 from dynamo_megatron.weight_sync.proof import ExpectedChecksums, mismatch  # noqa: E402
 from dynamo_megatron.weight_sync.sync import WeightSync  # noqa: E402
 
@@ -68,7 +70,19 @@ def changed(name: str, tensor: torch.Tensor, version: int) -> torch.Tensor:
     return (tensor.float() * (1 + 0.3 * noise)).to(tensor.dtype)
 
 
+def change_adapters(policy: Policy, version: int) -> None:
+    """Every tensor-parallel rank's b gets the same values; 0 at version 0."""
+    for chunk in policy.chunks:
+        for local, adapter in chunk.adapters.items():
+            name = f"{global_name(local, chunk.layer_offset)} {version}"
+            generator = torch.Generator().manual_seed(derived_seed(0, name))
+            adapter.b.data.copy_(torch.randn(adapter.b.shape, generator=generator) * bool(version))
+
+
 def change(policy: Policy, base: dict[str, torch.Tensor], version: int) -> None:
+    if policy.config.model.lora is not None:
+        change_adapters(policy, version)
+        return
     layout, spec = policy.layout, policy.spec
     experts = spec.experts_of(layout.ep.rank(), layout.ep.size()).start
     with torch.no_grad():
@@ -90,7 +104,7 @@ class Ranks:
         self.base = load_file(self.model / "model.safetensors")
         self.quantization = job.get("quantization")
         config = Config(
-            model={"path": str(self.model), "dtype": job["dtype"]},
+            model={"path": str(self.model), "dtype": job["dtype"], "lora": job.get("lora")},
             data={"source": "unused"},
             parallel=case["parallel"],
             rollout={"quantization": self.quantization},
@@ -119,6 +133,10 @@ class Ranks:
         report = weight_sync.sync(version, self.coordinator.check)
         expected = {tp: ExpectedChecksums(self.spec, tp, "cpu") for tp in {e.tp for e in endpoints}}
         weights = {name: changed(name, tensor, version) for name, tensor in self.base.items()} if self.rank == 0 else {}
+        if self.job.get("lora"):  # tests/policy/test_lora.py has the export beside transformers
+            write_huggingface(self.policy, self.out / "merged")
+            files = self.out.glob("merged/*.safetensors") if self.rank == 0 else ()
+            weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
         if self.quantization is not None:
             weights = {n: dequantize(*quantize(t)) if is_quantized(n) else t for n, t in weights.items()}
         for checksums in expected.values():

@@ -1,0 +1,71 @@
+"""`sft` and `dpo` with model.lora: resumed as if straight, exported as converted."""
+
+import json
+import math
+
+import pytest
+from safetensors.torch import load_file
+
+from dynamo_megatron.checkpoint.convert import mcore2hf
+from dynamo_megatron.checkpoint.inspection import differences, inspect
+
+pytestmark = pytest.mark.full
+EXAMPLES = [("2+3=", "5", "6"), ("Say it.", "Abracadabra", "No"), ("x", "yz", "zzzz"), ("Name?", "Ada", "Bob, or so")]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory, command_line):
+    """(folder, run): `run(command, *keys)` on two tensor-parallel ranks."""
+    folder = tmp_path_factory.mktemp("lora")
+    rows = [{"id": str(i), "prompt": p, "chosen": a, "rejected": b} for i, (p, a, b) in enumerate(EXAMPLES)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {
+        "model.path": tiny_model,
+        "model.dtype": "bfloat16",
+        "model.lora": "{rank: 4, alpha: 8}",
+        "data.source": "rows.jsonl",
+        "data.answer_key": "chosen",
+        "data.template": "'{prompt}'",
+        "data.batch_prompts": 2,
+        "optimizer.lr": 1e-2,
+        "optimizer.warmup_steps": 0,
+        "parallel.tp": 2,
+    }
+
+    def run(command: str, *more: str) -> None:
+        code, text = command_line(folder, command, *(f"{k}={v}" for k, v in keys.items()), *more, "--ranks", 2)
+        assert code == 0, text[-3000:]
+
+    run("sft", "output_dir=straight", "trainer.steps=4")
+    run("sft", "output_dir=stopped", "trainer.steps=2")
+    run("sft", "output_dir=stopped", "trainer.steps=4")
+    return folder, run
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_is_the_straight_one(trained):
+    folder, _ = trained
+    losses = [[row["sft/loss"] for row in metrics(folder / name)] for name in ("straight", "stopped")]
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+    assert list(differences(inspect(folder / "straight" / "hf"), inspect(folder / "stopped" / "hf"))) == []
+
+
+def test_a_checkpoint_converts_to_what_was_exported(trained, command_line):
+    folder, _ = trained
+    mcore2hf(folder / "straight", folder / "converted")
+    assert list(differences(inspect(folder / "straight" / "hf"), inspect(folder / "converted"))) == []
+    assert command_line(folder, "convert", "mcore2peft", "straight", "peft")[0] == 0
+    tensors = load_file(folder / "peft" / "adapter_model.safetensors")
+    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    assert len(tensors) == 2 * 2 * 7 and (config["r"], config["lora_alpha"]) == (4, 8.0)
+
+
+def test_the_reference_of_dpo_is_the_policy_without_adapters(trained):
+    folder, run = trained
+    run("dpo", "output_dir=preferred", "trainer.steps=3", "data.batch_prompts=4")
+    first, *_, last = metrics(folder / "preferred")
+    assert first["dpo/loss"] == pytest.approx(math.log(2)) and first["dpo/margin"] == 0
+    assert last["dpo/margin"] > 0
