@@ -105,6 +105,7 @@ class Trainer:
             self.phases.begin("read data")
             self.run.on_rank_0(f"the prompts of step {step}", draw_and_allocate)
             batches.append(self.serving.ask("generate", f"the rollouts of step {step}", generate, version=step - 1))
+            measure = measure or not np.isfinite(batches[-1].engine_logprobs).all()  # such a rollout will be rejected
             mini_batches, stats = self.pack_and_measure(step, batches[-1], measure)
             selection = self.run.on_rank_0(f"the rollouts of step {step}", select)
             if selection is None:

@@ -78,8 +78,11 @@ def _train(options: argparse.Namespace) -> int:
     adopt_rank(os.environ)
     pairs = {"data": {"answer_key": "chosen"}, "dpo": {}} if options.command == "dpo" else None
     config, origins = compose(options.files, options.keys, pairs)
-    if pairs is None and config.dpo is not None:
-        raise ConfigError(f"dpo: is a section of the command dpo; take it out of what {options.command} reads")
+    if (pairs is None) != (config.dpo is None):
+        is_null = "dpo: null: the command dpo needs the section; take this line out"
+        raise ConfigError(
+            is_null if pairs else f"dpo: is for the command dpo; take it out of what {options.command} reads"
+        )
     import dynamo_megatron.rollout.retention  # noqa: F401  the handler uses it, and must not find it half imported
 
     # There is nothing to save yet. A rank keeps the default action of SIGTERM: launchers also send SIGTERM because

@@ -391,6 +391,10 @@ class Config(Section):
                 "algorithm.teacher.path: a server gives the teacher's logprobs at temperature 1, and "
                 f"rollout.temperature is {self.rollout.temperature:g}; set it to 1"
             )
+        if teacher is not None and teacher.reward_weight == 0:
+            for key in ("dynamic_sampling", "sequential"):
+                if getattr(self.algorithm, key) is not None:
+                    yield f"algorithm.{key}: goes by rewards, and algorithm.teacher.reward_weight is 0; set it to null"
         modulation = self.algorithm.modulation
         if modulation and modulation.scope == "micro_batch" and self.kernels.gradient == "eager":
             yield "kernels.gradient: modulation scope micro_batch needs 'recompute'"

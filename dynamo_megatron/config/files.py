@@ -270,6 +270,10 @@ def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[
     if isinstance(functions := found.get("reward.functions"), list):
         unused = tuple(f"reward.{name}." for name in _REWARDS_WITH_SETTINGS if name not in functions)
         found = {key: value for key, value in found.items() if not key.startswith(unused)}
+    for name in ("old_logprobs", "teacher.api_key_env"):  # these change nothing
+        found.pop(f"algorithm.{name}", None)
+    if str(found.get("algorithm.teacher.path", "")).startswith("http"):  # as a judge's, a server's address may change
+        del found["algorithm.teacher.path"]
     if "data.shuffle_seed" in found and found["data.shuffle_seed"] is None:
         found["data.shuffle_seed"] = plain.get("seed")
     return found

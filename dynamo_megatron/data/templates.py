@@ -104,6 +104,8 @@ def encode_prompt(
     else:
         # str.format would trip over the braces of LaTeX.
         tokens = tokenizer.encode(config.few_shot + config.template.replace("{prompt}", prompt.text))
+        if tokenizer.bos_token_id is not None and tokens[:2] == [tokenizer.bos_token_id] * 2:  # the text has one, too
+            tokens = tokens[1:]
     if not tokens:
         raise InputError(f"prompt {prompt.prompt_id!r}: the tokenizer gives no tokens for it")
     return tokens

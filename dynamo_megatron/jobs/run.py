@@ -162,7 +162,7 @@ def run_rank(job: Job) -> int:
         if coordinator is not None:
             coordinator.close()
         job.close()
-        if refusal is not None and job.output is not None:
+        if refusal is not None and not running and job.output is not None:
             job.output.discard(refusal)
         stop.ignore()
 

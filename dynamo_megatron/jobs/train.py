@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,10 @@ class TrainJob(Job):
         config = self.config
         evaluates = config.eval.every is not None
         self.output.claim()
-        if config.rollout.engine == "sglang" or evaluates:
+        serves = config.rollout.engine == "sglang" or evaluates
+        # `serve` on other nodes ends with a start that is refused, so that it hears of the run once all is checked.
+        elsewhere = config.rollout.placement == "split"
+        if serves and not elsewhere:
             # First of all: servers take longest to start, and need nothing of what follows.
             self._rollout = self._sampler = RolloutWorker(config, None, spec.vocab_size)
             self._rollout.start()
@@ -103,21 +107,28 @@ class TrainJob(Job):
         if config.data.chat_template is not None:
             self.output.check_chat_template(tokenizer.chat_template)
         check_vocabulary(config.model.path, spec, tokenizer)
+        ends, decoder = end_token_ids(config.model.path, tokenizer) if serves else (), decoder_of(tokenizer)
         if self._rollout is not None:
-            self._rollout.read_with(end_token_ids(config.model.path, tokenizer), decoder_of(tokenizer))
+            self._rollout.read_with(ends, decoder)
+        elif serves:
+            self._rollout = self._sampler = RolloutWorker(config, ends, spec.vocab_size, decoder)
         if (teacher := config.algorithm.teacher) is not None:
             check_teacher(teacher, tokenizer)
 
         def encode(prompt):
-            check_savable(prompt, config)
             return encode_prompt(prompt, tokenizer, config.data)
+
+        def encode_savable(prompt):
+            check_savable(prompt, config)
+            return encode(prompt)
 
         limit = max_prompt_length(config, spec)
         progress.phase("loading data", unit="problems")
+        gc.enable()  # the user's data source may leave cycles
         before = self.output.stream_state()
         needs_answer = config.needs_answers
         self._stream = open_stream(
-            config.prompt_stream, encode, limit, before, progress.count, needs_answer=needs_answer
+            config.prompt_stream, encode_savable, limit, before, progress.count, needs_answer=needs_answer
         )
         prompts = self._stream.prompts
         allocation = config.algorithm.allocation
@@ -133,6 +144,8 @@ class TrainJob(Job):
             self._evaluation = PeriodicEvaluation(config, held_out, self._rollout)
         if config.data.chat_template is not None:
             self.output.keep_chat_template(tokenizer.chat_template)
+        if serves and elsewhere:
+            self._rollout.start()
 
     def prepare_node(self) -> None:
         rollout = self.config.rollout

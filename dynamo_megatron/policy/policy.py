@@ -223,7 +223,8 @@ class Policy:
             return hidden.new_zeros(())
 
         self._run([m for mini in mini_batches for m in mini.micro_batches], collect, forward_only=True)
-        return self._gathered(found, PassInputs(method, source, [m.members for m in mini_batches]), model)
+        given = {} if temperature is None or method != "token_stats" else {"temperature": temperature}
+        return self._gathered(found, PassInputs(method, source, [m.members for m in mini_batches], given), model)
 
     def _gathered(self, found: list[Measured], inputs: PassInputs, model: str = "policy") -> TokenStats:
         """The statistics that all ranks have found. Raises NonFiniteError."""

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import psutil
-import torch
 
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, RewardConfig
@@ -42,6 +41,7 @@ from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_sessio
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
 from dynamo_megatron.rounds import check_savable
+from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.listening import ranks_address
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 from dynamo_megatron.runtime.run_folder import refuse_foreign
@@ -102,7 +102,6 @@ class Subject:
         return load_prompts(data, needs_answer=self.config.needs_answers, say=self.data_notes.append)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        check_savable(prompt, self.config)
         return encode_prompt(prompt, self.tokenizer, self.config.data)
 
     @cached_property
@@ -177,6 +176,8 @@ def data(subject: Subject) -> Iterator[Finding]:
     """Reads all prompts (those of a first step, if the source is read during the run); encodes the first MEASURED."""
     config, prompts = subject.config, subject.prompts
     limit = max_prompt_length(config, subject.spec)
+    for prompt in prompts[:MEASURED]:
+        check_savable(prompt, config)
     encoded = [subject.encode(prompt) for prompt in prompts[:MEASURED]]
     longest = max(map(len, encoded))
     long = sum(len(tokens) > limit for tokens in encoded)
@@ -413,9 +414,7 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         checks |= OF_A_NODE
         if with_server:
-            checks["server"] = server
-            with contextlib.suppress(ValueError, OSError):  # the check will say it
-                _ = subject.server
+            checks = {"host memory": host_memory, **checks, "server": server}  # before the server takes some of it
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
     bad: dict[str, None] = {}
     raised: set[str] = set()
@@ -427,6 +426,9 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
             if leads or finding.level != "ok":  # other ranks report only problems
                 seconds = time.monotonic() - start
                 show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
+        if "server" in checks:  # it comes up beside the other checks
+            with contextlib.suppress(ValueError, OSError):  # its check will say it
+                _ = subject.server
     if bad:
         print(f"{prefix}{len(bad)} of {len(checks)} checks failed: {', '.join(bad)}", file=sys.stderr)
     elif leads:

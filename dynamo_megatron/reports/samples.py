@@ -66,13 +66,14 @@ def read_samples(
 
 def read_pairs(folder: Path) -> Iterator[str]:
     """A line of JSON for each group of a run whose rewards differ, for `dynamo-megatron dpo`: the prompt as the model
-    saw it, and the responses of the highest and of the lowest reward (of equal ones the first). Episodes of agents are
-    left out. Raises ValueError as `read_samples`."""
+    saw it, and the responses of the highest and of the lowest reward (of equal ones the first). Episodes of agents and
+    truncated responses are left out. Raises ValueError as `read_samples`."""
     _, files = _files(folder)
     for step in sorted(files):
         groups: dict[str, list[Rollout]] = {}
         for rollout in read_rollouts(files[step]):
-            if rollout.status == "ok" and rollout.episode is None:
+            whole = rollout.finish_reason == "stop" and rollout.episode is None  # the end token was sampled
+            if rollout.status == "ok" and whole and None not in (rollout.prompt, rollout.response):
                 groups.setdefault(rollout.group_id, []).append(rollout)
         for name, group in groups.items():
             best, worst = (f(group, key=lambda r: r.reward) for f in (max, min))

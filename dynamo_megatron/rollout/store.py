@@ -17,7 +17,8 @@ from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import Rollout
 
 STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl\.zst")
-MOST_OPEN = 64  # files of steps under way; opening one reads all of it, to find a torn end
+# Files of steps under way. Opening one reads all of it, to find a torn end; an open one keeps its space when removed.
+MOST_OPEN = 8
 ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ def token_spans(
     A token that two steps share is in both. A step that ends with the text also has the tokens after it: the stop token
     has no text.
     """
-    ends = character_ends(tokens, tokenizer.decode)  # without special tokens
+    ends = character_ends(tokens, functools.partial(tokenizer.decode, skip_special_tokens=True))
 
     def reached(characters: int) -> int:
         """Returns the index of the first token after which the text has at least so many characters."""

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import time
@@ -272,7 +273,9 @@ async def _answer(connection: Connection, generator: Generator, work: Awaitable[
     async def beat() -> None:
         while True:
             await asyncio.sleep(BEAT_EVERY)
-            send(connection, ("beat", generator.done, generator.tokens))
+            # Rank 0 may read nothing for minutes while it starts: a write that waits for it would stop this loop.
+            if select.select([], [connection], [], 0)[1]:
+                send(connection, ("beat", generator.done, generator.tokens))
 
     beating = asyncio.create_task(beat())
     try:

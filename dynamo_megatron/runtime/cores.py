@@ -24,7 +24,8 @@ def users_threads() -> int | None:
 
 def usable_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """The cores of this process's affinity, or fewer where a control group of version 2 limits it."""
-    groups = [line[3:] for line in own.read_text(encoding="ascii").splitlines() if line.startswith("0::")]
+    text = own.read_text(errors="replace") if own.is_file() else ""  # some kernels have none
+    groups = [line[3:] for line in text.splitlines() if line.startswith("0::")]
     cores, folder = len(os.sched_getaffinity(0)), root / "".join(groups).strip("/")
     for file in (level / "cpu.max" for level in (folder, *folder.parents)):
         if file.is_file() and not (text := file.read_text()).startswith("max"):

@@ -71,7 +71,8 @@ def test_what_is_chosen(make_run, two_steps):
 def test_the_pairs_of_a_run_are_the_best_and_the_worst_of_each_group(make_run, two_steps, new_rollout):
     alike = [new_rollout(3, 0, k, reward=1.0) for k in (0, 1)]
     lost = [new_rollout(3, 1, k, reward=float(k), status="rejected") for k in (0, 1)]
-    texts = [dataclasses.replace(r, response=f"r{r.reward:g}") for r in (*two_steps, *alike, *lost)]
+    cut = [new_rollout(3, 2, k, reward=float(k), finish_reason="length" if k else "stop") for k in (0, 1)]
+    texts = [dataclasses.replace(r, response=f"r{r.reward:g}") for r in (*two_steps, *alike, *lost, *cut)]
     pairs = [json.loads(line) for line in read_pairs(make_run(*texts))]
     assert [p["id"] for p in pairs] == ["000001-0001", "000001-0000", "000002-0001", "000002-0000"]
     assert (pairs[0]["chosen"], pairs[0]["rejected"], pairs[0]["prompt"]) == ("r0.7", "r0.3", two_steps[0].prompt)
