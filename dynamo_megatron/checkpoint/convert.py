@@ -146,7 +146,7 @@ def mcore2peft(source: str | Path, out: Path, step: int | None = None, model: Pa
     if not isinstance(folder, MergedFolder):
         raise ConfigError(f"{folder.path}: no LoRA checkpoint; `convert mcore2hf` writes the model")
     with _aside(out) as unfinished:
-        write_peft(folder, str(model), unfinished)
+        write_peft(folder, str(Path(model).resolve()), unfinished)
 
 
 def _kinds(folder: SafetensorsFolder | MegatronFolder | MergedFolder, dtype: str | None) -> dict[str, torch.dtype]:

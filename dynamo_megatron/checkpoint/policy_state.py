@@ -57,6 +57,7 @@ from dynamo_megatron.checkpoint.folder import (
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, write_common
 from dynamo_megatron.checkpoint.weights import verify_bytes
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.models.adapters import is_adapter
 from dynamo_megatron.runtime.plain_text import error_line
 
 # Of a module of TransformerEngine, beside its parameters: scaling factors for training in FP8. Always empty here: the
@@ -236,13 +237,14 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> Non
     if (saved is None) != (digest is None):
         raise InputError(f"{folder} has {'no' if saved is None else 'LoRA'} adapters: it is of another model.lora")
     if saved is not None:
+        if (had := saved[0]) != (lora := policy.config.model.lora):
+            raise InputError(f"{folder}: its model.lora is {had.model_dump()}, not {lora.model_dump()}")
         check_base(folder, saved[1], digest, policy.config.model.path)
     verify_bytes(folder, policy.layout, resume=True)
     sharded, _ = _sharded_state(policy, loading=True, optimizer=optimizer)
     for i in range(len(policy.chunks)):
         # Only TransformerEngine's modules have an extra state; a run may resume with or without TransformerEngine.
         sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
-    saved_keys = [set(sharded[f"model{i}"]) for i in range(len(policy.chunks))]
     try:
         loaded = load_trusted_classes(sharded, folder)
     except (ValueError, OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
@@ -251,7 +253,8 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> Non
     for i, chunk in enumerate(policy.chunks):
         wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
         # Extra states, and the base of adapters, are none of a checkpoint's.
-        wrong = [*wrong.unexpected_keys, *(key for key in wrong.missing_keys if key in saved_keys[i])]
+        missing = (k for k in wrong.missing_keys if (EXTRA_STATE not in k if saved is None else is_adapter(k)))
+        wrong = [*wrong.unexpected_keys, *missing]
         assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
     if optimizer:
         policy.optimizer.load_state_dict(loaded["optimizer"])

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from dynamo_megatron.config import LoraConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import LAYOUT, huggingface_shapes
 from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.runtime.late import torch
 
 TARGETS = {
     "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),

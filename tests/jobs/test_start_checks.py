@@ -1,4 +1,7 @@
-"""Too little disk for a run is found before it starts."""
+"""Too little disk for a run is found before it starts; the checks do without torch, whose import takes longer."""
+
+import subprocess
+import sys
 
 import pytest
 
@@ -17,6 +20,12 @@ def room(tiny_model, tmp_path):
         return check_room(config, load_model_config(tiny_model), generates=generates)
 
     return check
+
+
+def test_the_checks_of_a_run_and_its_servers_start_do_not_import_torch():
+    names = ("jobs.start_checks", "jobs.run", "jobs.train", "cli.commands", "rollout.worker")
+    code = f"import sys, {', '.join(f'dynamo_megatron.{name}' for name in names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
 
 
 def test_what_a_run_leaves_on_the_disk(room):
