@@ -92,7 +92,7 @@ def test_a_run_trains_on_a_reward_model_whose_server_is_killed(
     for process in run.servers()["reward-0"]:
         process.kill()
     assert run.wait() == 0, run.text[-3000:]
-    assert "reward-0 left the rotation: the SGLang server ended" in run.text
+    assert "reward-0 left the rotation: " in run.text  # its process had ended, or refused a connection
     rows = step_lines(output)
     assert [row["step"] for row in rows] == list(range(1, MODEL_STEPS + 1))
     assert any(row["policy/grad_norm"] > 0 for row in rows)

@@ -334,7 +334,7 @@ class Fleet:
         """Raises RolloutError where the server does not answer."""
         limit = self.config.rollout.health_timeout
         if not await answers(server.client, limit):
-            raise RolloutError(f"no answer to /health for rollout.health_timeout ({limit:g} s)")
+            raise RolloutError(f"no answer to /health within rollout.health_timeout ({limit:g} s)")
 
     async def request_lost(self, server: Server, error: ServerLost) -> None:
         """Counts a lost request, and checks whether the server is lost too."""
