@@ -103,7 +103,7 @@ def test_a_server_that_ends_or_hangs_is_restarted_and_asked_at_its_new_address(s
 
     notes = asyncio.run(work())
     assert notes[0] == "reward-0 left the rotation: the SGLang server ended (signal 9)"
-    assert notes[1] == "reward-0 left the rotation: no answer to /health for rollout.health_timeout (20 s)"
+    assert notes[1] == "reward-0 left the rotation: no answer to /health within rollout.health_timeout (20 s)"
 
 
 def test_a_run_without_one_server_does_not_start_and_says_why(stand_in, tmp_path, monkeypatch):

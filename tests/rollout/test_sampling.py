@@ -130,7 +130,7 @@ def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
     silent = Server(freeze)
     outcomes, fleet = sample(silent, Server())
     assert served_by(outcomes) == {"server-1"}
-    assert any("no answer to /health for rollout.health_timeout (20 s)" in note for note in fleet.notes)
+    assert any("no answer to /health within rollout.health_timeout (20 s)" in note for note in fleet.notes)
 
 
 def test_a_response_that_never_ends_is_aborted():

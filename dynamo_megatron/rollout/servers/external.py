@@ -49,7 +49,7 @@ class External:
                 try:
                     await client.model_info()
                     if not await client.healthy(limit):  # one that hangs still answers /model_info
-                        raise RolloutError(f"no answer to /health for rollout.health_timeout ({limit:g} s)")
+                        raise RolloutError(f"no answer to /health within rollout.health_timeout ({limit:g} s)")
                     await client.freeze_gc()
                 except RolloutError as error:
                     self._listener.down(name, str(error), False)
