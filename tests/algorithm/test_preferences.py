@@ -37,7 +37,7 @@ for case in json.load(sys.stdin):
         top = torch.zeros(log_probs.shape, dtype=torch.bool)
         return lambda **_: SimpleNamespace(log_probs=log_probs, is_top1=top, **rest)
     trainer = Probe(
-        model=SimpleNamespace(training=False), ref_model=model(reference), accelerator=accelerator, beta=case["beta"],
+        model=torch.nn.Identity().eval(), ref_model=model(reference), accelerator=accelerator, beta=case["beta"],
         loss_types=[case["loss"]], loss_weights=[1.0], f_divergence_type="reverse_kl", ld_alpha=None,
         precompute_ref_logps=False, aux_loss_enabled=False, use_weighting=False, label_smoothing=0.0,
         args=SimpleNamespace(gradient_checkpointing_kwargs=None), _metrics={"eval": defaultdict(list)}, _tp_size=1,
