@@ -19,7 +19,6 @@ from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
-from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import Round, RoundRules, RoundsAhead, Selection
 from dynamo_megatron.runtime.coordination import Coordinator
@@ -214,10 +213,6 @@ class Controller:
             raise RolloutError("; ".join([f"step {step}: none of {requested} rollouts can be trained on", *why]))
         sampled.check_accounts(int(sum(r.allocation.counts.sum() for r in rounds)))
         return self._rules.select(rounds, sampled.batch)
-
-    def teacher_logprobs(self, rollouts: RolloutBatch) -> np.ndarray:
-        """float32 [R], of a teacher that is a server. Raises RolloutError."""
-        return prompt_logprobs(self.config.algorithm.teacher, rollouts, self._coordinator.check_stop)
 
     # -- after the update ------------------------------------------------------------------------------------------
     def record(self, step: int, rounds: Sequence[Round]) -> StepRecord:

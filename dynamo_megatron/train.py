@@ -24,6 +24,7 @@ import numpy as np
 
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches, loss_divisors
+from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rounds import Round, Selection
 from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.resources import rank_memory, resource_metrics
@@ -155,7 +156,8 @@ class Trainer:
         rollouts = sampled.rollouts
         if teacher.is_url:
             what = f"the logprobs of the teacher at {teacher.path}"
-            found = self.run.on_rank_0(what, lambda: self.controller.teacher_logprobs(rollouts))
+            check_stop = self.run.coordinator.check_stop
+            found = self.run.on_rank_0(what, lambda: prompt_logprobs(teacher, rollouts, check_stop))
         else:
             found = self.policy.teacher_logprobs(rollouts, sampled.mini_batches).numpy()
         return found.astype(np.float64) - sampled.stats.logprobs.numpy()

@@ -1,14 +1,14 @@
 """`dynamo-megatron dpo`: training on pairs of completions, one of which is preferred (arXiv 2305.18290).
 
 A row has a prompt (`data.prompt_key`), the preferred completion (`data.answer_key`, here `chosen` by default) and the
-other one (`dpo.rejected_key`), each a text or a list of one assistant's message. An update takes `data.batch_prompts`
-pairs, and its loss is the mean over them.
+other one (`dpo.rejected_key`), each a text or a list with a single assistant message. An update takes
+`data.batch_prompts` pairs, and its loss is the mean over them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +19,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.sft import Example, SFTJob, sampled
 from dynamo_megatron.types import Prompt, Sequences
 
-
-class Pairs(NamedTuple):
-    """P pairs of the sequences."""
-
-    sequences: Sequences
-    chosen: np.ndarray  # int64 [P], indices of sequences
-    rejected: np.ndarray  # int64 [P]
+Pairs = tuple[Sequences, np.ndarray]  # and int64 [P, 2]: the indices of each pair's chosen and rejected sequence
 
 
 class DPOJob(SFTJob):
@@ -33,8 +27,7 @@ class DPOJob(SFTJob):
 
     def _next(self, on_poll: Callable[[], None]) -> Pairs:
         sequences = super()._next(on_poll)
-        both = np.arange(len(sequences.prompt_ids)).reshape(-1, 2)  # as `_examples` gives them
-        return Pairs(sequences, both[:, 0], both[:, 1])
+        return sequences, np.arange(len(sequences.prompt_ids)).reshape(-1, 2)  # as `_examples` gives them
 
     def _examples(self, prompt: Prompt) -> list[Example]:
         found, other = look_up(prompt.meta, key := self.config.dpo.rejected_key)
@@ -47,28 +40,25 @@ class DPOJob(SFTJob):
                 value = value[0].get("content")
             if not isinstance(value, str):
                 what = f"prompt {prompt.label}: the completion of {name} is {value!r:.40}"
-                raise InputError(f"{what}; give a text, or a list of one message of the assistant")
-            example = Example([], [])
-            example.add(before, False)
-            example.add(sampled(value, self._tokenizer), True)
-            examples.append(example)
+                raise InputError(f"{what}; give a text or a list with a single assistant message")
+            after = sampled(value, self._tokenizer)
+            examples.append(Example([*before, *after], [False] * len(before) + [True] * len(after)))
         return examples
 
     def _update(self, pairs: Pairs, lr: float) -> tuple[dict[str, float], dict[str, Any]]:
         """The weights of the tokens in the cross-entropy are the loss's derivatives by their logprobs, which are known
         from a pass before it: so a pair may be in two micro-batches or on two ranks."""
-        policy, beta, sequences = self._run.policy, self.config.dpo.beta, pairs.sequences
+        policy, beta, (sequences, rows) = self._run.policy, self.config.dpo.beta, pairs
         self._run.phases.begin("logprobs")
         packed = policy.pack(sequences, [np.arange(len(sequences.prompt_ids))])
         own = policy.token_stats(sequences, packed, temperature=1.0).logprobs.double()
         gaps = (own - policy.reference_logprobs(sequences, packed)).numpy()
         lengths = sequences.response_lengths
         ratios = np.bincount(np.repeat(np.arange(len(lengths)), lengths), gaps, len(lengths))
-        chosen, rejected = ratios[pairs.chosen], ratios[pairs.rejected]
-        both = lengths[pairs.chosen], lengths[pairs.rejected]
-        losses, by_chosen, by_rejected = preference_loss(chosen, rejected, both, self.config.dpo)
+        chosen, rejected = ratios[rows].T
+        losses, *slopes = preference_loss(chosen, rejected, tuple(lengths[rows].T), self.config.dpo)
         weights = np.zeros(len(lengths))
-        weights[pairs.chosen], weights[pairs.rejected] = -by_chosen / len(losses), -by_rejected / len(losses)
+        weights[rows.T] = -np.stack(slopes) / len(losses)
         self._run.phases.begin("update")
         update = policy.fit(sequences, weights, lr)
         return update, {

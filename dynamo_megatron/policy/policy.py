@@ -24,7 +24,7 @@ from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
-from dynamo_megatron.checkpoint.weights import load_folder, model_digest
+from dynamo_megatron.checkpoint.weights import model_digest
 from dynamo_megatron.config import Config, PolicyLossConfig
 from dynamo_megatron.kernels.self_check import check_backend, check_layers
 from dynamo_megatron.models import ModelSpec
@@ -37,8 +37,9 @@ from dynamo_megatron.policy.batch import (
     assign_micro_batches,
     to_device,
 )
+from dynamo_megatron.policy.frozen_models import FrozenModels
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.lora import add_adapters, base_parameters, without_adapters
+from dynamo_megatron.policy.lora import add_adapters
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
@@ -86,8 +87,7 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
         self.chunks = build_chunks(spec, config, layout)
-        self._frozen: dict[str, list[torch.Tensor]] = {}  # parts of the frozen models, in (pinned) host memory
-        self._load_models()
+        self._frozen = FrozenModels(self.chunks, spec, config, layout)
         self.base_digest: str | None = None  # of the weights that adapters are beside
         if config.model.lora is not None:
             self.base_digest = model_digest(config.model.path, spec, layout)
@@ -109,27 +109,6 @@ class Policy:
                 response_ratio=config.algorithm.loss.ratio != "token",
                 **head,
             )
-
-    def _load_models(self) -> None:
-        """Loads the frozen models, one after the other, and the policy's own weights last."""
-        own, cuda = self.config.model.path, torch.cuda.is_available()
-        folders = self.config.copied_models
-        for folder in sorted(folders, key=lambda folder: (folder == own, folder)):
-            load_folder(self.chunks, self.spec, folder, self.layout)
-            copies = (p.detach().to("cpu", copy=True) for chunk in self.chunks for p in chunk.parameters())
-            self._frozen[folder] = [copy.pin_memory() if cuda else copy for copy in copies]
-        if own not in folders:
-            load_folder(self.chunks, self.spec, own, self.layout)
-
-    @torch.no_grad()
-    def _change_places(self, folder: str) -> None:
-        """Swaps the weights with those that wait in `_frozen`, one at a time, so that there is never a third model."""
-        if folder not in self._frozen:  # the policy's own, which has adapters
-            return
-        for parameter, waiting in zip(base_parameters(self.chunks), self._frozen[folder], strict=True):
-            present = parameter.clone()
-            parameter.copy_(waiting)
-            waiting.copy_(present)
 
     @property
     def _head_weight(self) -> torch.Tensor:
@@ -271,12 +250,8 @@ class Policy:
     ) -> torch.Tensor:
         """Logprobs of the model that `key` of the configuration names, in place of the policy's."""
         folder = self.config.frozen_models[key]
-        self._change_places(folder)
-        try:
-            with without_adapters(self.chunks):
-                return self.token_stats(source, mini_batches, f"{key} {folder}", **options).logprobs
-        finally:
-            self._change_places(folder)
+        with self._frozen.in_place(folder):
+            return self.token_stats(source, mini_batches, f"{key} {folder}", **options).logprobs
 
     def update(self, *args, **given) -> dict[str, float]:
         """One optimizer step on the rollouts of a mini-batch: `gradient`, whose arguments it takes, and `step`."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+import queue
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,8 @@ from dynamo_megatron.config.method import TeacherConfig
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.runtime.credentials import without
-from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import ServerError, call_for
 from dynamo_megatron.runtime.threads import Call
 from dynamo_megatron.types import Sequences
 
@@ -35,33 +33,37 @@ def prompt_logprobs(
     """float32 [R]: the natural log of the probability that the server's model gives each response token at temperature
     1, after what precedes it in its segment. Raises RolloutError where the server does not answer."""
     found = np.full(int(sequences.response_offsets[-1]), np.nan, np.float32)
-    segments = list(zip(*(a.tolist() for a in sequences.segments(np.arange(len(sequences.prompt_ids)))), strict=True))
-    free, over = threading.Semaphore(AT_ONCE), threading.Event()
+    segments: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
+    for segment in zip(*(a.tolist() for a in sequences.segments(np.arange(len(sequences.prompt_ids)))), strict=True):
+        segments.put(segment)
+    over = threading.Event()
 
-    def ask(owner: int, start: int, end: int) -> None:
-        with free:
-            if over.is_set():
+    def ask() -> None:
+        while not over.is_set():
+            try:
+                owner, start, end = segments.get_nowait()
+            except queue.Empty:
                 return
             places = np.arange(start + 1, end)
             owners = np.full(len(places), owner)
-            given = {"input_ids": sequences.tokens[start:end].tolist()}
-            logprobs = np.asarray(_logprobs_of(teacher, given, over)[0][1:], np.float32)
-            if len(logprobs) != len(places):
-                raise RolloutError(
-                    f"algorithm.teacher.path: {teacher.path} gave {len(logprobs)} of {len(places)} logprobs"
-                )
+            logprobs, _ = _logprobs_of(teacher, {"input_ids": sequences.tokens[start:end].tolist()}, over)
+            if len(logprobs) != end - start:
+                count = f"{len(logprobs)} logprobs of {end - start} tokens"
+                raise RolloutError(f"algorithm.teacher.path: {teacher.path} gave {count}")
             trained = sequences.in_response(places, owners)
-            found[sequences.slots(places[trained], owners[trained])] = logprobs[trained]
+            values = np.asarray(logprobs[1:], np.float32)
+            found[sequences.slots(places[trained], owners[trained])] = values[trained]
 
+    calls = [Call(ask) for _ in range(AT_ONCE)]
     try:
-        waiting: set[Future] = {Call(ask, *segment) for segment in segments}
-        while waiting:
-            done, waiting = wait(waiting, POLL_EVERY, FIRST_EXCEPTION)
-            for call in done:
-                call.result()
+        while (state := wait(calls, POLL_EVERY, FIRST_EXCEPTION)).not_done:
+            if any(call.exception() for call in state.done):
+                break
             on_poll()
     finally:
         over.set()
+    for call in state.done:
+        call.result()
     return found
 
 
@@ -84,37 +86,20 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any) -> None:
         )
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another host."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-# A proxy of the environment is for the world outside, not for the cluster's own servers.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
-
-
 def _logprobs_of(
     teacher: TeacherConfig, given: dict[str, Any], over: threading.Event, attempts: int = ATTEMPTS
 ) -> tuple[list[float | None], list[int]]:
     """(logprob of each token, its id); the first has no logprob. `over`: nobody waits any more."""
-    body = {**given, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
-    data = json.dumps({**body, "logprob_start_len": 0}).encode()
     key = os.environ[teacher.api_key_env] if teacher.api_key_env is not None else ""
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    request = urllib.request.Request(f"{teacher.path.rstrip('/')}/generate", data, headers)
-    for attempt in range(1, attempts + 1):
+    endpoint = Endpoint("teacher", 0, teacher.path.rstrip("/"), 1, key)
+    body = {**given, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
+    for left in reversed(range(attempts)):
         try:
-            with _opener.open(request, timeout=TIMEOUT) as reply:
-                tokens = json.load(reply)["meta_info"]["input_token_logprobs"]
+            (about,) = call_for(endpoint, "/generate", {**body, "logprob_start_len": 0}, TIMEOUT, "meta_info")
+            tokens = about["input_token_logprobs"]
             return [token[0] for token in tokens], [token[1] for token in tokens]
-        except (OSError, ValueError, LookupError, TypeError) as error:  # URLError is an OSError
-            answer = error if isinstance(error, urllib.error.HTTPError) else None
-            refused = answer is not None and answer.code < 500 and answer.code != 429
-            if attempt == attempts or refused or over.is_set():
-                said = str(error) if answer is None else f"{error}: {answer.read(300).decode(errors='replace')}"
-                said = on_one_line(without(said, [key]))
-                raise RolloutError(f"algorithm.teacher.path: {teacher.path} gave no logprobs: {said}") from None
-        over.wait(PAUSE)
-    raise AssertionError
+        except (ServerError, LookupError, TypeError) as error:
+            said = str(error)
+        if not left or over.wait(PAUSE):
+            break
+    raise RolloutError(f"algorithm.teacher.path: {teacher.path} gave no logprobs: {said}")

@@ -29,7 +29,7 @@ from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.weight_sync.folder import DiskTransport
 from dynamo_megatron.weight_sync.proof import Expected, ExpectedChecksums, mismatch, server_device
-from dynamo_megatron.weight_sync.schedule import BucketSource, SendSchedule, floor_bytes, make_schedule
+from dynamo_megatron.weight_sync.schedule import BucketSource, floor_bytes, make_schedule
 from dynamo_megatron.weight_sync.transports import choose_transport
 from dynamo_megatron.weight_sync.transports.base import Transport
 from dynamo_megatron.weight_sync.transports.group import GroupTransport
@@ -74,14 +74,15 @@ class WeightSync:
             quantization=self._config.quantization,
         )
         self.schedule = schedule()
+        self._source = BucketSource(policy, self.schedule)
         hosts = len(set(self._layout.gather(socket.gethostname())))
         transport = choose_transport(self._config, torch.cuda.is_available(), hosts)
         self._transport = self._make(transport)
         # What adapters change, for servers that have the rest from an earlier sync, which their checksums prove.
-        self._changing: SendSchedule | None = None
+        self._changing: BucketSource | None = None
         kept = self._config.proof.checksums and not shares_memory(self._config) and transport != "disk"
         if (lora := policy.config.model.lora) is not None and kept:
-            self._changing = schedule(only=set(adapted_weights(policy.spec, lora)))
+            self._changing = BucketSource(policy, schedule(only=set(adapted_weights(policy.spec, lora))))
         self._whole: set[Endpoint] = set()  # servers that have all weights of the last sync
         self._proved: dict[int, Expected] = {}  # on rank 0, by tp, what they have
         self._connected: set[Endpoint] = set()
@@ -101,19 +102,18 @@ class WeightSync:
         self.endpoints = endpoints
         if not endpoints:
             return SyncReport()
-        schedule = self.schedule
+        source, under_way, counted = self._source, _UnderWay(endpoints, on_poll), None
         if self._changing is not None and self._whole.issuperset(endpoints):
-            schedule = self._changing
-        source, under_way = BucketSource(self._policy, schedule), _UnderWay(endpoints, on_poll)
+            source, counted = self._changing, self._changing.schedule.tensors
         tps = {e.tp for e in endpoints} if self._config.proof.checksums else set()
         expected = {tp: ExpectedChecksums(self._policy.spec, tp, device) for tp in sorted(tps)}
         self._open(under_way)
-        for number in range(len(schedule.rounds)):
+        for number in range(len(source.schedule.rounds)):
             self._round(number, source, under_way, expected)
         self._transport.end()
         sums = {tp: checksums.gather(self._layout.host) for tp, checksums in expected.items()}
         if self._layout.rank == 0:
-            if schedule is not self.schedule:
+            if source is self._changing:
                 sums = {tp: [o | n for o, n in zip(self._proved[tp], new, strict=True)] for tp, new in sums.items()}
             self._proved = sums
         sent = sum(self._layout.gather(under_way.sent))
@@ -128,7 +128,7 @@ class WeightSync:
                 needed = str(error)
             end = time.monotonic()
             width = self._itemsize, self._config.quantization
-            floor = sum(floor_bytes(self._policy.spec, e.tp, *width, only=schedule.tensors) for e in endpoints)
+            floor = sum(floor_bytes(self._policy.spec, e.tp, *width, only=counted) for e in endpoints)
             return SyncReport(end - start, end - paused, proof_seconds, sent, floor, needed), under_way.healthy
 
         report, whole = self._on_rank_0("end", settle)

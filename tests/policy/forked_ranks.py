@@ -61,7 +61,7 @@ def wait_for(pids: list[int], logs: Path) -> None:
 
 
 def run_in_turn(cases_file: str, ranks: int, run: Callable) -> None:
-    """run(case, store) of each case in a JSON file, on so many ranks, which leave their logs beside it."""
+    """Calls run(case, store) for each case of a JSON file, on its number of ranks; their logs lie beside the file."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

@@ -111,5 +111,12 @@ def check_version(endpoint: Endpoint, version: int) -> None:
         raise ServerError(f"/model_info says weight version {endpoint.own_words(reported)!r}, not {version}")
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the key to another host; it is a reply like any other."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 # A proxy of the environment is for the world outside, not for the cluster's own servers.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)

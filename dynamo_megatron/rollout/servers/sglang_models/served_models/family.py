@@ -1,4 +1,5 @@
-"""The model that is served, in the file of its config.json's model_type. Where that is none, SGLang imports all."""
+"""All that a server imports of SGLang's two hundred files of models (SGLANG_EXTERNAL_MODEL_PACKAGE): that of its
+config.json's model_type. Where there is none, SGLang imports all."""
 
 import importlib
 import os

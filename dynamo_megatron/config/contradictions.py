@@ -1,0 +1,84 @@
+"""What options of several sections contradict each other, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynamo_megatron.config import Config
+
+
+def sequential_faults(config: Config, budget: int, low: int, high: int) -> Iterator[str]:
+    algorithm, rule = config.algorithm, config.algorithm.sequential
+    if rule is None:
+        return
+    for fault in rule.faults_in(budget, config.batch_prompts, low, high):
+        yield f"algorithm.sequential.{fault}"
+    if algorithm.dynamic_sampling is not None:
+        yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"
+    if config.data.selection.kind == "greso":
+        yield (
+            "data.selection.kind: greso counts a prompt's groups of equal rewards, and algorithm.sequential makes "
+            "several of them in a step; use another kind"
+        )
+    if (kind := algorithm.allocation.kind) != "uniform":
+        yield f"algorithm.sequential: has counts of its own; set algorithm.allocation.kind to uniform, not {kind}"
+    what = "explore" if rule.explore else rule.kind
+    advantage = algorithm.advantage
+    if what != "pilot" and advantage.kind not in ("rloo", "history"):
+        yield (
+            f"algorithm.sequential: {what} needs a baseline of other rollouts than the own one; set "
+            f"algorithm.advantage.kind to rloo or history, not {advantage.kind}"
+        )
+    if what == "reinforce_ada" and advantage.overlong_buffer is not None:
+        yield "algorithm.advantage.overlong_buffer: reinforce_ada has rollouts without its penalty; set it to null"
+    if what == "explore" and algorithm.loss.mini_batches > 1:
+        yield (
+            "algorithm.sequential.explore: its weights hold for the mean over the whole step, and with "
+            "algorithm.loss.mini_batches above 1 second rounds would make updates of their own; set it to 1"
+        )
+    if what == "explore" and (mode := algorithm.loss.aggregation) != "prompt_mean":
+        yield f"algorithm.sequential.explore: set algorithm.loss.aggregation to prompt_mean, not {mode}"
+
+
+def staleness_faults(config: Config) -> Iterator[str]:
+    rollout, algorithm, loss = config.rollout, config.algorithm, config.algorithm.loss
+    if loss.old == "engine" and algorithm.rollout_correction is not None:
+        yield (
+            "algorithm.rollout_correction: corrects from the engine's logprobs to the old policy's, and with "
+            "algorithm.loss.old engine the loss does so; set one of them to its default"
+        )
+    if rollout.max_staleness == 0:
+        return
+    what = f"rollout.max_staleness: {rollout.max_staleness}"
+    for key in ("dynamic_sampling", "sequential"):
+        if getattr(algorithm, key) is not None:
+            yield f"{what} samples in advance, and algorithm.{key} needs the outcomes of the same step; set it to null"
+    if rollout.stop and rollout.at_sync == "partial":
+        yield (
+            f"{what} interrupts responses at a weight sync, and a server does not detect a stop text (rollout.stop) "
+            "that begins before it and ends after it; set rollout.at_sync to drain"
+        )
+    if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
+        yield (
+            f"{what} trains on tokens of older weights, which the loss has to correct for; set "
+            "algorithm.rollout_correction to {level: sequence}, or to {level: token} for long responses"
+            f"{', or algorithm.loss.old to engine' if rollout.max_staleness == 1 else ''} (docs/concepts.md)"
+        )
+
+
+def quantization_faults(config: Config) -> Iterator[str]:
+    algorithm, loss, quantization = config.algorithm, config.algorithm.loss, config.rollout.quantization
+    if quantization is None:
+        return
+    if config.model.dtype != "bfloat16":
+        yield (
+            f"rollout.quantization: SGLang computes {quantization} layers in bfloat16, and model.dtype is "
+            f"{config.model.dtype}; set model.dtype to bfloat16, or leave rollout.quantization out"
+        )
+    if algorithm.rollout_correction is None and loss.old == "policy" and loss.function is None:
+        yield (
+            f"rollout.quantization: {quantization} samples from rounded weights, and the loss has to correct that; set "
+            "algorithm.rollout_correction to {level: token} or {level: sequence}, or algorithm.loss.old to engine"
+        )
