@@ -25,6 +25,7 @@ setup(
         "dynamo_megatron.rollout.servers": [
             *("sglang_cpu/**/*.py", "sglang_cpu/*.dist-info/*"),
             *("sglang_fp8/*.py", "sglang_fp8/*.dist-info/*"),
+            "sglang_alone/**/*.py",
             "sglang_models/**/*.py",
         ],
     },

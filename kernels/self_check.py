@@ -95,9 +95,10 @@ def check_layers(device: torch.device, dtype: torch.dtype) -> None:
     from dynamo_megatron.kernels import layer_kernels
 
     generator = torch.Generator().manual_seed(0)
-    x, y, gradient = (torch.randn(TOKENS, *shape, generator=generator) for shape in ((3, 16), (80,), (40,)))
-    weights = torch.rand(TOKENS, 1, generator=generator)
-    table = layers.rotary_table(torch.arange(TOKENS), torch.rand(8, generator=generator))
+    made = {"generator": generator, "device": "cpu"}  # where `layers` has no kernels
+    x, y, gradient = (torch.randn(TOKENS, *shape, **made) for shape in ((3, 16), (80,), (40,)))
+    weights = torch.rand(TOKENS, 1, **made)
+    table = layers.rotary_table(torch.arange(TOKENS, device="cpu"), torch.rand(8, **made))
     x, y, gradient = (t.to(dtype).float() for t in (x, y, gradient))
     here = [t.to(device, dtype) for t in (x, y, gradient)]
     found = [layer_kernels.rotated(here[0], table.to(device), 1.0), layer_kernels.swiglu(here[1], None)]

@@ -31,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import live_steps
+import psutil
 import torch
 import training_beside_peers
 import training_steps
@@ -59,10 +60,14 @@ PROMPTS, SMOKE_TOKENS = (1, 64), 256
 class Options:
     name: str
     folder: Path
-    seconds: float
+    end: float  # of the part's time, in seconds since the epoch
     tiny: bool
     server_python: str | None
     server_args: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(1.0, self.end - time.time())
 
     @property
     def work(self) -> Work:
@@ -245,11 +250,10 @@ def ncu(options: Options) -> dict[str, Any]:
 def smoke(options: Options) -> dict[str, Any]:
     """A server alone: whether it starts and how fast it generates, with what it is given or else without CUDA graphs
     and compiled kernels. What starts is kept for the parts after this one."""
-    begin, attempts = time.monotonic(), []
+    attempts: list[dict[str, Any]] = []
     for arguments, environment in ((options.server_args, {}), (PLAIN, PLAIN_ENVIRONMENT)):
-        left = options.seconds - (time.monotonic() - begin)
         os.environ |= environment
-        attempts.append({"arguments": arguments, **served(options, arguments, left)})
+        attempts.append({"arguments": arguments, **served(options, arguments, options.seconds)})
         if attempts[-1]["passed"]:
             if CUDA and options.server_args:
                 chosen = options.folder.parents[1] / "server.json"
@@ -430,11 +434,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=tuple(PARTS))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("seconds", type=float)
+    parser.add_argument("seconds", type=float, help="since this process began")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--server-python")
     parser.add_argument("--server-args", type=lambda words: tuple(shlex.split(words)), default=())
-    options = Options(**vars(parser.parse_args()))
+    given = vars(parser.parse_args())
+    options = Options(end=psutil.Process().create_time() + given.pop("seconds"), **given)
     before = machine(VERSIONS)
     result = PARTS[options.name](options)
     result |= {"machine": before, "said": said(options.name, result)}

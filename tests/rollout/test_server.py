@@ -1,7 +1,9 @@
 import asyncio
 import errno
 import json
+import os
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -118,6 +120,14 @@ def test_a_server_has_room_for_sequences_of_the_models_length(
     words = started_with(tmp_path, ModelConfig(path=str(tmp_path), max_length=max_length), server_args=given)
     assert f"longer={longer}" in words and set(given) <= set(words)
     assert (words[words.index("--context-length") + 1] if "--context-length" in words else None) == context
+
+
+def test_a_server_runs_without_megatron(tmp_path):
+    words = started_with(tmp_path, ModelConfig(path=str(tmp_path)))
+    (path,) = (word.removeprefix("path ") for word in words if word.startswith("path "))
+    command = [sys.executable, "-P", "-c", "import megatron.core"]
+    tried = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert "ImportError: a server runs without Megatron" in tried.stderr
 
 
 def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):

@@ -8,9 +8,8 @@ multiprocessing leaves the signals alone, and child processes inherit the tracke
 
 --fork: for SGLang under our own interpreter on a machine without CUDA, where imports are most of a server's start. Its
 multiprocessing forks where it asks for spawned processes, each of which would import all of SGLang again; CUDA does not
-survive a fork. torch.compile leaves functions as they are: on a CPU its import takes longer than they gain. SGLang does
-not find Megatron, which it imports where it can; and the garbage collector does not look through all modules again and
-again while they are imported.
+survive a fork. torch.compile leaves functions as they are: on a CPU its import takes longer than they gain. And the
+garbage collector does not look through all modules again and again while they are imported.
 
 PYTHON may be another interpreter than ours, without this package, so this file imports only the standard library.
 """
@@ -29,7 +28,6 @@ ENTRY = "sglang.srt.entrypoints.http_server"
 
 
 def import_sglang() -> None:
-    sys.modules["megatron"] = None
     gc.disable()
     if "--enable-torch-compile" not in sys.argv:
         torch = importlib.import_module("torch")

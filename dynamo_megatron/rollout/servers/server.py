@@ -38,6 +38,7 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 
 STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
+ALONE = Path(__file__).parent / "sglang_alone"
 FP8_PLUGINS = Path(__file__).parent / "sglang_fp8"
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
 MODELS = Path(__file__).parent / "sglang_models"
@@ -351,7 +352,7 @@ class SGLangServer:
             if not on_cpu and (folders := library_path(self._config.python or sys.executable)) is not None:
                 environment["LD_LIBRARY_PATH"] = folders
         inherited = environment.get("PYTHONPATH")
-        ours = [str(CPU_STAND_INS)] if on_cpu else []
+        ours = [str(ALONE), *([str(CPU_STAND_INS)] if on_cpu else [])]
         if self._config.quantization is not None:
             ours.append(str(FP8_PLUGINS))
         if on_cpu and (file := str(self._model_config().get("model_type", ""))).isidentifier():
@@ -360,8 +361,7 @@ class SGLangServer:
             environment.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "served_models")
         if self._context():
             environment[LONGER_CONTEXT] = "1"
-        if ours:
-            environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
+        environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment["OMP_NUM_THREADS"] = str(self._threads())
