@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 CODE = r"\.(py|js|css|html|sh)$"
 # what is counted: (the most, unit, pattern of a path)
 BUDGETS = {
-    "product": (36_120, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
-    "tests": (28_640, "lines", r"^tests/.*\.py$"),
-    "benchmarks": (3_990, "lines", r"^benchmarks/.*\.py$"),
+    "product": (38_900, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
+    "tests": (31_000, "lines", r"^tests/.*\.py$"),
+    "benchmarks": (4_190, "lines", r"^benchmarks/.*\.py$"),
     "docs": (38_000, "words", r"^(docs/.*|README|CONTRIBUTING|CHANGELOG)\.md$|^(README|CONTRIBUTING|CHANGELOG)\.md$"),
 }
 
