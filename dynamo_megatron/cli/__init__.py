@@ -8,26 +8,45 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from dynamo_megatron.cli.standard_output import OutputLost, check_standard_output
+
+HELP = {"-h", "--help", "--version"}
+# What these have left to do is to print: a reader that has ended, such as a pager, does not make them fail.
+PRINTING = {"configs", "inspect", "plan", "report", "samples", "replay"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
     # When one rank ends before the others, torch's store would print 30 lines of C++ frames on each of the others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = list(sys.argv[1:] if argv is None else argv)
+    check_standard_output()
     try:
-        if {"-h", "--help", "--version"}.intersection(arguments):  # without the imports of the commands
-            from dynamo_megatron.cli.options import parser
-
-            parser().parse_known_args(arguments)
-        from dynamo_megatron.cli.commands import carry_out
-
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        return carry_out(arguments)
+        try:
+            return _carry_out(arguments)
+        finally:
+            sys.stdout.flush()
+    except OutputLost as lost:
+        if lost.closed and (HELP.intersection(arguments) or PRINTING.intersection(arguments[:1])):
+            return 0
+        print(lost, file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return 130
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _carry_out(arguments: list[str]) -> int:
+    if HELP.intersection(arguments):  # without the imports of the commands
+        from dynamo_megatron.cli.options import parser
+
+        parser().parse_known_args(arguments)
+    from dynamo_megatron.cli.commands import carry_out
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return carry_out(arguments)
 
 
 def _interrupted(_number: int, _frame: Any) -> None:
