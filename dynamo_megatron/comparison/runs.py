@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import shlex
@@ -92,19 +93,12 @@ class Stop:
     ) -> int:
         """Runs `command` to its end, on `cores` alone where there are any, and returns its exit code. It is killed when
         this process ends. `options`: as of `asyncio.create_subprocess_exec`."""
-        parent = os.getpid()
-
-        def in_child() -> None:
-            die_with_parent(signal.SIGKILL, parent)
-            if cores:
-                os.sched_setaffinity(0, cores)
-
         child = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             process_group=0,  # this process forwards the terminal's Ctrl-C
             env=environment,
-            preexec_fn=in_child,
+            preexec_fn=functools.partial(_in_child, os.getpid(), cores),
             **options,
         )
         self._children.add(child)
@@ -114,6 +108,12 @@ class Stop:
             return await child.wait()
         finally:
             self._children.discard(child)
+
+
+def _in_child(parent: int, cores: Sequence[int]) -> None:
+    die_with_parent(signal.SIGKILL, parent)
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int:
@@ -159,8 +159,8 @@ def runs_left(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def _say_what_is_left(runs: Sequence[PlannedRun]) -> None:
-    left = runs_left(runs)
-    print(f"{len(runs) - len(left)} of {len(runs)} runs have ended; left: {len(left)}", flush=True)
+    left = len(runs_left(runs))
+    print(f"{len(runs) - left} of {len(runs)} runs have ended; left: {left}", flush=True)
 
 
 async def _train(run: PlannedRun, keys: dict[str, Any] | None, stop: Stop) -> RunOutcome | None:
