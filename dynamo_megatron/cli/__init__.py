@@ -23,7 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _check_output()
     try:
-        return _carry_out(arguments)
+        try:
+            if HELP & {*arguments}:  # without the imports of the commands
+                from dynamo_megatron.cli.options import parser
+
+                parser().parse_known_args(arguments)
+            from dynamo_megatron.cli.commands import carry_out
+
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            return carry_out(arguments)
+        finally:
+            sys.stdout.flush()
     except OutputLost as lost:
         if isinstance(lost.__cause__, BrokenPipeError) and (HELP & {*arguments} or PRINTING & {*arguments[:1]}):
             return 0
@@ -34,20 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _carry_out(arguments: list[str]) -> int:
-    try:
-        if HELP & {*arguments}:  # without the imports of the commands
-            from dynamo_megatron.cli.options import parser
-
-            parser().parse_known_args(arguments)
-        from dynamo_megatron.cli.commands import carry_out
-
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        return carry_out(arguments)
-    finally:
-        sys.stdout.flush()
 
 
 def _interrupted(_number: int, _frame: Any) -> None:

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-COMPARE = ("compare", "compare/sums_task", "--dry-run")  # more than one buffer of text
 FULL, LEFT = "standard output: No space left on device\n", "standard output: Broken pipe\n"
 
 
@@ -15,7 +14,7 @@ FULL, LEFT = "standard output: No space left on device\n", "standard output: Bro
     [
         (("configs",), (1, FULL), (0, "")),
         (("train", "--help"), (1, FULL), (0, "")),
-        (COMPARE, (1, FULL), (1, LEFT)),
+        (("compare", "compare/sums_task", "--dry-run"), (1, FULL), (1, LEFT)),  # more than one buffer of text
     ],
 )
 def test_a_full_disk_and_a_reader_that_has_ended_are_one_line_at_most(words, full, left):
