@@ -101,7 +101,10 @@ def phi3(config: Mapping[str, Any]) -> ModelSpec:
     """Phi-3 and Phi-4: Llama, with queries, keys and values in one tensor, and gate and up in another."""
     _require(config, "rms_norm_eps")
     fields = ("original_max_position_embeddings",)  # of RoPE "longrope", which is not supported
-    return decoder_spec(config, "phi3", PHI3_LAYER, ("Phi3ForCausalLM",), fields)
+    spec = decoder_spec(config, "phi3", PHI3_LAYER, ("Phi3ForCausalLM",), fields)
+    if spec.rope_scaling:  # transformers takes YaRN's name for "longrope"
+        raise InputError("rope_scaling: a Phi-3 with scaled RoPE is not supported")
+    return spec
 
 
 def olmo2(config: Mapping[str, Any]) -> ModelSpec:

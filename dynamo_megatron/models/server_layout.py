@@ -77,9 +77,12 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
         )
 
 
-def check_served_rope(spec: ModelSpec) -> None:
-    """Raises ValueError if SGLang would serve another RoPE than the policy's: SGLang reads YaRN's mscale, but not
-    YaRN's attention_factor (SGLang 0.5.23: layers/rotary_embedding/factory.py)."""
+def check_served(spec: ModelSpec) -> None:
+    """Raises ValueError if SGLang would serve another model than the policy's: SGLang reads YaRN's mscale, but not
+    YaRN's attention_factor, nor OLMo 2's head_dim (SGLang 0.5.23: layers/rotary_embedding/factory.py,
+    models/olmo2.py)."""
+    if spec.wide_qk_norm and spec.kv_channels * spec.num_attention_heads != spec.hidden_size:
+        raise InputError("head_dim: SGLang serves OLMo 2 with heads of hidden_size / num_attention_heads alone")
     given = dict(spec.rope_scaling).get("attention_factor")
     if given is not None:
         raise InputError(
@@ -105,7 +108,8 @@ def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int,
         case "kv":
             return tensor.chunk(cuts)[tp_rank * cuts // tp_size]
         case "qkv":
-            q, *kv = tensor.split(qkv_rows(spec))
+            rows = qkv_rows(spec)  # of scales it has a row for each block
+            q, *kv = tensor.split([part * len(tensor) // sum(rows) for part in rows])
             return torch.cat([q.chunk(tp_size)[tp_rank], *(t.chunk(cuts)[tp_rank * cuts // tp_size] for t in kv)])
         case "gate_up":
             return torch.cat([half.chunk(tp_size)[tp_rank] for half in tensor.chunk(2)])
