@@ -247,7 +247,7 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         kv_channels=spec.kv_channels,
         layernorm_epsilon=spec.norm_eps,
         add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
+        qk_layernorm=spec.qk_norm and not spec.wide_qk_norm,  # replicated norms: their gradients are summed
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
