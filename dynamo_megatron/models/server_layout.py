@@ -108,8 +108,8 @@ def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int,
         case "kv":
             return tensor.chunk(cuts)[tp_rank * cuts // tp_size]
         case "qkv":
-            rows = qkv_rows(spec)  # of scales it has a row for each block
-            q, *kv = tensor.split([part * len(tensor) // sum(rows) for part in rows])
+            sizes = qkv_rows(spec)  # of scales it has a row for each block
+            q, *kv = tensor.split([size * len(tensor) // sum(sizes) for size in sizes])
             return torch.cat([q.chunk(tp_size)[tp_rank], *(t.chunk(cuts)[tp_rank * cuts // tp_size] for t in kv)])
         case "gate_up":
             return torch.cat([half.chunk(tp_size)[tp_rank] for half in tensor.chunk(2)])
