@@ -20,7 +20,7 @@ from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.start_checks import check_node, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.models.server_layout import check_served_rope
+from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.serve import NodeServers
@@ -64,7 +64,7 @@ class TrainJob(Job):
         derived = super().check(ranks)
         spec = load_model_config(config.model.path, config.model.family)
         limit = max_prompt_length(config, spec)
-        check_served_rope(spec)
+        check_served(spec)
         transport = check_node(config)
         return {
             **derived,
