@@ -145,14 +145,10 @@ class Rollout:
 
     @property
     def answer_id(self) -> str:
-        """A hash, equal for equal answers: of `extracted`, else of the response in lower case with single spaces, else
-        of the response's tokens."""
+        """A hash: of `extracted`, else of the response in lower case with single blanks, else of its tokens."""
+        text = f"response {self.response_tokens if self.response is None else self.response.lower().split()}"
         if self.extracted is not None:
             text = f"answer {self.extracted}"
-        elif self.response is not None:
-            text = f"text {' '.join(self.response.lower().split())}"
-        else:
-            text = f"tokens {self.response_tokens}"
         return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
     def to_json(self) -> str:

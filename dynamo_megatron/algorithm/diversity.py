@@ -13,9 +13,8 @@ from dynamo_megatron.algorithm.arrays import group_index
 
 NGRAM = 4
 # Odd; the hash of an n-gram is the sum over its tokens of (token + 1) times the multiplier of the place, modulo 2^64.
-MULTIPLIERS = np.array(
-    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64
-)  # fmt: skip
+PLACES = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+MULTIPLIERS = np.array(PLACES, np.uint64)
 
 
 def unique_answers(answers: Sequence[Hashable], group_ids: Sequence[Hashable]) -> np.ndarray:

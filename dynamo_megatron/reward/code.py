@@ -66,7 +66,7 @@ def code_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
         them, else 0.0. No expected output enters a sandbox that has the program. Raises ValueError for tests that
         cannot be parsed (`problem_tests`)."""
         tests = problem_tests(prompt)[: code.tests]
-        found = _program(response)
+        found = fenced(after_thinking(response) or "", PYTHON)
         if found is None:
             return 0.0
         program, passed = found.encode(errors="replace"), 0
@@ -78,14 +78,6 @@ def code_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
         return passed / len(tests) if code.score == "share" else float(passed == len(tests))
 
     return code_answer
-
-
-def _program(response: str) -> str | None:
-    return fenced(after_thinking(response) or "", PYTHON)
-
-
-def extracted(prompt: Prompt, response: str, score: float) -> str:
-    return _program(response) or ""
 
 
 def _outcome(sandbox: Sandbox, program: bytes, test: StreamTest | CallTest | AssertTest) -> tuple[bool, bool]:

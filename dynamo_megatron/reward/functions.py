@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import numbers
 import operator
@@ -31,16 +30,6 @@ CONFIGURED = {
     "format": "dynamo_megatron.reward.functions:format_reward",
     "code": "dynamo_megatron.reward.code:code_reward",
 }
-# Functions (prompt, response, score) -> the text that the reward read as the response's answer, "" for none.
-ANSWERS = {
-    "math": "dynamo_megatron.reward.math_answer:extracted",
-    "reasoning_gym": "dynamo_megatron.reward.procedural:extracted",
-    "qa_f1": "dynamo_megatron.reward.question_answering:extracted",
-    "qa_exact": "dynamo_megatron.reward.question_answering:extracted",
-    "choice": "dynamo_megatron.reward.question_answering:extracted_choice",
-    "code": "dynamo_megatron.reward.code:extracted",
-}
-LONGEST_ANSWER = 200  # characters
 Step = tuple[int, int, float]  # (start, end, reward): the response's characters [start, end)
 SERVICES = ("judge", "reward_model")  # also behind HTTP; their configuration sections have the addresses
 
@@ -48,9 +37,8 @@ SERVICES = ("judge", "reward_model")  # also behind HTTP; their configuration se
 @dataclass(frozen=True)
 class FunctionResult:
     """What one reward function gave one response. If `state` (`types.REWARD_STATES`) is "scored", `value` is the score,
-    `steps` has the scores of steps, and `answer` what the function read as the response's answer (None: it reads none;
-    longer than LONGEST_ANSWER: its SHA-256). Otherwise `text` says in one line what went wrong, and `frames` where in
-    the user's files."""
+    `steps` has the scores of steps, and `answer` is as `answers.extracted` says. Otherwise `text` says in one line what
+    went wrong, and `frames` where in the user's files."""
 
     function: str
     state: str
@@ -80,19 +68,6 @@ def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], An
     if name in CONFIGURED:
         return load_callable(CONFIGURED[name], "reward.functions")(config)
     return UserFunction.load(BUILT_IN.get(name, name), "reward.functions", "prompt", "response").function
-
-
-def load_reader(name: str) -> Callable[[Prompt, str, float], str | None]:
-    """Returns the function of `FunctionResult.answer` for the reward function `name`."""
-    if name not in ANSWERS:
-        return lambda prompt, response, score: None
-    read = load_callable(ANSWERS[name], "reward.functions")
-
-    def answer(prompt: Prompt, response: str, score: float) -> str:
-        text = read(prompt, response, score)
-        return text if len(text) <= LONGEST_ANSWER else hashlib.sha256(text.encode(errors="replace")).hexdigest()
-
-    return answer
 
 
 def checked(value: Any) -> float:

@@ -73,7 +73,7 @@ def math_answer(prompt: Prompt, response: str) -> float:
     return float(any(equal_answers(reference, choice) for choice in _choices(reference, response)))
 
 
-def extracted(prompt: Prompt, response: str, score: float) -> str:
+def compared_answer(prompt: Prompt, response: str, score: float) -> str:
     """The normal form of the response's answer; of a right one that of `prompt.answer`, whatever form it has itself."""
     reference = normal_form(_reference(prompt.answer))
     return reference if score == 1 else next(_choices(reference, response), "")

@@ -46,10 +46,6 @@ def extract_answer(response: str, right_answer: str) -> str:
     return text if "\n" in right_answer.strip() else text.partition("\n")[0].strip()
 
 
-def extracted(prompt: Prompt, response: str, score: float) -> str:
-    return extract_answer(response, str(prompt.meta["reasoning_gym"]["entry"]["answer"]))
-
-
 @lru_cache(maxsize=64)
 def _dataset(name: str, options: str) -> Any:
     return reasoning_gym_dataset(name, json.loads(options))

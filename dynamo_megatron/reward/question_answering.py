@@ -49,12 +49,6 @@ def qa_f1(prompt: Prompt, response: str) -> float:
     return max(_f1(ours.split(), right.split()) for ours, right in _compared(answer, references(prompt.answer)))
 
 
-def extracted(prompt: Prompt, response: str, score: float) -> str:
-    """The final answer as it is compared."""
-    answer = final_answer(response)
-    return normalised(answer) or answer.strip().lower()
-
-
 def references(answer: Any) -> list[str]:
     """The right answers: `answer` itself, or the items of a list, or the values of a mapping under "value", "text",
     "target" and "aliases". Raises ValueError where none of these is text or a number."""
@@ -99,10 +93,6 @@ def choice_answer(prompt: Prompt, response: str) -> float:
     """1.0 where the letter that `response` has `chosen` is `prompt.answer`, else 0.0. `prompt.answer` is a letter ("B",
     "(B)"), or the index of a letter, 0 for A. Raises ValueError for anything else."""
     return float(chosen(response) == _right(prompt.answer))
-
-
-def extracted_choice(prompt: Prompt, response: str, score: float) -> str:
-    return chosen(response) or ""
 
 
 def chosen(response: str) -> str | None:

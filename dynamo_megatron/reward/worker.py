@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from dynamo_megatron.reward.functions import FunctionResult, checked_steps, load_function, load_reader
+from dynamo_megatron.reward.answers import extracted
+from dynamo_megatron.reward.functions import FunctionResult, checked_steps, load_function
 from dynamo_megatron.runtime.log_files import never_fail
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.runtime.user_code import failure, forks_exit
@@ -31,28 +32,27 @@ def main(descriptor: int) -> None:
         names, config = connection.recv()
         try:
             with forks_exit():
-                functions = {name: (load_function(name, config), load_reader(name)) for name in names}
+                functions = {name: load_function(name, config) for name in names}
         except ValueError as error:
             connection.send(("failed", str(error)))
             return
         connection.send(("ready",))
         while True:
             prompt, response = connection.recv()
-            for name, (function, reader) in functions.items():
-                connection.send(_result(name, function, reader, prompt, response))
+            for name, function in functions.items():
+                connection.send(_result(name, function, prompt, response))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _result(name: str, function: Callable, reader: Callable, prompt: Prompt, response: str) -> FunctionResult:
+def _result(name: str, function: Callable, prompt: Prompt, response: str) -> FunctionResult:
     state = "crashed"
     try:
         with forks_exit():
             value = function(prompt, response)
         state = "wrong_format"
         score, steps = checked_steps(value, len(response))
-        state = "crashed"
-        return FunctionResult(name, "scored", score, steps, answer=reader(prompt, response, score))
+        return FunctionResult(name, "scored", score, steps, answer=extracted(name, prompt, response, score))
     except BaseException as error:  # the user's function may raise anything; the parent decides
         text, frames = failure(error)
         return FunctionResult(name, state, text=text, frames=frames)

@@ -1,4 +1,4 @@
-"""The memory in use and the utilisation of GPUs of this node, from NVML (the package nvidia-ml-py, which is optional).
+"""Memory and utilisation of this node's GPUs, from NVML (the package nvidia-ml-py, which is optional).
 
 NVML sees all processes on a GPU. It numbers GPUs by PCI bus, as CUDA does on nodes whose GPUs are of one kind.
 """
@@ -7,40 +7,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
 class GpuUse(NamedTuple):
-    memory: int  # bytes in use on the fullest GPU, by all processes
-    utilisation: float  # share of the driver's last sample period (a second or less) with a kernel, mean over the GPUs
-
-
-@dataclass
-class GpuRecord:
-    """Of `samples` readings the largest memory and the sum of the utilisations."""
+    """Of `samples` readings."""
 
     samples: int = 0
-    memory: int = 0
-    busy: float = 0.0
+    memory: int = 0  # bytes in use on the fullest GPU, at most
+    busy: float = 0.0  # sum of the shares of time with a kernel running, each of the second or less before a reading
 
     @property
     def utilisation(self) -> float:
-        """The mean of one reading or more."""
+        """Mean share of time with a kernel running; there must be a reading."""
         return self.busy / self.samples
 
-    def add(self, use: GpuUse) -> None:
-        self.merge(GpuRecord(1, *use))
-
-    def merge(self, other: GpuRecord) -> None:
-        self.samples += other.samples
-        self.memory = max(self.memory, other.memory)
-        self.busy += other.busy
+    def plus(self, other: GpuUse) -> GpuUse:
+        return GpuUse(self.samples + other.samples, max(self.memory, other.memory), self.busy + other.busy)
 
 
 class GpuMonitor:
-    """Reads the GPUs `gpus`, indices among those that are visible to this process. `lacks`: why there are no readings,
-    in one line; "" where there are, or `gpus` is empty."""
+    """Reads the GPUs `gpus`, indices among those that are visible to this process. `lacks`: why it cannot, in one line;
+    "" where it can, or `gpus` is empty."""
 
     def __init__(self, gpus: Sequence[int]) -> None:
         self.lacks, self._nvml, self._handles = "", None, []
@@ -49,7 +37,7 @@ class GpuMonitor:
         try:
             import pynvml
         except ModuleNotFoundError:
-            self.lacks = "no GPU utilisation is measured: this interpreter has no pynvml; pip install nvidia-ml-py"
+            self.lacks = "no GPU utilisation is measured: pip install nvidia-ml-py"
             return
         self._nvml = pynvml
         try:
@@ -59,17 +47,17 @@ class GpuMonitor:
             self.lacks = f"no GPU utilisation is measured: NVML: {error}"
         self.read()  # a MIG partition has no utilisation
 
-    def read(self) -> GpuUse | None:
-        """Returns the use now; None where it is not known. Takes less than a millisecond."""
+    def read(self) -> GpuUse:
+        """Returns one reading, the mean over the GPUs as `busy`; none where NVML fails, now or before."""
         if self.lacks or not self._handles:
-            return None
+            return GpuUse()
         try:
             memory = max(self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles)
             shares = [self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
         except self._nvml.NVMLError as error:
             self.lacks = f"no GPU utilisation is measured: NVML: {error}"
-            return None
-        return GpuUse(memory, sum(shares) / len(shares))
+            return GpuUse()
+        return GpuUse(1, memory, sum(shares) / len(shares))
 
 
 def _handle(nvml: Any, gpu: int) -> Any:

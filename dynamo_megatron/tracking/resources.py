@@ -6,69 +6,56 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.runtime.gpu_usage import GpuMonitor, GpuRecord
+from dynamo_megatron.runtime.gpu_usage import GpuMonitor, GpuUse
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
 
 
 class RankResources:
-    """What this rank uses in a step: its process, its GPU and, on the first rank of a node, the node's network.
-
-    `lacks`: why NVML does not say what the GPU does, in one line; "" where it does, or there is no GPU.
-    """
+    """What this rank uses in a step: its process, its GPU, and the node's network where it is the node's first rank.
+    `lacks`: as of GpuMonitor."""
 
     def __init__(self, local_rank: int):
         self._monitor = GpuMonitor([local_rank] if torch.cuda.is_available() else [])
-        self.lacks, self._leads, self._gpu = self._monitor.lacks, local_rank == 0, GpuRecord()
-        self._network = _network()
+        self.lacks, self._leads, self._gpu = self._monitor.lacks, local_rank == 0, GpuUse()
+        self._moved, self._since = _moved(), time.monotonic()
 
     def sample(self) -> None:
-        """Reads the GPU. Called by the watchdog thread about once a second, so that no thread is added."""
-        if (use := self._monitor.read()) is not None:
-            self._gpu.add(use)
+        """Reads the GPU. The watchdog thread calls it about once a second: there is no thread for it."""
+        self._gpu = self._gpu.plus(self._monitor.read())
 
     def take(self) -> dict[str, Any]:
         """Plain data for `resource_metrics`, of the time since the last call. Bytes: `host_memory` of this process now,
-        `gpu_memory`, the peak of its tensors, and `gpu_used`, the most in use on its GPU, which has the
-        `gpu_utilisation`. `network`: interface -> (sent, received), bytes per second."""
+        `gpu_memory`, the peak of its tensors. `gpu`: a GpuUse. `network`: (interface, way) -> bytes per second; without
+        the ends of containers (veth), whose bridge moves the same bytes."""
         peak = 0
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        found = {"host_memory": psutil.Process().memory_info().rss, "gpu_memory": peak}
-        gpu, self._gpu = self._gpu, GpuRecord()
-        if gpu.samples:
-            found |= {"gpu_used": gpu.memory, "gpu_utilisation": gpu.utilisation}
+        gpu, self._gpu = self._gpu, GpuUse()
+        found = {"host_memory": psutil.Process().memory_info().rss, "gpu_memory": peak, "gpu": gpu, "network": {}}
         if self._leads:
-            before, self._network = self._network, _network()
-            found["network"] = _rates(before, self._network)
+            before, since = self._moved, self._since
+            self._moved, self._since = _moved(), time.monotonic()
+            for key in self._moved.keys() & before.keys():
+                if (more := self._moved[key] - before[key]) and not key[0].startswith("veth"):
+                    found["network"][key] = more / max(self._since - since, 1e-9)
         return found
 
 
-Network: TypeAlias = "tuple[float, dict[str, tuple[int, int]]]"  # monotonic seconds; bytes sent and received till then
-
-
-def _network() -> Network:
+def _moved() -> dict[tuple[str, str], int]:
+    """(interface, way) -> bytes since the start of the machine."""
     counters = psutil.net_io_counters(pernic=True)
-    return time.monotonic(), {name: (each.bytes_sent, each.bytes_recv) for name, each in counters.items()}
-
-
-def _rates(before: Network, now: Network) -> dict[str, tuple[float, float]]:
-    """Of the interfaces that moved anything. A container's end (veth) is left out: its bridge has the same bytes."""
-    rates, seconds = {}, max(now[0] - before[0], 1e-9)
-    for name in now[1].keys() & before[1].keys():
-        moved = [(n - b) / seconds for n, b in zip(now[1][name], before[1][name], strict=True)]
-        if any(moved) and not name.startswith("veth"):
-            rates[name] = (moved[0], moved[1])
-    return rates
+    sent = {(name, "sent"): each.bytes_sent for name, each in counters.items()}
+    return sent | {(name, "received"): each.bytes_recv for name, each in counters.items()}
 
 
 def resource_metrics(per_rank: Sequence[Mapping[str, Any]], output_dir: Path) -> dict[str, float]:
@@ -76,8 +63,7 @@ def resource_metrics(per_rank: Sequence[Mapping[str, Any]], output_dir: Path) ->
 
     All are in bytes except `resources/cpu`, the share of this machine's cores that was busy since the last call, at
     first since this process has imported psutil; `gpu_utilisation`, the mean over the ranks' GPUs, and
-    `gpu_utilisation_min`, the least; and `network/INTERFACE/sent` and `received`, bytes per second, of the node that
-    moved most.
+    `gpu_utilisation_min`; and `network/INTERFACE/sent` and `received`, bytes per second on the node that moves most.
     """
     metrics: dict[str, float] = {
         "resources/host_memory_max": max(sample["host_memory"] for sample in per_rank),
@@ -85,15 +71,12 @@ def resource_metrics(per_rank: Sequence[Mapping[str, Any]], output_dir: Path) ->
         "resources/cpu": psutil.cpu_percent() / 100,
         "resources/disk_free": shutil.disk_usage(output_dir).free,
     }
-    if shares := [sample["gpu_utilisation"] for sample in per_rank if "gpu_utilisation" in sample]:
-        metrics["resources/gpu_utilisation"] = sum(shares) / len(shares)
-        metrics["resources/gpu_utilisation_min"] = min(shares)
-        metrics["resources/gpu_used_max"] = max(sample["gpu_used"] for sample in per_rank if "gpu_used" in sample)
-    for sample in per_rank:
-        for name, rates in sorted(sample.get("network", {}).items()):
-            for way, rate in zip(("sent", "received"), rates, strict=True):
-                key = f"resources/network/{name}/{way}"
-                metrics[key] = max(metrics.get(key, 0.0), rate)
+    if gpus := [sample["gpu"] for sample in per_rank if sample["gpu"].samples]:
+        metrics["resources/gpu_utilisation"] = sum(gpu.utilisation for gpu in gpus) / len(gpus)
+        metrics["resources/gpu_utilisation_min"] = min(gpu.utilisation for gpu in gpus)
+        metrics["resources/gpu_used_max"] = max(gpu.memory for gpu in gpus)
+    for (name, way), rate in sorted(rate for sample in per_rank for rate in sample["network"].items()):
+        metrics[f"resources/network/{name}/{way}"] = rate  # the last is the largest
     return metrics
 
 

@@ -1,7 +1,6 @@
 """Distinct answers and n-grams of groups, and the factors of rare right rollouts, against sets of tuples."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,12 +75,3 @@ def test_shares_of_distinct_answers_and_ngrams_are_by_group(rollouts):
     np.testing.assert_allclose(unique_answers(answers, groups), shares)
     grams = [[g for r in its for g in ngrams(r[3])] for its in several]
     np.testing.assert_allclose(distinct_ngrams(tokens, lengths, groups), [len(set(g)) / len(g) for g in grams if g])
-
-
-@pytest.mark.parametrize("places", [(0, 1), (1, 2), (2, 3), (0, 3)])
-def test_ngrams_of_the_same_tokens_in_another_order_differ(places):
-    response, swapped = [7, 11, 13, 17], [7, 11, 13, 17]
-    first, second = places
-    swapped[first], swapped[second] = swapped[second], swapped[first]
-    tokens = np.array(response + swapped)
-    assert distinct_ngrams(tokens, np.array([4, 4]), "gg").tolist() == [1.0]

@@ -9,6 +9,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import supervisor
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
+from dynamo_megatron.runtime.gpu_usage import GpuUse
 
 
 class Recorder:
@@ -86,7 +87,9 @@ class OnGpus(Ending):
 def test_the_gpus_of_a_server_are_read_while_it_is_up(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "SGLangServer", OnGpus)
     monkeypatch.setattr(supervisor, "POLL_EVERY", 0.01)
-    monkeypatch.setattr(supervisor, "GpuMonitor", lambda gpus: SimpleNamespace(lacks="", read=lambda: tuple(gpus)))
+    monkeypatch.setattr(
+        supervisor, "GpuMonitor", lambda gpus: SimpleNamespace(lacks="", read=lambda: GpuUse(1, sum(gpus)))
+    )
     heard = Recorder()
     servers = Supervisor(external(["http://unused"], output=tmp_path), ["server-0"], heard)
 
@@ -99,4 +102,4 @@ def test_the_gpus_of_a_server_are_read_while_it_is_up(tmp_path, monkeypatch):
         await asyncio.wait([running])
 
     asyncio.run(work())
-    assert set(heard.uses) == {("server-0", (2, 3))} and heard.downs == []
+    assert set(heard.uses) == {("server-0", GpuUse(1, 5))} and heard.downs == []

@@ -16,52 +16,44 @@ from dynamo_megatron.tracking.resources import RankResources, StepProfiler, reso
 MB = 1_000_000
 
 
-def test_the_largest_rank_and_the_disk_of_the_output_count(tmp_path):
-    per_rank = [{"host_memory": 5, "gpu_memory": 9}, {"host_memory": 7, "gpu_memory": 8}]
-    metrics = resource_metrics(per_rank, tmp_path)
+def test_the_largest_rank_the_node_that_moves_most_and_the_disk_of_the_output_count(tmp_path):
+    one = {"host_memory": 5, "gpu_memory": 9, "gpu": GpuUse(2, 70, 1.8), "network": {("eth0", "sent"): 100.0}}
+    two = {"host_memory": 7, "gpu_memory": 8, "gpu": GpuUse(1, 80, 0.6), "network": {}}
+    three = {
+        **two,
+        "gpu": GpuUse(),
+        "network": {("eth0", "sent"): 20.0, ("eth0", "received"): 50.0},
+    }  # NVML fails there
+    metrics = resource_metrics([one, two, three], tmp_path)
     assert (metrics["resources/host_memory_max"], metrics["resources/gpu_memory_max"]) == (7, 9)
-    disk = os.statvfs(tmp_path)
-    assert metrics["resources/disk_free"] == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.01)
-
-
-def test_gpus_and_the_node_that_moves_most(tmp_path):
-    sizes = {"host_memory": 5, "gpu_memory": 9}
-    per_rank = [
-        {**sizes, "gpu_used": 70, "gpu_utilisation": 0.9, "network": {"eth0": (100.0, 7.0), "lo": (1.0, 1.0)}},
-        {**sizes, "gpu_used": 80, "gpu_utilisation": 0.6},
-        {**sizes, "network": {"eth0": (20.0, 50.0)}},  # its GPU is not known
-    ]
-    metrics = resource_metrics(per_rank, tmp_path)
     assert (metrics["resources/gpu_utilisation"], metrics["resources/gpu_utilisation_min"]) == (0.75, 0.6)
     assert metrics["resources/gpu_used_max"] == 80
-    network = {key.removeprefix("resources/network/"): v for key, v in metrics.items() if "network" in key}
-    assert network == {"eth0/sent": 100.0, "eth0/received": 50.0, "lo/sent": 1.0, "lo/received": 1.0}
-    assert not any("gpu_u" in key or "network" in key for key in resource_metrics([sizes], tmp_path))
+    assert (metrics["resources/network/eth0/sent"], metrics["resources/network/eth0/received"]) == (100, 50)
+    disk = os.statvfs(tmp_path)
+    assert metrics["resources/disk_free"] == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.01)
+    assert not any("gpu_u" in key for key in resource_metrics([three], tmp_path))
 
 
 def test_a_rank_s_readings_are_of_the_time_since_the_last_ones(monkeypatch):
-    now, moved = [100.0], {"eth0": [0, 0], "veth1": [0, 0], "ib0": [0, 0]}
+    now, moved = [100.0], {"eth0": (0, 0), "veth1": (0, 0), "ib0": (0, 0)}
 
     def counters(pernic):
         return {name: SimpleNamespace(bytes_sent=sent, bytes_recv=got) for name, (sent, got) in moved.items()}
 
     monkeypatch.setattr(resources.psutil, "net_io_counters", counters)
     monkeypatch.setattr(resources.time, "monotonic", lambda: now[0])
-    uses = iter([GpuUse(5, 0.5), GpuUse(9, 1.0), None, GpuUse(3, 0.25)])
+    uses = iter([GpuUse(1, 5, 0.5), GpuUse(1, 9, 1.0), GpuUse(), GpuUse(1, 3, 0.25)])
     monkeypatch.setattr(resources, "GpuMonitor", lambda gpus: SimpleNamespace(lacks="", read=lambda: next(uses)))
     first, second = RankResources(0), RankResources(1)
     for _ in range(3):
         first.sample()
     now[0] += 4
-    moved |= {"eth0": [800, 40], "veth1": [800, 40], "late0": [5, 5]}
+    moved |= {"eth0": (800, 40), "veth1": (800, 40), "late0": (5, 5)}
     found = first.take()
-    assert (found["gpu_used"], found["gpu_utilisation"]) == (9, 0.75)
-    assert found["network"] == {"eth0": (200.0, 10.0)} and found["host_memory"] > 0
-    assert "network" not in second.take() and "gpu_used" not in second.take()
+    assert found["gpu"] == (2, 9, 1.5) and found["host_memory"] > 0
+    assert found["network"] == {("eth0", "sent"): 200.0, ("eth0", "received"): 10.0}
     first.sample()
-    now[0] += 1
-    found = first.take()
-    assert (found["gpu_used"], found["gpu_utilisation"], found["network"]) == (3, 0.25, {})
+    assert (first.take()["gpu"], first.take()["network"], second.take()["network"]) == ((1, 3, 0.25), {}, {})
 
 
 @pytest.mark.parametrize("replica", [0, 1])

@@ -10,7 +10,7 @@ from background_run import made_rollout
 from dynamo_megatron.config import Config
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
-from dynamo_megatron.runtime.gpu_usage import GpuRecord
+from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.tracking.phases import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
 from dynamo_megatron.types import REWARD_STATES, RolloutBatch, TokenStats
@@ -60,7 +60,7 @@ def metrics(
     }
     uses = {
         "server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1),
-        "server-1": ServerUse(busy=2.5, restarts=2, gpu=GpuRecord(4, 70, 1.0)),
+        "server-1": ServerUse(busy=2.5, restarts=2, gpu=GpuUse(4, 70, 1.0)),
     }
     result = RolloutResult(rollouts, outcomes, {"generate": 2.0, "tail": 0.5}, [], uses=uses).without(rejected, [])
     allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))

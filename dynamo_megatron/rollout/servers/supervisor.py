@@ -114,7 +114,7 @@ class Supervisor:
             print(monitor.lacks, flush=True)
         while True:
             server.check()
-            if (use := monitor.read()) is not None:
+            if (use := monitor.read()).samples:
                 self._listener.gpu_use(server.endpoint.name, use)
             incarnation, why = self._restarts.get(server.endpoint.name, (0, ""))
             if incarnation >= server.endpoint.incarnation:
