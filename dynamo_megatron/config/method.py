@@ -88,8 +88,7 @@ class AdvantageConfig(Section):
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
-    # 0: off. A positive advantage of a right rollout is multiplied by 1 + diversity (rarity - mean rarity) among the
-    # right ones of its group (docs/methods.md)
+    # How much more a right rollout counts whose answer or path is rare in its group (docs/methods.md); 0: off
     diversity: Annotated[float, Field(ge=0, le=1)] = 0.0
     process: ProcessConfig = ProcessConfig()
     # per token: A + min(alpha H, |A| / kappa) (arXiv 2506.14758), or module:function, yours (docs/quickstart.md)

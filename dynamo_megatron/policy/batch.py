@@ -62,7 +62,11 @@ class TrainBatch:
         group, _ = group_index(rollouts.group_ids, len(rollouts.group_ids))
         advantages = _advantages(rollouts, group, config, gather, baseline)
         if weight := config.algorithm.advantage.diversity:
-            advantages = advantages * _rarity_factors(weight, rollouts, advantages)
+            assert rollouts.answers is not None
+            # A negative advantage stays as it is, or a rare right rollout would be pushed down more.
+            right, tokens = rollouts.successes & (advantages > 0), rollouts.response_tokens
+            given = (right, rollouts.answers, tokens, rollouts.response_lengths, rollouts.group_ids)
+            advantages = advantages * diversity_factors(weight, *given)
         if config.algorithm.advantage.normalise == "batch":
             advantages = batch_normalised(advantages)
         mini_batch = np.zeros(len(group), np.int64)
@@ -151,13 +155,6 @@ def _advantages(
             positive_weight=advantage.positive_weight,
         )
     return weighted(advantages, advantage.positive_weight)
-
-
-def _rarity_factors(weight: float, rollouts: RolloutBatch, advantages: np.ndarray) -> np.ndarray:
-    """float64 [S]; a negative advantage stays as it is, or a rare right rollout would be pushed down more."""
-    assert rollouts.answers is not None
-    right, lengths = rollouts.successes & (advantages > 0), rollouts.response_lengths
-    return diversity_factors(weight, right, rollouts.answers, rollouts.response_tokens, lengths, rollouts.group_ids)
 
 
 def _check_rewards(rollouts: RolloutBatch, rewards: np.ndarray, setting: str, advice: str) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo_megatron.runtime.gpu_usage import GpuMonitor, GpuUse
+from dynamo_megatron.runtime.gpu_usage import GpuMonitor
 
 
 class Nvml:
@@ -81,8 +81,3 @@ def test_the_package_has_what_is_called():
     pynvml = pytest.importorskip("pynvml")
     fields = {field for each in (pynvml.c_nvmlMemory_t, pynvml.c_nvmlUtilization_t) for field, _ in each._fields_}
     assert {"used", "gpu"} <= fields and callable(pynvml.nvmlDeviceGetHandleByUUID)
-
-
-def test_readings_add_up():
-    total = GpuUse().plus(GpuUse(1, 5, 0.5)).plus(GpuUse(3, 4, 1.5))
-    assert total == (4, 5, 2.0) and total.utilisation == 0.5
