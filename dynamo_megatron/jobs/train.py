@@ -169,6 +169,7 @@ class TrainJob(Job):
         from dynamo_megatron.jobs.training_run import TrainingRun
         from dynamo_megatron.policy.backend import Fusions
         from dynamo_megatron.serving import Serving
+        from dynamo_megatron.tracking.resources import RankResources
         from dynamo_megatron.train import Trainer
         from dynamo_megatron.weight_sync.memory import DeviceMemory
         from dynamo_megatron.weight_sync.sync import WeightSync
@@ -190,7 +191,11 @@ class TrainJob(Job):
         self._training = TrainingRun(self, policy, coordinator, state, self._memory, self._free_memory)
         weight_sync, phases = WeightSync(policy, rollout, coordinator), self._training.phases
         self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
-        self._trainer = Trainer(self._training, self._serving, controller)
+        resources = RankResources(policy.layout.local_rank)
+        coordinator.on_beat = resources.sample
+        if leads and resources.lacks:
+            journal.say(resources.lacks)
+        self._trainer = Trainer(self._training, self._serving, controller, resources)
 
     def run(self) -> None:
         try:
