@@ -63,6 +63,8 @@ class Trainer:
         if self.controller is not None:
             self.controller.begin(run.start)
         self.phases.clock.restart()
+        if self.phases.memory is not None:
+            self.phases.memory.report()  # what the start has moved is no part of a step
         run.save()
         stop_reason = self.evaluate_if_due(run.start)
         for step in range(run.start + 1, self.config.trainer.steps + 1):
