@@ -79,7 +79,7 @@ class Offload:
         elif part == "gradients":
             for ddp in policy.ddp:
                 yield from (buffer.grad_data for buffer in ddp.buffers + ddp.expert_parallel_buffers)
-        else:
+        elif not policy.config.optimizer.cpu_offload:  # else it is in host memory already
             for optimizer in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
                 for group in optimizer.optimizer.param_groups:
                     yield from (p.data for p in group["params"])
