@@ -1,8 +1,8 @@
 """Adam with its state in host memory, where it also computes (`optimizer.cpu_offload`).
 
-Megatron-core 0.16.1 has an optimizer for this, HybridDeviceOptimizer. It is not used: without a GPU its first step
-fails, so that no test could run it; without TransformerEngine it saves no checkpoint before a step; it keeps a copy of
-all gradients in host memory; and its loads make a step along random gradients first.
+Megatron-core 0.16.1 has an optimizer for this, HybridDeviceOptimizer. No test could run it: without a GPU its first
+step raises KeyError, and without TransformerEngine the settings with which no main weights stay on the device raise
+TypeError. It also keeps a float32 copy of all gradients, and makes a step along random gradients before a first load.
 """
 
 from __future__ import annotations
