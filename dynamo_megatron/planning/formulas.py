@@ -126,10 +126,11 @@ def stage_state(
         layer = adapter_elements(spec, lora, p.tp)  # as if in one piece: they are small
         kinds, frozen = ((layer,) * (spec.num_layers // p.pp), ()), (*whole[0], *whole[1])
     sharing = max(1, ranks // (p.tp * p.pp)), max(1, ranks // (p.pp * p.ep))
-    owned, copied = 0.0, float(sum(pinned(n * width) for n in frozen))
+    owned, travelling, copied = 0.0, 0.0, float(sum(pinned(n * width) for n in frozen))
     for parameters, among in zip(kinds, sharing, strict=True):
         if elements := sum(parameters):
             owned += elements / among
+            travelling += 16 * min(elements / among, max(parameters), PIECE)
             pieces = [(n, math.ceil(n * p.vpp * among / elements)) for n in parameters]
             copied += p.vpp * pinned(elements / p.vpp * width)
             copied += (not cpu_offload) * state // 4 * sum(count * pinned(4 * n / count) for n, count in pieces) / among
@@ -143,7 +144,7 @@ def stage_state(
         parameters=(dense + experts) * width,
         gradients=sum(trained) * GRADIENT,
         optimizer=0.0 if cpu_offload else owned * state,
-        host=owned * 12 + 16 * min(owned, PIECE) if cpu_offload else 0.0,
+        host=owned * 12 + travelling if cpu_offload else 0.0,
         pinned=copied,
         reference=sum(pinned(width * n) for parameters in whole for n in parameters),
     )
