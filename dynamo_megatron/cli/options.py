@@ -171,6 +171,7 @@ COMMANDS = {  # in the order of --help
         option("--gpus", type=positive, required=True, help="that train; those of split servers come on top"),
         option("--gpu", required=True, help="kind: a100-80, h100-80, h200-141, b200-180"),
         option("--gpus-per-node", type=positive, default=8, help="default: 8"),
+        option("--host-memory", type=positive, metavar="GIB", help="of a node; a run that needs more does not fit"),
         option("--response-tokens", type=positive, help="the mean response's, for times (default: half of the limit)"),
         option("--search", action="store_true", help="rank layouts instead of judging the config's"),
     ),

@@ -208,6 +208,7 @@ class OptimizerConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    cpu_offload: bool = False  # float32 weights and moments are in host memory, where the update is computed
     spike: SpikeConfig | None = None
 
 

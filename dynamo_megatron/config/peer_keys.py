@@ -52,6 +52,7 @@ OURS = {  # ours: verl's keys and slime's options
     "--lr-warmup-iters",
     "optimizer.clip_grad": "actor.optim.clip_grad actor.grad_clip --clip-grad",
     "optimizer.schedule": "actor.optim.lr_decay_style --lr-decay-style",
+    "optimizer.cpu_offload": "--optimizer-cpu-offload",
     "trainer.steps (epochs x problems of the data / data.batch_prompts)": "trainer.total_training_steps "
     "trainer.total_epochs --num-rollout --num-epoch",
     "eval.every (with one evaluation before the training)": "trainer.test_freq trainer.val_before_train "

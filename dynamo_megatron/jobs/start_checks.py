@@ -178,7 +178,7 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
         sum(map(math.prod, huggingface_shapes(spec).values())),
         {"bfloat16": 2, "float32": 4}[config.model.dtype],
     )
-    saves = -(-config.trainer.steps // every) if (every := config.checkpoint.every) else 0  # a stop may save one more
+    saves = -(-config.trainer.steps // every) if (every := config.checkpoint.every) else 0  # a stop saves one more
     export = config.checkpoint.export_hf
     checkpoints = config.checkpoint.keep_last + 1 if export == "best" else min(config.checkpoint.keep_last + 1, saves)
     exports = {"every": saves, "never": 0}.get(export, 1)
@@ -203,7 +203,8 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
             f"output_dir: {output} has {size_text(free)} free, the run needs {size_text(sum(needed.values()))} "
             f"({told}); free some, name a folder on another disk, or lower checkpoint.keep_last or rollout.keep_last"
         )
-    return f"{size_text(free)} free for {told}"
+    stop = "" if checkpoints else f"; a stop saves a checkpoint, {size_text(with_optimizer)} more"
+    return f"{size_text(free)} free for {told}{stop}"
 
 
 def folder_size(folder: Path) -> int:

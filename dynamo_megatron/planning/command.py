@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.jobs.start_checks import check_ranks
 from dynamo_megatron.models import FAMILIES, ModelSpec, load_model_config
 from dynamo_megatron.models.published import PUBLISHED, published_config
-from dynamo_megatron.planning.hardware import GPUS, Cluster
+from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
 from dynamo_megatron.planning.plan import Plan, make_plan, workload
 from dynamo_megatron.planning.report import describe
 from dynamo_megatron.planning.search import ranked, search_table
@@ -32,14 +33,14 @@ def model_spec(config: Config) -> tuple[ModelSpec, str]:
     return FAMILIES[shape["model_type"]](shape), f"as published; there is no folder {path}"
 
 
-def cluster_of(gpu: str, gpus: int, gpus_per_node: int) -> Cluster:
-    """The cluster of `gpus` GPUs of the kind `gpu`. Raises ConfigError for an unknown kind, and where the GPUs do not
-    fill whole nodes."""
+def cluster_of(gpu: str, gpus: int, gpus_per_node: int, host_memory: float = math.inf) -> Cluster:
+    """The cluster of `gpus` GPUs of the kind `gpu`; `host_memory`: bytes of a node. Raises ConfigError for an unknown
+    kind, and where the GPUs do not fill whole nodes."""
     if gpu not in GPUS:
         raise ConfigError(f"--gpu: {gpu!r} is unknown; give one of {', '.join(GPUS)}")
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise ConfigError(f"--gpus: {gpus} do not fill nodes of {gpus_per_node} (--gpus-per-node)")
-    return Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node))
+    return Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node), host_memory)
 
 
 def plan_of(config: Config, cluster: Cluster, response_tokens: int | None = None) -> Plan:
@@ -57,13 +58,15 @@ def plan(
     gpu: str,
     gpus: int,
     gpus_per_node: int,
+    host_memory: int | None,
     response_tokens: int | None,
     search: bool,
 ) -> int:
-    """Prints the plan, or with `search` the ranked layouts. Returns 0 where the run (or one of the layouts) works, else
-    1. Raises ConfigError."""
+    """Prints the plan, or with `search` the ranked layouts. `host_memory`: GiB of a node; None: not limited. Returns 0
+    where the run (or one of the layouts) works, else 1. Raises ConfigError."""
     config, _ = compose(files, overrides, UNNEEDED)
-    cluster, (spec, origin) = cluster_of(gpu, gpus, gpus_per_node), model_spec(config)
+    memory = math.inf if host_memory is None else host_memory * GIB
+    cluster, (spec, origin) = cluster_of(gpu, gpus, gpus_per_node, memory), model_spec(config)
     if search:
         plans = ranked(config, spec, cluster, workload(config, spec, response_tokens))
         print(search_table(plans, spec, cluster, origin))

@@ -27,10 +27,14 @@ from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GPU, Cluster
 from dynamo_megatron.planning.rates import rate
 from dynamo_megatron.policy.batch import SequenceCost
+from dynamo_megatron.policy.host_adam import PIECE
 
 WIDTH = {"bfloat16": 2, "float32": 4}  # bytes an element
 GRADIENT = 4  # bytes: main_grad is float32 (grad_reduce_in_fp32)
 ADAM = 30  # bytes that a step reads and writes of an element: its gradient, float32 state twice, the parameter
+# The same in host memory, with gradient and result on their way; and what a rank has of its node's memory bandwidth,
+# bytes a second: an allowance, which no run has shown.
+HOST_ADAM, HOST_BANDWIDTH = 36, 30e9
 FP8_RATE = 2  # times a GPU's bfloat16 rate, by the makers' tables
 
 
@@ -87,6 +91,7 @@ class StageState:
     parameters: float  # bytes
     gradients: float
     optimizer: float
+    host: float  # bytes of the optimizer in host memory
     pinned: float  # bytes of pinned host memory for copies of parameters and optimizer state
     reference: float  # bytes of pinned host memory for a frozen model
 
@@ -96,12 +101,20 @@ class StageState:
 
 
 def stage_state(
-    spec: ModelSpec, p: ParallelConfig, dtype: str, ranks: int, stage: int, lora: LoraConfig | None = None
+    spec: ModelSpec,
+    p: ParallelConfig,
+    dtype: str,
+    ranks: int,
+    stage: int,
+    lora: LoraConfig | None = None,
+    *,
+    cpu_offload: bool = False,
 ) -> StageState:
     """Stage `stage` (from 0) of `ranks` in all: parameters in `dtype`, float32 gradients, and of a rank's share the
     optimizer's state: two float32 moments and, for bfloat16, the float32 main parameters. [Z]: 2 + 4 + 12 / ranks bytes
     a parameter; [M] optimizer/distrib_optimizer.py. dp x cp ranks share dense parameters. With `lora` the adapters
-    alone have gradients and optimizer state.
+    alone have gradients and optimizer state. With `cpu_offload` (policy/host_adam.py) the state is in host memory, main
+    parameters in any case, beside the pieces that are on their way.
 
     policy/offload.py copies the parameters in a buffer for each chunk and kind, and the optimizer's state tensor by
     tensor; a parameter that is larger than a rank's share is in pieces. Frozen parameters are in no buffer.
@@ -113,13 +126,14 @@ def stage_state(
         layer = adapter_elements(spec, lora, p.tp)  # as if in one piece: they are small
         kinds, frozen = ((layer,) * (spec.num_layers // p.pp), ()), (*whole[0], *whole[1])
     sharing = max(1, ranks // (p.tp * p.pp)), max(1, ranks // (p.pp * p.ep))
-    owned, copied = 0.0, float(sum(pinned(n * width) for n in frozen))
+    owned, travelling, copied = 0.0, 0.0, float(sum(pinned(n * width) for n in frozen))
     for parameters, among in zip(kinds, sharing, strict=True):
         if elements := sum(parameters):
             owned += elements / among
+            travelling += 16 * min(elements / among, max(parameters), PIECE)
             pieces = [(n, math.ceil(n * p.vpp * among / elements)) for n in parameters]
             copied += p.vpp * pinned(elements / p.vpp * width)
-            copied += state // 4 * sum(count * pinned(4 * n / count) for n, count in pieces) / among
+            copied += (not cpu_offload) * state // 4 * sum(count * pinned(4 * n / count) for n, count in pieces) / among
     (dense, experts), trained = map(sum, whole), (sum(kinds[0]), sum(kinds[1]))
     dense += trained[0] if frozen else 0
     return StageState(
@@ -129,7 +143,8 @@ def stage_state(
         owned=owned,
         parameters=(dense + experts) * width,
         gradients=sum(trained) * GRADIENT,
-        optimizer=owned * state,
+        optimizer=0.0 if cpu_offload else owned * state,
+        host=owned * 12 + travelling if cpu_offload else 0.0,
         pinned=copied,
         reference=sum(pinned(width * n) for parameters in whole for n in parameters),
     )
@@ -318,7 +333,8 @@ def training_seconds(
     update, on each rank.
 
     A pass takes as long as the GPU has work, with the gaps between its kernels, or as the host launches that, whichever
-    is longer. The GPU computes, and reads and writes the layers' activations and in a step the optimizer's state.
+    is longer. The GPU computes, and reads and writes the layers' activations and in a step the optimizer's state, with
+    `optimizer.cpu_offload` the host does.
 
     A rank sends, of its `own` tokens in a forward pass: two all-reduces a layer (or a reduce-scatter and an all-gather
     each), 2 (tp - 1) / tp of the hidden states apiece, [K] section 4.2.1, of a mixture of experts one; its keys and
@@ -344,7 +360,9 @@ def training_seconds(
     forward += rate("passing") * layers * own * layer_activations(spec, p, dtype) / rate("copies", gpu)
     # One forward pass of log-probs (2N), three of an update (6N), four with full recomputation (8N); [N]. Gradients are
     # zeroed and their norm is read. The products of adapters are not counted.
-    step = max(2 * stage.gradients + ADAM * stage.owned for stage in stages) / rate("copies", gpu)
+    on_host, memory = config.optimizer.cpu_offload, rate("copies", gpu)
+    adam = HOST_ADAM / HOST_BANDWIDTH if on_host else ADAM / memory
+    step = max(2 * stage.gradients / memory + adam * stage.owned for stage in stages)
     once = forward / rate("busy") + hidden + others
     often = ((of_token + again) * forward + updates * step) / rate("busy")
     often += ((2.5 if p.sequence_parallel else 2) + again) * hidden + (2 + again) * others

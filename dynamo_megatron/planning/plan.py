@@ -113,7 +113,11 @@ class Plan:
         """Why the run cannot work; None where nothing is wrong."""
         rollout, servers, most = self.config.rollout, self.servers, self.cluster.gpu.memory
         if (over := self.peak - most) > 0:
-            return f"does not fit: {over / GIB:.1f} GiB too much on the fullest rank"
+            optimizer = max(stage.state.optimizer for stage in self.stages)
+            mend = f"; optimizer.cpu_offload keeps {optimizer / GIB:.1f} in host memory" if optimizer > over else ""
+            return f"does not fit: {over / GIB:.1f} GiB too much on the fullest rank{mend}"
+        if (over := _total(self.host) - self.cluster.host_memory) > 0:
+            return f"does not fit: {over / GIB:.1f} GiB too much in host memory of the fullest node"
         if servers is None:
             return None
         if servers.peak > most:  # on a GPU of its own: with ranks beside it the line above says it
@@ -190,8 +194,8 @@ def _stage(
     config: Config, spec: ModelSpec, cluster: Cluster, work: Workload, stage: int, servers: Servers | None
 ) -> StageMemory:
     p, t, dtype = config.parallel, config.trainer, config.model.dtype
-    lora = config.model.lora
-    state = formulas.stage_state(spec, p, dtype, cluster.gpus, stage, lora)
+    lora, on_host = config.model.lora, config.optimizer.cpu_offload
+    state = formulas.stage_state(spec, p, dtype, cluster.gpus, stage, lora, cpu_offload=on_host)
     tokens = max(t.micro_batch_tokens, work.longest)  # a longer sequence has a micro-batch to itself
     most = _micro_batches(config, cluster, work.longest)  # responses may grow: memory is for the longest
     layers, batches = formulas.in_flight(p, spec.num_layers, stage, most)
@@ -202,7 +206,7 @@ def _stage(
         head = formulas.head_memory(spec, p, dtype, tokens, chunk, backend, frozen=lora is not None)
         passing = max(passing, head)
     # Adam's temporaries, one float32 value for each of its elements where it is torch's, come after the backward.
-    working = max(saved + passing, 4 * state.owned)
+    working = max(saved + passing, 0 if on_host else 4 * state.owned)
     training = {
         "parameters": state.parameters,
         "gradients": state.gradients,
@@ -294,7 +298,8 @@ def host_memory(
     rest is arithmetic (docs/checkpoints.md). The `ranks` ranks are numbered in the order tp, cp, dp, pp, with tp
     fastest (policy/layout.py). A rollout has `tokens` tokens on average. The layout must fit the ranks."""
     rollout, p, dtype = config.rollout, config.parallel, config.model.dtype
-    states = [formulas.stage_state(spec, p, dtype, ranks, stage, config.model.lora) for stage in range(p.pp)]
+    options = {"lora": config.model.lora, "cpu_offload": config.optimizer.cpu_offload}
+    states = [formulas.stage_state(spec, p, dtype, ranks, stage, **options) for stage in range(p.pp)]
     serves = rollout.engine == "sglang" and rollout.placement == "colocated"
     offloads = shares_memory(rollout, gpus=cuda)
     saved = formulas.WIDTH[dtype] + 12 if config.checkpoint.async_save else 0  # else a tensor at a time
@@ -303,6 +308,7 @@ def host_memory(
         here = [states[rank * p.pp // ranks] for rank in range(first, min(first + ranks_per_node, ranks))]
         servers = -(-rollout.servers * len(here) // ranks) if serves else 0
         parts = {"processes": (len(here) + servers * rollout.tp) * PROCESS_BYTES}
+        parts["the optimizer"] = sum(s.host for s in here)
         if not cuda:
             parts["weights, gradients and optimizer"] = sum(s.total for s in here)
             parts["the servers' weights"] = servers * formulas.weight_bytes(spec, dtype)

@@ -93,6 +93,7 @@ def measured_on(plan: Plan) -> str:
         "experts": plan.spec.num_experts > 0,
         config.model.dtype: config.model.dtype != "bfloat16",
         f"{gpu.name} by its stated rates": gpu != MEASURED_ON,
+        "an optimizer in host memory": config.optimizer.cpu_offload,
         "several GPUs, links by their stated rates": plan.cluster.gpus > 1,
     }
     if plan.servers is not None:

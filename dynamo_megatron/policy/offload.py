@@ -102,6 +102,8 @@ class Offload:
                     yield from (t for t in state.values() if torch.is_tensor(t) and t.dim())
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
+        if self._policy.config.optimizer.cpu_offload:
+            return []  # their state is in host memory already
         whole = self._policy.optimizer
         return [one.optimizer for one in getattr(whole, "chained_optimizers", [whole])]
 

@@ -10,6 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer, get_me
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 
 from dynamo_megatron.config import OptimizerConfig
+from dynamo_megatron.policy.host_adam import HostAdam
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import PolicyModel
 
@@ -40,21 +41,27 @@ def build_optimizer(config: OptimizerConfig, ddp: Sequence[DistributedDataParall
     distrib_optimizer.param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
     _fix_torch_adam_checkpoints()
     megatron = ddp[0].module.config
-    return get_megatron_optimizer(
-        MegatronConfig(
-            optimizer="adam",
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
-            clip_grad=config.clip_grad,
-            bf16=megatron.bf16,
-            params_dtype=megatron.params_dtype,
-            use_distributed_optimizer=True,
-        ),
-        ddp,
+    settings = MegatronConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=megatron.bf16,
+        params_dtype=megatron.params_dtype,
+        use_distributed_optimizer=True,
     )
+    if config.cpu_offload:  # the optimizer then gets runs of the model's parameters, and makes its own main weights
+        assert hasattr(settings, "use_precision_aware_optimizer_no_fp8_or_ds_fp8"), "megatron-core renamed it"
+        settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    optimizer = get_megatron_optimizer(settings, ddp)
+    if config.cpu_offload:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if not part.is_stub_optimizer:
+                part.optimizer = HostAdam(part.optimizer.param_groups)
+    return optimizer
 
 
 def optimizer_step(optimizer: MegatronOptimizer, config: OptimizerConfig, learning_rate: float) -> None:
@@ -81,6 +88,8 @@ def _fix_torch_adam_checkpoints() -> None:
 
     @torch.no_grad()
     def set_states(self, model_param, tensors):
+        if isinstance(self.optimizer, HostAdam):
+            return stock_set(self, model_param, tensors)
         group, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group]["params"][order]
         own = {"param": main_param, **self.optimizer.state[main_param]}
@@ -88,10 +97,11 @@ def _fix_torch_adam_checkpoints() -> None:
             if key in own and key != "step":
                 own[key].copy_(value)
 
+    stock_set = optimizer_class._set_main_param_and_optimizer_states
     stock_sharded, stock_load = optimizer_class.sharded_state_dict, optimizer_class.load_state_dict
 
     def sharded_state_dict(self, *args, **kwargs):
-        for group in self.optimizer.param_groups:
+        for group in [] if isinstance(self.optimizer, HostAdam) else self.optimizer.param_groups:
             for p in group["params"]:
                 if "step" not in self.optimizer.state[p]:
                     zeros = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
@@ -100,7 +110,7 @@ def _fix_torch_adam_checkpoints() -> None:
 
     def load_state_dict(self, state_dict):
         stock_load(self, state_dict)
-        for p, state in self.optimizer.state.items():
+        for p, state in {} if isinstance(self.optimizer, HostAdam) else self.optimizer.state.items():
             state["step"] = state["step"].to(p.device, torch.float32, copy=True)
 
     optimizer_class._set_main_param_and_optimizer_states = set_states

@@ -68,10 +68,12 @@ def run(case: dict, store: dist.Store) -> None:
     spec, p = load_model_config(config.model.path), config.parallel
     policy = Policy(spec, config, layout)
     train(policy, 1)
-    planned = formulas.stage_state(spec, p, config.model.dtype, layout.world_size, layout.pp.rank(), config.model.lora)
+    options = {"lora": config.model.lora, "cpu_offload": config.optimizer.cpu_offload}
+    planned = formulas.stage_state(spec, p, config.model.dtype, layout.world_size, layout.pp.rank(), **options)
     row = {
         "live": live_bytes() - before,
-        "planned": planned.total,
+        "planned": planned.total + planned.host,
+        "planned host": planned.host,
         "parameters": sum(q.numel() for chunk in policy.chunks for q in chunk.parameters()),
         "planned parameters": planned.dense + planned.experts,
     }

@@ -69,6 +69,8 @@ def test_the_kind_of_a_gpu():
     ("words", "says"),
     [
         (["trainer.micro_batch_tokens=24576"], "GiB too much on the fullest rank"),
+        (["trainer.micro_batch_tokens=24576"], "; optimizer.cpu_offload keeps 10.3 in host memory"),
+        (["--host-memory", "300"], " GiB too much in host memory of the fullest node"),
         (["rollout.memory_fraction=0.18"], "a server's KV cache holds"),
         (
             ["rollout.placement=split", "rollout.memory_fraction=0.9"],

@@ -14,6 +14,7 @@ CASES = {  # name: family, dtype, parallel, tied, recompute
     "DP2-float32": ("qwen3", "float32", {}, False, "none"),
     "TP2-lora": ("qwen2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
     "TP2-olmo2": ("olmo2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
+    "DP2-offload": ("qwen2", "bfloat16", {}, False, "none"),
     "EP2-TP2": ("qwen3_moe", "bfloat16", {"tp": 2, "ep": 2, "sequence_parallel": True}, False, "none"),
 }
 SHAPE = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 256, "expert_ffn": 64, "vocab": 1000}
@@ -30,6 +31,7 @@ def ranks(make_tiny_model, run_script, tmp_path_factory) -> dict[str, list[dict]
             "model": {"path": str(model), "dtype": dtype, "lora": {"rank": 8} if "lora" in name else None},
             "data": {"source": "none"},
             "output_dir": "none",
+            "optimizer": {"cpu_offload": "offload" in name},
             "parallel": parallel,
             "trainer": {"micro_batch_tokens": 64, "recompute": recompute},
         }
@@ -44,6 +46,7 @@ def test_what_a_rank_holds(name, ranks):
         print(name, row)
         assert row["parameters"] == row["planned parameters"]
         assert row["live"] == pytest.approx(row["planned"], rel=0.03)
+        assert (row["planned host"] > 2 * row["parameters"]) == ("offload" in name)
 
 
 @pytest.mark.parametrize(
