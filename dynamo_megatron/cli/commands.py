@@ -25,7 +25,15 @@ from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.tracking.progress import Progress
 
-PRINTING = ("configs", "inspect", "plan", "report", "samples", "replay")  # the only pipe that these write to is stdout
+PRINTING = (
+    "configs",
+    "inspect",
+    "plan",
+    "report",
+    "samples",
+    "replay",
+    "verify",
+)  # the only pipe that these write to is stdout
 
 
 def carry_out(arguments: list[str]) -> int:
@@ -289,6 +297,14 @@ def _replay_step(options: argparse.Namespace) -> int:
     _become_launcher(ranks, config.output_dir, options)
 
 
+def _verify(options: argparse.Namespace) -> int:
+    from dynamo_megatron.verification.command import verify_step  # imports torch
+
+    text, code = verify_step(options.run, options.step)
+    print(printable(text))
+    return code
+
+
 def _compare(options: argparse.Namespace) -> int:
     from dynamo_megatron.comparison.runs import compare
 
@@ -310,5 +326,6 @@ _COMMANDS = {
     "report": _report,
     "samples": _samples,
     "replay": _replay,
+    "verify": _verify,
     "compare": _compare,
 }

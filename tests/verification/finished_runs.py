@@ -1,0 +1,199 @@
+"""Runs of `train` on forked ranks, whose server is transformers, some with a seeded fault.
+
+    python -P tests/verification/finished_runs.py CASES.json
+
+A case: `folder` (a run's output folder, and its record beside it), `config`, `ranks`, `fault`, and `steps`, the end of
+each start of the run; the fault is in the last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "policy"), str(ROOT / "e2e")]
+RESPONSE, GROUP = 10, 16  # tokens, rollouts
+
+
+def run_cases(cases: list[dict[str, Any]]) -> None:
+    from forked_ranks import fork_ranks, wait_for
+
+    from dynamo_megatron.policy import backend
+
+    backend.enable_cpu()
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen2.modeling_qwen2
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  once, as what follows
+
+    import dynamo_megatron.jobs.train
+    import dynamo_megatron.policy.policy
+    import dynamo_megatron.train  # noqa: F401
+
+    for case in cases:
+        logs = Path(case["folder"]).parent
+        for number, steps in enumerate(case["steps"]):
+            fault = case["fault"] if number == len(case["steps"]) - 1 else None
+            wait_for(fork_ranks(case["ranks"], partial(one_start, case, steps, fault), logs), logs)
+
+
+def one_start(case: dict[str, Any], steps: int, fault: str | None) -> None:
+    from dynamo_megatron.config import Config
+    from dynamo_megatron.jobs.run import run_rank
+    from dynamo_megatron.jobs.train import TrainJob
+
+    torch.set_num_threads(1)
+    config = {**case["config"], "trainer": {**case["config"]["trainer"], "steps": steps}}
+    serve_with_transformers(config, late=1 if fault == "stale server" else 0)
+    if fault is not None and fault != "stale server":
+        FAULTS[fault]()
+    code = run_rank(TrainJob(Config.model_validate(config)))
+    assert code == 0, f"exit code {code}"
+
+
+def serve_with_transformers(config: dict[str, Any], late: int) -> None:
+    """Before a step is read from the record, it is written there: random responses, with their logprobs under the
+    weights of the step before. `late`: with those of another step before, from step 3 on."""
+    from background_run import made_rollout
+    from transformers import AutoModelForCausalLM
+
+    from dynamo_megatron.checkpoint.torch_dist import MegatronFolder
+    from dynamo_megatron.data.templates import load_tokenizer
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.rollout.recorded import RecordedRollouts
+    from dynamo_megatron.rollout.store import RolloutStore
+
+    model, record = config["model"]["path"], config["rollout"]["recorded"]
+    collect, problems = RecordedRollouts.collect, Path(config["data"]["source"]).read_text().splitlines()
+
+    def served(self, step, *others):
+        tokenizer, rng, store = load_tokenizer(model), np.random.default_rng(step), RolloutStore(Path(record))
+        net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        if (version := step - 1 - (late if step > 2 else 0)) > 0:
+            folder = Path(config["output_dir"]) / "checkpoints" / f"step-{version:06d}"
+            saved = MegatronFolder(folder, load_model_config(model))
+            for name, parameter in net.named_parameters():
+                parameter.data.copy_(saved.get(name))
+        for place, line in enumerate([*problems, *problems]):
+            problem = json.loads(line)
+            prompt = tokenizer.encode(problem["problem"] + "\n")
+            responses = rng.integers(5, 100, (GROUP, RESPONSE))
+            tokens = torch.tensor([prompt + r.tolist() for r in responses])
+            with torch.no_grad():
+                logs = net(tokens).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
+            chosen = logs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
+            for k in range(GROUP):
+                fields = {
+                    "engine_logprobs": chosen[k].tolist(),
+                    "right": bool(rng.random() < 0.5),
+                    "server": f"s{k % 2}",
+                }
+                store.append(made_rollout(step, place, k, problem["id"], prompt, responses[k].tolist(), **fields))
+        store.close()
+        return collect(self, step, *others)
+
+    RecordedRollouts.collect = served
+
+
+# -- faults of the trainer ---------------------------------------------------------------------------------------------
+def lost_micro_batch() -> None:
+    from dynamo_megatron.policy.policy import Policy
+
+    run = Policy._run
+
+    def short(self, micro_batches, on_hidden, *, forward_only):
+        run(self, micro_batches if forward_only else micro_batches[:-1], on_hidden, forward_only=forward_only)
+
+    Policy._run = short
+
+
+def _after_reduction(change) -> None:
+    from dynamo_megatron.policy import policy
+
+    finalize = policy.finalize_model_grads
+
+    def changed(ddp):
+        finalize(ddp)
+        for chunk in ddp:
+            for name, parameter in chunk.module.named_parameters():
+                change(name, parameter)
+
+    policy.finalize_model_grads = changed
+
+
+def double_counted_gradient() -> None:
+    def change(name, parameter):
+        if name.endswith("decoder.final_layernorm.weight"):
+            parameter.main_grad.mul_(2)
+
+    _after_reduction(change)
+
+
+def swapped_slices() -> None:
+    import torch.distributed as dist
+
+    def change(name, parameter):
+        if name.endswith("layers.1.self_attention.linear_proj.weight"):
+            held = [torch.empty_like(parameter.main_grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(held, parameter.main_grad.contiguous())
+            parameter.main_grad.copy_(held[1 - dist.get_rank()])
+
+    _after_reduction(change)
+
+
+def wrong_divisor() -> None:
+    from dynamo_megatron import train
+
+    divisors = train.loss_divisors
+    train.loss_divisors = lambda rollouts, config: divisors(rollouts, config) / len(set(rollouts.group_ids))
+
+
+def new_optimizer() -> None:
+    from dynamo_megatron.jobs import checkpoints
+
+    checkpoints.load_checkpoint = partial(checkpoints.load_checkpoint, optimizer=False)
+
+
+def late_learning_rate() -> None:
+    from dynamo_megatron.policy import policy
+
+    step, rates = policy.optimizer_step, []
+
+    def late(optimizer, config, learning_rate):
+        rates.append(learning_rate)
+        step(optimizer, config, rates[max(0, len(rates) - 2)])
+
+    policy.optimizer_step = late
+
+
+def wrong_pairing() -> None:
+    from dynamo_megatron.policy.batch import TrainBatch
+
+    build = TrainBatch.build
+
+    def shifted(*given):
+        batch = build(*given)
+        return dataclasses.replace(batch, advantages=np.roll(batch.advantages, 1))
+
+    TrainBatch.build = shifted
+
+
+FAULTS = {
+    "lost micro-batch": lost_micro_batch,
+    "double-counted gradient": double_counted_gradient,
+    "swapped TP slice": swapped_slices,
+    "wrong divisor": wrong_divisor,
+    "new optimizer": new_optimizer,
+    "late learning rate": late_learning_rate,
+    "wrong pairing": wrong_pairing,
+}
+
+if __name__ == "__main__":
+    run_cases(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,73 @@
+"""Faults that are seeded into runs of `train` are found and named, and clean runs have none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynamo_megatron.verification.command import verify_step
+
+FAULTS = {  # -> (family, keys, what the table says of it)
+    "lost micro-batch": ("llama", {}, "rollouts are missing"),
+    "double-counted gradient": ("qwen2", {}, "model.norm.weight: 2 times what is expected"),
+    "swapped TP slice": (
+        "qwen3",
+        {"parallel": {"tp": 2}},
+        "layers.1.self_attn.o_proj.weight: the slices of tensor-parallel ranks 0 and 1",
+    ),
+    "stale server": ("llama", {}, "stale"),
+    "wrong divisor": ("qwen2", {}, "all of it 3 times what is expected"),
+    "new optimizer": ("qwen3", {}, "the optimizer began anew"),
+    "late learning rate": ("llama", {}, "that of step 2"),
+    "wrong pairing": ("qwen2", {}, "have another weight or advantage"),
+}
+
+
+@pytest.fixture(scope="session")
+def cases(make_tiny_model, tmp_path_factory, run_script):
+    """finished(families and faults, ...) -> the folder of each run."""
+
+    def made(wanted: dict[str, tuple[str, dict, str | None]]) -> dict[str, Path]:
+        folder = tmp_path_factory.mktemp("finished")
+        rows = [{"id": f"p{a}", "problem": f"Write {a!r}.", "answer": a} for a in "aei7"]
+        (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        made, outputs = [], {}
+        for name, (family, sections, fault) in wanted.items():
+            if not (model := folder / family).is_dir():
+                make_tiny_model(model, family=family, dtype="float32", tied=family == "llama")
+            outputs[name] = folder / name / "run"
+            (folder / name / "record" / "rollouts").mkdir(parents=True)
+            config = {
+                "model": {"path": str(model), "dtype": "float32", "max_length": 256},
+                "data": {"source": str(folder / "problems.jsonl"), "batch_prompts": 3, "template": "{prompt}\n"},
+                "rollout": {"max_new_tokens": 16, "engine": "recorded", "recorded": str(folder / name / "record")},
+                "algorithm": {
+                    "allocation": {"budget": 24, "rollout_n_min": 2, "rollout_n_max": 15},
+                    "advantage": {"kind": "history"},
+                },
+                "optimizer": {"lr": 1e-4, "warmup_steps": 4},
+                "trainer": {"micro_batch_tokens": 256},
+                "checkpoint": {"every": 1, "keep_last": 3, "export_hf": "never"},
+                "tracking": {"token_rollouts": 4},
+                "output_dir": str(outputs[name]),
+                **sections,
+            }
+            steps = [2, 3] if fault == "new optimizer" else [3]
+            ranks = sections.get("parallel", {}).get("tp", 1)
+            made.append(
+                {"folder": str(outputs[name]), "config": config, "ranks": ranks, "fault": fault, "steps": steps}
+            )
+        run_script(Path(__file__).with_name("finished_runs.py"), made, folder, 240)
+        return outputs
+
+    return made
+
+
+def test_a_clean_step_and_a_fault(cases):
+    runs = cases({"clean": ("qwen2", {}, None), "fault": ("qwen2", {}, "wrong pairing")})
+    text, code = verify_step(runs["clean"], None)
+    print(text)
+    assert code == 0
+    text, code = verify_step(runs["fault"], None)
+    print(text)
+    assert code == 1
