@@ -298,7 +298,7 @@ def _replay_step(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from dynamo_megatron.verification.command import verify_step  # imports torch
+    from dynamo_megatron.verification.checks import verify_step  # imports torch
 
     text, code = verify_step(options.run, options.step)
     print(printable(text))

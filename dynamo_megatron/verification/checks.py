@@ -1,215 +1,204 @@
-"""The checks of a finished step: what each expects, what the run's files have, and what differs first."""
+"""`dynamo-megatron verify RUN`: the checks of a finished step, and their table.
+
+The step is proved again by something that is not the trainer: advantages, weights and loss by numpy (`reference`),
+logprobs and gradient by transformers (`model`), the optimizer's step from the moments in the checkpoints (`update`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dynamo_megatron.checkpoint.weights import open_weights
+from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.rollout.store import tokens_file
+from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash
-from dynamo_megatron.verification.adam import AdamUpdate
-from dynamo_megatron.verification.explain import explain_gradient, norm_of, relative
-from dynamo_megatron.verification.model import ReferenceGradient, ReferenceModel
-from dynamo_megatron.verification.record import Saved, StepRecord
+from dynamo_megatron.verification.model import Gradient, ReferenceModel, Tensors
+from dynamo_megatron.verification.record import Saved, StepRecord, read_step
 from dynamo_megatron.verification.reference import learning_rate, not_covered, token_losses
+from dynamo_megatron.verification.update import TensorUpdate, explain
 
 # What counts as rounding, by the dtype that the policy computes in: relative errors of sums and gradients; and mean
-# differences of logprobs, nats (the servers have kernels of their own).
+# differences of logprobs, nats (the servers have kernels of their own, and may have quantised weights).
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
-LOGPROB_ROUNDING = {"float32": 1e-3, "bfloat16": 0.05}
-MOMENTS = 1e-4  # relative error of second moments: the gradient is recovered from a difference in float32
+LOGPROB_ROUNDING = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.3}
 
 
 class Check(NamedTuple):
-    """A row of the table. `differs`: what differs first; `holds` None: the check was not made, `differs` says why."""
+    """A row of the table. `differs`: what differs first, "" if it holds."""
 
     what: str
-    expected: str = ""
-    found: str = ""
-    differs: str = ""
-    holds: bool | None = True
+    expected: str
+    found: str
+    differs: str
 
 
-def _numbers(what: str, expected: float, found: float, scale: float, rounding: float, hint: str = "") -> Check:
-    """Two numbers that may differ by `rounding` times `scale`."""
-    holds = bool(abs(found - expected) <= rounding * scale)
-    ratio = f"{found / expected:.4g} times what is expected" if expected else ""
-    return Check(what, f"{expected:.6g}", f"{found:.6g}", "" if holds else hint or ratio, holds)
+class NotChecked(NamedTuple):
+    what: str
+    why: str
 
 
-def checks(record: StepRecord, say: Callable[[str], None]) -> Iterator[Check]:
-    """The checks of a step, in its order. `say` gets a line before what may take long."""
+Checks = Iterator[Check | NotChecked]
+
+
+def verify_step(run: Path, step: int | None) -> tuple[str, int]:
+    """(the table of the checks of `step`, None: of the last one; the exit code, 1 where something differs). Raises
+    InputError, one line, where there is no such step."""
+    record = read_step(run, step)
+    made = list(_checks(record))
+    table = [check for check in made if isinstance(check, Check)]
+    rows = [[*check[:3], check.differs or "-"] for check in table]
+    lines = [f"# Step {record.step} of {run}", markdown([list(Check._fields), *rows])]
+    lines += [f"not checked: {check.what}: {check.why}" for check in made if isinstance(check, NotChecked)]
+    wrong = sum(bool(check.differs) for check in table)
+    lines.append(f"{wrong} of {len(table)} checks differ" if wrong else f"all {len(table)} checks hold")
+    return "\n\n".join(lines), int(wrong > 0)
+
+
+def _numbers(what: str, expected: float, found: float, bound: float, hint: str = "") -> Check:
+    """Two numbers that may differ by `bound`."""
+    ratio = f"{found / expected:.4g} times what is expected" if expected else "0 is expected"
+    return Check(what, f"{expected:.6g}", f"{found:.6g}", "" if abs(found - expected) <= bound else hint or ratio)
+
+
+def _tensors(what: str, expected: str, hold: Mapping[str, bool]) -> Check:
+    wrong = [name for name, holds in hold.items() if not holds]
+    first = f"{len(wrong)} tensors, the first {wrong[0]}" if wrong else ""
+    return Check(what, expected, f"{len(hold)} tensors", first)
+
+
+def _checks(record: StepRecord) -> Checks:
+    config, metrics, gradient = record.config, record.metrics, None
     before, after = record.saved(record.step - 1), record.saved(record.step)
-    tokens = int(record.rollouts.response_offsets[-1])
-    yield _numbers("response tokens trained", tokens, record.metrics["policy/tokens"], 1, 0)
-    gradient = None
-    if (why := before if isinstance(before, str) else not_covered(record.config)) is not None:
-        yield Check("advantages, logprobs, loss, gradient", differs=why, holds=None)
+    yield _numbers("response tokens", int(record.rollouts.response_offsets[-1]), metrics["policy/tokens"], 0)
+    key = "a mixture of experts" if record.spec.num_experts else not_covered(config)
+    if isinstance(before, str) or key is not None:
+        why = before if isinstance(before, str) else f"the reference does not cover {key}"
+        yield NotChecked("advantages, logprobs, loss, gradient", why)
     else:
-        say(f"computing {len(record.rollouts.rewards)} rollouts in float64 with transformers")
         gradient = yield from _computed(record, before)
-    if (why := next((s for s in (before, after) if isinstance(s, str)), None)) is not None:
-        rate = learning_rate(record.config, record.step)
-        yield _numbers("learning rate", rate, record.metrics["policy/learning_rate"], rate, 1e-6)
-        yield Check("moments, weights", differs=why, holds=None)
+    rate = learning_rate(config, record.step)
+    yield _numbers("learning rate", rate, metrics["policy/learning_rate"], 1e-6 * rate)
+    if isinstance(before, str) or isinstance(after, str):
+        yield NotChecked("optimizer and weights", before if isinstance(before, str) else after)
+    elif config.algorithm.loss.mini_batches > 1:
+        yield NotChecked("optimizer and weights", "the checkpoints have the sum of several updates")
     else:
         yield from _updated(record, before, after, gradient)
 
 
-def _computed(record: StepRecord, before: Saved) -> Iterator[Check]:
-    """Advantages, logprobs, loss and gradient norm. Returns the gradient."""
-    config, rollouts, metrics = record.config, record.rollouts, record.metrics
-    rounding = ROUNDING[config.model.dtype]
+def _computed(record: StepRecord, before: Saved) -> Generator[Check | NotChecked, None, Gradient]:
+    """What follows from the rollouts and the weights before the step."""
+    config, rollouts, metrics, by_version = record.config, record.rollouts, record.metrics, {}
+    show(f"computing {len(rollouts.rewards)} rollouts in float64 with transformers")
     model = ReferenceModel(config.model.path, config.rollout.temperature)
-
-    def logprobs_of(get: Callable[[str], torch.Tensor]) -> np.ndarray:
-        model.load(get)
-        return model.statistics(rollouts).logprobs
-
-    compared = None
-    if config.algorithm.kl.coef:
-        with open_weights(config.frozen_models["algorithm.kl.reference"], record.spec) as folder:
-            compared = logprobs_of(folder.get)
-    older = {}  # the weights that tokens say they are from, and those before them, which a stale server would have
+    # The weights that tokens say they are from, and those before them, which a stale server would have.
     versions = {record.step - 2, *np.unique(rollouts.weight_versions).tolist()} - {record.step - 1}
     for version in sorted(v for v in versions if v >= 0):
         if not isinstance(saved := record.saved(version), str):
-            older[version] = logprobs_of(saved.weight)
+            model.load(saved.weight)
+            by_version[version] = model.statistics(rollouts).logprobs
     model.load(before.weight)
-    statistics = model.statistics(rollouts)._replace(reference=compared)
-    loss = token_losses(rollouts, config, statistics, record.baselines(before))
-    yield from _token_rows(record, loss.advantages, statistics.logprobs)
-    yield from _servers(record, {**older, record.step - 1: statistics.logprobs})
-    yield _numbers("loss", loss.loss.sum(), metrics["policy/loss"], np.abs(loss.loss).sum(), rounding)
+    seen = model.statistics(rollouts)
+    loss = token_losses(rollouts, config, seen, record.history(before))
+    yield from _token_rows(record, {"advantage": loss.advantages, "logprob": seen.logprobs})
+    yield from _servers(record, {**by_version, record.step - 1: seen.logprobs})
+    rounding = ROUNDING[config.model.dtype]
+    yield _numbers("loss", loss.loss.sum(), metrics["policy/loss"], rounding * np.abs(loss.loss).sum())
     gradient = model.gradient(rollouts, loss)
-    norm = float(torch.stack([g.square().sum() for g in gradient.whole.values()]).sum().sqrt())
-    yield _numbers("gradient norm", norm, metrics["policy/grad_norm"], norm, rounding)
+    yield _numbers("gradient norm", gradient.norm, metrics["policy/grad_norm"], rounding * gradient.norm)
     return gradient
 
 
-def _token_rows(record: StepRecord, advantage: np.ndarray, logprobs: np.ndarray) -> Iterator[Check]:
-    """Against tokens/, which has some rollouts' advantages and logprobs in six digits."""
-    rollouts, offsets = record.rollouts, record.rollouts.response_offsets
-    path = tokens_file(record.run, record.step)
-    if not (rows := read_token_rows(path)):
-        why = f"{path}: no such file (tracking.token_rollouts was 0); the gradient shows them too"
-        yield Check("advantages, the policy's logprobs", differs=why, holds=None)
+def _token_rows(record: StepRecord, of_tokens: Mapping[str, np.ndarray]) -> Checks:
+    """Against tokens/, which has what the trainer found of some rollouts, in six digits."""
+    rollouts, path = record.rollouts, tokens_file(record.run, record.step)
+    rows = read_token_rows(path)
+    known = [(s, rows[name]) for s, name in enumerate(rollouts.rollout_ids) if name in rows]
+    known = [(s, row.lists) for s, row in known if row.response == response_hash(rollouts.response(s).tolist())]
+    if not known:
+        yield NotChecked("advantages by rollout", f"{path} has none (tracking.token_rollouts)")
         return
-    known = [(s, name, rows[name]) for s, name in enumerate(rollouts.rollout_ids) if name in rows]
-    known = [k for k in known if k[2].response == response_hash(rollouts.response(k[0]).tolist())]
-    for what, key, expected, rounding in (
-        ("advantages", "advantage", advantage, 1e-5),
-        ("the policy's logprobs", "logprob", logprobs, LOGPROB_ROUNDING[record.config.model.dtype]),
-    ):
-        pairs = [
-            (n, expected[offsets[s] : offsets[s + 1]], np.array(r.lists[key])) for s, n, r in known if key in r.lists
-        ]
-        apart = [float(np.abs(e - f).mean()) if len(e) else 0.0 for _, e, f in pairs]
-        wrong = [
-            i
-            for i, (a, (_, e, _)) in enumerate(zip(apart, pairs, strict=True))
-            if a > rounding * max(1, np.abs(e).max(initial=0))
-        ]
-        shown = pairs[wrong[0] if wrong else 0]
-        first = f"{len(wrong)} of {len(pairs)} rollouts, the first {shown[0]}" if wrong else ""
-        yield Check(f"{what}, {len(pairs)} rollouts", *(f"{v.mean():.6g}" for v in shown[1:]), first, not wrong)
+    for key, values in of_tokens.items():
+        rounding = 1e-5 if key == "advantage" else LOGPROB_ROUNDING[record.config.model.dtype]
+        pairs = [(values[slice(*rollouts.response_offsets[s : s + 2])], np.array(lists[key])) for s, lists in known]
+        wrong = [i for i, (a, b) in enumerate(pairs) if np.abs(a - b).mean() > rounding * max(1, np.abs(a).max())]
+        shown = wrong[0] if wrong else 0
+        name = rollouts.rollout_ids[known[shown][0]]
+        first = f"{len(wrong)} of {len(known)} rollouts, the first {name}" if wrong else ""
+        yield Check(f"{key} of {name}", *(f"{v.mean():.6g}" for v in pairs[shown]), first)
 
 
-def _servers(record: StepRecord, by_version: dict[int, np.ndarray]) -> Iterator[Check]:
-    """Each server's logprobs against those of the weights that its tokens name, and of the step before these."""
-    rollouts = record.rollouts
-    servers = np.repeat(np.array(rollouts.servers), rollouts.response_lengths)
-    for server in sorted(set(rollouts.servers)):
-        for version in np.unique(rollouts.weight_versions[servers == server]).tolist():
-            what, here = (
-                f"logprobs of {server or 'the server'}",
-                (servers == server) & (rollouts.weight_versions == version),
-            )
-            if version not in by_version:
-                yield Check(what, differs=f"no checkpoint of step {version}, whose weights it names", holds=None)
-                continue
-            gaps = {v: np.abs(p - rollouts.engine_logprobs)[here] for v, p in by_version.items() if v <= version}
-            own, best = gaps[version].mean(), min(gaps, key=lambda v: gaps[v].mean())
-            holds, differs = bool(own <= LOGPROB_ROUNDING[record.config.model.dtype]), ""
-            if not holds:
-                slot = np.flatnonzero(here)[gaps[version].argmax()]
-                first = rollouts.rollout_ids[int(np.searchsorted(rollouts.response_offsets, slot, side="right")) - 1]
-                differs = f"farthest in {first}, by {gaps[version].max():.2g}"
-            if best != version and gaps[best].mean() < own / 2:
-                holds, differs = False, f"stale: {gaps[best].mean():.2g} from the weights of step {best}"
-            yield Check(what, f"weights of step {version}", f"{own:.2g} nats from them", differs, holds)
+def _servers(record: StepRecord, by_version: Mapping[int, np.ndarray]) -> Checks:
+    """Each server's logprobs against those of the weights that its tokens name, and of earlier ones."""
+    rollouts, config = record.rollouts, record.config
+    servers, versions = np.repeat(np.array(rollouts.servers), rollouts.response_lengths), rollouts.weight_versions
+    rounding = LOGPROB_ROUNDING[config.rollout.quantization or config.model.dtype]
+    for server, version in sorted(set(zip(servers.tolist(), versions.tolist(), strict=True))):
+        what, here = f"logprobs of {server or 'the server'}", (servers == server) & (versions == version)
+        if version not in by_version:
+            yield NotChecked(what, f"no checkpoint of step {version}, whose weights they name")
+            continue
+        gaps = {v: np.abs(p - rollouts.engine_logprobs)[here] for v, p in by_version.items() if v <= version}
+        own, best = gaps[version].mean(), min(gaps, key=lambda v: gaps[v].mean())
+        slot = np.flatnonzero(here)[gaps[version].argmax()]
+        farthest = rollouts.rollout_ids[np.searchsorted(rollouts.response_offsets, slot, side="right") - 1]
+        differs = f"most in {farthest}, {gaps[version].max():.2g}" if own > rounding else ""
+        if gaps[best].mean() < own / 2:
+            differs = f"stale: {gaps[best].mean():.2g} from the weights of step {best}; most in {farthest}"
+        yield Check(what, f"weights of step {version}", f"{own:.2g} nats from them", differs)
 
 
-def _updated(record: StepRecord, before: Saved, after: Saved, expected: ReferenceGradient | None) -> Iterator[Check]:
-    """Gradient, optimizer and weights, from the moments that the checkpoints have."""
-    made = 1 - record.metrics["policy/skipped_updates"]
-    counted, names = before.updates + made, list(huggingface_shapes(record.spec))
-    hint = f"the optimizer began anew after {before.updates} updates" if after.updates < before.updates else ""
-    yield _numbers("optimizer's step counter", counted, after.updates, 1, 0, hint)
-    if not made:
+def _updated(record: StepRecord, before: Saved, after: Saved, expected: Gradient | None) -> Checks:
+    """What follows from the states of the optimizer."""
+    config, metrics, step, names = record.config, record.metrics, record.step, list(huggingface_shapes(record.spec))
+    had, has = ({int(group["step"]) for group in saved.groups} for saved in (before, after))
+    makes = not metrics["policy/skipped_updates"]
+    if expected is not None and not metrics.get("policy/gradient_spikes"):
+        makes = expected.norm > 0
+    anew = max(has) < max(had) + makes
+    differs = f"the optimizer began anew after {max(had)} updates" if anew else "another number of updates"
+    counts = has == {count + makes for count in had}
+    yield Check("optimizer's updates", f"{max(had) + makes}", f"{sorted(has)}"[1:-1], "" if counts else differs)
+    if not makes:
         kinds = ("param", "exp_avg", "exp_avg_sq")
-        moved = [n for n in names for k in kinds if not torch.equal(*(s.of_optimizer(k, n) for s in (before, after)))]
-        yield Check(
-            "weights of a skipped update",
-            "as before",
-            "" if moved else "as before",
-            moved[0] if moved else "",
-            not moved,
-        )
+        same = {n: all(torch.equal(*(s.of_optimizer(k, n) for s in (before, after))) for k in kinds) for n in names}
+        yield _tensors("weights and moments", "as before: no update", same)
         return
-    o, norm = record.config.optimizer, record.metrics["policy/grad_norm"]
-    update = AdamUpdate(before, after, o.betas, o.eps, o.weight_decay, min(1.0, o.clip_grad / (norm + 1e-6)))
+    gradients, lost, sums = {}, {}, np.zeros(3)
+    second, weights, rounded = {}, {}, {}
+    for name in names:
+        now = TensorUpdate(before, after, name, config.optimizer, metrics["policy/grad_norm"], max(has), anew)
+        second[name], weights[name] = now.second_moments_hold, now.moves_by(after.groups[0]["lr"])
+        rounded[name] = torch.equal(after.weight(name).double(), now.new.to(after.dtype).double())
+        sums += now.rate_sums()
+        if expected is not None:
+            gradients[name], lost[name] = now.gradient.float(), now.lost
     if expected is not None:
-        yield _gradient(record, update, expected)
-    wrong = [n for n in names if relative(*update.second_moments(n)) > MOMENTS]
-    yield Check("second moments", "of the same gradient", *_of_tensors(wrong, names))
-    rate = learning_rate(record.config, record.step)
-    used, noise = update.learning_rate(names)
-    check = _numbers("learning rate, by the weights", rate, used, max(rate, 1e-30), 1e-3 + noise / max(rate, 1e-30))
-    if (
-        not check.holds
-        and record.step > 1
-        and abs(used - (last := learning_rate(record.config, record.step - 1))) < 1e-3 * last
-    ):
-        check = check._replace(differs=f"that of step {record.step - 1}")
-    yield check
-    wrong = [n for n in names if not update.moves(n, rate if check.holds else used)]
-    yield Check("weights", "old + Adam's update", *_of_tensors(wrong, names))
-    wrong = [n for n in names if not torch.equal(after.weight(n), after.of_optimizer("param", n).to(after.dtype))]
-    yield Check(f"weights in {record.config.model.dtype}", "the optimizer's, rounded", *_of_tensors(wrong, names))
+        yield _gradient(record, gradients, lost, expected)
+    yield _tensors("second moments", "of that gradient", second)
+    rate, last = (learning_rate(config, step - k) for k in (0, 1))
+    used, bound = sums[0] / sums[1], 1e-3 * rate + 5 * sums[2] ** 0.5 / sums[1]
+    late = f"that of step {step - 1}" if abs(used - last) <= bound else ""
+    yield _numbers("learning rate of the weights", rate, used, bound, late)
+    yield _tensors("weights", "the old ones and Adam's update", weights)
+    yield _tensors(f"weights in {config.model.dtype}", "the optimizer's, rounded", rounded)
 
 
-def _of_tensors(wrong: list[str], names: list[str]) -> tuple[str, str, bool]:
-    """`found`, `differs` and `holds` of a check of all tensors."""
-    found = f"{len(names) - len(wrong)} of {len(names)} tensors"
-    return found, f"the first is {wrong[0]}" if wrong else "", not wrong
-
-
-def _gradient(record: StepRecord, update: AdamUpdate, expected: ReferenceGradient) -> Check:
-    """Each tensor's gradient, before clipping, from the first moments."""
-    rounding, tp = ROUNDING[record.config.model.dtype], record.config.parallel.tp
-    found = {name: update.gradient(name) for name in expected.whole}
-    total, count = norm_of(expected.whole), sum(g.numel() for g in found.values())
-    wrong, worst = [], 0.0
+def _gradient(record: StepRecord, found: Tensors, lost: Mapping[str, float], expected: Gradient) -> Check:
+    """`found`: from the first moments, which have `lost` that much of it."""
+    rounding, wrong, worst = ROUNDING[record.config.model.dtype], [], 0.0
+    root = sum(g.numel() for g in found.values()) ** 0.5
     for name, gradient in found.items():
-        e = expected.whole[name].cpu()
+        g = expected.whole[name].cpu()
         # What is left of a gradient that cancels is rounding.
-        least = 1e-3 * total * (e.numel() / count) ** 0.5
-        error = float((gradient - e).norm()) / max(float(e.norm()), least)
-        worst = max(worst, error)
-        wrong += [name] if error > rounding + update.lost(name) / max(float(e.norm()), least) else []
-    why = ""
-    if wrong:
-        moments = {name: update.gradient_without_past(name) for name in found}
-        if total and all(relative(m, expected.whole[n].cpu()) < rounding for n, m in moments.items() if n in wrong):
-            why = "the first moments before the step were taken as 0"
-        else:
-            why = explain_gradient(found, expected, record.rollouts, rounding, tp)
-    return Check(
-        "gradient, by the first moments", f"{len(found)} tensors", f"largest error {worst:.2g}", why, not wrong
-    )
+        size = max(float(g.norm()), 1e-3 * expected.norm * g.numel() ** 0.5 / root)
+        error = float((gradient - g).norm())
+        worst, wrong = max(worst, error / size), wrong + [name] * (error > rounding * size + lost[name])
+    differs = explain(found, expected, wrong[0], record.rollouts, rounding, record.config.parallel.tp) if wrong else ""
+    return Check("gradient, from the moments", f"{len(found)} tensors", f"largest error {worst:.2g}", differs)

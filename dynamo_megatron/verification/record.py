@@ -1,15 +1,16 @@
-"""The files of a finished step: what it trained on, and the policy and optimizer before and after it."""
+"""The files of a finished step: what it trained on, and policy and optimizer before and after it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from dynamo_megatron.algorithm.allocation import RolloutAllocator
+from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.checkpoint.convert import find_checkpoint, run_config
 from dynamo_megatron.checkpoint.folder import read_state, verify
 from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, read_common
@@ -22,44 +23,33 @@ from dynamo_megatron.reports.run_record import read_run
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.tracking.metrics import read_rows
 from dynamo_megatron.types import NOT_TRAINED, RolloutBatch
-from dynamo_megatron.verification.reference import Baselines, differing
+from dynamo_megatron.verification.reference import groups_of
 
 
 class Saved:
-    """Policy and optimizer after a step; after step 0 the model that the run began with, and an optimizer without
-    steps. Raises InputError (one line) where there is no such checkpoint, or it is damaged."""
+    """Policy and optimizer after a step; after step 0 the model that the run began with and a new optimizer. Raises
+    InputError (one line) where there is no such checkpoint, or it is damaged."""
 
     def __init__(self, run: Path, config: Config, spec: ModelSpec, step: int):
-        self.dtype, self.step = getattr(torch, config.model.dtype), step
-        self.groups: list[dict[str, Any]] = []
-        self.folder = find_checkpoint(run, step)[1] if step else Path(config.model.path)
-        self._tensors: Any = MegatronFolder(self.folder, spec) if step else open_weights(config.model.path, spec)
+        self.dtype, self.step, self.allocator = getattr(torch, config.model.dtype), step, None
+        self.groups: list[dict[str, Any]] = [{"step": 0}]  # the optimizer's, each with its settings and step counter
+        self._tensors: Any = open_weights(config.model.path, spec) if not step else None
         if step:
-            verify(self.folder)
-            self.groups = read_common(self.folder)["optimizer"]["optimizer"]["param_groups"]
+            folder = find_checkpoint(run, step)[1]
+            verify(folder)
+            self._tensors = MegatronFolder(folder, spec)
+            self.groups = read_common(folder)["optimizer"]["optimizer"]["param_groups"]
+            self.allocator = read_state(folder)["allocator"]
 
     def weight(self, name: str) -> torch.Tensor:
         """A tensor of the model, by its Hugging Face name, in the model's dtype."""
         return self._tensors.get(name).to(self.dtype)
 
     def of_optimizer(self, kind: str, name: str) -> torch.Tensor:
-        """Of the tensor's master copy (`param`) or its moments (`exp_avg`, `exp_avg_sq`), float32."""
-        if not self.step:
-            weight = self.weight(name).float()
-            return weight if kind == "param" else torch.zeros_like(weight)
-        return self._tensors.get(name, f"optimizer.state.{kind}.")
-
-    @property
-    def updates(self) -> int:
-        """The optimizer's step counter. Raises InputError where groups of parameters have different ones."""
-        counts = {int(group["step"]) for group in self.groups}
-        if len(counts) > 1:
-            raise InputError(f"{self.folder}: groups of parameters have different step counters: {sorted(counts)}")
-        return counts.pop() if counts else 0
-
-    @cached_property
-    def allocator(self) -> dict[str, Any] | None:
-        return read_state(self.folder)["allocator"] if self.step else None
+        """The tensor's master copy (`param`) or its moments (`exp_avg`, `exp_avg_sq`), float32 in float64."""
+        if self.step:
+            return self._tensors.get(name, f"optimizer.state.{kind}.").double()
+        return self.weight(name).double() * (kind == "param")
 
 
 @dataclass(frozen=True)
@@ -78,43 +68,38 @@ class StepRecord:
         except InputError as error:
             return str(error)
 
-    def baselines(self, before: Saved) -> Baselines | None:
-        """From the state of the run's allocator. None: the method uses none."""
-        from dynamo_megatron.algorithm.allocation import RolloutAllocator
-
-        algorithm, advantage = self.config.algorithm, self.config.algorithm.advantage
+    def history(self, before: Saved) -> Baseline | None:
+        """What the run's allocator knew of each rollout's prompt. None: the method does not use it."""
+        advantage, allocation = self.config.algorithm.advantage, self.config.algorithm.allocation
         if advantage.kind != "history":
             return None
         rows = read_rows(self.run / "allocation.jsonl", "prompt_id")
-        strata = {row["prompt_id"]: row["stratum"] for row in rows if "stratum" in row}  # prior_by
-        allocator = RolloutAllocator(algorithm.allocation, strata or None)
+        strata = {row["prompt_id"]: row["stratum"] for row in rows if "stratum" in row}
+        allocator = RolloutAllocator(allocation, strata if allocation.prior_by is not None else None)
         if before.allocator is not None:
             allocator.load_state_dict(before.allocator)
         ratio = None if advantage.score_ratio == "auto" else advantage.score_ratio
-        known = allocator.reward_baseline(self.rollouts.prompt_ids, advantage.prior_strength, ratio)
-        return Baselines(known.mean, known.strength, known.score_ratio, known.variance)
+        return allocator.reward_baseline(self.rollouts.prompt_ids, advantage.prior_strength, ratio)
 
 
 def read_step(run: Path, step: int | None) -> StepRecord:
-    """The record of `step` (None: the last one that is finished). Raises InputError, one line, where `run` is no run of
-    `train`, or the step is not finished or has no rollouts."""
+    """The record of `step` (None: the last that is finished). Raises InputError, one line, where `run` is no run of
+    `train`, the step is not finished, or its rollouts are not there."""
     metrics = {row["step"]: row for row in read_run(run).metrics}
-    config = run_config(run / "checkpoints" / "newest")
-    number = max(metrics) if step is None else step
-    if number not in metrics:
-        raise ConfigError(
-            f"--step: step {number} is not in {run}/metrics.jsonl, which has {min(metrics)} to {max(metrics)}"
-        )
+    config = run_config(run / "checkpoints" / "any")
+    if (number := max(metrics) if step is None else step) not in metrics:
+        raise ConfigError(f"--step: {run} has no finished step {number}; it has {min(metrics)} to {max(metrics)}")
     rows = [row for row in read_rows(run / "allocation.jsonl", "step", "prompt_id", "n") if row["step"] == number]
-    groups = read_dispatches(Path(config.rollout.recorded or run), rows)
-    trained = [
-        replace(rollout, group_id=group_id(number, place), rollout_id=rollout_id(group_id(number, place), k))
-        for place, group in enumerate(groups)
-        for k, rollout in enumerate(group)
-        if rollout.status not in NOT_TRAINED
-    ]
+    if config.rollout.recorded and metrics[number]["rollout/rejected"]:
+        raise InputError(f"{run}: step {number} rejected some of the recorded rollouts, and no file says which")
+    trained = []
+    for place, group in enumerate(read_dispatches(Path(config.rollout.recorded or run), rows)):
+        name = group_id(number, place)  # recorded rollouts have other names in their own run
+        named = [replace(rollout, group_id=name, rollout_id=rollout_id(name, k)) for k, rollout in enumerate(group)]
+        trained += [rollout for rollout in named if rollout.status not in NOT_TRAINED]
     batch = RolloutBatch.from_rollouts(trained)
-    if config.algorithm.dynamic_sampling is not None:
-        batch = batch.take(np.array(differing(batch.rewards, batch.group_ids)))
+    if config.algorithm.dynamic_sampling is not None:  # trains on groups of different rewards, unless there are none
+        differ = [s for group in groups_of(batch.group_ids) if np.ptp(batch.rewards[group]) for s in group]
+        batch = batch.take(np.array(differ)) if differ else batch
     spec = load_model_config(config.model.path, config.model.family)
     return StepRecord(run, number, config, spec, metrics[number], batch)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.verification.command import verify_step
+from dynamo_megatron.verification.checks import verify_step
+
+pytestmark = pytest.mark.full
 
 FAULTS = {  # -> (family, keys, what the table says of it)
     "lost micro-batch": ("llama", {}, "rollouts are missing"),
@@ -23,9 +25,9 @@ FAULTS = {  # -> (family, keys, what the table says of it)
 }
 
 
-@pytest.fixture(scope="session")
-def cases(make_tiny_model, tmp_path_factory, run_script):
-    """finished(families and faults, ...) -> the folder of each run."""
+@pytest.fixture(scope="module")
+def finished(make_tiny_model, tmp_path_factory, run_script):
+    """finished({name: (family, sections of the configuration, fault)}) -> {name: the run's folder}."""
 
     def made(wanted: dict[str, tuple[str, dict, str | None]]) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp("finished")
@@ -63,11 +65,13 @@ def cases(make_tiny_model, tmp_path_factory, run_script):
     return made
 
 
-def test_a_clean_step_and_a_fault(cases):
-    runs = cases({"clean": ("qwen2", {}, None), "fault": ("qwen2", {}, "wrong pairing")})
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_clean_run_holds_and_every_fault_is_named(finished, family):
+    seeded = {name: (keys, said) for name, (of, keys, said) in FAULTS.items() if of == family}
+    runs = finished({"clean": (family, {}, None)} | {name: (family, keys, name) for name, (keys, _) in seeded.items()})
     text, code = verify_step(runs["clean"], None)
-    print(text)
-    assert code == 0
-    text, code = verify_step(runs["fault"], None)
-    print(text)
-    assert code == 1
+    assert code == 0 and "all 13 checks hold" in text, text
+    for name, (_, said) in seeded.items():
+        text, code = verify_step(runs[name], 3)
+        print(name, text)
+        assert code == 1 and said in text, text
