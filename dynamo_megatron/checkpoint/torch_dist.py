@@ -214,14 +214,6 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
     (folder / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
 
 
-def read_common(folder: Path) -> dict[str, Any]:
-    """The data of a checkpoint that is no tensor, of plain data and arrays alone. Raises ValueError."""
-    try:
-        return torch.load(folder / COMMON_FILE, map_location="cpu", weights_only=True)
-    except Exception as error:  # of broken bytes it raises anything
-        raise InputError(f"{folder / COMMON_FILE}: cannot be read ({error_line(error, 200)})") from None
-
-
 def _save(value: Any, stream: BinaryIO) -> None:
     try:
         torch.save(value, stream)
@@ -277,8 +269,6 @@ class MegatronFolder:
 
     def _read(self, parameter: str, prefix: str) -> dict[str, torch.Tensor]:
         where = self._stored[parameter]
-        if prefix + where.key not in self._reader.tensors:
-            raise InputError(f"{self.path}: no {prefix}{where.key}: it was saved without its optimizer")
         tensor = self._reader.read(prefix + where.key, where.offset(0), (*(1,) * len(where.sizes), *where.shape))
         return to_huggingface(self._spec, parameter, [tensor.view(where.shape)])
 

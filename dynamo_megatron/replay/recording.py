@@ -105,8 +105,8 @@ def read_dispatches(source: Path, rows: list[dict[str, Any]]) -> list[list[Rollo
     path = step_file(source, rows[0]["step"])
     if not path.is_file():
         raise InputError(
-            f"{path}: no such file, though allocation.jsonl has the step; the run may have removed its oldest rollouts "
-            " (rollout.keep_last)"
+            f"{path}: no such file; a replay needs the rollouts of every step in allocation.jsonl, and the run may "
+            "have removed the oldest (rollout.keep_last)"
         )
     groups, drawn, found = read_groups(path), Counter(), []
     for row in rows:

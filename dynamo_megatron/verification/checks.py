@@ -15,9 +15,7 @@ import torch
 
 from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.models.mapping import huggingface_shapes
-from dynamo_megatron.rollout.store import tokens_file
 from dynamo_megatron.runtime.plain_text import show
-from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash
 from dynamo_megatron.verification.model import Gradient, ReferenceModel, Tensors
 from dynamo_megatron.verification.record import Saved, StepRecord, read_step
 from dynamo_megatron.verification.reference import learning_rate, not_covered, token_losses
@@ -30,7 +28,7 @@ LOGPROB_ROUNDING = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.3}
 
 
 class Check(NamedTuple):
-    """A row of the table. `differs`: what differs first, "" if it holds."""
+    """A row of the table. `differs`: what differs first, "" if it holds; without `found` it was not made, and why."""
 
     what: str
     expected: str
@@ -38,25 +36,22 @@ class Check(NamedTuple):
     differs: str
 
 
-class NotChecked(NamedTuple):
-    what: str
-    why: str
-
-
-Checks = Iterator[Check | NotChecked]
+def not_made(what: str, why: str) -> Check:
+    return Check(what, "", "", why)
 
 
 def verify_step(run: Path, step: int | None) -> tuple[str, int]:
     """(the table of the checks of `step`, None: of the last one; the exit code, 1 where something differs). Raises
     InputError, one line, where there is no such step."""
     record = read_step(run, step)
-    made = list(_checks(record))
-    table = [check for check in made if isinstance(check, Check)]
-    rows = [[*check[:3], check.differs or "-"] for check in table]
-    lines = [f"# Step {record.step} of {run}", markdown([list(Check._fields), *rows])]
-    lines += [f"not checked: {check.what}: {check.why}" for check in made if isinstance(check, NotChecked)]
-    wrong = sum(bool(check.differs) for check in table)
-    lines.append(f"{wrong} of {len(table)} checks differ" if wrong else f"all {len(table)} checks hold")
+    made, left = [], []
+    for check in _checks(record):
+        (made if check.found else left).append(check)
+    rows = [Check._fields, *(check._replace(differs=check.differs or "-") for check in made)]
+    lines = [f"# Step {record.step} of {run}", markdown(rows)]
+    lines += [f"not checked: {check.what}: {check.differs}" for check in left]
+    wrong = sum(bool(check.differs) for check in made)
+    lines.append(f"{wrong} of {len(made)} checks differ" if wrong else f"all {len(made)} checks hold")
     return "\n\n".join(lines), int(wrong > 0)
 
 
@@ -72,27 +67,25 @@ def _tensors(what: str, expected: str, hold: Mapping[str, bool]) -> Check:
     return Check(what, expected, f"{len(hold)} tensors", first)
 
 
-def _checks(record: StepRecord) -> Checks:
+def _checks(record: StepRecord) -> Iterator[Check]:
     config, metrics, gradient = record.config, record.metrics, None
     before, after = record.saved(record.step - 1), record.saved(record.step)
     yield _numbers("response tokens", int(record.rollouts.response_offsets[-1]), metrics["policy/tokens"], 0)
     key = "a mixture of experts" if record.spec.num_experts else not_covered(config)
     if isinstance(before, str) or key is not None:
         why = before if isinstance(before, str) else f"the reference does not cover {key}"
-        yield NotChecked("advantages, logprobs, loss, gradient", why)
+        yield not_made("advantages, logprobs, loss, gradient", why)
     else:
         gradient = yield from _computed(record, before)
-    rate = learning_rate(config, record.step)
-    yield _numbers("learning rate", rate, metrics["policy/learning_rate"], 1e-6 * rate)
     if isinstance(before, str) or isinstance(after, str):
-        yield NotChecked("optimizer and weights", before if isinstance(before, str) else after)
+        yield not_made("optimizer and weights", before if isinstance(before, str) else after)
     elif config.algorithm.loss.mini_batches > 1:
-        yield NotChecked("optimizer and weights", "the checkpoints have the sum of several updates")
+        yield not_made("optimizer and weights", "the checkpoints have the sum of several updates")
     else:
         yield from _updated(record, before, after, gradient)
 
 
-def _computed(record: StepRecord, before: Saved) -> Generator[Check | NotChecked, None, Gradient]:
+def _computed(record: StepRecord, before: Saved) -> Generator[Check, None, Gradient]:
     """What follows from the rollouts and the weights before the step."""
     config, rollouts, metrics, by_version = record.config, record.rollouts, record.metrics, {}
     show(f"computing {len(rollouts.rewards)} rollouts in float64 with transformers")
@@ -106,7 +99,6 @@ def _computed(record: StepRecord, before: Saved) -> Generator[Check | NotChecked
     model.load(before.weight)
     seen = model.statistics(rollouts)
     loss = token_losses(rollouts, config, seen, record.history(before))
-    yield from _token_rows(record, {"advantage": loss.advantages, "logprob": seen.logprobs})
     yield from _servers(record, {**by_version, record.step - 1: seen.logprobs})
     rounding = ROUNDING[config.model.dtype]
     yield _numbers("loss", loss.loss.sum(), metrics["policy/loss"], rounding * np.abs(loss.loss).sum())
@@ -115,26 +107,7 @@ def _computed(record: StepRecord, before: Saved) -> Generator[Check | NotChecked
     return gradient
 
 
-def _token_rows(record: StepRecord, of_tokens: Mapping[str, np.ndarray]) -> Checks:
-    """Against tokens/, which has what the trainer found of some rollouts, in six digits."""
-    rollouts, path = record.rollouts, tokens_file(record.run, record.step)
-    rows = read_token_rows(path)
-    known = [(s, rows[name]) for s, name in enumerate(rollouts.rollout_ids) if name in rows]
-    known = [(s, row.lists) for s, row in known if row.response == response_hash(rollouts.response(s).tolist())]
-    if not known:
-        yield NotChecked("advantages by rollout", f"{path} has none (tracking.token_rollouts)")
-        return
-    for key, values in of_tokens.items():
-        rounding = 1e-5 if key == "advantage" else LOGPROB_ROUNDING[record.config.model.dtype]
-        pairs = [(values[slice(*rollouts.response_offsets[s : s + 2])], np.array(lists[key])) for s, lists in known]
-        wrong = [i for i, (a, b) in enumerate(pairs) if np.abs(a - b).mean() > rounding * max(1, np.abs(a).max())]
-        shown = wrong[0] if wrong else 0
-        name = rollouts.rollout_ids[known[shown][0]]
-        first = f"{len(wrong)} of {len(known)} rollouts, the first {name}" if wrong else ""
-        yield Check(f"{key} of {name}", *(f"{v.mean():.6g}" for v in pairs[shown]), first)
-
-
-def _servers(record: StepRecord, by_version: Mapping[int, np.ndarray]) -> Checks:
+def _servers(record: StepRecord, by_version: Mapping[int, np.ndarray]) -> Iterator[Check]:
     """Each server's logprobs against those of the weights that its tokens name, and of earlier ones."""
     rollouts, config = record.rollouts, record.config
     servers, versions = np.repeat(np.array(rollouts.servers), rollouts.response_lengths), rollouts.weight_versions
@@ -142,7 +115,7 @@ def _servers(record: StepRecord, by_version: Mapping[int, np.ndarray]) -> Checks
     for server, version in sorted(set(zip(servers.tolist(), versions.tolist(), strict=True))):
         what, here = f"logprobs of {server or 'the server'}", (servers == server) & (versions == version)
         if version not in by_version:
-            yield NotChecked(what, f"no checkpoint of step {version}, whose weights they name")
+            yield not_made(what, f"no checkpoint of step {version}, whose weights they name")
             continue
         gaps = {v: np.abs(p - rollouts.engine_logprobs)[here] for v, p in by_version.items() if v <= version}
         own, best = gaps[version].mean(), min(gaps, key=lambda v: gaps[v].mean())
@@ -154,9 +127,9 @@ def _servers(record: StepRecord, by_version: Mapping[int, np.ndarray]) -> Checks
         yield Check(what, f"weights of step {version}", f"{own:.2g} nats from them", differs)
 
 
-def _updated(record: StepRecord, before: Saved, after: Saved, expected: Gradient | None) -> Checks:
+def _updated(record: StepRecord, before: Saved, after: Saved, expected: Gradient | None) -> Iterator[Check]:
     """What follows from the states of the optimizer."""
-    config, metrics, step, names = record.config, record.metrics, record.step, list(huggingface_shapes(record.spec))
+    config, metrics, names = record.config, record.metrics, list(huggingface_shapes(record.spec))
     had, has = ({int(group["step"]) for group in saved.groups} for saved in (before, after))
     makes = not metrics["policy/skipped_updates"]
     if expected is not None and not metrics.get("policy/gradient_spikes"):
@@ -166,32 +139,26 @@ def _updated(record: StepRecord, before: Saved, after: Saved, expected: Gradient
     counts = has == {count + makes for count in had}
     yield Check("optimizer's updates", f"{max(had) + makes}", f"{sorted(has)}"[1:-1], "" if counts else differs)
     if not makes:
-        kinds = ("param", "exp_avg", "exp_avg_sq")
-        same = {n: all(torch.equal(*(s.of_optimizer(k, n) for s in (before, after))) for k in kinds) for n in names}
-        yield _tensors("weights and moments", "as before: no update", same)
+        same = {n: torch.equal(*(saved.of_optimizer("param", n) for saved in (before, after))) for n in names}
+        yield _tensors("weights", "as before: no update", same)
         return
-    gradients, lost, sums = {}, {}, np.zeros(3)
-    second, weights, rounded = {}, {}, {}
+    used, rate, last = after.groups[0]["lr"], *(learning_rate(config, record.step - k) for k in (0, 1))
+    late = f"that of step {record.step - 1}" if abs(used - last) < 1e-6 * last else ""
+    yield _numbers("learning rate", rate, used, 1e-6 * rate, late)
+    gradients, second, weights, rounded = {}, {}, {}, {}
     for name in names:
         now = TensorUpdate(before, after, name, config.optimizer, metrics["policy/grad_norm"], max(has), anew)
-        second[name], weights[name] = now.second_moments_hold, now.moves_by(after.groups[0]["lr"])
-        rounded[name] = torch.equal(after.weight(name).double(), now.new.to(after.dtype).double())
-        sums += now.rate_sums()
+        second[name], weights[name], rounded[name] = now.second_moments_hold, now.weights_hold, now.rounded
         if expected is not None:
-            gradients[name], lost[name] = now.gradient.float(), now.lost
+            gradients[name] = now.gradient.float()
     if expected is not None:
-        yield _gradient(record, gradients, lost, expected)
+        yield _gradient(record, gradients, expected)
     yield _tensors("second moments", "of that gradient", second)
-    rate, last = (learning_rate(config, step - k) for k in (0, 1))
-    used, bound = sums[0] / sums[1], 1e-3 * rate + 5 * sums[2] ** 0.5 / sums[1]
-    late = f"that of step {step - 1}" if abs(used - last) <= bound else ""
-    yield _numbers("learning rate of the weights", rate, used, bound, late)
-    yield _tensors("weights", "the old ones and Adam's update", weights)
+    yield _tensors("weights", "Adam's update at that rate", weights)
     yield _tensors(f"weights in {config.model.dtype}", "the optimizer's, rounded", rounded)
 
 
-def _gradient(record: StepRecord, found: Tensors, lost: Mapping[str, float], expected: Gradient) -> Check:
-    """`found`: from the first moments, which have `lost` that much of it."""
+def _gradient(record: StepRecord, found: Tensors, expected: Gradient) -> Check:
     rounding, wrong, worst = ROUNDING[record.config.model.dtype], [], 0.0
     root = sum(g.numel() for g in found.values()) ** 0.5
     for name, gradient in found.items():
@@ -199,6 +166,6 @@ def _gradient(record: StepRecord, found: Tensors, lost: Mapping[str, float], exp
         # What is left of a gradient that cancels is rounding.
         size = max(float(g.norm()), 1e-3 * expected.norm * g.numel() ** 0.5 / root)
         error = float((gradient - g).norm())
-        worst, wrong = max(worst, error / size), wrong + [name] * (error > rounding * size + lost[name])
+        worst, wrong = max(worst, error / size), wrong + [name] * (error > rounding * size)
     differs = explain(found, expected, wrong[0], record.rollouts, rounding, record.config.parallel.tp) if wrong else ""
     return Check("gradient, from the moments", f"{len(found)} tensors", f"largest error {worst:.2g}", differs)

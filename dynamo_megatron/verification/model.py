@@ -27,7 +27,7 @@ class Gradient(NamedTuple):
 
     def sample(self, gradient: Tensors) -> np.ndarray:
         """float64 [entries]"""
-        return torch.cat([gradient[name].flatten()[at].double() for name, at in self.entries.items()]).cpu().numpy()
+        return np.concatenate([gradient[n].flatten().cpu()[at].double().numpy() for n, at in self.entries.items()])
 
     @property
     def norm(self) -> float:

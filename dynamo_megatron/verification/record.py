@@ -13,7 +13,7 @@ from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.checkpoint.convert import find_checkpoint, run_config
 from dynamo_megatron.checkpoint.folder import read_state, verify
-from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, read_common
+from dynamo_megatron.checkpoint.torch_dist import COMMON_FILE, MegatronFolder
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import ConfigError, InputError
@@ -38,7 +38,8 @@ class Saved:
             folder = find_checkpoint(run, step)[1]
             verify(folder)
             self._tensors = MegatronFolder(folder, spec)
-            self.groups = read_common(folder)["optimizer"]["optimizer"]["param_groups"]
+            common = torch.load(folder / COMMON_FILE, map_location="cpu", weights_only=True)
+            self.groups = common["optimizer"]["optimizer"]["param_groups"]
             self.allocator = read_state(folder)["allocator"]
 
     def weight(self, name: str) -> torch.Tensor:
@@ -70,12 +71,9 @@ class StepRecord:
 
     def history(self, before: Saved) -> Baseline | None:
         """What the run's allocator knew of each rollout's prompt. None: the method does not use it."""
-        advantage, allocation = self.config.algorithm.advantage, self.config.algorithm.allocation
-        if advantage.kind != "history":
+        if (advantage := self.config.algorithm.advantage).kind != "history":
             return None
-        rows = read_rows(self.run / "allocation.jsonl", "prompt_id")
-        strata = {row["prompt_id"]: row["stratum"] for row in rows if "stratum" in row}
-        allocator = RolloutAllocator(allocation, strata if allocation.prior_by is not None else None)
+        allocator = RolloutAllocator(self.config.algorithm.allocation)
         if before.allocator is not None:
             allocator.load_state_dict(before.allocator)
         ratio = None if advantage.score_ratio == "auto" else advantage.score_ratio

@@ -34,7 +34,6 @@ class Loss(NamedTuple):
     loss: np.ndarray
     slope: np.ndarray  # d loss / d logprob
     entropy_slope: np.ndarray  # d loss / d entropy
-    advantages: np.ndarray  # before the modulation
 
 
 def not_covered(config: Config) -> str | None:
@@ -54,7 +53,8 @@ def not_covered(config: Config) -> str | None:
         "algorithm.teacher": a.teacher is not None,
         "data.selection.weights": config.data.selection.weights,
         "reward.prime": config.reward.implicit,
-        "rollout.max_staleness with advantages by history": config.rollout.max_staleness and a.needs_baseline,
+        "algorithm.allocation.prior_by": a.needs_baseline and a.allocation.prior_by is not None,
+        "rollout.max_staleness": a.needs_baseline and config.rollout.max_staleness > 0,
     }
     return next((key for key, used in keys.items() if used), None)
 
@@ -141,7 +141,7 @@ def token_losses(rollouts: RolloutBatch, config: Config, seen: Statistics, histo
         a = a + np.minimum(shaping.alpha * seen.entropy, np.abs(a) / shaping.kappa)
     slope, bonus = -w * a * _modulation(a, lengths, algorithm, seen), algorithm.loss.entropy_coef * w
     policy = slope * seen.logprobs if algorithm.loss.kind == "cispo" else slope
-    return Loss(policy - bonus * seen.entropy, slope, -bonus, a)
+    return Loss(policy - bonus * seen.entropy, slope, -bonus)
 
 
 def _modulation(a: np.ndarray, lengths: np.ndarray, algorithm: AlgorithmConfig, seen: Statistics) -> np.ndarray:

@@ -30,29 +30,20 @@ class TensorUpdate:
         self, before: Saved, after: Saved, name: str, o: OptimizerConfig, norm: float, updates: int, anew: bool
     ):
         kinds, (beta1, beta2), clip = ("exp_avg", "exp_avg_sq", "param"), o.betas, min(1.0, o.clip_grad / (norm + 1e-6))
-        (m, m_new), (v, v_new), (old, self.new) = (
+        (m, m_new), (v, v_new), (old, new) = (
             [saved.of_optimizer(kind, name) for saved in (before, after)] for kind in kinds
         )
         m, v = m * (not anew), v * (not anew)
         clipped = (m_new - beta1 * m) / (1 - beta1)
         self.gradient = clipped / clip  # before clipping
-        self.lost = 4 * HALF_ULP * float(m.norm()) / (1 - beta1) / clip  # of the gradient by rounding, its norm
         self.second_moments_hold = relative(v_new, beta2 * v + (1 - beta2) * clipped**2) < MOMENTS
-        self._moved, self._half_ulp = old - self.new, HALF_ULP * old.abs()
-        self._direction = m_new / (1 - beta1**updates) / ((v_new / (1 - beta2**updates)).sqrt() + o.eps)
+        direction = m_new / (1 - beta1**updates) / ((v_new / (1 - beta2**updates)).sqrt() + o.eps)
         if old.dim() > 1:  # norms and biases do not decay
-            self._direction += o.weight_decay * old
-
-    def moves_by(self, rate: float) -> bool:
-        """Whether each weight moved by the learning rate `rate`, but for float32's rounding."""
-        bound = 4 * self._half_ulp + 1e-4 * rate * self._direction.abs() + 1e-12
-        return bool(((self._moved - rate * self._direction).abs() <= bound).all())
-
-    def rate_sums(self) -> np.ndarray:
-        """float64 [3], of all tensors: the first over the second is the learning rate by least squares, and the root of
-        the third over the second the error that rounding makes in it."""
-        products = (self._moved * self._direction, self._direction**2, (self._half_ulp * self._direction) ** 2)
-        return np.array([float(p.sum()) for p in products])
+            direction += o.weight_decay * old
+        step = after.groups[0]["lr"] * direction
+        bound = 4 * HALF_ULP * old.abs() + 1e-4 * step.abs() + 1e-12
+        self.weights_hold = bool(((old - step - new).abs() <= bound).all())
+        self.rounded = torch.equal(after.weight(name).double(), new.to(after.dtype).double())
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

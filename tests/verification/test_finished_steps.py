@@ -18,7 +18,7 @@ FAULTS = {  # -> (family, keys, what the table says of it)
         "layers.1.self_attn.o_proj.weight: the slices of tensor-parallel ranks 0 and 1",
     ),
     "stale server": ("llama", {}, "stale"),
-    "wrong divisor": ("qwen2", {}, "all of it 3 times what is expected"),
+    "wrong divisor": ("qwen2", {}, "every rollout counts 3 times"),
     "new optimizer": ("qwen3", {}, "the optimizer began anew"),
     "late learning rate": ("llama", {}, "that of step 2"),
     "wrong pairing": ("qwen2", {}, "have another weight or advantage"),
@@ -70,8 +70,7 @@ def test_a_clean_run_holds_and_every_fault_is_named(finished, family):
     seeded = {name: (keys, said) for name, (of, keys, said) in FAULTS.items() if of == family}
     runs = finished({"clean": (family, {}, None)} | {name: (family, keys, name) for name, (keys, _) in seeded.items()})
     text, code = verify_step(runs["clean"], None)
-    assert code == 0 and "all 13 checks hold" in text, text
+    assert code == 0 and "all 11 checks hold" in text, text
     for name, (_, said) in seeded.items():
         text, code = verify_step(runs[name], 3)
-        print(name, text)
         assert code == 1 and said in text, text
