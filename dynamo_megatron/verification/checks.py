@@ -51,7 +51,11 @@ def verify_step(run: Path, step: int | None) -> tuple[str, int]:
     lines = [f"# Step {record.step} of {run}", markdown(rows)]
     lines += [f"not checked: {check.what}: {check.differs}" for check in left]
     wrong = sum(bool(check.differs) for check in made)
-    lines.append(f"{wrong} of {len(made)} checks differ" if wrong else f"all {len(made)} checks hold")
+    lines.append(
+        f"{wrong} of {len(made)} checks differ"
+        if wrong
+        else f"all {len(made)} checks hold{', others were not made' * bool(left)}"
+    )
     return "\n\n".join(lines), int(wrong > 0)
 
 

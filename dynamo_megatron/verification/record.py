@@ -67,7 +67,7 @@ class StepRecord:
         try:
             return Saved(self.run, self.config, self.spec, step)
         except InputError as error:
-            return str(error)
+            return f"{error} (checkpoint.every=1 saves each step)"
 
     def history(self, before: Saved) -> Baseline | None:
         """What the run's allocator knew of each rollout's prompt. None: the method does not use it."""
@@ -98,6 +98,6 @@ def read_step(run: Path, step: int | None) -> StepRecord:
     batch = RolloutBatch.from_rollouts(trained)
     if config.algorithm.dynamic_sampling is not None:  # trains on groups of different rewards, unless there are none
         differ = [s for group in groups_of(batch.group_ids) if np.ptp(batch.rewards[group]) for s in group]
-        batch = batch.take(np.array(differ)) if differ else batch
+        batch = batch.take(np.array(sorted(differ))) if differ else batch
     spec = load_model_config(config.model.path, config.model.family)
     return StepRecord(run, number, config, spec, metrics[number], batch)
