@@ -18,7 +18,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.reports.run_record import read_config
 from dynamo_megatron.rollout.store import read_groups, step_file
 from dynamo_megatron.tracking.metrics import read_rows
-from dynamo_megatron.types import LARGEST_REWARD, NOT_TRAINED, Rollout
+from dynamo_megatron.types import LARGEST_REWARD, NOT_TRAINED
 
 
 @dataclass(frozen=True)
@@ -96,43 +96,35 @@ def read_run(folder: Path) -> Recording:
     return Recording(folder, "dynamo-megatron", steps, allocation, notes=notes, strata=strata)
 
 
-def read_dispatches(source: Path, rows: list[dict[str, Any]]) -> list[list[Rollout]]:
-    """The rollouts of each of `rows`, the lines of a step in allocation.jsonl; `source`: the folder with rollouts/.
+def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:
+    """The rounds of a step, one without dynamic sampling. Each round was observed before the next was allocated.
 
-    The k-th dispatch of a prompt has the first n rollouts of the prompt's k-th group (as in `RecordedRollouts`). Raises
-    ValueError where some are missing.
+    The k-th dispatch of a prompt has the first n rollouts of the prompt's k-th group (as in `RecordedRollouts`).
     """
-    path = step_file(source, rows[0]["step"])
+    step = rows[0]["step"]
+    path = step_file(source, step)
     if not path.is_file():
         raise InputError(
             f"{path}: no such file; a replay needs the rollouts of every step in allocation.jsonl, and the run may "
             "have removed the oldest (rollout.keep_last)"
         )
-    groups, drawn, found = read_groups(path), Counter(), []
-    for row in rows:
-        prompt_id, n = row["prompt_id"], row["n"]
-        recorded, occurrence = groups.get(prompt_id, []), drawn[prompt_id]
-        drawn[prompt_id] += 1
-        group = recorded[occurrence] if occurrence < len(recorded) else []
-        if len(group) < n:
-            raise InputError(
-                f"{path}: {len(group)} rollouts of prompt {prompt_id!r}, allocation.jsonl says {n}; "
-                "copy the whole folder of the run"
-            )
-        found.append(group[:n])
-    return found
-
-
-def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:
-    """The rounds of a step, one without dynamic sampling. Each round was observed before the next was allocated."""
-    groups = iter(read_dispatches(source, rows))
+    groups, drawn = read_groups(path), Counter()
     for _, part in groupby(rows, key=lambda row: row.get("round", 0)):
-        dispatches = list(part)
-        each = enumerate(next(groups) for _ in dispatches)
-        observed = [(index, r) for index, group in each for r in group if r.status not in NOT_TRAINED]
+        dispatches, observed = list(part), []
+        for index, row in enumerate(dispatches):
+            prompt_id, n = row["prompt_id"], row["n"]
+            occurrence = drawn[prompt_id]
+            drawn[prompt_id] += 1
+            group = groups[prompt_id][occurrence] if occurrence < len(groups.get(prompt_id, [])) else []
+            if len(group) < n:
+                raise InputError(
+                    f"{path}: {len(group)} rollouts of prompt {prompt_id!r}, allocation.jsonl says {n}; "
+                    "copy the whole folder of the run"
+                )
+            observed.extend((index, r) for r in group[:n] if r.status not in NOT_TRAINED)
         rollouts = [rollout for _, rollout in observed]
         yield RecordedStep(
-            step=rows[0]["step"],
+            step=step,
             prompt_ids=[row["prompt_id"] for row in dispatches],
             given=np.array([row["n"] for row in dispatches], np.int64),
             dispatch=np.array([index for index, _ in observed], np.int64),

@@ -1,11 +1,12 @@
 """`dynamo-megatron verify RUN`: the checks of a finished step, and their table.
 
 The step is proved again by something that is not the trainer: advantages, weights and loss by numpy (`reference`),
-logprobs and gradient by transformers (`model`), the optimizer's step from the moments in the checkpoints (`update`).
+logprobs and gradient by transformers (`model`), the optimizer's step from the moments in the checkpoints.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,15 +17,18 @@ import torch
 from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.runtime.plain_text import show
+from dynamo_megatron.types import RolloutBatch
 from dynamo_megatron.verification.model import Gradient, ReferenceModel, Tensors
 from dynamo_megatron.verification.record import Saved, StepRecord, read_step
 from dynamo_megatron.verification.reference import learning_rate, not_covered, token_losses
-from dynamo_megatron.verification.update import TensorUpdate, explain
 
 # What counts as rounding, by the dtype that the policy computes in: relative errors of sums and gradients; and mean
 # differences of logprobs, nats (the servers have kernels of their own, and may have quantised weights).
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}
 LOGPROB_ROUNDING = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.3}
+MOMENTS_ROUNDING = 1e-4  # of second moments, since the gradient is recovered from a difference
+HALF_ULP = 2.0**-24  # of float32, relative
+NAMED = 3  # rollouts that a line names
 
 
 class Check(NamedTuple):
@@ -149,12 +153,24 @@ def _updated(record: StepRecord, before: Saved, after: Saved, expected: Gradient
     used, rate, last = after.groups[0]["lr"], *(learning_rate(config, record.step - k) for k in (0, 1))
     late = f"that of step {record.step - 1}" if abs(used - last) < 1e-6 * last else ""
     yield _numbers("learning rate", rate, used, 1e-6 * rate, late)
-    gradients, second, weights, rounded = {}, {}, {}, {}
-    for name in names:
-        now = TensorUpdate(before, after, name, config.optimizer, metrics["policy/grad_norm"], max(has), anew)
-        second[name], weights[name], rounded[name] = now.second_moments_hold, now.weights_hold, now.rounded
+    o, clip = config.optimizer, min(1.0, config.optimizer.clip_grad / (metrics["policy/grad_norm"] + 1e-6))
+    (beta1, beta2), gradients, second, weights, rounded = o.betas, {}, {}, {}, {}
+    for name in names:  # Adam with decoupled weight decay (arXiv 1711.05101), in float64 from states in float32
+        kinds = ("exp_avg", "exp_avg_sq", "param")
+        m, v, old = (before.of_optimizer(kind, name) for kind in kinds)
+        m_new, v_new, new = (after.of_optimizer(kind, name) for kind in kinds)
+        if anew:
+            m, v = 0 * m, 0 * v
+        gradient = (m_new - beta1 * m) / (1 - beta1)
         if expected is not None:
-            gradients[name] = now.gradient.float()
+            gradients[name] = (gradient / clip).float()
+        second[name] = _relative(v_new, beta2 * v + (1 - beta2) * gradient**2) < MOMENTS_ROUNDING
+        step = m_new / (1 - beta1 ** max(has)) / ((v_new / (1 - beta2 ** max(has))).sqrt() + o.eps)
+        if old.dim() > 1:  # norms and biases do not decay
+            step += o.weight_decay * old
+        bound = 4 * HALF_ULP * old.abs() + 1e-4 * (used * step).abs() + 1e-12
+        weights[name] = bool(((old - used * step - new).abs() <= bound).all())
+        rounded[name] = torch.equal(after.weight(name).double(), new.to(after.dtype).double())
     if expected is not None:
         yield _gradient(record, gradients, expected)
     yield _tensors("second moments", "of that gradient", second)
@@ -171,5 +187,37 @@ def _gradient(record: StepRecord, found: Tensors, expected: Gradient) -> Check:
         size = max(float(g.norm()), 1e-3 * expected.norm * g.numel() ** 0.5 / root)
         error = float((gradient - g).norm())
         worst, wrong = max(worst, error / size), wrong + [name] * (error > rounding * size)
-    differs = explain(found, expected, wrong[0], record.rollouts, rounding, record.config.parallel.tp) if wrong else ""
+    differs = _explain(found, expected, wrong[0], record.rollouts, rounding, record.config.parallel.tp) if wrong else ""
     return Check("gradient, from the moments", f"{len(found)} tensors", f"largest error {worst:.2g}", differs)
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference, relative to the larger norm; 0 for two tensors of zeros."""
+    largest = max(float(found.norm()), float(expected.norm()))
+    return float((found - expected).norm()) / largest if largest else 0.0
+
+
+def _explain(found: Tensors, expected: Gradient, name: str, rollouts: RolloutBatch, rounding: float, tp: int) -> str:
+    """How `found` differs from `expected`, by other factors of the rollouts' parts if they explain most of it, else by
+    the tensor `name`. `tp`: ranks that tensors are cut over."""
+    trained, sampled = np.flatnonzero(expected.parts.any(1)), expected.sample(found)
+    factors = np.linalg.lstsq(expected.parts[trained].T, sampled, rcond=None)[0]
+    left = np.linalg.norm(expected.parts[trained].T @ factors - sampled)
+    if left < np.linalg.norm(expected.parts.sum(0) - sampled) / 5:  # not exact: the modulation depends on the advantage
+        if np.ptp(factors) < 0.05 * abs(factors.mean()):
+            return f"every rollout counts {factors.mean():.4g} times: the divisor of the loss, or a sum made again"
+        others = np.flatnonzero(abs(factors - 1) > 0.05)
+        lost = not (abs(factors[others]) > 0.05).any()
+        shown = [f"{rollouts.rollout_ids[trained[i]]} ({factors[i]:.2g} times)" for i in others[:NAMED]]
+        what = "are missing" if lost else "have another weight or advantage"
+        return f"{len(others)} of {len(trained)} rollouts {what}, the first {', '.join(shown)}"
+    gradient, other = found[name].double(), expected.whole[name].cpu()
+    for dim in range(gradient.dim() if tp > 1 else 0):
+        parts = gradient.chunk(tp, dim)
+        for i, j in itertools.combinations(range(len(parts)), 2):
+            order = [{i: j, j: i}.get(k, k) for k in range(len(parts))]
+            if _relative(torch.cat([parts[k] for k in order], dim), other) < rounding:
+                return f"{name}: the slices of tensor-parallel ranks {i} and {j} are exchanged"
+    factor = float((gradient * other).sum() / other.square().sum())
+    alike = _relative(gradient, factor * other) < rounding
+    return f"{name}: {f'{factor:.4g} times what is expected' if alike else 'another gradient'}"

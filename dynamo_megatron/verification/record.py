@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import ConfigError, InputError
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.replay.recording import read_dispatches
 from dynamo_megatron.reports.run_record import read_run
-from dynamo_megatron.rollout.result import group_id, rollout_id
+from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.tracking.metrics import read_rows
-from dynamo_megatron.types import NOT_TRAINED, RolloutBatch
+from dynamo_megatron.types import Prompt, RolloutBatch
 from dynamo_megatron.verification.reference import groups_of
 
 
@@ -90,14 +89,12 @@ def read_step(run: Path, step: int | None) -> StepRecord:
     rows = [row for row in read_rows(run / "allocation.jsonl", "step", "prompt_id", "n") if row["step"] == number]
     if config.rollout.recorded and metrics[number]["rollout/rejected"]:
         raise InputError(f"{run}: step {number} rejected some of the recorded rollouts, and no file says which")
-    trained = []
-    for place, group in enumerate(read_dispatches(Path(config.rollout.recorded or run), rows)):
-        name = group_id(number, place)  # recorded rollouts have other names in their own run
-        named = [replace(rollout, group_id=name, rollout_id=rollout_id(name, k)) for k, rollout in enumerate(group)]
-        trained += [rollout for rollout in named if rollout.status not in NOT_TRAINED]
-    batch = RolloutBatch.from_rollouts(trained)
+    spec = load_model_config(config.model.path, config.model.family)
+    limits = {"vocab_size": spec.vocab_size, "max_new_tokens": config.rollout.max_new_tokens}
+    rollouts = RecordedRollouts(config.rollout.recorded or run, **limits)
+    rollouts.dispatch(number, [Prompt(row["prompt_id"], text="") for row in rows], [row["n"] for row in rows])
+    batch = rollouts.collect(number).batch
     if config.algorithm.dynamic_sampling is not None:  # trains on groups of different rewards, unless there are none
         differ = [s for group in groups_of(batch.group_ids) if np.ptp(batch.rewards[group]) for s in group]
         batch = batch.take(np.array(sorted(differ))) if differ else batch
-    spec = load_model_config(config.model.path, config.model.family)
     return StepRecord(run, number, config, spec, metrics[number], batch)

@@ -2,8 +2,8 @@
 
     python -P tests/verification/finished_runs.py CASES.json
 
-A case: `folder` (a run's output folder, and its record beside it), `config`, `ranks`, `fault`, and `steps`, the end of
-each start of the run; the fault is in the last one.
+A case: `folder` (a run's output folder, and its record beside it), `config`, `ranks`, `fault` (a function below, or
+stale_server), and `steps`, the end of each start of the run; the fault is in the last one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,8 @@ def run_cases(cases: list[dict[str, Any]]) -> None:
     from dynamo_megatron.policy import backend
 
     backend.enable_cpu()
-    import transformers.models.llama.modeling_llama
-    import transformers.models.qwen2.modeling_qwen2
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  once, as what follows
-
     import dynamo_megatron.jobs.train
-    import dynamo_megatron.policy.policy
-    import dynamo_megatron.train  # noqa: F401
+    import dynamo_megatron.train  # noqa: F401  once
 
     for case in cases:
         logs = Path(case["folder"]).parent
@@ -48,12 +43,13 @@ def one_start(case: dict[str, Any], steps: int, fault: str | None) -> None:
     from dynamo_megatron.config import Config
     from dynamo_megatron.jobs.run import run_rank
     from dynamo_megatron.jobs.train import TrainJob
+    from dynamo_megatron.policy import policy
 
     torch.set_num_threads(1)
     config = {**case["config"], "trainer": {**case["config"]["trainer"], "steps": steps}}
-    serve_with_transformers(config, late=1 if fault == "stale server" else 0)
-    if fault is not None and fault != "stale server":
-        FAULTS[fault]()
+    serve_with_transformers(config, late=int(fault == "stale_server"))
+    if fault not in (None, "stale_server"):
+        globals()[fault](policy)
     code = run_rank(TrainJob(Config.model_validate(config)))
     assert code == 0, f"exit code {code}"
 
@@ -103,67 +99,53 @@ def serve_with_transformers(config: dict[str, Any], late: int) -> None:
 
 
 # -- faults of the trainer ---------------------------------------------------------------------------------------------
-def lost_micro_batch() -> None:
-    from dynamo_megatron.policy.policy import Policy
-
-    run = Policy._run
+def lost_micro_batch(policy) -> None:
+    run = policy.Policy._run
 
     def short(self, micro_batches, on_hidden, *, forward_only):
         run(self, micro_batches if forward_only else micro_batches[:-1], on_hidden, forward_only=forward_only)
 
-    Policy._run = short
+    policy.Policy._run = short
 
 
-def _after_reduction(change) -> None:
-    from dynamo_megatron.policy import policy
-
+def change_gradient(policy, name: str, change) -> None:
+    """Of the parameter `name`, after it was reduced over the ranks."""
     finalize = policy.finalize_model_grads
 
     def changed(ddp):
         finalize(ddp)
-        for chunk in ddp:
-            for name, parameter in chunk.module.named_parameters():
-                change(name, parameter)
+        change(ddp[0].module.get_parameter(name).main_grad)
 
     policy.finalize_model_grads = changed
 
 
-def double_counted_gradient() -> None:
-    def change(name, parameter):
-        if name.endswith("decoder.final_layernorm.weight"):
-            parameter.main_grad.mul_(2)
-
-    _after_reduction(change)
+def double_counted_gradient(policy) -> None:
+    change_gradient(policy, "decoder.final_layernorm.weight", lambda gradient: gradient.mul_(2))
 
 
-def swapped_slices() -> None:
-    import torch.distributed as dist
+def swapped_slices(policy) -> None:
+    def swap(gradient):
+        held = [torch.empty_like(gradient) for _ in range(2)]
+        torch.distributed.all_gather(held, gradient.contiguous())
+        gradient.copy_(held[1 - torch.distributed.get_rank()])
 
-    def change(name, parameter):
-        if name.endswith("layers.1.self_attention.linear_proj.weight"):
-            held = [torch.empty_like(parameter.main_grad) for _ in range(dist.get_world_size())]
-            dist.all_gather(held, parameter.main_grad.contiguous())
-            parameter.main_grad.copy_(held[1 - dist.get_rank()])
-
-    _after_reduction(change)
+    change_gradient(policy, "decoder.layers.1.self_attention.linear_proj.weight", swap)
 
 
-def wrong_divisor() -> None:
+def wrong_divisor(_) -> None:
     from dynamo_megatron import train
 
     divisors = train.loss_divisors
     train.loss_divisors = lambda rollouts, config: divisors(rollouts, config) / len(set(rollouts.group_ids))
 
 
-def new_optimizer() -> None:
+def new_optimizer(_) -> None:
     from dynamo_megatron.jobs import checkpoints
 
     checkpoints.load_checkpoint = partial(checkpoints.load_checkpoint, optimizer=False)
 
 
-def late_learning_rate() -> None:
-    from dynamo_megatron.policy import policy
-
+def late_learning_rate(policy) -> None:
     step, rates = policy.optimizer_step, []
 
     def late(optimizer, config, learning_rate):
@@ -173,27 +155,15 @@ def late_learning_rate() -> None:
     policy.optimizer_step = late
 
 
-def wrong_pairing() -> None:
-    from dynamo_megatron.policy.batch import TrainBatch
-
-    build = TrainBatch.build
+def wrong_pairing(policy) -> None:
+    build = policy.TrainBatch.build
 
     def shifted(*given):
         batch = build(*given)
         return dataclasses.replace(batch, advantages=np.roll(batch.advantages, 1))
 
-    TrainBatch.build = shifted
+    policy.TrainBatch.build = shifted
 
-
-FAULTS = {
-    "lost micro-batch": lost_micro_batch,
-    "double-counted gradient": double_counted_gradient,
-    "swapped TP slice": swapped_slices,
-    "wrong divisor": wrong_divisor,
-    "new optimizer": new_optimizer,
-    "late learning rate": late_learning_rate,
-    "wrong pairing": wrong_pairing,
-}
 
 if __name__ == "__main__":
     run_cases(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,27 +1,27 @@
 """Faults that are seeded into runs of `train` are found and named, and clean runs have none."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.verification.checks import verify_step
 
-pytestmark = pytest.mark.full
-
 FAULTS = {  # -> (family, keys, what the table says of it)
-    "lost micro-batch": ("llama", {}, "rollouts are missing"),
-    "double-counted gradient": ("qwen2", {}, "model.norm.weight: 2 times what is expected"),
-    "swapped TP slice": (
+    "lost_micro_batch": ("llama", {}, "rollouts are missing"),
+    "double_counted_gradient": ("qwen2", {}, "model.norm.weight: 2 times what is expected"),
+    "swapped_slices": (
         "qwen3",
         {"parallel": {"tp": 2}},
         "layers.1.self_attn.o_proj.weight: the slices of tensor-parallel ranks 0 and 1",
     ),
-    "stale server": ("llama", {}, "stale"),
-    "wrong divisor": ("qwen2", {}, "every rollout counts 3 times"),
-    "new optimizer": ("qwen3", {}, "the optimizer began anew"),
-    "late learning rate": ("llama", {}, "that of step 2"),
-    "wrong pairing": ("qwen2", {}, "have another weight or advantage"),
+    "stale_server": ("llama", {}, "stale"),
+    "wrong_divisor": ("qwen2", {}, "every rollout counts 3 times"),
+    "new_optimizer": ("qwen3", {}, "the optimizer began anew"),
+    "late_learning_rate": ("llama", {}, "that of step 2"),
+    "wrong_pairing": ("qwen2", {}, "have another weight or advantage"),
 }
 
 
@@ -29,7 +29,7 @@ FAULTS = {  # -> (family, keys, what the table says of it)
 def finished(make_tiny_model, tmp_path_factory, run_script):
     """finished({name: (family, sections of the configuration, fault)}) -> {name: the run's folder}."""
 
-    def made(wanted: dict[str, tuple[str, dict, str | None]]) -> dict[str, Path]:
+    def made(wanted: dict[str, tuple[str, dict, str | None]], end: int = 3) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp("finished")
         rows = [{"id": f"p{a}", "problem": f"Write {a!r}.", "answer": a} for a in "aei7"]
         (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,7 +54,7 @@ def finished(make_tiny_model, tmp_path_factory, run_script):
                 "output_dir": str(outputs[name]),
                 **sections,
             }
-            steps = [2, 3] if fault == "new optimizer" else [3]
+            steps = [2, 3] if fault == "new_optimizer" else [end]
             ranks = sections.get("parallel", {}).get("tp", 1)
             made.append(
                 {"folder": str(outputs[name]), "config": config, "ranks": ranks, "fault": fault, "steps": steps}
@@ -65,6 +65,20 @@ def finished(make_tiny_model, tmp_path_factory, run_script):
     return made
 
 
+def test_the_first_step_and_what_its_files_lack(finished):
+    run = finished({"first": ("llama", {}, None)}, end=1)["first"]
+    text, code = verify_step(run, None)
+    assert code == 0 and "all 11 checks hold" in text, text
+    metrics = json.loads((run / "metrics.jsonl").read_text())
+    (run / "metrics.jsonl").write_text(json.dumps({**metrics, "policy/loss": metrics["policy/loss"] + 1}) + "\n")
+    shutil.rmtree(run / "checkpoints" / "step-000001")
+    text, code = verify_step(run, 1)
+    assert code == 1 and "not checked: optimizer and weights" in text and "1 of 5 checks differ" in text, text
+    with pytest.raises(InputError, match="has no finished step 2; it has 1 to 1"):
+        verify_step(run, 2)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_clean_run_holds_and_every_fault_is_named(finished, family):
     seeded = {name: (keys, said) for name, (of, keys, said) in FAULTS.items() if of == family}
