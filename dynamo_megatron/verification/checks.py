@@ -55,11 +55,8 @@ def verify_step(run: Path, step: int | None) -> tuple[str, int]:
     lines = [f"# Step {record.step} of {run}", markdown(rows)]
     lines += [f"not checked: {check.what}: {check.differs}" for check in left]
     wrong = sum(bool(check.differs) for check in made)
-    lines.append(
-        f"{wrong} of {len(made)} checks differ"
-        if wrong
-        else f"all {len(made)} checks hold{', others were not made' * bool(left)}"
-    )
+    said = f"{wrong} of {len(made)} checks differ" if wrong else f"all {len(made)} checks hold"
+    lines.append(said + "; others were not made" * bool(left))
     return "\n\n".join(lines), int(wrong > 0)
 
 
@@ -79,7 +76,11 @@ def _checks(record: StepRecord) -> Iterator[Check]:
     config, metrics, gradient = record.config, record.metrics, None
     before, after = record.saved(record.step - 1), record.saved(record.step)
     yield _numbers("response tokens", int(record.rollouts.response_offsets[-1]), metrics["policy/tokens"], 0)
-    key = "a mixture of experts" if record.spec.num_experts else not_covered(config)
+    others = {
+        "a mixture of experts": record.spec.num_experts,
+        "process rewards": record.rollouts.step_rewards is not None,
+    }
+    key = next((what for what, used in others.items() if used), not_covered(config))
     if isinstance(before, str) or key is not None:
         why = before if isinstance(before, str) else f"the reference does not cover {key}"
         yield not_made("advantages, logprobs, loss, gradient", why)

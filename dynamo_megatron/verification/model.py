@@ -27,7 +27,8 @@ class Gradient(NamedTuple):
 
     def sample(self, gradient: Tensors) -> np.ndarray:
         """float64 [entries]"""
-        return np.concatenate([gradient[n].flatten().cpu()[at].double().numpy() for n, at in self.entries.items()])
+        flat = ((gradient[name].flatten(), at) for name, at in self.entries.items())
+        return np.concatenate([g[at.to(g.device)].double().cpu().numpy() for g, at in flat])
 
     @property
     def norm(self) -> float:
@@ -63,7 +64,7 @@ class ReferenceModel:
         parameters = dict(self._net.named_parameters())
         for name, p in parameters.items():
             count = min(p.numel(), -(-SAMPLED // len(parameters)))
-            entries[name] = torch.randint(p.numel(), (count,), generator=draw).to(self._device)
+            entries[name] = torch.randint(p.numel(), (count,), generator=draw)
             p.grad = whole[name] = torch.zeros_like(p)
         found = Gradient(whole, entries, np.zeros((len(rollouts.rewards), sum(map(len, entries.values())))))
         before = found.sample(whole)
