@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.config import AlgorithmConfig, Config
+from dynamo_megatron.config import Config, ModulationConfig
 from dynamo_megatron.types import RolloutBatch
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def not_covered(config: Config) -> str | None:
         "algorithm.loss.entropy_top_ratio, clip_cov or kl_cov": a.loss.selects,
         "algorithm.kl.coef": a.kl.coef > 0,
         "algorithm.modulation.scope": a.modulation is not None and a.modulation.scope == "micro_batch",
+        "algorithm.modulation.expectation": a.modulation is not None and a.modulation.expectation != "exact",
         "algorithm.rollout_correction": a.rollout_correction is not None,
         "algorithm.sequential": a.sequential is not None,
         "algorithm.teacher": a.teacher is not None,
@@ -139,21 +140,17 @@ def token_losses(rollouts: RolloutBatch, config: Config, seen: Statistics, histo
     w = np.repeat(weights(rollouts, config), lengths)
     if (shaping := algorithm.advantage.entropy_shaping) is not None:
         a = a + np.minimum(shaping.alpha * seen.entropy, np.abs(a) / shaping.kappa)
-    slope, bonus = -w * a * _modulation(a, lengths, algorithm, seen), algorithm.loss.entropy_coef * w
+    slope, bonus = -w * a * _modulation(a, algorithm.modulation, seen), algorithm.loss.entropy_coef * w
     policy = slope * seen.logprobs if algorithm.loss.kind == "cispo" else slope
     return Loss(policy - bonus * seen.entropy, slope, -bonus)
 
 
-def _modulation(a: np.ndarray, lengths: np.ndarray, algorithm: AlgorithmConfig, seen: Statistics) -> np.ndarray:
+def _modulation(a: np.ndarray, m: ModulationConfig | None, seen: Statistics) -> np.ndarray:
     """DynaMO's factor of each token's advantage, float64 [R]."""
-    m, h = algorithm.modulation, seen.entropy
+    h = seen.entropy
     if m is None or len(h) == 0:
         return np.ones_like(a)
-    pi_lambda, expected = np.exp(seen.logprobs) * (seen.logprobs + h), seen.expected_pi_lambda
-    if m.expectation == "sequence_mean":
-        parts = np.split(pi_lambda, np.cumsum(lengths)[:-1])
-        expected = np.concatenate([np.full(len(p), p.sum() / max(1, len(p))) for p in parts])
-    change = np.abs(a * (pi_lambda - expected))
+    change = np.abs(a * (np.exp(seen.logprobs) * (seen.logprobs + h) - seen.expected_pi_lambda))
     most, changes = change.max(), np.sort(change[change > 0])
     if m.stabiliser == "quantile" and len(changes):
         most = changes[max(1, math.ceil(m.quantile * len(changes) - 1e-9)) - 1]

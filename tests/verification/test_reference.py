@@ -18,7 +18,7 @@ from dynamo_megatron.verification.reference import Statistics, learning_rate, no
 METHODS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "methods").glob("*.yaml"))
 LEFT_OUT = {"clip_cov", "distill", "dynamo_published", "fork_tokens", "kl_cov", "otb", "pilot", "reinforce_ada"}
 CHANGES = {
-    "sequence_mean": ["algorithm.modulation={expectation: sequence_mean, stabiliser: quantile, quantile: 0.9}"],
+    "quantile": ["algorithm.modulation={stabiliser: quantile, quantile: 0.9}"],
     "raw": ["algorithm.advantage={kind: dr_grpo, singleton: raw}", "algorithm.loss.aggregation=prompt_token_mean"],
     "lengths": ["algorithm.loss.aggregation=sequence_mean", "algorithm.advantage={kind: rloo, positive_weight: 0.3}"],
 }
@@ -67,13 +67,8 @@ def by_the_trainer(batch, stats, given, history):
     advantages, m = shaped.advantages.double(), loss.modulation
     logprobs, entropy = (x.clone().requires_grad_() for x in stats[:2])
     if m is not None:
-        expected = stats.expected_pi_lambda
-        if m.expectation == "sequence_mean":
-            pi_lambda = stats.logprobs.exp() * (stats.logprobs + stats.entropy)
-            each = pi_lambda.split(batch.response_lengths.tolist())
-            expected = torch.cat([part.mean().expand(len(part)) for part in each])
         fields = (advantages, stats.logprobs, stats.entropy, stats.logprobs, torch.ones_like(advantages))
-        change = entropy_change(*fields, 0.2, 0.2, expected_pi_lambda=expected)
+        change = entropy_change(*fields, 0.2, 0.2, expected_pi_lambda=stats.expected_pi_lambda)
         scales = {name: getattr(m, name) for name in ("alpha", "lambda_min", "gamma", "tau")}
         advantages = modulate(advantages, stats.entropy, change, shaped.ranges, **scales).advantages
     terms = policy_loss_terms(logprobs, entropy, stats.logprobs, advantages, None, loss)
