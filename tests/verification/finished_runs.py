@@ -2,7 +2,7 @@
 
     python -P tests/verification/finished_runs.py CASES.json
 
-A case: `folder` (a run's output folder, and its record beside it), `config`, `ranks`, `fault` (a function below, or
+A case: `folder` (a run's output folder, and its record beside it), `config`, `fault` (a function below, or
 stale_server), and `steps`, the end of each start of the run; the fault is in the last one.
 """
 
@@ -36,7 +36,7 @@ def run_cases(cases: list[dict[str, Any]]) -> None:
         logs = Path(case["folder"]).parent
         for number, steps in enumerate(case["steps"]):
             fault = case["fault"] if number == len(case["steps"]) - 1 else None
-            wait_for(fork_ranks(case["ranks"], partial(one_start, case, steps, fault), logs), logs)
+            wait_for(fork_ranks(case["config"]["parallel"]["tp"], partial(one_start, case, steps, fault), logs), logs)
 
 
 def one_start(case: dict[str, Any], steps: int, fault: str | None) -> None:
@@ -86,11 +86,7 @@ def serve_with_transformers(config: dict[str, Any], late: int) -> None:
                 logs = net(tokens).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
             chosen = logs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
             for k in range(GROUP):
-                fields = {
-                    "engine_logprobs": chosen[k].tolist(),
-                    "right": bool(rng.random() < 0.5),
-                    "server": f"s{k % 2}",
-                }
+                fields = {"engine_logprobs": chosen[k].tolist(), "right": rng.random() < 0.5, "server": f"s{k % 2}"}
                 store.append(made_rollout(step, place, k, problem["id"], prompt, responses[k].tolist(), **fields))
         store.close()
         return collect(self, step, *others)
@@ -98,7 +94,6 @@ def serve_with_transformers(config: dict[str, Any], late: int) -> None:
     RecordedRollouts.collect = served
 
 
-# -- faults of the trainer ---------------------------------------------------------------------------------------------
 def lost_micro_batch(policy) -> None:
     run = policy.Policy._run
 

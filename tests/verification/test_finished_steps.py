@@ -9,32 +9,32 @@ import pytest
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.verification.checks import verify_step
 
-FAULTS = {  # -> (family, keys, what the table says of it)
-    "lost_micro_batch": ("llama", {}, "rollouts are missing"),
-    "double_counted_gradient": ("qwen2", {}, "model.norm.weight: 2 times what is expected"),
+FAULTS = {  # -> (family, tensor-parallel ranks, what the table says of it)
+    "lost_micro_batch": ("llama", 1, "rollouts are missing"),
+    "double_counted_gradient": ("qwen2", 1, "model.norm.weight: 2 times what is expected"),
     "swapped_slices": (
         "qwen3",
-        {"parallel": {"tp": 2}},
-        "layers.1.self_attn.o_proj.weight: the slices of tensor-parallel ranks 0 and 1",
+        2,
+        "self_attn.o_proj.weight: the slices of tensor-parallel ranks 0 and 1 are exchanged",
     ),
-    "stale_server": ("llama", {}, "stale"),
-    "wrong_divisor": ("qwen2", {}, "every rollout counts 3 times"),
-    "new_optimizer": ("qwen3", {}, "the optimizer began anew"),
-    "late_learning_rate": ("llama", {}, "that of step 2"),
-    "wrong_pairing": ("qwen2", {}, "have another weight or advantage"),
+    "stale_server": ("llama", 1, "stale"),
+    "wrong_divisor": ("qwen2", 1, "every rollout counts 3 times"),
+    "new_optimizer": ("qwen3", 1, "the optimizer began anew"),
+    "late_learning_rate": ("llama", 1, "that of step 2"),
+    "wrong_pairing": ("qwen2", 1, "have another weight or advantage"),
 }
 
 
 @pytest.fixture(scope="module")
 def finished(make_tiny_model, tmp_path_factory, run_script):
-    """finished({name: (family, sections of the configuration, fault)}) -> {name: the run's folder}."""
+    """finished({name: (family, tensor-parallel ranks, fault)}) -> {name: the run's folder}."""
 
-    def made(wanted: dict[str, tuple[str, dict, str | None]], end: int = 3) -> dict[str, Path]:
+    def made(wanted: dict[str, tuple[str, int, str | None]], end: int = 3) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp("finished")
         rows = [{"id": f"p{a}", "problem": f"Write {a!r}.", "answer": a} for a in "aei7"]
         (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         made, outputs = [], {}
-        for name, (family, sections, fault) in wanted.items():
+        for name, (family, tp, fault) in wanted.items():
             if not (model := folder / family).is_dir():
                 make_tiny_model(model, family=family, dtype="float32", tied=family == "llama")
             outputs[name] = folder / name / "run"
@@ -50,15 +50,11 @@ def finished(make_tiny_model, tmp_path_factory, run_script):
                 "optimizer": {"lr": 1e-4, "warmup_steps": 4},
                 "trainer": {"micro_batch_tokens": 256},
                 "checkpoint": {"every": 1, "keep_last": 3, "export_hf": "never"},
-                "tracking": {"token_rollouts": 4},
+                "parallel": {"tp": tp},
                 "output_dir": str(outputs[name]),
-                **sections,
             }
             steps = [2, 3] if fault == "new_optimizer" else [end]
-            ranks = sections.get("parallel", {}).get("tp", 1)
-            made.append(
-                {"folder": str(outputs[name]), "config": config, "ranks": ranks, "fault": fault, "steps": steps}
-            )
+            made.append({"folder": str(outputs[name]), "config": config, "fault": fault, "steps": steps})
         run_script(Path(__file__).with_name("finished_runs.py"), made, folder, 240)
         return outputs
 
@@ -66,7 +62,7 @@ def finished(make_tiny_model, tmp_path_factory, run_script):
 
 
 def test_the_first_step_and_what_its_files_lack(finished):
-    run = finished({"first": ("llama", {}, None)}, end=1)["first"]
+    run = finished({"first": ("llama", 1, None)}, end=1)["first"]
     text, code = verify_step(run, None)
     assert code == 0 and "all 11 checks hold" in text, text
     metrics = json.loads((run / "metrics.jsonl").read_text())
@@ -81,8 +77,8 @@ def test_the_first_step_and_what_its_files_lack(finished):
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_clean_run_holds_and_every_fault_is_named(finished, family):
-    seeded = {name: (keys, said) for name, (of, keys, said) in FAULTS.items() if of == family}
-    runs = finished({"clean": (family, {}, None)} | {name: (family, keys, name) for name, (keys, _) in seeded.items()})
+    seeded = {name: (tp, said) for name, (of, tp, said) in FAULTS.items() if of == family}
+    runs = finished({"clean": (family, 1, None)} | {name: (family, tp, name) for name, (tp, _) in seeded.items()})
     text, code = verify_step(runs["clean"], None)
     assert code == 0 and "all 11 checks hold" in text, text
     for name, (_, said) in seeded.items():
