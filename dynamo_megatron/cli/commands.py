@@ -25,15 +25,7 @@ from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.tracking.progress import Progress
 
-PRINTING = (
-    "configs",
-    "inspect",
-    "plan",
-    "report",
-    "samples",
-    "replay",
-    "verify",
-)  # the only pipe that these write to is stdout
+PRINTING = ("configs", "inspect", "plan", "report", "samples", "replay")  # the only pipe that these write to is stdout
 
 
 def carry_out(arguments: list[str]) -> int:
