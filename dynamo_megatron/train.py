@@ -27,7 +27,7 @@ from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches
 from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rounds import Round, Selection
 from dynamo_megatron.serving import Serving
-from dynamo_megatron.tracking.resources import rank_memory, resource_metrics
+from dynamo_megatron.tracking.resources import RankResources, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.memory import memory_metrics
@@ -47,11 +47,14 @@ class Sampled(NamedTuple):
 class Trainer:
     """One rank of a run. `run`: jobs/training_run.py's TrainingRun, which stops, saves and exports; its methods are
     collective, `run.start` is the last step that was done before, and `run.on_rank_0` calls a function on rank 0 and
-    returns its result on every rank. `controller`: rank 0's, None on the other ranks."""
+    returns its result on every rank. `controller`: rank 0's, None on the other ranks. `resources`: what this rank uses;
+    None only where nothing is logged."""
 
-    def __init__(self, run: Any, serving: Serving, controller: Controller | None):
+    def __init__(
+        self, run: Any, serving: Serving, controller: Controller | None, resources: RankResources | None = None
+    ):
         self.run, self.config, self.policy, self.phases = run, run.config, run.policy, run.phases
-        self.serving, self.controller = serving, controller
+        self.serving, self.controller, self.resources = serving, controller, resources
 
     def train(self) -> None:
         """Trains until `trainer.steps` or `trainer.stop_when`."""
@@ -202,7 +205,7 @@ class Trainer:
         synced: SyncReport,
     ) -> None:
         layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
-        resources = layout.gather(rank_memory())
+        resources = layout.gather(self.resources.take())
         moved = layout.gather(memory.report()) if memory is not None else None
         if self.controller is not None:
             record = self.controller.record(step, sampled.rounds)
