@@ -84,8 +84,8 @@ class ReferenceModel:
             places = np.arange(start + 1, end)
             rows = np.flatnonzero(rollouts.in_response(places, np.full(len(places), s)))
             tokens = torch.from_numpy(rollouts.tokens[start:end]).to(self._device)
-            hidden = self._net.model(tokens[None, :-1], use_cache=False).last_hidden_state[0, rows]
-            logs = (self._net.lm_head(hidden) / self._temperature).log_softmax(-1)
+            kept = {"use_cache": False, "logits_to_keep": torch.from_numpy(rows).to(self._device)}
+            logs = (self._net(tokens[None, :-1], **kept).logits[0] / self._temperature).log_softmax(-1)
             entropy = -(logs.exp() * logs).sum(-1)
             expected = (logs.detach().exp() ** 2 * (logs + entropy[:, None]).detach()).sum(-1)
             logprobs = logs.gather(1, tokens[1:][rows, None])[:, 0]
