@@ -254,21 +254,22 @@ class MegatronFolder:
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.stored(self._stored[self._parameter_of[name]].key)[1]
 
-    def get(self, name: str) -> torch.Tensor:
-        """The whole tensor, on the CPU, in the stored dtype. Raises ValueError where it cannot be read."""
+    def get(self, name: str, prefix: str = "") -> torch.Tensor:
+        """The whole tensor, on the CPU, in the stored dtype. `prefix`: of the keys of a state of the optimizer, such as
+        "optimizer.state.exp_avg.". Raises ValueError where it cannot be read."""
         if self._spec.tied and name == HF_HEAD:
             name = HF_EMBEDDING
-        if name not in self._held[1]:
-            parameter = self._parameter_of.get(name)
-            if parameter is None:
-                raise InputError(f"{self.path}: tensor {name} is missing")
+        parameter = self._parameter_of.get(name)
+        if parameter is None:
+            raise InputError(f"{self.path}: tensor {name} is missing")
+        if self._held[0] != prefix + parameter:
             self._held = ("", {})  # frees the last parameter before the next is read
-            self._held = (parameter, self._read(parameter))
+            self._held = (prefix + parameter, self._read(parameter, prefix))
         return self._held[1][name]
 
-    def _read(self, parameter: str) -> dict[str, torch.Tensor]:
+    def _read(self, parameter: str, prefix: str) -> dict[str, torch.Tensor]:
         where = self._stored[parameter]
-        tensor = self._reader.read(where.key, where.offset(0), (*(1,) * len(where.sizes), *where.shape))
+        tensor = self._reader.read(prefix + where.key, where.offset(0), (*(1,) * len(where.sizes), *where.shape))
         return to_huggingface(self._spec, parameter, [tensor.view(where.shape)])
 
     def _check(self) -> None:

@@ -13,7 +13,7 @@ from dynamo_megatron.errors import StatedError
 
 HELP = {"-h", "--help", "--version"}
 # These do nothing after they have printed: a reader that ends early, such as a pager, does not make them fail.
-PRINTING = {"configs", "inspect", "plan", "report", "samples", "replay"}
+PRINTING = {"configs", "inspect", "plan", "report", "samples", "replay", "verify"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

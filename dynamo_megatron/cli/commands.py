@@ -280,6 +280,14 @@ def _replay_step(options: argparse.Namespace) -> int:
     _become_launcher(ranks, config.output_dir, options)
 
 
+def _verify(options: argparse.Namespace) -> int:
+    from dynamo_megatron.verification.checks import verify_step  # imports torch
+
+    text, code = verify_step(options.run, options.step)
+    print(printable(text))
+    return code
+
+
 def _compare(options: argparse.Namespace) -> int:
     from dynamo_megatron.comparison.runs import compare
 
@@ -301,5 +309,6 @@ _COMMANDS = {
     "report": _report,
     "samples": _samples,
     "replay": _replay,
+    "verify": _verify,
     "compare": _compare,
 }

@@ -73,7 +73,7 @@ class RecordedRollouts:
     def _fault(self, rollout: Rollout, prompt: Prompt) -> str:
         """Returns, in a few words, why a rollout cannot be used for `prompt`; "" where it can."""
         own = rollout.tokens[: rollout.response_mask.count(0)]
-        if rollout.episode is None and own != prompt.tokens:  # an agent makes requests of its own
+        if rollout.episode is None and prompt.tokens not in (None, own):  # an agent makes requests of its own
             return f"it is of other tokens of prompt {prompt.prompt_id!r}; tokenizer, template or data have changed"
         if rollout.status in NOT_TRAINED:  # it is only counted
             finish = rollout.finish_reason
