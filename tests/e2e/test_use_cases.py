@@ -3,7 +3,6 @@ with a real SGLang server as the judge."""
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -61,4 +60,3 @@ def test_a_step(name, tiny_model, sglang_server, command_line, step_lines, tmp_p
     assert len(rollouts) == 8 and all(set(r.reward_parts) == set(functions) for r in rollouts)
     if "judge" in functions:
         assert len({r.reward_parts["judge"] for r in rollouts}) > 1 and row["policy/grad_norm"] > 0
-    assert Path(tmp_path / config.output_dir / "config.yaml").is_file()

@@ -113,9 +113,7 @@ def test_the_json_of_a_response(response, value):
         ({"type": "text"}, "#/type: 'text' is no type of JSON"),
         ({"required": "name"}, "#/required: cannot be 'name'"),
         ({"properties": {"name": "string"}}, "#/properties/name is no schema: 'string'"),
-        ({"items": [{"type": "string"}]}, "#/items: cannot be"),
         ({"$ref": "#/$defs/person"}, "names no schema in it"),
-        ({"$ref": "other.json"}, "names no schema in it"),
         ({"pattern": "("}, "#/pattern: not a regular expression"),
     ],
 )
