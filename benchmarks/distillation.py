@@ -36,7 +36,6 @@ ARMS = {  # words after those of configs/demo/rl.yaml, whose learning rate is 2e
     "rewards": ["methods/grpo"],
     "teacher": ["methods/distill"],
     "both": ["methods/distill", "algorithm.teacher.reward_weight=1"],
-    "rewards_6e-4": ["methods/grpo", "optimizer.lr=6e-4"],
     "teacher_6e-4": ["methods/distill", "optimizer.lr=6e-4"],
 }
 
