@@ -2,6 +2,7 @@
 # make demo-figures  the demo's RL with three seeds and from four other warm-ups, resumable: benchmarks/results/demo.json
 #                 and README's table (40 minutes)
 # make runs/demo/warmup-0/hf   how configs/demo/warm_start was made; with another number, another order of the examples
+# make runs/demo/teacher/hf   a teacher of twice the width, for benchmarks/distillation.py
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
 # make compare    DynaMO beside GRPO on the demo's task: 20 runs, two at a time (JOBS=N: N), resumable, and README's table
 #                 of them (less than half an hour on two cores; docs/analysis.md)
@@ -117,6 +118,11 @@ runs/demo/task: | $(INSTALLED)
 
 runs/demo/warmup-%/hf: | runs/demo/task
 	@.venv/bin/dynamo-megatron sft configs/demo/warmup.yaml seed=$* output_dir=$(@D) --ranks 2
+
+runs/demo/teacher/hf: | runs/demo/task
+	@.venv/bin/python -P tools/demo_task.py runs/demo/teacher-task --teacher
+	@.venv/bin/dynamo-megatron sft configs/demo/warmup.yaml model.path=runs/demo/teacher-task/model \
+		data.source=runs/demo/teacher-task/warmup.jsonl output_dir=$(@D) --ranks 2
 
 runs/class_task/warmup/hf: | $(INSTALLED)
 	@.venv/bin/python -P tools/demo_task.py runs/class_task/task --task classes

@@ -30,7 +30,9 @@ def test_a_wheel_has_all_that_the_checkout_has(tmp_path):
     for folder in ("configs", "dynamo_megatron", "kernels", "launcher"):
         to = installed if folder == "dynamo_megatron" else installed / folder
         for file in (source / folder).rglob("*"):
-            if file.suffix in ((".yaml",) if folder == "configs" else (".py", ".sh", ".json", ".js", ".css", ".html")):
+            if file.suffix in (
+                (".yaml", ".jsonl") if folder == "configs" else (".py", ".sh", ".json", ".js", ".css", ".html")
+            ):
                 assert (to / file.relative_to(source / folder)).is_file(), file
     for folder in installed.joinpath("rollout", "servers").glob("sglang_[cf]*"):  # sglang_models is no plugin
         plugins = [point.name for d in metadata.distributions(path=[str(folder)]) for point in d.entry_points]

@@ -1,6 +1,6 @@
 """Writes a small task: problems, warm-up data that is partly wrong, a tokenizer of their text, a small Qwen2 model.
 
-    python -P tools/demo_task.py OUT [--task classes]
+    python -P tools/demo_task.py OUT [--task classes] [--teacher]
 
 Task `sums`, the demo's: sums of two numbers of at most two digits. In the warm-up data an answer is wrong with a
 probability that depends on the last digit of the first number, from 0 to 0.995: after it the model is good at some
@@ -10,6 +10,8 @@ Task `classes`: a letter names one of 48 classes, and a class has a secret key o
 4071 with Q's key added digit by digit, without carrying. In the warm-up data one or two digits of each class's answers
 are uncertain: a share RIGHT of the answers has the right digit there, the others a rival. Nothing that is learnt of one
 class helps with another, so that the noise of the gradient is what limits progress.
+
+`--teacher`, of `sums`: right answers in the warm-up data, and a model of twice the width.
 
 OUT gets warmup.jsonl (prompt and completion), pool.jsonl (what RL trains on), for `sums` held_out.jsonl (in neither of
 them), and model/ (random weights). A second call finds OUT and does nothing.
@@ -40,8 +42,8 @@ RIGHT = (0.2, 0.6, 0.85, 0.95)  # share of the warm-up answers that have the rig
 PER_CLASS, WARMUP_PER_CLASS = 4, 1000  # problems of the pool, of the warm-up
 
 
-def sums(seed: int) -> Rows:
-    """All 10,000 pairs, in a seeded order, cut into the three parts."""
+def sums(seed: int, right: bool = False) -> Rows:
+    """All 10,000 pairs, in a seeded order, cut into the three parts. `right`: no wrong answers in the warm-up data."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(pairs)
     pool, held_out, others = pairs[:POOL], pairs[POOL : POOL + HELD_OUT], pairs[POOL + HELD_OUT :]
@@ -49,7 +51,7 @@ def sums(seed: int) -> Rows:
     for draw in range(DRAWS):
         for a, b in others:
             answer = a + b
-            if generator.random() < WRONG[a % 10]:
+            if not right and generator.random() < WRONG[a % 10]:
                 answer += generator.randint(1, 9)
             # an id a draw: the answers of one problem differ
             warmup.append({"id": f"{a}+{b}/{draw}", "problem": f"{a}+{b}=", "answer": str(answer)})
@@ -99,14 +101,16 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, out: Path, seed: int, vocab: int = 0, positions: int = 64) -> None:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, out: Path, seed: int, vocab: int = 0, positions: int = 64, hidden: int = 96
+) -> None:
     """Writes a Qwen2 with random weights. `vocab`: rows of its embedding; 0: one a token."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=vocab or len(tokenizer),
-        hidden_size=96,
-        intermediate_size=384,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -145,12 +149,15 @@ def write_task(out: Path, rows: Mapping[str, Sequence[Mapping]], tokenizer: PreT
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--task", choices=TASKS, default="sums")
+    parser.add_argument("--teacher", action="store_true", help="of `sums`: right answers, a model of twice the width")
     options = parser.parse_args()
+    if options.teacher and options.task != "sums":
+        parser.error("--teacher: goes with --task sums")
     if options.out.exists():
         return print(f"{options.out}: already there")
-    rows = TASKS[options.task](options.seed)
+    rows = sums(options.seed, right=True) if options.teacher else TASKS[options.task](options.seed)
     texts = [row["problem"] + row["answer"] for written in rows.values() for row in written]
-    write_task(options.out, rows, train_tokenizer(texts), seed=options.seed)
+    write_task(options.out, rows, train_tokenizer(texts), seed=options.seed, hidden=192 if options.teacher else 96)
 
 
 if __name__ == "__main__":

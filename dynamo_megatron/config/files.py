@@ -248,10 +248,11 @@ def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, A
 
 
 # What makes a run the same run: everything but steps, learning rate, layout, servers and logging.
-_REWARDS_WITH_SETTINGS = ("format", "code", "prime", "judge", "reward_model")  # in sections of their names
+_REWARDS_WITH_SETTINGS = ("format", "length", "code", "prime", "judge", "reward_model")  # in sections of their names
 _IDENTITY = (
     *("model", "data", "seed", "algorithm", "dpo"),
-    *("reward.functions", "reward.fusion", "reward.success_threshold", "reward.format", "reward.prime"),
+    *("reward.functions", "reward.fusion", "reward.success_threshold"),
+    *("reward.format", "reward.length", "reward.prime"),
     *("reward.code.score", "reward.code.tests", "reward.reward_model.path", "reward.reward_model.range"),
     *(f"reward.judge.{name}" for name in ("model", "template", "pattern", "range", "request")),
     *(f"rollout.{name}" for name in ("agent", "temperature", "max_new_tokens", "max_staleness", "stop")),

@@ -29,11 +29,12 @@ Response:
 Give your reasons in a few sentences. Then write "Score: N" on the last line, where N is a number from 0 (useless) to \
 10 (correct and complete)."""
 NAMES = (
-    *("math", "qa_f1", "qa_exact", "choice", "format", "code", "reasoning_gym"),
+    *("math", "qa_f1", "qa_exact", "qa_sources", "choice", "json_schema", "format", "length", "code", "reasoning_gym"),
     *("judge", "reward_model", "prime"),
 )
 URLS = ("http://", "https://")
-COMPARING = frozenset(("math", "qa_f1", "qa_exact", "choice", "code"))  # rewards that fail on a row without an answer
+# rewards that fail on a row without an answer
+COMPARING = frozenset(("math", "qa_f1", "qa_exact", "choice", "json_schema", "code"))
 
 
 def http_url(url: str) -> str:
@@ -77,6 +78,12 @@ class FormatConfig(Section):
     tags: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]], Field(min_length=1)] = ["think", "answer"]
     # regular expression of the whole response (. matches line ends); then tags are not used
     pattern: Annotated[str, _expression(re)] | None = None
+
+
+class LengthConfig(Section):
+    """The reward `length`."""
+
+    words: Positive = 100  # most words that get 1; the reward then falls linearly to 0 at twice as many
 
 
 class CodeConfig(Section):
@@ -151,8 +158,8 @@ def _as_list(value: object) -> object:
 
 
 class RewardConfig(Section):
-    # math | qa_f1 | qa_exact | choice | format | code | reasoning_gym | judge | reward_model | prime |
-    # module:function | http://
+    # math | qa_f1 | qa_exact | qa_sources | choice | json_schema | format | length | code | reasoning_gym | judge |
+    # reward_model | prime | module:function | http://
     functions: Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list)] = ["math"]
     fusion: Literal["sum", "mean", "product"] = "sum"
     success_threshold: float = 1.0  # a rollout succeeds where the first function gives at least this
@@ -165,6 +172,7 @@ class RewardConfig(Section):
     # scores of judge, reward_model and http:// that are kept by problem and response, the last used ones; 0: none
     cache: Annotated[int, Field(ge=0)] = 0
     format: FormatConfig = FormatConfig()
+    length: LengthConfig = LengthConfig()
     code: CodeConfig = CodeConfig()
     judge: JudgeConfig = JudgeConfig()
     reward_model: RewardModelConfig = RewardModelConfig()

@@ -1,4 +1,4 @@
-"""The configurations that come with the package, named without a path: `methods/dynamo`."""
+"""The configurations that come with the package, named without a path: `methods/dynamo`, and their problems."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def path(name: str) -> Path | None:
     `configs/methods/dynamo.yaml`; of a method also `dynamo`. None where no such file is shipped."""
     name = name.removeprefix("configs/").removesuffix(".yaml")
     return next((folder() / f"{known}.yaml" for known in (name, f"methods/{name}") if known in names()), None)
+
+
+def problems(source: str) -> Path:
+    """The file `source`; where there is none, the shipped one of this name, with or without `configs/`."""
+    own, ours = Path(source), folder() / source.removeprefix("configs/")
+    return ours if ours.is_file() and not own.is_file() else own
 
 
 def listing() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dynamo_megatron.config import DataConfig
+from dynamo_megatron.config import DataConfig, shipped
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
@@ -97,7 +97,7 @@ def located_prompts(
     elif source.startswith(DATASETS):
         items, in_arrow = dataset_rows(source), True
     elif source.endswith(".jsonl"):
-        items = jsonl_rows(Path(source))
+        items = jsonl_rows(shipped.problems(source))
     elif source.endswith(".parquet"):
         items, in_arrow = parquet_rows(Path(source)), True
     elif SPEC.fullmatch(source):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.checkpoint.folder import is_torch_dist
-from dynamo_megatron.config import Config
+from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.data.sources import DATASETS
 from dynamo_megatron.data.templates import end_token_ids
 from dynamo_megatron.errors import InputError
@@ -47,7 +47,7 @@ def missing_data(config: Config) -> list[str]:
         f"{key}: there is no file {source}"
         for key, source in sources.items()
         if source and not source.startswith(DATASETS) and source.endswith((".jsonl", ".parquet"))
-        if not os.path.isfile(source)
+        if not shipped.problems(source).is_file()
     ]
 
 

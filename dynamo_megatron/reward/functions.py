@@ -14,6 +14,7 @@ import numpy as np
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.reward.extraction import after_thinking
 from dynamo_megatron.runtime.user_code import UserFunction, load_callable
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
@@ -23,11 +24,14 @@ BUILT_IN = {
     "reasoning_gym": "dynamo_megatron.reward.procedural:reasoning_gym_answer",
     "qa_f1": "dynamo_megatron.reward.question_answering:qa_f1",
     "qa_exact": "dynamo_megatron.reward.question_answering:qa_exact",
+    "qa_sources": "dynamo_megatron.reward.question_answering:qa_sources",
     "choice": "dynamo_megatron.reward.question_answering:choice_answer",
+    "json_schema": "dynamo_megatron.reward.json_schema:json_schema",
 }
 # These functions are built from the configuration: they have settings of their own.
 CONFIGURED = {
     "format": "dynamo_megatron.reward.functions:format_reward",
+    "length": "dynamo_megatron.reward.functions:length_reward",
     "code": "dynamo_megatron.reward.code:code_reward",
 }
 Step = tuple[int, int, float]  # (start, end, reward): the response's characters [start, end)
@@ -113,3 +117,15 @@ def format_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
         pattern = r"\s*".join(["", *(f"<{tag}>{inside}</{tag}>" for tag in tags), ""])
     compiled = re.compile(pattern, re.DOTALL)
     return lambda prompt, response: float(compiled.fullmatch(response) is not None)
+
+
+def length_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
+    """The built-in reward `length`: 1.0 up to `config.length.words` words (what white space separates) after the last
+    `</think>`, from there linearly to 0.0 at twice as many; 0.0 without words."""
+    most = config.length.words
+
+    def length(prompt: Prompt, response: str) -> float:
+        words = len((after_thinking(response) or "").split())
+        return min(1.0, max(0.0, 2.0 - words / most)) if words else 0.0
+
+    return length

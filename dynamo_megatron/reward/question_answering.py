@@ -1,5 +1,5 @@
-"""The built-in rewards `qa_f1` and `qa_exact`, a short answer in words against references, compared as SQuAD does, and
-`choice`, the letter of a multiple-choice question."""
+"""The built-in rewards `qa_f1` and `qa_exact`, a short answer in words against references, compared as SQuAD does,
+`qa_sources`, the sources that the response cites, and `choice`, the letter of a multiple-choice question."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 # Besides SQuAD's: typographic and full-width marks.
 MARKS = [mark for mark in map(chr, range(128, 1 << 16)) if unicodedata.category(mark).startswith("P")]
 PUNCTUATION = str.maketrans("", "", string.punctuation + "".join(MARKS))
+CITATION = re.compile(r"\[([^\[\]\n]{1,200})\]")
 REFERENCES = ("text", "target", "aliases")  # the list's name in SQuAD, Search-R1 and TriviaQA
 # A capital letter by itself, with any marks around it: "(B)", "**B**", "B.". Not the pronoun I, nor "A" before a noun.
 LETTER = re.compile(
@@ -47,6 +48,18 @@ def qa_f1(prompt: Prompt, response: str) -> float:
     and errors are as for `qa_exact`."""
     answer = final_answer(response)
     return max(_f1(ours.split(), right.split()) for ours, right in _compared(answer, references(prompt.answer)))
+
+
+def qa_sources(prompt: Prompt, response: str) -> float:
+    """The F1 of the sources that `response` cites after its thinking, as "[2]" or "[1, report]", against the column
+    `sources` of the row, both as sets; 1.0 where both are empty. Raises ValueError for a row whose `sources` is not a
+    list of text and whole numbers."""
+    right = prompt.meta.get("sources")
+    if not isinstance(right, list) or not all(isinstance(each, str | int) for each in right):
+        raise ValueError(f"the reward qa_sources needs the column sources, a list such as [1, 3], not {right!r:.200}")
+    cited = [name for group in CITATION.findall(after_thinking(response) or "") for name in group.split(",")]
+    ours, theirs = (sorted({str(name).strip().lower() for name in names}) for names in (cited, right))
+    return _f1(ours, theirs)
 
 
 def references(answer: Any) -> list[str]:

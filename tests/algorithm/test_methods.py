@@ -149,6 +149,8 @@ RECIPES = {
         "token_mean",
         teacher={"path": "teacher", "weight": 1.0, "reward_weight": 0.0, "api_key_env": None},
     ),
+    # arXiv 2501.12948v2: epsilon 10 (3.2.1)
+    "r1": recipe((1.0, 10.0), "sequence_mean", allocation={"kind": "uniform", "budget": 512 * 16}),
     "dynamo_published": recipe(
         (0.2, 0.28),
         "token_mean",
@@ -216,6 +218,16 @@ def test_spo_draws_by_its_priority_from_all_of_the_data():
     assert not selection.weights and load("grpo").data.selection.kind == "uniform"
     visits = load("spo").algorithm.allocation.half_life
     assert 0.5 ** (1 / visits) == pytest.approx(0.875, abs=1e-3)
+
+
+def test_r1_has_the_papers_sizes_rewards_kl_and_template():
+    config = load("r1")
+    assert (config.algorithm.kl.coef, config.algorithm.kl.kind) == (1e-3, "k3")
+    assert (config.data.batch_prompts, config.algorithm.loss.mini_batches, config.optimizer.lr) == (512, 16, 3e-6)
+    assert (config.reward.functions, config.reward.fusion) == (["math", "format"], "sum")
+    assert (config.reward.format.tags, config.rollout.temperature) == (["think", "answer"], 1.0)
+    assert config.data.template.startswith("A conversation between User and Assistant. The user asks a question, and")
+    assert config.data.template.endswith("<answer> answer here </answer>. User: {prompt}. Assistant:")
 
 
 def test_one_rollout_a_prompt_needs_a_baseline_from_elsewhere():

@@ -1,6 +1,7 @@
 import datetime
 import json
 import sys
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -128,6 +129,16 @@ def test_other_encodings_missing_and_empty_files(tmp_path):
     assert "has no prompts" in refused(str(tmp_path / "empty.jsonl"))
     assert "there is no file" in refused(str(tmp_path / "none.jsonl"))
     assert "is no known source" in refused("gsm8k")
+
+
+@pytest.mark.parametrize("source", ["use_cases/json.jsonl", "configs/use_cases/json.jsonl"])
+def test_shipped_problems_are_named_in_any_folder_and_a_file_of_ones_own_comes_first(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    assert len(load(source)) == 20
+    assert "there is no file use_cases/jsn.jsonl" in refused("use_cases/jsn.jsonl")
+    Path(source).parent.mkdir(parents=True)
+    write(Path(source), GOOD)
+    assert len(load(source)) == 1
 
 
 def test_content_ids_do_not_depend_on_place_and_repeats_are_dropped(tmp_path, caplog):

@@ -22,6 +22,7 @@ NEEDS = {  # the key that makes a method need the pass
     "kl_cov": "loss.kl_cov",
     "otb": "advantage.kind",
     "pilot": "sequential",
+    "r1": "loss.mini_batches",
     "reinforce_ada": "sequential",
 }
 LAYOUTS = ({}, {"tp": 2}, {"pp": 2}, {"cp": 2})

@@ -77,6 +77,7 @@ CASES = {
     ),
     "kl_cov": verl("kl_cov", "grpo", policy_loss={"kl_cov_ratio": 0.002, "ppo_kl_coef": 1.0}),
     "kl_cov wide": verl("kl_cov", "grpo", policy_loss={"kl_cov_ratio": 0.05, "ppo_kl_coef": 0.7}, overrides=TWENTIETH),
+    "r1": verl("vanilla", "grpo", "seq-mean-token-mean", clip=(1.0, 10.0), overrides=("algorithm.kl.coef=0",)),
     "entropy_loss": verl("vanilla", "grpo", entropy_coeff=0.001),
     "entropy_advantages": verl("vanilla", None),
     "w_reinforce": verl("vanilla", None, entropy_coeff=0.001),

@@ -74,6 +74,18 @@ def test_a_format_of_tags(response, value):
     assert given(response) == value
 
 
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        *(("", 0.0), ("a b c", 1.0), ("a b c d", 1.0), ("a\nb c d e", 0.75), ("a " * 8, 0.0), ("a " * 99, 0.0)),
+        *(("<think>a b c d e f g h i</think> a", 1.0), ("<think>a", 0.0)),
+    ],
+)
+def test_a_length_in_words(response, value):
+    length = load_function("length", RewardConfig(functions=["length"], length={"words": 4}))
+    assert length(Prompt("p", text="?"), response) == value
+
+
 def test_a_format_of_other_tags_or_a_pattern():
     assert given("<plan>p</plan><answer>1</answer>", tags=["plan", "answer"]) == 1.0
     pattern = r".*</think>\s*<answer>\d+</answer>\s*"

@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo_megatron.reward.question_answering import choice_answer, chosen, qa_exact, qa_f1
+from dynamo_megatron.reward.question_answering import choice_answer, chosen, qa_exact, qa_f1, qa_sources
 from dynamo_megatron.types import Prompt
 
 
@@ -71,6 +71,32 @@ def test_the_best_of_several_references_counts(answer):
 )
 def test_the_answer_is_that_of_the_tag_the_box_or_the_last_line(response):
     assert qa_exact(prompt("Paris"), response) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "sources", "value"),
+    [
+        ("<answer>Paris</answer> [1] [3]", [1, 3], 1.0),
+        ("Paris [3, 1], as [3] says", ["1", 3], 1.0),
+        ("Paris [1]", [1, 3], 2 / 3),
+        ("Paris [1][2][3][4]", [2], 2 / 5),
+        ("Paris [2]", [1], 0.0),
+        ("Paris", [1], 0.0),
+        ("Paris", [], 1.0),
+        ("Paris [1]", [], 0.0),
+        ("[ Annual Report ]", ["annual report"], 1.0),
+        ("<think>[2]</think> [1]", [1], 1.0),
+        ("<think>[1]", [1], 0.0),
+    ],
+)
+def test_cited_sources(response, sources, value):
+    assert qa_sources(Prompt("p", text="?", meta={"sources": sources}), response) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("meta", [{}, {"sources": 3}, {"sources": "1"}, {"sources": [1.5]}])
+def test_a_row_without_sources_is_an_error(meta):
+    with pytest.raises(ValueError, match="needs the column sources, a list such as"):
+        qa_sources(Prompt("p", text="?", meta=meta), "[1]")
 
 
 @pytest.mark.parametrize("answer", [None, [], "", {}, {"text": []}, [None], {"other": "x"}])
