@@ -101,7 +101,7 @@ def tile_sums(words: torch.Tensor, start: int) -> torch.Tensor:
     for offset in range(-(start % TILE_WORDS), len(words), CHUNK_WORDS):  # chunks begin with a tile
         chunk = words[max(0, offset) : offset + CHUNK_WORDS].long() & MASK
         first = start + max(0, offset)
-        i = torch.arange(first, first + len(chunk)) & MASK
+        i = torch.arange(first, first + len(chunk), device=words.device) & MASK
         around = first % TILE_WORDS, -(first + len(chunk)) % TILE_WORDS  # words of these tiles in other parts
         lanes = []
         for seed, factor, rotation in LANES:
