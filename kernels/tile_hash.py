@@ -4,8 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024  # words at once
-
 
 @triton.jit
 def _lane(word, i, SEED: tl.constexpr, FACTOR: tl.constexpr, ROTATION: tl.constexpr):
@@ -39,5 +37,5 @@ def tile_sums(words: torch.Tensor, start: int, tile: int, lanes: tuple[tuple[int
     """int64 [2, tiles], modulo 2^32, of int32 words that begin with word `start`; `lanes`: (seed, factor, rotation)."""
     tiles = triton.cdiv(start % tile + len(words), tile)
     sums = words.new_empty(2, tiles, dtype=torch.int64)
-    tile_sums_kernel[(tiles,)](words, sums, len(words), start, tiles, *lanes, TILE=tile, BLOCK=BLOCK)
+    tile_sums_kernel[(tiles,)](words, sums, len(words), start, tiles, *lanes, TILE=tile, BLOCK=1024)
     return sums
