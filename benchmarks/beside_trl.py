@@ -32,10 +32,9 @@ DEMO = ("configs/demo/rl.yaml", "configs/methods/grpo.yaml")
 PEERS = os.environ.get("PEERS_PYTHON", str(ROOT / ".venv-peers/bin/python"))
 GROUP, WEIGH_EVERY = 8, 1.0  # seconds: to weigh memory, the kernel goes over all pages
 PARITY = "def parity(prompt, response):\n    return float(len(response) % 2)\n"
-WORK = {  # size: rollouts of a micro-batch
-    "A": {"model": "configs/demo/warm_start", "prompts": 32, "tokens": 6, "size": 256, "lr": 2e-4, "steps": 64},
-    "B": {"model": "models/smollm2-135m", "prompts": 8, "tokens": 128, "size": 16, "lr": 1e-6, "steps": 3},
-}
+A = {"model": "configs/demo/warm_start", "prompts": 32, "tokens": 6, "size": 256, "lr": 2e-4, "steps": 64}
+B = {"model": "models/smollm2-135m", "prompts": 8, "tokens": 128, "size": 16, "lr": 1e-6, "steps": 3}
+WORK = {"A": A, "B": B}  # size: rollouts of a micro-batch
 RANKS = {"A": {"TRL": 0, "ours": 2, "ours, one rank": 1}, "B": {"TRL": 0, "ours": 1}}
 
 
@@ -93,17 +92,20 @@ def run(name: str, ranks: int, job: dict, folder: Path) -> dict:
     ours = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *DEMO, f"{folder}/config.yaml"]
     command = ours if ranks else [PEERS, "-P", __file__, "--trl", str(folder)]
     ended, log = folder / ("run/metrics.jsonl" if ranks else "steps"), folder / "log"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
     used, marks, times = {}, {}, []  # CPU seconds of each process, and of all after a step; when steps ended
     peak, weighed, start, load = 0, 0.0, time.monotonic(), os.getloadavg()[0]
     with open(log, "w") as file:
         process = psutil.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
-    while process.poll() is None:
-        done, now = ended.read_bytes().count(b"\n") if ended.exists() else 0, time.monotonic()
-        weighs, memory = now - weighed > WEIGH_EVERY, 0
+    alive = True
+    while alive:
+        alive, now = process.poll() is None, time.monotonic()
+        done = ended.read_bytes().count(b"\n") if ended.exists() else 0
+        weighs, memory, family = now - weighed > WEIGH_EVERY, 0, [process]
         if done > len(times) or weighs:
-            for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                family += process.children(recursive=True)
+            for each in family:
                 with contextlib.suppress(psutil.Error):  # it has ended meanwhile
                     used[each.pid] = sum(each.cpu_times()[:2])
                     memory += each.memory_full_info().pss if weighs else 0
@@ -114,14 +116,11 @@ def run(name: str, ranks: int, job: dict, folder: Path) -> dict:
     if process.returncode or len(times) < job["steps"]:
         sys.exit(f"{log.read_text()[-3000:]}\n{command}: exit code {process.returncode} after {len(times)} steps")
     begin, end = min(step for step in marks if step >= (3 if job["steps"] >= 5 else 1)), max(marks)
-    return {
-        "seconds to the end of step 1": times[0],
-        "seconds a step": (times[end - 1] - times[begin - 1]) / (end - begin),
-        "CPU seconds a step": (marks[end] - marks[begin]) / (end - begin),
-        "peak bytes": peak,
-        "reward of the last step": json.loads(ended.read_text(encoding="utf-8").splitlines()[-1])["reward/mean"],
-        "load average before": load,
-    }
+    found = {"seconds to the end of step 1": times[0], "peak bytes": peak, "load average before": load}
+    found["seconds a step"] = (times[end - 1] - times[begin - 1]) / (end - begin)
+    found["CPU seconds a step"] = (marks[end] - marks[begin]) / (end - begin)
+    last = json.loads(ended.read_text(encoding="utf-8").splitlines()[-1])
+    return {**found, "reward of the last step": last["reward/mean"]}
 
 
 def main() -> None:
