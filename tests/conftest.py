@@ -23,6 +23,7 @@ if os.environ.get("KERNEL_TESTS_DEVICE", "cpu") == "cpu":
     import triton.experimental.gluon  # noqa: F401  what the interpreter would import with its first kernel
 
     import dynamo_megatron.kernels.layer_kernels
+    import dynamo_megatron.kernels.tile_hash
     import dynamo_megatron.kernels.triton_kernels  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]

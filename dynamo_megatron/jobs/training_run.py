@@ -123,7 +123,7 @@ class TrainingRun(Checkpoints):
         self._profiler.end(step)
         self.phases.clock.begin("save")
         super().reached(step)
-        give_back_freed_memory()
+        give_back_freed_memory(step)
         self.phases.clock.begin("")
 
     def save(self) -> None:

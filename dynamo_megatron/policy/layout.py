@@ -54,6 +54,8 @@ class Layout:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the plain data of every rank, in rank order; collective over all ranks."""
+        if self.world_size == 1:
+            return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.host)
         return values

@@ -156,7 +156,7 @@ class Generator:
         await self._fleet.end_sync(version, outcomes)
         for dispatched in self._dispatched.values() if self._config.rollout.max_staleness else ():
             dispatched.go_on()
-        give_back_freed_memory()  # altered or very long replies leave holes in the heap
+        give_back_freed_memory(version)  # altered or very long replies leave holes in the heap
 
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
         for endpoint, why in lost.items():

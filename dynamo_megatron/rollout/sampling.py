@@ -129,6 +129,7 @@ async def _response(fleet: Fleet, request: Request, server: Server) -> Response:
     finally:
         asked.cancel()
     server.use.tokens += len(response.tokens)
+    server.heard = time.monotonic()
     return response
 
 

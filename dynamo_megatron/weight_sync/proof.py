@@ -28,8 +28,8 @@ MASK = 0xFFFFFFFF
 TILE_WORDS = 8192
 CHUNK_WORDS = 1 << 22  # hashed at once; some 30 times as many bytes of temporaries
 SEED = 0x243F6A88
-SEEDS = (SEED, ((SEED * 0x9E3779B1) ^ 0xDEADBEEF) & MASK)
-POSITION = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of each of the two lanes
+# Seed, factor and rotation of each of the two lanes
+LANES = ((SEED, 0x27D4EB2D, 15), (((SEED * 0x9E3779B1) ^ 0xDEADBEEF) & MASK, 0x165667B1, 13))
 
 
 class Sha256:
@@ -73,20 +73,8 @@ class TileHash:
             raw = torch.cat([raw, raw.new_zeros(tail)])
         assert start % 4 == 0 and (not tail or start + len(raw) == self._words * 4), "a part within a word"
         start, words = start // 4, raw.view(torch.int32)
-        sums = []
-        for offset in range(-(start % TILE_WORDS), len(words), CHUNK_WORDS):  # chunks begin with a tile
-            chunk = words[max(0, offset) : offset + CHUNK_WORDS].long() & MASK
-            first = start + max(0, offset)
-            i = torch.arange(first, first + len(chunk), device=words.device) & MASK
-            around = first % TILE_WORDS, -(first + len(chunk)) % TILE_WORDS  # words of these tiles in other parts
-            lanes = []
-            for seed, (factor, rotation) in zip(SEEDS, POSITION, strict=True):
-                rotated = ((i << rotation) | (i >> (32 - rotation))) & MASK
-                mixed = _mix(chunk ^ ((i * factor + seed) & MASK) ^ rotated)
-                lanes.append(functional.pad(mixed, around).view(-1, TILE_WORDS).sum(1))
-            sums.append(torch.stack(lanes))
-        if sums:
-            total = torch.cat(sums, 1).cpu()  # one transfer
+        if len(words):
+            total = tile_sums(words, start).cpu()  # one transfer
             tile = start // TILE_WORDS
             self._sums[:, tile : tile + total.shape[1]] += total
 
@@ -101,6 +89,27 @@ class TileHash:
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFFFFFFFFFF
         return f"{x ^ (x >> 31):016x}"
+
+
+def tile_sums(words: torch.Tensor, start: int) -> torch.Tensor:
+    """int64 [2, tiles], modulo 2^32, of int32 words, the first of which is word `start` of the tensor."""
+    if words.is_cuda:  # the operators below are 48 launches a chunk
+        from dynamo_megatron.kernels import tile_hash
+
+        return tile_hash.tile_sums(words, start, TILE_WORDS, LANES)
+    sums = []
+    for offset in range(-(start % TILE_WORDS), len(words), CHUNK_WORDS):  # chunks begin with a tile
+        chunk = words[max(0, offset) : offset + CHUNK_WORDS].long() & MASK
+        first = start + max(0, offset)
+        i = torch.arange(first, first + len(chunk), device=words.device) & MASK
+        around = first % TILE_WORDS, -(first + len(chunk)) % TILE_WORDS  # words of these tiles in other parts
+        lanes = []
+        for seed, factor, rotation in LANES:
+            rotated = ((i << rotation) | (i >> (32 - rotation))) & MASK
+            mixed = _mix(chunk ^ ((i * factor + seed) & MASK) ^ rotated)
+            lanes.append(functional.pad(mixed, around).view(-1, TILE_WORDS).sum(1))
+        sums.append(torch.stack(lanes))
+    return torch.cat(sums, 1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

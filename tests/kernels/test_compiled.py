@@ -1,4 +1,4 @@
-"""Every launch of `triton_backend` and `layer_kernels`, up to the compiled kernel, as on an H100 that is not there.
+"""Every launch of the Triton kernels, up to the compiled kernel, as on an H100 that is not there.
 
 What the interpreter does not show: how Triton binds arguments (None, 1, odd sizes) and types the code with them.
 """
@@ -11,13 +11,14 @@ import torch
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
+from dynamo_megatron.weight_sync.proof import LANES, TILE_WORDS
 
 
 def test_every_launch_binds_and_compiles():
     """In a process of its own: in one with the interpreter there is nothing to compile."""
     run = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout == "46\n"
+    assert run.stdout == "49\n"
 
 
 LEAST = PolicyLossConfig()
@@ -30,7 +31,7 @@ def main() -> int:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from dynamo_megatron.kernels import layer_kernels
+    from dynamo_megatron.kernels import layer_kernels, tile_hash
     from dynamo_megatron.kernels import triton_backend as backend
     from dynamo_megatron.kernels.types import Shard, Tokens
 
@@ -66,6 +67,8 @@ def main() -> int:
             layer_kernels.rotated(x, table, -1.0)
             for weights in (None, torch.zeros(tokens, 1)):
                 layer_kernels.swiglu_gradient(layer_kernels.swiglu(y, weights), y, weights)
+    for start, words in ((0, 1), (TILE_WORDS - 1, 2 * TILE_WORDS), (1 << 33, 17)):
+        tile_hash.tile_sums(torch.zeros(words, dtype=torch.int32), start, TILE_WORDS, LANES)
     assert all("cubin" in kernel.asm for kernel in compiled)
     return len(compiled)
 

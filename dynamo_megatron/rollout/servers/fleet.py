@@ -61,6 +61,7 @@ class Server:
     moment: float = -math.inf  # monotonic seconds: start of the last MOMENT with lost connections
     lost: int = 0  # connections lost in that moment
     busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `use` yet
+    heard: float = -math.inf  # monotonic seconds: its last response, or the first request since it rested
     rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
 
     @property
@@ -70,7 +71,7 @@ class Server:
     def enter(self, tokens: float) -> None:
         """Counts in a request whose response is expected to have `tokens` tokens."""
         if not self.load.requests:
-            self.busy_since = time.monotonic()
+            self.busy_since = self.heard = time.monotonic()
         self.load.requests += 1
         self.load.tokens += tokens
 
@@ -302,20 +303,22 @@ class Fleet:
         deadline, partial = time.monotonic() + CONTROL_TIMEOUT, self.config.rollout.at_sync == "partial"
         while server.load.requests and not server.gone.done():
             server.rested.clear()
-            if not partial:
-                await self._check(server)
-            elif time.monotonic() > deadline:
-                raise RolloutError(f"{server.load.requests} requests did not end within {CONTROL_TIMEOUT:g} s")
-            else:
+            if partial:
+                if time.monotonic() > deadline:
+                    raise RolloutError(f"{server.load.requests} requests did not end within {CONTROL_TIMEOUT:g} s")
                 await server.client.abort_all()  # again and again: a request may have been on its way
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(ABORT_EVERY if partial else HEALTH_EVERY):
                     await server.rested.wait()
+            except TimeoutError:
+                if not partial and time.monotonic() - server.heard > HEALTH_EVERY:
+                    await self._check(server)
 
     # -- watching --------------------------------------------------------------------------------------------------
     async def _watch(self) -> None:
-        """Checks the servers with requests under way. An idle server generates a token for each check, which fails
-        during a weight sync and on a restarted server, whose memory may be released."""
+        """Checks the servers with requests under way that have been silent. An idle server generates a token for each
+        check, which fails during a weight sync and on a restarted server, whose memory may be released. SGLang answers
+        a check after a second, and until then no weight update begins: one that answers requests is not checked."""
         while True:
             await asyncio.sleep(min(HEALTH_EVERY, self.config.rollout.health_timeout / 4))
             await asyncio.gather(*map(self._watch_one, self._watched()))
@@ -325,7 +328,8 @@ class Fleet:
 
     async def _watch_one(self, server: Server) -> None:
         try:
-            await self._check(server)
+            if time.monotonic() - server.heard > HEALTH_EVERY:
+                await self._check(server)
         except RolloutError as error:
             if server.version is not None:  # else a weight sync has begun meanwhile
                 self.mark_failed(server.endpoint, str(error))

@@ -322,6 +322,7 @@ class SGLangServer:
             # Room for a few of the longest sequences; the KV cache would otherwise take a share of all memory.
             longest = self._model.max_length or 2 * config.max_new_tokens
             command += ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
+            command.append("--disable-overlap-schedule")  # it decodes what has ended once more, and overlaps nothing
             command += ["--max-total-tokens", str(max(16384, 2 * longest))]
             command += ["--max-running-requests", str(config.concurrency)]
         else:
