@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from dynamo_megatron.algorithm.advantages import discounted_returns
 from dynamo_megatron.algorithm.arrays import torch_function
+from dynamo_megatron.runtime.late import torch
 
 
 class Estimates(NamedTuple):

@@ -500,6 +500,10 @@ class Config(Section):
             kind="cispo" if a.loss.kind == "cispo" else "clip",
         )
 
+    def policy_weight(self, step: int) -> float:
+        """What the policy's loss of training step `step` (from 1) is multiplied by: 0 while only the critic learns."""
+        return 0.0 if step <= self.critic.warmup_steps else 1.0
+
     def learning_rate(self, step: int) -> float:
         """Of training step `step` (from 1): linear warm-up, then the schedule, down to 0 at the last step."""
         o = self.optimizer

@@ -168,6 +168,7 @@ class TrainJob(Job):
         from dynamo_megatron.controller import Controller
         from dynamo_megatron.jobs.training_run import TrainingRun
         from dynamo_megatron.policy.backend import Fusions
+        from dynamo_megatron.policy.critic import Critic
         from dynamo_megatron.serving import Serving
         from dynamo_megatron.train import Trainer
         from dynamo_megatron.weight_sync.memory import DeviceMemory
@@ -176,8 +177,8 @@ class TrainJob(Job):
         config, journal, leads = self.config, self.journal, policy.layout.rank == 0
         rollout, controller, state = self._rollout if leads else None, None, {}
         if leads:
-            own = "; with model.lora Megatron's own layers" if config.model.lora is not None else ""
-            journal.say(f"optional packages: {Fusions.detect()}{own}")
+            plain = "; with model.lora Megatron's own layers" if config.model.lora is not None else ""
+            journal.say(f"optional packages: {Fusions.detect()}{plain}")
             state = {"stream": self._stream, "allocator": self._allocator.history}
             if config.data.selection.kind == "greso":  # the others have no state of their own
                 state["selection"] = self._selection
@@ -186,11 +187,13 @@ class TrainJob(Job):
             )
             if config.rollout.max_staleness:
                 state["ahead"] = controller.ahead
-        self._memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
-        self._training = TrainingRun(self, policy, coordinator, state, self._memory, self._free_memory)
+        own = config.of_critic
+        critic = Critic(policy.spec, own, policy.layout) if own is not None else None
+        self._memory = DeviceMemory(policy, rollout, critic) if shares_memory(config.rollout) else None
+        self._training = TrainingRun(self, policy, coordinator, state, self._memory, self._free_memory, critic)
         weight_sync, phases = WeightSync(policy, rollout, coordinator), self._training.phases
         self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
-        self._trainer = Trainer(self._training, self._serving, controller)
+        self._trainer = Trainer(self._training, self._serving, controller, critic)
 
     def run(self) -> None:
         try:

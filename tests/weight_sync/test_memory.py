@@ -26,7 +26,7 @@ def turns(alone):
     """(DeviceMemory without a training side, which servers it had restarted)."""
     lost = {}
     turns = DeviceMemory(SimpleNamespace(layout=alone), SimpleNamespace(condemn=lost.update))
-    turns._offload = SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)
+    turns._offloads = [SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)]
     return turns, lost
 
 

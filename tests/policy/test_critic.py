@@ -1,0 +1,133 @@
+"""PPO's critic beside autograd through transformers in float64, in every kind of layout, and what it learns."""
+
+import numpy as np
+import pytest
+import torch
+from layout_cases import LAYOUTS, make_models, rollouts
+from rank_cases import run_cases, settings
+
+PPO = {
+    "modulation": None,
+    "loss": {"mini_batches": 2},
+    "advantage": {"kind": "gae", "gamma": 0.99, "lambda": 0.9, "normalise": "batch"},
+}
+CRITIC = {"value_clip": 0.02, "optimizer": {"lr": 1e-2, "warmup_steps": 0, "weight_decay": 0.0, "eps": 1e-6}}
+CASES = [
+    *(("qwen3", layout) for layout in ("1", "TP2xPP2+SP", "VPP2xPP2", "CP2xTP2", "DP2")),
+    *(("llama", layout) for layout in ("PP2", "TP2")),  # tied
+    ("qwen3_moe", "EP2xTP2+SP"),
+]
+STEPS = 2
+
+
+def first_head(size: int) -> np.ndarray:
+    """A critic's own begins at 0, and would give the layers below no gradient in the first update."""
+    return 0.1 * np.sin(np.arange(size))
+
+
+def begin(phase: str) -> None:
+    """Nothing shares the memory."""
+
+
+def make(config, layout):
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.critic import Critic
+    from dynamo_megatron.policy.policy import Policy
+
+    spec = load_model_config(config.model.path)
+    return Policy(spec, config, layout), Critic(spec, config.of_critic, layout)
+
+
+def on_rank(case: dict, config, layout) -> dict:
+    from dynamo_megatron.policy.batch import TrainBatch, cut_mini_batches
+
+    policy, critic = make(config, layout)
+    source = rollouts(policy.spec.vocab_size, 7, None)
+    minis = policy.pack(source, cut_mini_batches(source.group_ids, 2))
+    if layout.is_last_stage:
+        head = critic.chunks[-1].output_layer.weight.data
+        head.copy_(torch.from_numpy(first_head(head.shape[1])))
+    before = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+    seen = []
+    for step in range(1, STEPS + 1):
+        values = critic.values(source, minis, begin)
+        batch = TrainBatch.build(source, config, values=values)
+        fits = critic.fit(step, batch, minis, begin)
+        sums = {name: [fit[name] for fit in fits] for name in ("loss", "clipped", "grad_norm")}
+        seen.append({"values": values.tolist(), "returns": batch.returns.tolist(), **sums})
+    after = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
+    assert all(map(torch.equal, before, after)), "the critic has changed the policy"
+    stats = policy.token_stats(source, minis)
+    found = policy.gradient(batch, minis[0], stats, None, 1e-3).found
+    return {"steps": seen, "policy": found["grad_norm"], "process": batch.process.tolist()}
+
+
+def reference(path) -> list[dict]:
+    """The same steps with transformers, autograd and torch's Adam in float64."""
+    from transformers import AutoModel
+
+    from dynamo_megatron.algorithm.gae import generalised_advantages, token_rewards, value_loss
+    from dynamo_megatron.policy.batch import cut_mini_batches
+
+    model = AutoModel.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    model.get_input_embeddings().padding_idx = None
+    source = rollouts(model.config.vocab_size, 7, None)
+    head = torch.from_numpy(first_head(model.config.hidden_size)).requires_grad_()
+    parameters, seen, lengths = [*model.parameters(), head], [], source.response_lengths
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+
+    def values_of(members) -> torch.Tensor:
+        found = []
+        for s in members:
+            ids = torch.from_numpy(source.tokens[source.offsets[s] : source.offsets[s + 1]])
+            found.append(model(ids[None]).last_hidden_state[0, int(source.prompt_lengths[s]) - 1 : -1] @ head)
+        return torch.cat(found)
+
+    for _ in range(STEPS):
+        old, rewards = values_of(range(len(lengths))).detach(), token_rewards(source.rewards, lengths, [], 1.0)
+        returns = torch.from_numpy(generalised_advantages(rewards, old.numpy(), lengths, 0.99, 0.9).returns)
+        sums = {"loss": [], "clipped": [], "grad_norm": []}
+        for members in cut_mini_batches(source.group_ids, 2):
+            here = torch.from_numpy(np.isin(np.repeat(np.arange(len(lengths)), lengths), members))
+            loss, clipped = value_loss(values_of(members), old[here], returns[here], CRITIC["value_clip"])
+            optimizer.zero_grad()
+            loss.mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            for name, value in zip(sums, (loss.mean(), clipped.sum(), norm), strict=True):
+                sums[name].append(value.item())
+        seen.append({"values": old.tolist(), "returns": returns.tolist(), **sums})
+    return seen
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic")
+    models, cases = make_models(folder / "models"), []
+    for family, layout in CASES:
+        ranks, parallel = LAYOUTS[layout]
+        sections = {"algorithm": PPO, "critic": CRITIC, "rollout": {"max_new_tokens": 32}}
+        sections["trainer"] = {"micro_batch_tokens": 200}
+        cases.append({"config": settings(models[family], parallel, **sections), "ranks": ranks})
+    found = run_cases(__file__, cases, folder)
+    families = {family for family, _ in CASES}
+    return dict(zip(CASES, found, strict=True)), {f: reference(models[f]) for f in families}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_values_and_updates_are_those_of_autograd(compared, case):
+    found, expected = compared[0][case], compared[1][case[0]]
+    assert all(rank == found[0] for rank in found)
+    for step, (ours, theirs) in enumerate(zip(found[0]["steps"], expected, strict=True)):
+        # Adam divides rounding by small gradients: what follows the first update is compared less closely.
+        tolerance = 1e-5 if step == 0 else 2e-3
+        for key in ("values", "returns"):
+            np.testing.assert_allclose(ours[key], theirs[key], atol=tolerance * np.abs(theirs["returns"]).max())
+        for key in ("loss", "grad_norm"):
+            assert ours[key][0] == pytest.approx(theirs[key][0], rel=tolerance)
+            assert ours[key][1] == pytest.approx(theirs[key][1], rel=2e-3)
+        assert ours["clipped"][0] == 0 and ours["clipped"][1] == pytest.approx(theirs["clipped"][1], abs=2)
+        assert theirs["clipped"][1] > 10
+    assert found[0]["policy"] > 0 and abs(np.mean(found[0]["process"])) < 1e-9
