@@ -70,7 +70,7 @@ class Trainer:
             sampled = self.sample(step)
             batch = self.advantages(step, sampled)
             sampled, batch, updates = self.update(step, sampled, batch)
-            fits = self.critic.fit(step, batch, sampled.mini_batches, self.phases.begin)  # of PPO's critic
+            fits = self.critic.fit_values(step, batch, sampled.mini_batches, self.phases.begin)  # of PPO's critic
             # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has
             # failed. Servers with the new weights sample step + 1. One that failed is restarted, and joins later.
             synced = self.serving.sync(step)

@@ -46,7 +46,7 @@ class NoCritic:
     def values(self, source: Sequences, mini_batches: Sequence[MiniBatch], begin: BeginPhase) -> None:
         return None
 
-    def fit(self, step: int, batch: TrainBatch, mini_batches: Sequence[MiniBatch], begin: BeginPhase) -> list:
+    def fit_values(self, step: int, batch: TrainBatch, mini_batches: Sequence[MiniBatch], begin: BeginPhase) -> list:
         return []
 
 
@@ -92,18 +92,18 @@ class Critic(Policy):
         begin("logprobs")
         return values.double().numpy()
 
-    def fit(
+    def fit_values(
         self, step: int, batch: TrainBatch, mini_batches: Sequence[MiniBatch], begin: BeginPhase
     ) -> list[dict[str, float]]:
         """One optimizer step on each of `mini_batches`, towards `batch.returns`. Begins the phase `critic`. Returns of
         each `loss`, the mean over its tokens, `clipped` (a count) and `grad_norm`. Raises NonFiniteError."""
         begin("critic")
         rate = self.config.learning_rate(step)
-        found = [self._fit(batch, mini_batch, rate) for mini_batch in mini_batches]
+        found = [self._fit_values(batch, mini_batch, rate) for mini_batch in mini_batches]
         self.check_weights(rate)
         return found
 
-    def _fit(self, batch: TrainBatch, mini_batch: MiniBatch, learning_rate: float) -> dict[str, float]:
+    def _fit_values(self, batch: TrainBatch, mini_batch: MiniBatch, learning_rate: float) -> dict[str, float]:
         assert batch.values is not None and batch.returns is not None
         clip, device = self.config.critic.value_clip, self.layout.device
         old, returns = (torch.from_numpy(each).float() for each in (batch.values, batch.returns))

@@ -52,7 +52,7 @@ def on_rank(case: dict, config, layout) -> dict:
     for step in range(1, STEPS + 1):
         values = critic.values(source, minis, begin)
         batch = TrainBatch.build(source, config, values=values)
-        fits = critic.fit(step, batch, minis, begin)
+        fits = critic.fit_values(step, batch, minis, begin)
         sums = {name: [fit[name] for fit in fits] for name in ("loss", "clipped", "grad_norm")}
         seen.append({"values": values.tolist(), "returns": batch.returns.tolist(), **sums})
     after = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
