@@ -214,7 +214,9 @@ def begin_save(
         dist.broadcast_object_list(box, src=0, group=layout.host)
         folder = box[0]
         writer = _Writer(folder, background=background)
-        sharded, metadata = _sharded_states(policy, critic, loading=False, optimizer=optimizer)
+        sharded, metadata = _sharded_state(policy, loading=False, optimizer=optimizer)
+        if critic is not None:
+            sharded |= _of_critic(critic, loading=False, optimizer=optimizer)
         # Ranks that have the same parameters share the writing: each writes a part of them.
         strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
         parts, common = save_preprocess({**sharded, "content_metadata": metadata})
@@ -258,22 +260,28 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True, critic
     if critic is not None and "critic" not in read_manifest(folder):
         raise InputError(f"{folder} has no critic: it is of another algorithm.advantage.kind")
     verify_bytes(folder, policy.layout, resume=True)
-    sharded, _ = _sharded_states(policy, critic, loading=True, optimizer=optimizer)
+    _load(policy, _sharded_state(policy, loading=True, optimizer=optimizer)[0], folder)
+    if critic is not None:
+        _load(critic, _of_critic(critic, loading=True, optimizer=optimizer), folder)
+    torch.cuda.synchronize()
+
+
+def _load(policy: Any, sharded: ShardedStateDict, folder: Path) -> None:
+    """Into the policy or the critic, what `sharded` asks for."""
     try:
         loaded = load_trusted_classes(sharded, folder)
     except (ValueError, OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
         why = _cause(error)
         raise InputError(f"{folder} cannot be loaded: {why}; move it away to go on from the one before it") from error
-    for model, state in ((policy, loaded), (critic, loaded.get("critic"))):
-        for i, chunk in enumerate([] if model is None else model.chunks):
-            wrong = chunk.load_state_dict(state[f"model{i}"], strict=False)
-            # Extra states, and the base of adapters, are none of a checkpoint's.
-            missing = (k for k in wrong.missing_keys if (EXTRA_STATE not in k if saved is None else is_adapter(k)))
-            wrong = [*wrong.unexpected_keys, *missing]
-            assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
-        if model is not None and "optimizer" in state:
-            model.optimizer.load_state_dict(state["optimizer"])
-    torch.cuda.synchronize()
+    loaded, lora = loaded["critic"] if "critic" in sharded else loaded, policy.base_digest is not None
+    for i, chunk in enumerate(policy.chunks):
+        wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
+        # Extra states, and the base of adapters, are none of a checkpoint's.
+        missing = (k for k in wrong.missing_keys if (is_adapter(k) if lora else EXTRA_STATE not in k))
+        wrong = [*wrong.unexpected_keys, *missing]
+        assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
+    if "optimizer" in sharded.get("critic", sharded):
+        policy.optimizer.load_state_dict(loaded["optimizer"])
 
 
 def load_trusted_classes(sharded: ShardedStateDict, folder: Path) -> StateDict:
@@ -285,13 +293,11 @@ def load_trusted_classes(sharded: ShardedStateDict, folder: Path) -> StateDict:
         return dist_checkpointing.load(sharded, str(folder))
 
 
-def _sharded_states(policy: Any, critic: Any | None, **how: bool) -> tuple[dict, dict]:
-    """`_sharded_state` of the policy, with the critic's where there is one, under keys of its own."""
-    sharded, metadata = _sharded_state(policy, **how)
-    if critic is not None:
-        sharded["critic"], _ = _sharded_state(critic, **how)
-        add_prefix_for_sharding(sharded["critic"], CRITIC)
-    return sharded, metadata
+def _of_critic(critic: Any, **how: bool) -> dict:
+    """`_sharded_state` of the critic, under keys of its own."""
+    sharded, _ = _sharded_state(critic, **how)
+    add_prefix_for_sharding(sharded, CRITIC)
+    return {"critic": sharded}
 
 
 def _sharded_state(policy: Any, *, loading: bool, optimizer: bool) -> tuple[dict, dict]:

@@ -500,6 +500,11 @@ class Config(Section):
             kind="cispo" if a.loss.kind == "cispo" else "clip",
         )
 
+    @property
+    def trained_models(self) -> int:
+        """The policy and, with one, its critic, of the same size."""
+        return 1 if self.of_critic is None else 2
+
     def policy_weight(self, step: int) -> float:
         """What the policy's loss of training step `step` (from 1) is multiplied by: 0 while only the critic learns."""
         return 0.0 if step <= self.critic.warmup_steps else 1.0

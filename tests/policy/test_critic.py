@@ -1,10 +1,15 @@
 """PPO's critic beside autograd through transformers in float64, in every kind of layout, and what it learns."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from layout_cases import LAYOUTS, make_models, rollouts
 from rank_cases import run_cases, settings
+
+from dynamo_megatron.checkpoint.weights import open_weights
+from dynamo_megatron.models import load_model_config
 
 PPO = {
     "modulation": None,
@@ -30,7 +35,6 @@ def begin(phase: str) -> None:
 
 
 def make(config, layout):
-    from dynamo_megatron.models import load_model_config
     from dynamo_megatron.policy.critic import Critic
     from dynamo_megatron.policy.policy import Policy
 
@@ -38,9 +42,11 @@ def make(config, layout):
     return Policy(spec, config, layout), Critic(spec, config.of_critic, layout)
 
 
-def on_rank(case: dict, config, layout) -> dict:
+def on_rank(case: dict, config, layout) -> dict | list:
     from dynamo_megatron.policy.batch import TrainBatch, cut_mini_batches
 
+    if "save" in case or "load" in case:
+        return across_layouts(case, config, layout)
     policy, critic = make(config, layout)
     source = rollouts(policy.spec.vocab_size, 7, None)
     minis = policy.pack(source, cut_mini_batches(source.group_ids, 2))
@@ -60,6 +66,29 @@ def on_rank(case: dict, config, layout) -> dict:
     stats = policy.token_stats(source, minis)
     found = policy.gradient(batch, minis[0], stats, None, 1e-3).found
     return {"steps": seen, "policy": found["grad_norm"], "process": batch.process.tolist()}
+
+
+def across_layouts(case: dict, config, layout) -> list:
+    """Trains a step and saves, or loads that; then the values, and those after a step more."""
+    from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint
+    from dynamo_megatron.policy.batch import TrainBatch
+
+    policy, critic = make(config, layout)
+    source = rollouts(policy.spec.vocab_size, 7, None)
+    minis = policy.pack(source, [np.arange(len(source.prompt_ids))])
+
+    def step(number: int) -> list:
+        values = critic.values(source, minis, begin)
+        critic.fit_values(number, TrainBatch.build(source, config, values=values), minis, begin)
+        return values.tolist()
+
+    if folder := case.get("load"):
+        load_checkpoint(policy, Path(folder), critic=critic)
+    else:
+        step(1)
+        step(2)
+        begin_save(policy, Path(case["save"]), 2, {}, background=False, critic=critic).complete(1, 60, print)
+    return [step(3), critic.values(source, minis, begin).tolist()]
 
 
 def reference(path) -> list[dict]:
@@ -100,15 +129,36 @@ def reference(path) -> list[dict]:
     return seen
 
 
+def in_layout(model, layout: str, **more) -> dict:
+    ranks, parallel = LAYOUTS[layout]
+    sections = {"algorithm": PPO, "critic": CRITIC, "rollout": {"max_new_tokens": 32}}
+    sections["trainer"] = {"micro_batch_tokens": 200}
+    return {"config": settings(model, parallel, **sections), "ranks": ranks, **more}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_critic_is_resumed_in_the_same_layout_and_in_others(tmp_path):
+    model, folder = make_models(tmp_path / "models")["llama"], tmp_path / "checkpoints"
+    layouts = ("TP2xPP2+SP", "TP2xPP2+SP", "CP2", "1")
+    first = [in_layout(model, layouts[0], save=str(folder))]
+    later = [in_layout(model, layout, load=str(folder / "step-000002")) for layout in layouts[1:]]
+    for path in (tmp_path / "first", tmp_path / "later"):
+        path.mkdir()
+    saved = run_cases(__file__, first, tmp_path / "first")[0][0]
+    same, *others = (case[0] for case in run_cases(__file__, later, tmp_path / "later"))
+    assert same == saved and np.abs(np.diff(saved, axis=0)).max() > 0.01
+    for other in others:
+        np.testing.assert_allclose(other[0], saved[0], atol=1e-5)
+        np.testing.assert_allclose(other[1], saved[1], atol=2e-3)
+    open_weights(folder / "step-000002", load_model_config(model))  # as a model.path: the critic is left out
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("critic")
-    models, cases = make_models(folder / "models"), []
-    for family, layout in CASES:
-        ranks, parallel = LAYOUTS[layout]
-        sections = {"algorithm": PPO, "critic": CRITIC, "rollout": {"max_new_tokens": 32}}
-        sections["trainer"] = {"micro_batch_tokens": 200}
-        cases.append({"config": settings(models[family], parallel, **sections), "ranks": ranks})
+    models = make_models(folder / "models")
+    cases = [in_layout(models[family], layout) for family, layout in CASES]
     found = run_cases(__file__, cases, folder)
     families = {family for family, _ in CASES}
     return dict(zip(CASES, found, strict=True)), {f: reference(models[f]) for f in families}
