@@ -23,7 +23,8 @@ OURS = {  # ours: verl's keys and slime's options
     "actor.ppo_micro_batch_size_per_gpu --max-tokens-per-gpu --micro-batch-size",
     "trainer.recompute (none, selective or full)": "model.enable_gradient_checkpointing --recompute-granularity",
     "algorithm.loss.aggregation": "actor.loss_agg_mode --calculate-per-token-loss",
-    "methods/grpo (a method's file, after your config; gae: methods/ppo)": "algorithm.adv_estimator --advantage-estimator",
+    "methods/grpo (a method's file, after your config; gae: methods/ppo)": "algorithm.adv_estimator "
+    "--advantage-estimator",
     "algorithm.advantage.kind (dr_grpo divides by none)": "algorithm.norm_adv_by_std_in_grpo "
     "--disable-grpo-std-normalization",
     "algorithm.advantage.gamma and lambda": "algorithm.gamma algorithm.lam --gamma --lambd",
