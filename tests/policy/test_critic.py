@@ -30,16 +30,24 @@ def first_head(size: int) -> np.ndarray:
     return 0.1 * np.sin(np.arange(size))
 
 
-def begin(phase: str) -> None:
-    """Nothing shares the memory."""
-
-
 def make(config, layout):
+    """(policy, critic, what begins a phase: each has on the device what the phase needs, as beside servers)."""
     from dynamo_megatron.policy.critic import Critic
+    from dynamo_megatron.policy.offload import PARTS, Offload
     from dynamo_megatron.policy.policy import Policy
+    from dynamo_megatron.tracking.phases import MEMORY
+    from dynamo_megatron.weight_sync.memory import PHASES
 
     spec = load_model_config(config.model.path)
-    return Policy(spec, config, layout), Critic(spec, config.of_critic, layout)
+    models = Policy(spec, config, layout), Critic(spec, config.of_critic, layout)
+    offloads = [Offload(model) for model in models]
+
+    def begin(phase: str) -> None:
+        for offload, needed in zip(offloads, PHASES[MEMORY[phase]][1:], strict=True):
+            offload.release([part for part in PARTS if part not in needed])
+            offload.resume(needed)
+
+    return *models, begin
 
 
 def on_rank(case: dict, config, layout) -> dict | list:
@@ -47,7 +55,7 @@ def on_rank(case: dict, config, layout) -> dict | list:
 
     if "save" in case or "load" in case:
         return across_layouts(case, config, layout)
-    policy, critic = make(config, layout)
+    policy, critic, begin = make(config, layout)
     source = rollouts(policy.spec.vocab_size, 7, None)
     minis = policy.pack(source, cut_mini_batches(source.group_ids, 2))
     if layout.is_last_stage:
@@ -61,6 +69,7 @@ def on_rank(case: dict, config, layout) -> dict | list:
         fits = critic.fit_values(step, batch, minis, begin)
         sums = {name: [fit[name] for fit in fits] for name in ("loss", "clipped", "grad_norm")}
         seen.append({"values": values.tolist(), "returns": batch.returns.tolist(), **sums})
+    begin("update")
     after = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
     assert all(map(torch.equal, before, after)), "the critic has changed the policy"
     stats = policy.token_stats(source, minis)
@@ -73,7 +82,7 @@ def across_layouts(case: dict, config, layout) -> list:
     from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint
     from dynamo_megatron.policy.batch import TrainBatch
 
-    policy, critic = make(config, layout)
+    policy, critic, begin = make(config, layout)
     source = rollouts(policy.spec.vocab_size, 7, None)
     minis = policy.pack(source, [np.arange(len(source.prompt_ids))])
 
@@ -87,6 +96,7 @@ def across_layouts(case: dict, config, layout) -> list:
     else:
         step(1)
         step(2)
+        begin("save")
         begin_save(policy, Path(case["save"]), 2, {}, background=False, critic=critic).complete(1, 60, print)
     return [step(3), critic.values(source, minis, begin).tolist()]
 
