@@ -78,7 +78,8 @@ def test_a_resumed_run_has_the_process_rewards_of_the_straight_one(run):
 
 def test_a_resumed_run_has_the_critic_of_the_straight_one(run):
     """On two pipeline stages, with process rewards, and a first step in which the critic alone learns."""
-    keys = ["reward={functions: [math]}", "algorithm.advantage={kind: gae, process: {weight: 0.1}}", "parallel.pp=2"]
+    keys = ["reward={functions: [math], prime: {model: null}}", "parallel.pp=2"]
+    keys += ["algorithm.advantage={kind: gae, process: {weight: 0.1, gamma: 1.0}}"]
     keys += ["critic={warmup_steps: 1, optimizer: {lr: 1.0e-3, warmup_steps: 0}}", "algorithm.modulation=null"]
     straight, weights = run("ppo", *keys, f"trainer.steps={STEPS}")
     run("ppo-cut", *keys, "trainer.steps=2")
