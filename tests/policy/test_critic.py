@@ -18,8 +18,8 @@ PPO = {
 }
 CRITIC = {"value_clip": 0.02, "optimizer": {"lr": 1e-2, "warmup_steps": 0, "weight_decay": 0.0, "eps": 1e-6}}
 CASES = [
-    *(("qwen3", layout) for layout in ("1", "TP2xPP2+SP", "VPP2xPP2", "CP2xTP2", "DP2")),
-    *(("llama", layout) for layout in ("PP2", "TP2")),  # tied
+    *(("qwen3", layout) for layout in ("TP2xPP2+SP", "VPP2xPP2", "CP2xTP2", "DP2")),
+    ("llama", "PP2"),  # tied
     ("qwen3_moe", "EP2xTP2+SP"),
 ]
 STEPS = 2
