@@ -34,7 +34,7 @@ class TrainBatch:
     """The S rollouts of a step with what the loss needs of each; the same on every rank."""
 
     rollouts: RolloutBatch
-    advantages: np.ndarray  # float64 [S], from the outcome rewards
+    advantages: np.ndarray  # float64 [S], from the outcome rewards; 0 with a critic, whose advantages are of tokens
     mini_batch: np.ndarray  # int64 [S]: which update of the step trains on the rollout
     weights: np.ndarray  # float64 [S]: of each response token, normalised over the mini-batch, times the prompt's
     # float64 [R], what is added to each token's advantage: of process rewards, the teacher and, all of it, the critic
