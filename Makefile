@@ -3,7 +3,8 @@
 #                 and README's table (40 minutes)
 # make runs/demo/warmup-0/hf   how configs/demo/warm_start was made; with another number, another order of the examples
 # make runs/class_task/warmup/hf   the warm-up of the class task, whose RL is configs/class_task/rl.yaml
-# make compare    GRPO, DynaMO and its two halves from the demo's warm start: 75 runs, resumable (docs/analysis.md)
+# make compare    DynaMO beside GRPO on the demo's task: 20 runs, two at a time (JOBS=N: N), resumable, and README's table
+#                 of them (less than half an hour on two cores; docs/analysis.md)
 # make test       what CI runs: lint and the quick tests
 # make test-all   every check at full count (PEERS=skip: but for the one with verl and TRL)
 # tools/debian_packages.sh   installs, as root, SLURM and what else tests need of Debian; without it they are skipped
@@ -121,8 +122,10 @@ runs/class_task/warmup/hf: | $(INSTALLED)
 	@.venv/bin/python -P tools/demo_task.py runs/class_task/task --task classes
 	@.venv/bin/dynamo-megatron sft configs/class_task/warmup.yaml --ranks 2
 
+JOBS ?= 2
 compare: runs/demo/task
-	@.venv/bin/dynamo-megatron compare configs/compare/demo.yaml
+	@.venv/bin/dynamo-megatron compare configs/compare/demo.yaml --jobs $(JOBS)
+	@.venv/bin/python -P benchmarks/publish_comparison.py
 
 PYTEST := .venv/bin/python -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: lint

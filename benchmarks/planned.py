@@ -38,8 +38,17 @@ TRAININGS = {  # file and part: why a plan of today's code need not agree
     "2026-11-27-h100/layers.json training_old": OLD,
     "2026-11-27-h100/layers.json training": None,
     "2026-11-27-h100/layers.json training_te": None,
+    "2026-11-27-h200/device.json training": None,
+    "2026-11-27-h200/device.json training_te": None,
+    "2026-11-27-h200/variants.json grpo, a pass": None,
+    "2026-11-27-h200/variants.json grpo, the update's own": None,
 }
-LIVE = "2026-11-26-h100/device.json live-disk"
+RECORDED = ("rollout.engine=recorded", "rollout.recorded=none")
+LIVES = {  # file and part: what its configuration sets besides, and why a plan of its training need not agree
+    "2026-11-26-h100/device.json live-disk": ("rollout.sync.transport=disk", "trainer.micro_batch_tokens=4096", OLD),
+    "2026-11-27-h200/device.json live-turns": ("rollout.offload=true", "trainer.micro_batch_tokens=8192", None),
+    "2026-11-27-h200/device.json live-memory": ("rollout.offload=false", "trainer.micro_batch_tokens=8192", None),
+}
 SMOKE = "2026-11-26-h100/device.json smoke"
 TURNS = "2026-11-27-h100/layers.json live-turns"  # the first part of this name that a server answered
 
@@ -71,8 +80,8 @@ def plan_of(config_file: Path, tokens: Tokens, gpu: GPU, ranks: int) -> Plan:
 
 
 def training_peak(plan: Plan) -> float:
-    """Bytes of tensors on the fullest rank at the peak of an update; no GPU's size is in it."""
-    return max(sum(stage.training.values()) for stage in plan.stages) - RESERVED
+    """Bytes of tensors on the fullest rank at the peak of an update; no GPU's size and no server is in it."""
+    return max(sum(stage.training.values()) - stage.training.get("server", 0) for stage in plan.stages) - RESERVED
 
 
 def planned(plan: Plan, update_flops: float) -> dict[str, float]:
@@ -116,12 +125,18 @@ def compared(
     }
 
 
-def plan_of_1_5b(response: int, *words: str) -> Plan:
-    """Of a step of the committed runs: 64 rollouts of 64 + `response` tokens of Qwen2.5-1.5B's shape on one H100."""
+def plan_of_1_5b(response: int, *words: str, gpu: str = "h100-80") -> Plan:
+    """Of a step of the committed runs: 64 rollouts of 64 + `response` tokens of Qwen2.5-1.5B's shape on one GPU."""
     words = ("model.path=Qwen2.5-1.5B", "data.batch_prompts=8", "rollout.max_new_tokens=1024", *words)
     budget = {"algorithm": {"allocation": {"kind": "uniform", "budget": 64}}}
     config, _ = compose([], words, {**UNNEEDED, **budget})
-    return make_plan(config, model_spec(config)[0], Cluster(GPUS["h100-80"], 1, 1), Workload(64, response, 1088))
+    return make_plan(config, model_spec(config)[0], Cluster(GPUS[gpu], 1, 1), Workload(64, response, 1088))
+
+
+def gpu_of(run: str) -> str:
+    """By the name of its folder."""
+    (name,) = (name for name in GPUS if name.partition("-")[0] in run.partition("/")[0])
+    return name
 
 
 def decode(plan: Plan, sequences: int, context: float) -> float:
@@ -134,29 +149,33 @@ def committed() -> list[dict[str, Any]]:
     rows = []
 
     def figures(run: str) -> dict[str, Any]:
-        file, part = run.split()
-        return json.loads((RESULTS / file).read_text(encoding="utf-8"))[part]["figures"]
+        file, part = run.split(maxsplit=1)
+        found = json.loads((RESULTS / file).read_text(encoding="utf-8"))[part]
+        return found.get("figures", found)
 
     def row(run: str, figure: str, seen: list[float], expected: float, why: str | None = None) -> None:
         measured = statistics.median(seen)
         one = {"run": run, "figure": figure, "measured": measured, "planned": expected}
         rows.append({**one, "planned over measured": expected / measured, "does not apply": why})
 
-    plan = plan_of_1_5b(640, "rollout.engine=recorded", "rollout.recorded=none", "trainer.micro_batch_tokens=8192")
     for run, why in TRAININGS.items():
-        found = figures(run)
+        found, words = figures(run), [*RECORDED, "trainer.micro_batch_tokens=8192"]
+        if "words" in found:  # GRPO
+            words += ["algorithm.modulation=null", *found["words"]]
+        times = plan_of_1_5b(640, *words, gpu=gpu_of(run)).times
         steps = found.get("training", found)["steps"][1 : 2 if "trace" in run.split()[1] else None]
-        for name, expected in (("update", plan.times.update), ("logprobs", plan.times.logprobs)):
+        for name, expected in (("update", times.update), ("logprobs", times.logprobs)):
             seen = [step.get(f"{name} seconds", step.get(f"time/{name}")) for step in steps]
-            row(run, f"{name} seconds", seen, expected, why)
-    live = plan_of_1_5b(1024, "rollout.sync.transport=disk", "trainer.micro_batch_tokens=4096")
-    for name, expected in planned(live, 0).items():
-        if name.endswith("seconds"):
-            why = OLD if name.startswith(("update", "logprobs")) else None
-            row(LIVE, name, [step[name] for step in figures(LIVE)["steps"][1:]], expected, why)
-    (served,) = figures(SMOKE)["attempts"]
+            if expected:  # with the update's own log-probs there is no pass
+                row(run, f"{name} seconds", seen, expected, why)
+    for run, (*words, why) in LIVES.items():
+        for name, expected in planned(plan_of_1_5b(1024, *words, gpu=gpu_of(run)), 0).items():
+            if name.endswith("seconds"):
+                applies = why if name.startswith(("update", "logprobs")) else None
+                row(run, name, [step[name] for step in figures(run)["steps"][1:]], expected, applies)
+    (served,), smoke = figures(SMOKE)["attempts"], plan_of_1_5b(1024)
     for sequences in (1, 64):
-        expected = 256 * decode(live, sequences, 64 + 128)
+        expected = 256 * decode(smoke, sequences, 64 + 128)
         row(SMOKE, f"seconds of {sequences} x 256 tokens", [served[f"{sequences} of 256 tokens, second"]], expected)
     turns = plan_of_1_5b(1024, "rollout.server_args=[--disable-cuda-graph]")
     text = "\n".join(figures(TURNS)["server log"] + figures(TURNS)["log"])

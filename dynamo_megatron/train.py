@@ -28,7 +28,7 @@ from dynamo_megatron.policy.critic import Critic, NoCritic
 from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rounds import Round, Selection
 from dynamo_megatron.serving import Serving
-from dynamo_megatron.tracking.resources import rank_memory, resource_metrics
+from dynamo_megatron.tracking.resources import RankResources, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.weight_sync.memory import memory_metrics
@@ -48,12 +48,20 @@ class Sampled(NamedTuple):
 class Trainer:
     """One rank of a run. `run`: jobs/training_run.py's TrainingRun, which stops, saves and exports; its methods are
     collective, `run.start` is the last step that was done before, and `run.on_rank_0` calls a function on rank 0 and
-    returns its result on every rank. `controller`: rank 0's, None on the other ranks. `critic`: PPO's; None:
-    the method has none."""
+    returns its result on every rank. `controller`: rank 0's, None on the other ranks. `resources`: what this rank uses;
+    None only where nothing is logged. `critic`: PPO's; None: the method has none."""
 
-    def __init__(self, run: Any, serving: Serving, controller: Controller | None, critic: Critic | None = None):
+    def __init__(
+        self,
+        run: Any,
+        serving: Serving,
+        controller: Controller | None,
+        resources: RankResources | None = None,
+        critic: Critic | None = None,
+    ):
         self.run, self.config, self.policy, self.phases = run, run.config, run.policy, run.phases
-        self.serving, self.controller, self.critic = serving, controller, critic or NoCritic()
+        self.serving, self.controller, self.resources = serving, controller, resources
+        self.critic = critic or NoCritic()
 
     def train(self) -> None:
         """Trains until `trainer.steps` or `trainer.stop_when`."""
@@ -62,6 +70,8 @@ class Trainer:
         if self.controller is not None:
             self.controller.begin(run.start)
         self.phases.clock.restart()
+        if self.phases.memory is not None:
+            self.phases.memory.report()  # what the start has moved is no part of a step
         run.save()
         stop_reason = self.evaluate_if_due(run.start)
         for step in range(run.start + 1, self.config.trainer.steps + 1):
@@ -209,7 +219,7 @@ class Trainer:
         synced: SyncReport,
     ) -> None:
         layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
-        resources = layout.gather(rank_memory())
+        resources = layout.gather(self.resources.take())
         moved = layout.gather(memory.report()) if memory is not None else None
         if self.controller is not None:
             record = self.controller.record(step, sampled.rounds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -112,6 +113,8 @@ class Rollout:
     process rewards of the response's steps; empty where no function gives any.
     `prompt` (what the model was given, special tokens included), `response` (what the reward functions were given) and
     `answer` (plain data) are for people; None in the files of runs from before they were stored.
+    `extracted`: what a built-in reward read as the response's answer, "" where it found none; None: no function of the
+    run reads one.
     """
 
     rollout_id: str
@@ -134,10 +137,19 @@ class Rollout:
     step_rewards: list[tuple[int, int, float]] = field(default_factory=list)
     reward_failures: dict[str, str] = field(default_factory=dict)
     episode: EpisodeRecord | None = None
+    extracted: str | None = None
 
     @property
     def response_tokens(self) -> list[int]:
         return list(itertools.compress(self.tokens, self.response_mask))
+
+    @property
+    def answer_id(self) -> str:
+        """A hash: of `extracted`, else of the response in lower case with single blanks, else of its tokens."""
+        text = f"response {self.response_tokens if self.response is None else self.response.lower().split()}"
+        if self.extracted is not None:
+            text = f"answer {self.extracted}"
+        return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
     def to_json(self) -> str:
         return to_json(vars(self)).decode()  # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times
@@ -266,6 +278,12 @@ class Sequences:
             return self.tokens[own][self.trained[own]]
         return self.tokens[own][self.prompt_lengths[sequence] :]
 
+    @property
+    def response_tokens(self) -> np.ndarray:
+        """int64 [R], of all responses in order."""
+        each = [self.response(s) for s in range(len(self.prompt_ids))]
+        return np.concatenate(each) if each else np.zeros(0, np.int64)
+
     def segments(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns three arrays int64 [g] for the g segments of `sequences`: the index in `sequences` of the sequence
         that each segment belongs to, and where the segment begins and ends in `tokens`."""
@@ -319,6 +337,7 @@ class RolloutBatch(Sequences):
     servers: list[str]  # their names
     # float64 [R]: where a step of the response ends its process reward, NaN elsewhere; None: no rollout has steps
     step_rewards: np.ndarray | None = None
+    answers: list[str] | None = None  # `Rollout.answer_id` of each; None: not known
 
     @property
     def nbytes(self) -> int:
@@ -350,6 +369,9 @@ class RolloutBatch(Sequences):
             none = (np.full(len(b.engine_logprobs), np.nan) for b in batches)
             steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
             fields["step_rewards"] = concatenate(steps)
+        known = [b.answers for b in batches if b.answers is not None]
+        if len(known) == len(batches):
+            fields["answers"] = [answer for answers in known for answer in answers]
         if batches[0].trained is not None:  # of an agent, as all others are
             fields["trained"] = concatenate([b.trained for b in batches if b.trained is not None])
             places = zip(batches, starts, strict=False)
@@ -369,6 +391,8 @@ class RolloutBatch(Sequences):
         fields |= {name: getattr(self, name)[responses] for name in PER_RESPONSE_TOKEN}
         if self.step_rewards is not None:
             fields["step_rewards"] = self.step_rewards[responses]
+        if self.answers is not None:
+            fields["answers"] = [self.answers[s] for s in members]
         if self.trained is not None and self.segment_starts is not None:
             starts = self.segment_starts[tokens[self.segment_starts]]
             fields |= {"trained": self.trained[tokens], "segment_starts": np.cumsum(tokens)[starts] - 1}
@@ -404,6 +428,7 @@ class RolloutBatch(Sequences):
             finish_reasons=[r.finish_reason for r in rollouts],
             servers=[r.server for r in rollouts],
             step_rewards=_at_their_ends(rollouts),
+            answers=[r.answer_id for r in rollouts],
             **_of_episodes(rollouts, offsets),
         )
 

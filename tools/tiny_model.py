@@ -65,9 +65,15 @@ def make_tiny_model(
         "moe_intermediate_size": expert_ffn,
         "norm_topk_prob": True,
     }
+    factors = {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 0.5,
+        "attention_multiplier": 0.2,
+    }
     config = AutoConfig.for_model(
         family,
-        **(mixture if family == "qwen3_moe" else {}),
+        **{"qwen3_moe": mixture, "granite": factors}.get(family, {}),
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=ffn,

@@ -340,13 +340,13 @@ def write_megatron(
     stateful: dict[str, tuple[int, ...]] = {}
     for name, where in _stored_parameters(spec):
         names = huggingface_names(spec, name)
-        row = 0
+        row, layout = 0, layout_of(name)
         # gate and up are written separately, as Megatron stores them: this needs less memory
-        for together in [(n,) for n in names] if layout_of(name) == "gate_up" else [names]:
+        for together in [(n,) for n in names] if layout == "gate_up" else [names]:
             tensors = [converted(n, get(n), dtype) for n in together]
             if len({t.dtype for t in tensors}) > 1:
                 raise InputError(f"tensors {', '.join(together)}: of different dtypes; give one dtype (--dtype)")
-            tensor = tensors[0] if len(tensors) == 1 else to_megatron(spec, name, tensors, 0, 1)
+            tensor = to_megatron(spec, name, tensors, 0, 1) if layout == "qkv" else tensors[0]
             del tensors
             writer.add(where.key, tensor.view(*(1,) * len(where.sizes), *tensor.shape), where.whole, where.offset(row))
             row += len(tensor)

@@ -25,8 +25,6 @@ from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.tracking.progress import Progress
 
-PRINTING = ("configs", "inspect", "plan", "report", "samples", "replay")  # the only pipe that these write to is stdout
-
 
 def carry_out(arguments: list[str]) -> int:
     """Carries out the command that `arguments` name; returns its exit code."""
@@ -39,18 +37,10 @@ def carry_out(arguments: list[str]) -> int:
     options.keys = [word for word in words if "=" in word and not os.path.exists(word)]
     options.files = [word for word in words if word not in options.keys]
     try:
-        code = _COMMANDS[options.command](options)
-        if options.command in PRINTING:
-            sys.stdout.flush()
-        return code
+        return _COMMANDS[options.command](options)
     except InputError as error:
         show(str(error))
         return 2
-    except BrokenPipeError:
-        if options.command not in PRINTING:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the user has quit the pager
-        return 0
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:

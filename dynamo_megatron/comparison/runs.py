@@ -52,6 +52,7 @@ def compare(options: argparse.Namespace) -> int:
         part, jobs = map(int, os.environ[PART].split())
         return asyncio.run(carry_out(runs[part::jobs], folder / str(part), Stop()))
     if not options.table:
+        _say_what_is_left(runs)
         if options.jobs > 1:
             if any(run.config.rollout.placement == "external" for run in runs):
                 raise ConfigError("rollout.placement: external: runs would share servers; leave --jobs out")
@@ -60,6 +61,7 @@ def compare(options: argparse.Namespace) -> int:
         else:
             code = asyncio.run(carry_out(runs, folder, Stop()))
         if code:
+            _say_what_is_left(runs)
             return code
     return write_comparison(spec, runs)
 
@@ -86,15 +88,17 @@ class Stop:
         print("stopped; the same command goes on", file=sys.stderr, flush=True)
         return 130 if self.asked == signal.SIGINT else 75
 
-    async def child(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> int:
-        """Runs `command` to its end and returns its exit code. It is killed when this process ends. `options`: as of
-        `asyncio.create_subprocess_exec`."""
+    async def child(
+        self, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int] = (), **options: Any
+    ) -> int:
+        """Runs `command` to its end, on `cores` alone where there are any, and returns its exit code. It is killed when
+        this process ends. `options`: as of `asyncio.create_subprocess_exec`."""
         child = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             process_group=0,  # this process forwards the terminal's Ctrl-C
             env=environment,
-            preexec_fn=functools.partial(die_with_parent, signal.SIGKILL, os.getpid()),
+            preexec_fn=functools.partial(_in_child, os.getpid(), cores),
             **options,
         )
         self._children.add(child)
@@ -106,6 +110,12 @@ class Stop:
             self._children.discard(child)
 
 
+def _in_child(parent: int, cores: Sequence[int]) -> None:
+    die_with_parent(signal.SIGKILL, parent)
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
 async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int:
     """Trains those of `runs` that have not ended or have failed but not diverged, one after the other, until all have
     ended or `stop` gets a signal. Returns 0 or the exit code.
@@ -114,9 +124,7 @@ async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int
     `folder` gets their logs. Raises ConfigError where a run is refused.
     """
     stop.watch()
-    left = [run for run in runs if (outcome := read_outcome(run)) is None or not outcome.final]
-    if len(left) < len(runs):
-        print(f"{len(runs) - len(left)} of {len(runs)} runs have ended before", flush=True)
+    left = runs_left(runs)
     up_for, keys = None, None
     async with contextlib.AsyncExitStack() as stack:
         for number, run in enumerate(left, len(runs) - len(left) + 1):
@@ -133,14 +141,26 @@ async def carry_out(runs: Sequence[PlannedRun], folder: Path, stop: Stop) -> int
             if stop.asked is not None:
                 return stop.code()
             print(f"run {number} of {len(runs)}, {run.name}: started", flush=True)
+            start = time.monotonic()
             outcome = await _train(run, keys, stop)
             if outcome is None:
                 return stop.code()
-            how = "finished" if outcome.finished else f"failed (exit code {outcome.code}): {outcome.said}"
+            took = f"finished in {time.monotonic() - start:.0f} s"
+            how = took if outcome.finished else f"failed (exit code {outcome.code}): {outcome.said}"
             print(f"run {number} of {len(runs)}, {run.name}: {how}", flush=True)
             if not outcome.finished:
                 up_for = None
     return 0
+
+
+def runs_left(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Those of `runs` that have not ended, or have failed but not diverged."""
+    return [run for run in runs if (outcome := read_outcome(run)) is None or not outcome.final]
+
+
+def _say_what_is_left(runs: Sequence[PlannedRun]) -> None:
+    left = len(runs_left(runs))
+    print(f"{len(runs) - left} of {len(runs)} runs have ended; left: {left}", flush=True)
 
 
 async def _train(run: PlannedRun, keys: dict[str, Any] | None, stop: Stop) -> RunOutcome | None:
@@ -200,8 +220,7 @@ async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
         if not gpus:  # else a rank would take a share of all cores
             own = dict(os.environ)
             choose_threads(own, 1)
-        on = ["taskset", "--cpu-list", ",".join(map(str, cores[i::jobs]))]
-        parts.append(stop.child([*on, *command], {**os.environ, **own, PART: f"{i} {jobs}"}))
+        parts.append(stop.child(command, {**os.environ, **own, PART: f"{i} {jobs}"}, cores[i::jobs]))
     codes = await asyncio.gather(*parts)
     return REFUSED if REFUSED in codes else max(codes)
 
@@ -236,7 +255,7 @@ async def servers(config: Config, folder: Path, stop: Stop) -> AsyncIterator[dic
     keys = {"placement": "external", "urls": urls, "api_key_env": KEY, "port": port}
     os.environ[KEY] = secrets.token_hex(32)
     own = {"rollout": config.rollout.model_copy(update=keys), "output_dir": str(folder)}
-    listener = SimpleNamespace(up=lambda endpoint: up.add(endpoint.name), down=down)
+    listener = SimpleNamespace(up=lambda endpoint: up.add(endpoint.name), down=down, gpu_use=lambda *_: None)
     supervisor = Supervisor(config.model_copy(update=own), names, listener)
     running = asyncio.create_task(supervisor.run())
     try:

@@ -49,10 +49,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Findings:
-    """Estimates are (value, low, high). `difference`: by arm, its mean final score less the control's, float64 [3].
-    `ratio`: by arm, its cost over the control's, float64 [SHARES, UNITS, 3]; NaN: neither reaches the target."""
+    """By arm, estimates (value, low, high). `final`: its mean final score, float64 [3]. `difference`: that less the
+    control's, float64 [3]. `ratio`: its cost over the control's, float64 [SHARES, UNITS, 3]; NaN: neither reaches the
+    target."""
 
     summary: Summary
+    final: dict[str, np.ndarray]
     difference: dict[str, np.ndarray]
     ratio: dict[str, np.ndarray]
 
@@ -111,10 +113,11 @@ def find(arms: Mapping[str, Arm], control: str) -> Findings:
     summaries = [summarise(arms, control, seeds) for seeds in different]
     samples = [whole, *(summaries[i] for i in which.ravel())]
     reference = list(arms).index(control)
+    final = _estimates(np.array([s.final for s in samples]), -np.inf)
     with np.errstate(invalid="ignore", divide="ignore"):  # inf / inf and inf - inf: NaN
         ratio = _estimates(np.array([s.cost / s.cost[reference] for s in samples]), 0.0)
         difference = _estimates(np.array([s.final - s.final[reference] for s in samples]), -np.inf)
-    return Findings(whole, dict(zip(arms, difference, strict=True)), dict(zip(arms, ratio, strict=True)))
+    return Findings(whole, *(dict(zip(arms, each, strict=True)) for each in (final, difference, ratio)))
 
 
 def _estimates(samples: np.ndarray, lowest: float) -> np.ndarray:

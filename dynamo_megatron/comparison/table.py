@@ -135,11 +135,14 @@ def as_markdown(spec: Spec, seeds: Sequence[int], arms: Mapping[str, Arm], found
 
 def _finals(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[str]) -> str:
     control, summary = spec.control, found.summary
-    rows = [["arm", "runs failed", "learning rate", f"{spec.metric}, %", f"minus {control}, points (95 %)"]]
+    score = f"{spec.metric}, %{' (95 %)' if compared else ''}"
+    rows = [["arm", "runs failed", "learning rate", score, f"minus {control}, points (95 %)"]]
     for a, (name, arm) in enumerate(arms.items()):
         difference = _interval(100 * found.difference[name], "+.1f") if name in compared else "-"
         failed, rate = f"{arm.failed.sum()} of {arm.failed.size}", spec.rates(name)[summary.final_rate[a]]
-        rows.append([name, failed, f"{rate:g}", _percent(summary.final[a]), difference])
+        known = compared and np.isfinite(summary.final[a])
+        final = _interval(100 * found.final[name], ".1f") if known else _percent(summary.final[a])
+        rows.append([name, failed, f"{rate:g}", final, difference])
     note = f"Mean over the seeds at the learning rate of the highest {spec.metric}. {control} starts at "
     return f"## Final scores\n\n{note}{_percent(summary.start)} %.\n\n{markdown(rows)}"
 

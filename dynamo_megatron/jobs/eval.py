@@ -33,7 +33,7 @@ from dynamo_megatron.evaluation.problems import (
 from dynamo_megatron.evaluation.results import SetScores, suite_sets, suite_summary, suite_table, write_results
 from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, sampling, with_model
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.models.server_layout import check_served_rope
+from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
@@ -203,7 +203,7 @@ def _prepared(
     spec = load_model_config(config.model.path, config.model.family)
     progress.phase("loading tokenizer")
     if subject.url is None:
-        check_served_rope(spec)
+        check_served(spec)
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)

@@ -20,7 +20,7 @@ from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.start_checks import check_node, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.models.server_layout import check_served_rope
+from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.serve import NodeServers
@@ -64,7 +64,7 @@ class TrainJob(Job):
         derived = super().check(ranks)
         spec = load_model_config(config.model.path, config.model.family)
         limit = max_prompt_length(config, spec)
-        check_served_rope(spec)
+        check_served(spec)
         transport = check_node(config)
         return {
             **derived,
@@ -170,6 +170,7 @@ class TrainJob(Job):
         from dynamo_megatron.policy.backend import Fusions
         from dynamo_megatron.policy.critic import Critic
         from dynamo_megatron.serving import Serving
+        from dynamo_megatron.tracking.resources import RankResources
         from dynamo_megatron.train import Trainer
         from dynamo_megatron.weight_sync.memory import DeviceMemory
         from dynamo_megatron.weight_sync.sync import WeightSync
@@ -193,7 +194,11 @@ class TrainJob(Job):
         self._training = TrainingRun(self, policy, coordinator, state, self._memory, self._free_memory, critic)
         weight_sync, phases = WeightSync(policy, rollout, coordinator), self._training.phases
         self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
-        self._trainer = Trainer(self._training, self._serving, controller, critic)
+        resources = RankResources(policy.layout.local_rank)
+        coordinator.on_beat = resources.sample
+        if leads and resources.lacks:
+            journal.say(resources.lacks)
+        self._trainer = Trainer(self._training, self._serving, controller, resources, critic)
 
     def run(self) -> None:
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.config_fields import flag, integer
+from dynamo_megatron.models.config_fields import flag, integer, number
 from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -26,6 +26,19 @@ QWEN3_LAYER = {
     "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
     "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
 }
+PHI3_LAYER = {
+    **DENSE_LAYER,
+    "self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",),
+}
+OLMO2_LAYER = {
+    **{name: parts for name, parts in DENSE_LAYER.items() if "layernorm" not in name},
+    "self_attention.q_layernorm.scales": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.scales": ("self_attn.k_norm.weight",),
+    "self_attn_bda.norm.weight": ("post_attention_layernorm.weight",),
+    "mlp_bda.norm.weight": ("post_feedforward_layernorm.weight",),
+}
+GRANITE_FIELDS = ("mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 MIXTURE_FIELDS = """
     decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
     num_local_experts
@@ -84,11 +97,49 @@ def qwen3_moe(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
+def phi3(config: Mapping[str, Any]) -> ModelSpec:
+    """Phi-3 and Phi-4: Llama, with queries, keys and values in one tensor, and gate and up in another."""
+    _require(config, "rms_norm_eps")
+    fields = ("original_max_position_embeddings",)  # of RoPE "longrope", which is not supported
+    spec = decoder_spec(config, "phi3", PHI3_LAYER, ("Phi3ForCausalLM",), fields)
+    if spec.rope_scaling:  # transformers takes YaRN's name for "longrope"
+        raise InputError("rope_scaling: a Phi-3 with scaled RoPE is not supported")
+    return spec
+
+
+def olmo2(config: Mapping[str, Any]) -> ModelSpec:
+    """OLMo 2: RMSNorm on the output of attention and MLP in place of their input, and on all heads of q and k
+    together."""
+    _require(config, "rms_norm_eps")
+    return decoder_spec(config, "olmo2", OLMO2_LAYER, ("Olmo2ForCausalLM",))
+
+
+def granite(config: Mapping[str, Any]) -> ModelSpec:
+    """Granite 3, dense: Llama with four factors."""
+    if flag(config, "mlp_bias"):
+        raise InputError("mlp_bias: true is not supported")
+    return replace(
+        decoder_spec(config, "granite", DENSE_LAYER, ("GraniteForCausalLM",), GRANITE_FIELDS),
+        attention_scale=number(config, "attention_multiplier", 1.0),
+        embedding_scale=number(config, "embedding_multiplier", 1.0),
+        residual_scale=number(config, "residual_multiplier", 1.0),
+        logit_scale=1 / number(config, "logits_scaling", 1.0),
+    )
+
+
+def _require(config: Mapping[str, Any], key: str) -> None:
+    if config.get(key) is None:
+        raise InputError(f"{key}: missing, and families differ in what that means; give it")
+
+
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "phi3": phi3,
+    "olmo2": olmo2,
+    "granite": granite,
 }
 
 

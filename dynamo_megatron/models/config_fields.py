@@ -40,10 +40,12 @@ HARMLESS = frozenset(f"{_FILE} {_TRAINING_AND_OUTPUTS} {_SAMPLING}".split())
 HARMLESS_AS: dict[str, Any] = {
     "add_cross_attention": False,
     "attention_dropout": 0,
+    "embd_pdrop": 0,
     "is_decoder": False,
     "is_encoder_decoder": False,
     "per_layer_config": {},
     "pruned_heads": {},
+    "resid_pdrop": 0,
     "rope_interleaved": False,
     "tie_encoder_decoder": False,
     "use_mrope": False,

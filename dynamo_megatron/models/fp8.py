@@ -23,7 +23,7 @@ BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3
 SCALE = "_scale_inv"
 QUANTIZED_BYTES = 1 + 4 / BLOCK**2  # of an element, its share of the scale included
-_LINEAR = re.compile(r"\.(?:[qkvo]|gate|up|down)_proj\.weight$")
+_LINEAR = re.compile(r"\.(?:[qkvo]|qkv|gate|up|gate_up|down)_proj\.weight$")
 
 
 def is_quantized(name: str) -> bool:

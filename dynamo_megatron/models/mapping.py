@@ -33,6 +33,8 @@ LAYOUT = {
     OUTPUT_LAYER: "vocab",
     "self_attention.linear_qkv.weight": "qkv",
     "self_attention.linear_qkv.bias": "qkv",
+    "self_attention.q_layernorm.scales": "column",
+    "self_attention.k_layernorm.scales": "column",
     "self_attention.linear_proj.weight": "row",
     "mlp.linear_fc1.weight": "gate_up",
     "mlp.linear_fc2.weight": "row",
@@ -109,6 +111,10 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "self_attention.linear_proj.weight": ((hidden, q),),
         "self_attention.q_layernorm.weight": ((head,),),
         "self_attention.k_layernorm.weight": ((head,),),
+        "self_attention.q_layernorm.scales": ((q,),),
+        "self_attention.k_layernorm.scales": ((kv,),),
+        "self_attn_bda.norm.weight": ((hidden,),),
+        "mlp_bda.norm.weight": ((hidden,),),
         "input_layernorm.weight": ((hidden,),),
         "pre_mlp_layernorm.weight": ((hidden,),),
         "mlp.linear_fc1.weight": ((spec.ffn_hidden_size, hidden),) * 2,
@@ -121,7 +127,10 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         of_parameter[f"{here}.linear_fc2.weight"] = ((hidden, spec.moe_ffn_hidden_size),)
     for layer in range(spec.num_layers):
         for parameter, parts in spec.layer_names.items():
-            for part, shape in zip(parts, of_parameter[parameter], strict=True):
+            of_parts = of_parameter[parameter]
+            if len(parts) == 1 < len(of_parts):  # one tensor of them all
+                of_parts = ((sum(shape[0] for shape in of_parts), *of_parts[0][1:]),)
+            for part, shape in zip(parts, of_parts, strict=True):
                 shapes[f"model.layers.{layer}.{part}"] = shape
     shapes["model.norm.weight"] = (hidden,)
     if not spec.tied:
@@ -155,11 +164,16 @@ def to_megatron(
     if is_expert(name):
         tp_rank, tp_size = 0, 1
     if layout == "qkv":
+        if len(tensors) == 1:
+            tensors = tensors[0].split(qkv_rows(spec))
         grouped = [t.unflatten(0, (spec.num_query_groups, -1)).chunk(tp_size)[tp_rank] for t in tensors]
         return torch.cat(grouped, dim=1).flatten(0, 1)
     if layout == "gate_up":
-        return torch.cat([t.chunk(tp_size)[tp_rank] for t in tensors])
+        halves = tensors if len(tensors) == 2 else tensors[0].chunk(2)
+        return torch.cat([t.chunk(tp_size)[tp_rank] for t in halves])
     (tensor,) = tensors
+    if layout == "column":
+        return tensor.chunk(tp_size)[tp_rank]
     if layout == "row":
         return tensor.chunk(tp_size, dim=1)[tp_rank]
     if layout == "vocab":
@@ -187,11 +201,21 @@ def to_huggingface(spec: ModelSpec, name: str, shards: Sequence[torch.Tensor]) -
         parts = [_joined(halves) for halves in zip(*(s.chunk(2) for s in shards), strict=True)]
     elif layout == "row":
         parts = [_joined(shards, dim=1)]
+    elif layout == "column":
+        parts = [_joined(shards)]
     elif layout == "vocab":
         parts = [_joined(shards)[: spec.vocab_size]]
     else:
         parts = [shards[0]]
+    if len(names) == 1 < len(parts):
+        parts = [torch.cat(parts)]
     return dict(zip(names, parts, strict=True))
+
+
+def qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
+    """Rows of a layer's query, key and value projections."""
+    kv = spec.num_query_groups * spec.kv_channels
+    return spec.num_attention_heads * spec.kv_channels, kv, kv
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

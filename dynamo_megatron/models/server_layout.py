@@ -12,7 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.mapping import expert_number, huggingface_names, huggingface_shapes, parameter_names
+from dynamo_megatron.models.mapping import (
+    expert_number,
+    huggingface_names,
+    huggingface_shapes,
+    parameter_names,
+    qkv_rows,
+)
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.runtime.late import torch
 
@@ -20,6 +26,8 @@ from dynamo_megatron.runtime.late import torch
 CUTS = {
     **dict.fromkeys(("q_proj", "gate_proj", "up_proj"), "column"),
     **dict.fromkeys(("k_proj", "v_proj"), "kv"),
+    "qkv_proj": "qkv",
+    "gate_up_proj": "gate_up",
     **dict.fromkeys(("o_proj", "down_proj"), "row"),
     **dict.fromkeys(("embed_tokens", "lm_head"), "vocab"),
 }
@@ -69,9 +77,12 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
         )
 
 
-def check_served_rope(spec: ModelSpec) -> None:
-    """Raises ValueError if SGLang would serve another RoPE than the policy's: SGLang reads YaRN's mscale, but not
-    YaRN's attention_factor (SGLang 0.5.23: layers/rotary_embedding/factory.py)."""
+def check_served(spec: ModelSpec) -> None:
+    """Raises ValueError if SGLang would serve another model than the policy's: SGLang reads YaRN's mscale, but not
+    YaRN's attention_factor, nor OLMo 2's head_dim (SGLang 0.5.23: layers/rotary_embedding/factory.py,
+    models/olmo2.py)."""
+    if spec.wide_qk_norm and spec.kv_channels * spec.num_attention_heads != spec.hidden_size:
+        raise InputError("head_dim: SGLang serves OLMo 2 with heads of hidden_size / num_attention_heads alone")
     given = dict(spec.rope_scaling).get("attention_factor")
     if given is not None:
         raise InputError(
@@ -90,12 +101,18 @@ def server_vocab_rows(spec: ModelSpec, tp_size: int) -> int:
 
 def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
     """Rank `tp_rank`'s part of the whole Hugging Face tensor `name`, without padding; may share its memory."""
+    cuts = min(tp_size, spec.num_query_groups)  # with more ranks than key/value heads, neighbours hold the same
     match _cut(name):
         case "column":
             return tensor.chunk(tp_size)[tp_rank]
-        case "kv":  # with more ranks than heads, neighbours hold the same head
-            cuts = min(tp_size, spec.num_query_groups)
+        case "kv":
             return tensor.chunk(cuts)[tp_rank * cuts // tp_size]
+        case "qkv":
+            sizes = qkv_rows(spec)  # of scales it has a row for each block
+            q, *kv = tensor.split([size * len(tensor) // sum(sizes) for size in sizes])
+            return torch.cat([q.chunk(tp_size)[tp_rank], *(t.chunk(cuts)[tp_rank * cuts // tp_size] for t in kv)])
+        case "gate_up":
+            return torch.cat([half.chunk(tp_size)[tp_rank] for half in tensor.chunk(2)])
         case "row":
             return tensor.chunk(tp_size, dim=1)[tp_rank]
         case "vocab":

@@ -48,11 +48,18 @@ class ModelSpec:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    wide_qk_norm: bool  # over all heads together, not over each
+    pre_norms: bool  # of the input of attention and MLP
+    post_norms: bool  # of their output, before it is added to the residual
     layer_names: Mapping[str, tuple[str, ...]] = field(repr=False, hash=False)  # as DENSE_LAYER
     num_experts: int = 0  # routed experts of every layer; 0: dense
     router_topk: int = 0  # experts a token goes to
     moe_ffn_hidden_size: int = 0  # width of an expert
     norm_topk_prob: bool = False  # the chosen experts' probabilities are made to sum to 1
+    attention_scale: float | None = None  # of queries times keys; None: kv_channels ** -0.5
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of the output of attention and MLP, before it is added to the residual
+    logit_scale: float = 1.0
 
     def dimensions(self) -> dict[str, Any]:
         """The fields that determine what the model computes, as plain data that survives JSON."""
@@ -110,7 +117,7 @@ def decoder_spec(
         raise InputError("attention_bias: true is not supported")
     heads = integer(config, "num_attention_heads")
     # Required for a Qwen: without it transformers would take 32 or 4.
-    groups = integer(config, "num_key_value_heads", heads if family == "llama" else None)
+    groups = integer(config, "num_key_value_heads", heads if family in ("llama", "granite") else None)
     hidden = integer(config, "hidden_size")
     layers = integer(config, "num_hidden_layers")
     if heads % groups:
@@ -141,7 +148,10 @@ def decoder_spec(
         rope_scaling=rope_scaling,
         tied=flag(config, "tie_word_embeddings"),
         qkv_bias="self_attention.linear_qkv.bias" in layer_names,
-        qk_norm="self_attention.q_layernorm.weight" in layer_names,
+        qk_norm=any(name.startswith("self_attention.q_layernorm") for name in layer_names),
+        wide_qk_norm="self_attention.q_layernorm.scales" in layer_names,
+        pre_norms="input_layernorm.weight" in layer_names,
+        post_norms="self_attn_bda.norm.weight" in layer_names,
         layer_names=layer_names,
     )
 

@@ -99,7 +99,7 @@ def measured_on(plan: Plan) -> str:
         beyond |= {
             f"servers of tp {plan.servers.tp}": plan.servers.tp > 1,
             f"{config.rollout.quantization} servers": config.rollout.quantization is not None,
-            "weight sync from one through CUDA IPC": config.rollout.sync.transport != "disk",
+            "weight sync through CUDA IPC by an H200's": config.rollout.sync.transport != "disk" and gpu == MEASURED_ON,
         }
     extrapolated = ", ".join(name for name, applies in beyond.items() if applies)
     measured = f"one {MEASURED_ON.name} and {MEASURED_PARAMETERS / 1e9:.1f} billion parameters"

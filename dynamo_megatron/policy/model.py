@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -37,25 +38,7 @@ from dynamo_megatron.policy.backend import Fusions, layer_calls, use_layer_funct
 from dynamo_megatron.policy.batch import MicroBatch, context_positions, to_device
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.lora import Adapter, sharded_adapters
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last dimension in float32, rounded once; allowed under sequence parallelism.
-
-    The mark on the weight makes Megatron all-reduce its gradient over the tensor-parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda or x.dtype == torch.float32:  # one kernel, which computes in float32
-            # Keys are a view: saved as such they would keep queries, keys and values.
-            return F.rms_norm(x.contiguous(), self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+from dynamo_megatron.policy.norms import ResidualAdd, RMSNorm, WideNorm
 
 
 class PackedRotary(torch.nn.Module):
@@ -187,6 +170,8 @@ class PolicyModel(GPTModel):
     is already summed over the tensor-parallel ranks, so nothing is reduced in the backward pass.
     """
 
+    logit_scale = 1.0
+
     def _postprocess(self, hidden_states, **kwargs):
         if not self.post_process:
             return hidden_states
@@ -194,7 +179,8 @@ class PolicyModel(GPTModel):
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return hidden_states.squeeze(1)
+        hidden_states = hidden_states.squeeze(1)
+        return hidden_states if self.logit_scale == 1.0 else hidden_states * self.logit_scale
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
         """With `model.lora`, of the adapters alone."""
@@ -261,7 +247,7 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         kv_channels=spec.kv_channels,
         layernorm_epsilon=spec.norm_eps,
         add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm,
+        qk_layernorm=spec.qk_norm and not spec.wide_qk_norm,  # replicated norms: their gradients are summed
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -296,8 +282,8 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         deallocate_pipeline_outputs=cuda,
         bias_activation_fusion=True,  # SwiGLU
         # TransformerEngine's linears have a switch of their own (`_set_up_transformer_engine`).
-        gradient_accumulation_fusion=not _uses_transformer_engine(config),
-        apply_rope_fusion=_uses_transformer_engine(config),
+        gradient_accumulation_fusion=not _uses_transformer_engine(spec, config),
+        apply_rope_fusion=_uses_transformer_engine(spec, config),
         deterministic_mode=config.trainer.deterministic and cuda,
         **_experts(spec, config),
     )
@@ -308,9 +294,10 @@ def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None]:
     own value is right (plain RoPE, kv_channels ** -0.5). YaRN multiplies both q and k by a factor, here in the scale.
     """
     if not spec.rope_scaling:
-        return None, None
+        return None, spec.attention_scale
     frequencies, factor = scaled_frequencies(spec)
-    return frequencies, None if factor == 1.0 else factor**2 * spec.kv_channels**-0.5
+    scale = spec.attention_scale or spec.kv_channels**-0.5
+    return frequencies, spec.attention_scale if factor == 1.0 else factor**2 * scale
 
 
 def _experts(spec: ModelSpec, config: Config) -> dict:
@@ -327,40 +314,50 @@ def _experts(spec: ModelSpec, config: Config) -> dict:
         # An auxiliary loss's gradient would not be scaled as the policy loss is, by weights over the mini-batch.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": _uses_transformer_engine(config),
-        "moe_permute_fusion": _uses_transformer_engine(config),
+        "moe_grouped_gemm": _uses_transformer_engine(spec, config),
+        "moe_permute_fusion": _uses_transformer_engine(spec, config),
         "expert_tensor_parallel_size": 1,
     }
 
 
-def _uses_transformer_engine(config: Config) -> bool:
-    """Adapters are beside Megatron's own linears."""
-    return Fusions.detect().norm == "transformer-engine" and config.model.lora is None
+def _uses_transformer_engine(spec: ModelSpec, config: Config) -> bool:
+    """Adapters are beside Megatron's own linears, and TransformerEngine's begin with a norm."""
+    return Fusions.detect().norm == "transformer-engine" and config.model.lora is None and spec.pre_norms
 
 
-def _layer_spec(spec: ModelSpec, config: Config, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
+def _layer_spec(spec: ModelSpec, config: Config, megatron: TransformerConfig) -> tuple[ModuleSpec, type]:
     """The layer and the last norm: TransformerEngine's modules on a GPU that has them, else Megatron's own."""
     experts = spec.num_experts or None
-    if _uses_transformer_engine(config):
-        from megatron.core.extensions.transformer_engine import TENorm
+    if _uses_transformer_engine(spec, config):
+        from megatron.core.extensions.transformer_engine import TENorm as norm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=spec.qk_norm
         )
         # TransformerEngine's attention of packed sequences supports 16-bit types alone.
-        if dtype == torch.float32 or Fusions.detect().attention == "torch":
+        if megatron.params_dtype == torch.float32 or Fusions.detect().attention == "torch":
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
-        return layer, TENorm
-    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=spec.qk_norm, normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    if experts is not None:  # no linear to fuse this norm into: a checkpoint has it under its own name, as on a GPU
-        del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if spec.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer, RMSNorm
+    else:
+        layer, norm = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm"), RMSNorm
+        parts = layer.submodules
+        if spec.pre_norms:
+            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        else:
+            parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        if experts is not None:  # no linear to fuse this norm into: a checkpoint has it under its own name, as on a GPU
+            del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if spec.wide_qk_norm:
+            heads = (spec.num_attention_heads, spec.num_query_groups)
+            tp = config.parallel.tp
+            attention.q_layernorm, attention.k_layernorm = (ModuleSpec(WideNorm, {"heads": n // tp}) for n in heads)
+        elif spec.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if spec.post_norms or spec.residual_scale != 1.0:
+        add = {"config": megatron, "norm": spec.post_norms, "scale": spec.residual_scale}
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(ResidualAdd, add)
+    return layer, norm
 
 
 def _set_up_transformer_engine(chunks: list[PolicyModel]) -> None:
@@ -381,8 +378,8 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16.1 without TransformerEngine: all routers read it
         moe_utils.te_general_gemm = None
     megatron, count = transformer_config(spec, config), config.parallel.vpp
-    use_layer_functions(megatron.params_dtype, transformer_engine=_uses_transformer_engine(config))
-    layer, norm = _layer_spec(spec, config, megatron.params_dtype)
+    use_layer_functions(megatron.params_dtype, transformer_engine=_uses_transformer_engine(spec, config))
+    layer, norm = _layer_spec(spec, config, megatron)
     chunks = [
         PolicyModel(
             megatron,
@@ -401,12 +398,18 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         ).to(layout.device)
         for chunk in range(count)
     ]
-    if _uses_transformer_engine(config):
+    if _uses_transformer_engine(spec, config):
         _set_up_transformer_engine(chunks)
     for chunk in chunks:
+        chunk.logit_scale = spec.logit_scale
+        if chunk.pre_process and spec.embedding_scale != 1.0:
+            chunk.embedding.register_forward_hook(lambda _, __, output: output * spec.embedding_scale)
+        for module in chunk.modules():
+            if isinstance(module, WideNorm):
+                module.group = layout.tp
         if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies
-        if not _uses_transformer_engine(config):
+        if not _uses_transformer_engine(spec, config):
             chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb.inv_freq.to(layout.device))
         for name, parameter in chunk.named_parameters():
             if is_expert(name):

@@ -36,9 +36,9 @@ SERVICES = ("judge", "reward_model")  # also behind HTTP; their configuration se
 
 @dataclass(frozen=True)
 class FunctionResult:
-    """What one reward function gave one response. If `state` (`types.REWARD_STATES`) is "scored", `value` is the score
-    and `steps` has the scores of steps. Otherwise `text` says in one line what went wrong, and `frames` where in the
-    user's files."""
+    """What one reward function gave one response. If `state` (`types.REWARD_STATES`) is "scored", `value` is the score,
+    `steps` has the scores of steps, and `answer` is as `answers.extracted` says. Otherwise `text` says in one line what
+    went wrong, and `frames` where in the user's files."""
 
     function: str
     state: str
@@ -46,6 +46,7 @@ class FunctionResult:
     steps: Sequence[Step] = ()
     text: str = ""
     frames: str = ""
+    answer: str | None = None
 
 
 class RewardError(InputError):

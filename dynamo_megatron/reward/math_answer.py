@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -69,9 +70,19 @@ def math_answer(prompt: Prompt, response: str) -> float:
     normal form, or both can be parsed whole and are mathematically equal. `prompt.answer` is a number or text: plain,
     LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises ValueError for anything else."""
     reference = normal_form(_reference(prompt.answer))
+    return float(any(equal_answers(reference, choice) for choice in _choices(reference, response)))
+
+
+def compared_answer(prompt: Prompt, response: str, score: float) -> str:
+    """The normal form of the response's answer; of a right one that of `prompt.answer`, whatever form it has itself."""
+    reference = normal_form(_reference(prompt.answer))
+    return reference if score == 1 else next(_choices(reference, response), "")
+
+
+def _choices(reference: str, response: str) -> Iterator[str]:
+    """The normal forms of `final_answers`."""
     words = in_words(reference) or _parsed(reference) is None
-    choices = [normal_form(text) for text in final_answers(response, words)]
-    return float(any(equal_answers(reference, choice) for choice in choices if choice))
+    return filter(None, map(normal_form, final_answers(response, words)))
 
 
 def equal_answers(reference: str, answer: str) -> bool:

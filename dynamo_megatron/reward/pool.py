@@ -42,7 +42,8 @@ FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(valu
 class Score:
     """`status` is "ok", "reward_timeout" or "reward_error". `parts` has the value of each function that gave one, and
     `failures` the state of each that gave none (`types.REWARD_STATES`). `failure` says in one line which function
-    failed first, and how. `steps` is empty unless all functions gave a value."""
+    failed first, and how. `steps` is empty unless all functions gave a value. `answer`: `FunctionResult.answer` of the
+    first function that reads one."""
 
     reward: float
     success: bool
@@ -51,6 +52,7 @@ class Score:
     failure: str = field(default="", compare=False)
     failures: dict[str, str] = field(default_factory=dict, compare=False)
     steps: list[Step] = field(default_factory=list)
+    answer: str | None = field(default=None, compare=False)
 
 
 class RewardPool:
@@ -129,7 +131,9 @@ class RewardPool:
             reward = FUSIONS[self._config.fusion](list(parts.values()))
             if abs(reward) <= LARGEST_REWARD:
                 success = parts[self._config.outcomes[0]] >= self._config.success_threshold
-                return Score(reward, success, parts, steps=[step for result in scored for step in result.steps])
+                steps = [step for result in scored for step in result.steps]
+                answer = next((result.answer for result in scored if result.answer is not None), None)
+                return Score(reward, success, parts, steps=steps, answer=answer)
             text = f"their {self._config.fusion} is {reward:g}, of more than {LARGEST_REWARD:g} in size"
             failures = [FunctionResult(", ".join(parts), "wrong_format", text=text)]
         first = min(failures, key=lambda result: result.state == "timed_out")  # an error counts before a timeout

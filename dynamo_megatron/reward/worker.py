@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from dynamo_megatron.reward.answers import extracted
 from dynamo_megatron.reward.functions import FunctionResult, checked_steps, load_function
 from dynamo_megatron.runtime.log_files import never_fail
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
@@ -50,7 +51,8 @@ def _result(name: str, function: Callable, prompt: Prompt, response: str) -> Fun
         with forks_exit():
             value = function(prompt, response)
         state = "wrong_format"
-        return FunctionResult(name, "scored", *checked_steps(value, len(response)))
+        score, steps = checked_steps(value, len(response))
+        return FunctionResult(name, "scored", score, steps, answer=extracted(name, prompt, response, score))
     except BaseException as error:  # the user's function may raise anything; the parent decides
         text, frames = failure(error)
         return FunctionResult(name, state, text=text, frames=frames)

@@ -46,7 +46,7 @@ class Scoring:
             rollout.response, score = await self.score(request.prompt, response)
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
-            rollout.status, failure = score.status, score.failure
+            rollout.status, failure, rollout.extracted = score.status, score.failure, score.answer
             if score.steps and rollout.episode is None:
                 located = (score.steps, response.tokens, rollout.response, self._tokenizer)
                 rollout.step_rewards = await asyncio.to_thread(token_spans, *located)  # microseconds a token

@@ -1,43 +1,83 @@
-"""The memory, CPU cores and disk that a run uses; torch's profiler on chosen steps (`tracking.profile_steps`)."""
+"""What a run uses: memory, cores, GPUs, network, disk. torch's profiler on chosen steps (`tracking.profile_steps`)."""
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.runtime.gpu_usage import GpuMonitor, GpuUse
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
 
 
-def rank_memory() -> dict[str, int]:
-    """Bytes: `host_memory` of this process now, and `gpu_memory`, the peak of its tensors since the last call."""
-    peak = 0
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    return {"host_memory": psutil.Process().memory_info().rss, "gpu_memory": peak}
+class RankResources:
+    """What this rank uses in a step: its process, its GPU, and the node's network where it is the node's first rank.
+    `lacks`: as of GpuMonitor."""
+
+    def __init__(self, local_rank: int):
+        self._monitor = GpuMonitor([local_rank] if torch.cuda.is_available() else [])
+        self.lacks, self._leads, self._gpu = self._monitor.lacks, local_rank == 0, GpuUse()
+        self._moved, self._since = _moved(), time.monotonic()
+
+    def sample(self) -> None:
+        """Reads the GPU. The watchdog thread calls it about once a second: there is no thread for it."""
+        self._gpu = self._gpu.plus(self._monitor.read())
+
+    def take(self) -> dict[str, Any]:
+        """Plain data for `resource_metrics`, of the time since the last call. Bytes: `host_memory` of this process now,
+        `gpu_memory`, the peak of its tensors. `gpu`: a GpuUse. `network`: (interface, way) -> bytes per second; without
+        the ends of containers (veth), whose bridge moves the same bytes."""
+        peak = 0
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        gpu, self._gpu = self._gpu, GpuUse()
+        found = {"host_memory": psutil.Process().memory_info().rss, "gpu_memory": peak, "gpu": gpu, "network": {}}
+        if self._leads:
+            before, since = self._moved, self._since
+            self._moved, self._since = _moved(), time.monotonic()
+            for key in self._moved.keys() & before.keys():
+                if (more := self._moved[key] - before[key]) and not key[0].startswith("veth"):
+                    found["network"][key] = more / max(self._since - since, 1e-9)
+        return found
 
 
-def resource_metrics(per_rank: Sequence[Mapping[str, int]], output_dir: Path) -> dict[str, float]:
-    """Metrics of a step, computed on rank 0 from every rank's `rank_memory`.
+def _moved() -> dict[tuple[str, str], int]:
+    """(interface, way) -> bytes since the start of the machine."""
+    counters = psutil.net_io_counters(pernic=True)
+    sent = {(name, "sent"): each.bytes_sent for name, each in counters.items()}
+    return sent | {(name, "received"): each.bytes_recv for name, each in counters.items()}
 
-    All are in bytes except `resources/cpu`: the share of this machine's cores that was busy since the last call, at
-    first since this process has imported psutil.
+
+def resource_metrics(per_rank: Sequence[Mapping[str, Any]], output_dir: Path) -> dict[str, float]:
+    """Metrics of a step, computed on rank 0 from every rank's `RankResources.take`.
+
+    All are in bytes except `resources/cpu`, the share of this machine's cores that was busy since the last call, at
+    first since this process has imported psutil; `gpu_utilisation`, the mean over the ranks' GPUs, and
+    `gpu_utilisation_min`; and `network/INTERFACE/sent` and `received`, bytes per second on the node that moves most.
     """
-    return {
+    metrics: dict[str, float] = {
         "resources/host_memory_max": max(sample["host_memory"] for sample in per_rank),
         "resources/gpu_memory_max": max(sample["gpu_memory"] for sample in per_rank),
         "resources/cpu": psutil.cpu_percent() / 100,
         "resources/disk_free": shutil.disk_usage(output_dir).free,
     }
+    if gpus := [sample["gpu"] for sample in per_rank if sample["gpu"].samples]:
+        metrics["resources/gpu_utilisation"] = sum(gpu.utilisation for gpu in gpus) / len(gpus)
+        metrics["resources/gpu_utilisation_min"] = min(gpu.utilisation for gpu in gpus)
+        metrics["resources/gpu_used_max"] = max(gpu.memory for gpu in gpus)
+    for (name, way), rate in sorted(rate for sample in per_rank for rate in sample["network"].items()):
+        metrics[f"resources/network/{name}/{way}"] = rate  # the last is the largest
+    return metrics
 
 
 class StepProfiler:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynamo_megatron.algorithm.advantages import informative, overlong_penalty
+from dynamo_megatron.algorithm.diversity import NGRAM, distinct_ngrams, unique_answers
 from dynamo_megatron.algorithm.gae import explained_variance
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.rollout.result import RolloutResult
     from dynamo_megatron.tracking.phases import Clock
-    from dynamo_megatron.types import TokenStats
+    from dynamo_megatron.types import RolloutBatch, TokenStats
     from dynamo_megatron.weight_sync.sync import SyncReport
 
 NOT_IN_KEYS = re.compile(r"[^\w.:-]+")  # of a reward function's name: a URL has slashes, which divide keys
@@ -124,6 +125,7 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
         "rollout/requested": counts["requested"],
         "rollout/response_tokens": int(np.sum(sampled.response_lengths)) + result.rejected_tokens,
         "rollout/response_length_mean": _mean(sampled.response_lengths),
+        **_diversity(sampled),
     }
     for name in ("truncated", "aborted", "failed", "rejected", "reused"):
         metrics[f"rollout/{name}"] = counts[name] / requested
@@ -135,11 +137,22 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
     return metrics | {f"agent/{name}": result.episodes[name] / requested for name in OF_EPISODES if result.episodes}
 
 
+def _diversity(sampled: RolloutBatch) -> dict[str, float]:
+    """Means over the groups of two or more rollouts; absent where there are none."""
+    metrics = {}
+    if sampled.answers is not None and len(shares := unique_answers(sampled.answers, sampled.group_ids)):
+        metrics["reward/unique_answers"] = _mean(shares)
+    ngrams = distinct_ngrams(sampled.response_tokens, sampled.response_lengths, sampled.group_ids)
+    return metrics | ({f"rollout/distinct_{NGRAM}grams": _mean(ngrams)} if len(ngrams) else {})
+
+
 def _of_servers(result: RolloutResult) -> dict[str, float]:
     """Of each server SERVER `fleet/SERVER/`: `tokens_per_second`, `busy_share` (the share of the generation time with a
     request under way; both of the time since the step before if rollouts are generated ahead), `kv_cache` (the largest
-    share in use that was seen; absent where it was not measured) and `rollouts` (how many it answered). Of all:
-    requests that were lost with a server and sent again, restarts, and the seconds after 90 % of the responses."""
+    share in use that was seen; absent where it was not measured), `rollouts` (how many it answered), and with NVML
+    `gpu_memory` (bytes, the most in use on one of its GPUs) and `gpu_utilisation`. Of all: requests that were lost with
+    a server and sent again, restarts, the seconds after 90 % of the responses, and with NVML `fleet/gpu_memory_max` and
+    `fleet/gpu_utilisation`, the mean."""
     seconds = max(1e-9, result.times.get("generate", 0.0) if result.ahead is None else result.ahead.seconds)
     metrics = {
         "fleet/retries": sum(use.retries for use in result.uses.values()),
@@ -154,6 +167,12 @@ def _of_servers(result: RolloutResult) -> dict[str, float]:
             if use.kv_cache is not None:
                 metrics[f"fleet/{name}/kv_cache"] = use.kv_cache
             metrics[f"fleet/{name}/rollouts"] = sum(answered.get(name, {}).values())
+            if use.gpu.samples:
+                metrics[f"fleet/{name}/gpu_memory"] = use.gpu.memory
+                metrics[f"fleet/{name}/gpu_utilisation"] = use.gpu.utilisation
+    if measured := [use.gpu for name, use in result.uses.items() if name and use.gpu.samples]:
+        metrics["fleet/gpu_memory_max"] = max(gpu.memory for gpu in measured)
+        metrics["fleet/gpu_utilisation"] = _mean([gpu.utilisation for gpu in measured])
     return metrics
 
 

@@ -1,6 +1,6 @@
 """Servers and training ranks that share GPUs take turns with their memory.
 
-So far this has run on CPUs only. There a server frees nothing; the tests have a server that loses what it releases
+This has run on one GPU. On a CPU a server frees nothing; the tests have a server that loses what it releases
 (tests/e2e/poisoning_saver).
 """
 

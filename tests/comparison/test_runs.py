@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dynamo_megatron.cli import main
 from dynamo_megatron.comparison import runs
 from dynamo_megatron.comparison.runs import Stop, carry_out, keeps_servers, servers, side_by_side
 from dynamo_megatron.comparison.spec import planned_runs, read_outcome
@@ -63,18 +64,23 @@ def test_runs_one_after_the_other_and_again_those_that_failed(planned, tmp_path,
     with pytest.raises(ConfigError, match=r"refused-lr1e-06-seed7: trained 7 \(more in "):
         asyncio.run(carry_out(made, tmp_path, Stop()))
     out = capsys.readouterr().out
-    assert out.startswith("1 of 3 runs have ended before\nrun 2 of 3, fails") and read_outcome(made[2]) is None
+    assert out.startswith("run 2 of 3, fails") and read_outcome(made[2]) is None
 
 
-def test_a_signal_stops_the_run_and_the_comparison(planned, tmp_path):
+def test_a_signal_stops_the_run_and_the_comparison_which_says_what_is_left(planned, capsys):
     made = planned("stops", "well")
-    assert asyncio.run(carry_out(made, tmp_path, Stop())) == 75
+    assert main(["compare", "spec.yaml"]) == 75
+    left = "0 of 2 runs have ended; left: 2"
+    assert capsys.readouterr().out.splitlines() == [left, "run 1 of 2, stops-lr1e-06-seed7: started", left]
     assert [read_outcome(run) for run in made] == [None, None] and not made[1].folder.exists()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 @pytest.mark.parametrize(("waits", "code"), [(False, 1), (True, 75)])
-def test_parts_have_cores_of_their_own_the_worst_exit_code_counts_and_a_signal_reaches_all(tmp_path, waits, code):
+def test_parts_have_cores_of_their_own_the_worst_exit_code_counts_and_a_signal_reaches_all(
+    tmp_path, waits, code, monkeypatch
+):
+    monkeypatch.setenv("PATH", "")  # no program of the system is needed
     (tmp_path / "part.py").write_text(PART)
     command = [sys.executable, "-P", str(tmp_path / "part.py"), str(tmp_path), str(waits)]
     assert asyncio.run(side_by_side(command, 2, Stop())) == code

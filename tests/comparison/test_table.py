@@ -63,9 +63,9 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     made([1, 2, 3, 4, 5], usual)
     assert main(["compare", "spec.yaml", "--table"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "| grpo | 0 of 10 | 1e-06 | 60.0 | - |" in lines
-    assert "| half | 0 of 10 | 1e-06 | 60.0 | +0.0 (+0.0 to +0.0) |" in lines
-    assert "| wild | 1 of 10 | 1e-06 | 20.0 | -40.0 (-40.0 to +30.0) |" in lines
+    assert "| grpo | 0 of 10 | 1e-06 | 60.0 (60.0 to 60.0) | - |" in lines
+    assert "| half | 0 of 10 | 1e-06 | 60.0 (60.0 to 60.0) | +0.0 (+0.0 to +0.0) |" in lines
+    assert "| wild | 1 of 10 | 1e-06 | 20.0 (20.0 to 90.0) | -40.0 (-40.0 to +30.0) |" in lines
     assert "- **wild: 1 of 10 runs failed** (by learning rate: 1 at 1.5e-06)" in lines
     # half of .4 above .2: after two steps, 20 rollouts of 7 tokens; 2 + 4 s of their 5 s without evaluation and save
     half = next(i for i, line in enumerate(lines) if line.startswith("## Cost of half of grpo's gain"))

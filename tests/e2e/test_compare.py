@@ -32,7 +32,7 @@ def test_killed_and_resumed_it_comes_to_its_tables(workspace):
     again = Run(workspace, "compared.yaml", command="compare")
     assert again.wait(timeout=500) == 0, again.text
     assert living(killed.family) == []
-    assert "1 of 2 runs have ended before" in again.text and "## Final scores" in again.text
+    assert "1 of 2 runs have ended; left: 1" in again.text and "## Final scores" in again.text
     assert (folder / "runs" / f"{FINISHED}.log").read_text() == before
     rows = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
     assert [(row["arm"], row["rollouts"]) for row in rows] == [

@@ -41,7 +41,8 @@ from dynamo_megatron.models.mapping import (  # noqa: E402
 )
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
-from dynamo_megatron.policy.model import RMSNorm, build_chunks  # noqa: E402
+from dynamo_megatron.policy.model import build_chunks  # noqa: E402
+from dynamo_megatron.policy.norms import RMSNorm  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.types import Sequences  # noqa: E402
 
@@ -62,7 +63,7 @@ def as_transformer_engine(chunks, spec):
     fused = ("input_layernorm",) if spec.num_experts else ("input_layernorm", "pre_mlp_layernorm")
     for chunk in chunks:
         for name, module in chunk.named_modules():
-            if isinstance(module, RMSNorm) and not name.endswith(fused):
+            if isinstance(module, RMSNorm) and not name.endswith((*fused, "bda.norm")):
                 module.__class__ = StatefulNorm
 
 

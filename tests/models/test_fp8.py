@@ -80,7 +80,7 @@ def spec_of(make_tiny_model, tmp_path_factory):
     return made
 
 
-LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+LINEAR = {f"{part}_proj" for part in ("q", "k", "v", "o", "qkv", "gate", "up", "gate_up", "down")}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +102,7 @@ def test_the_layers_linear_weights_are_sent_with_their_scales(spec_of, family):
     assert all(torch.equal(again[name], tensors[name]) for name in shapes)  # 1 is 448 x (1 / 448), rounded
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "phi3"])
 def test_a_part_of_a_server_rank_has_whole_blocks_of_the_tensor(spec_of, family):
     """Quantised as a whole and cut, a weight is what it would be cut and quantised."""
     spec, tp = spec_of(family), 2

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.published import PUBLISHED
-from dynamo_megatron.models.server_layout import check_served_rope
+from dynamo_megatron.models.server_layout import check_served
 
 WINDOW = {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False}
 QWEN2 = PUBLISHED["Qwen2.5-1.5B"]["config"] | WINDOW | {"max_position_embeddings": 32768}  # the instruct model's
@@ -69,6 +69,26 @@ def test_mistral_without_a_window_is_a_llama(tmp_path):
     assert load_model_config(write(tmp_path, MISTRAL)).family == "llama"
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("phi3", {"rms_norm_eps": None}, "rms_norm_eps: missing"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "a Phi-3 with scaled RoPE"),
+        ("phi3", {"sliding_window": 2047}, "sliding_window"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor: 0.75"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop: 0.1"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: 8.0"),
+        ("granite", {"mlp_bias": True}, "mlp_bias: true"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling: 0"),
+        ("llama", {"logits_scaling": 8.0}, "logits_scaling: 8.0 is not supported"),
+    ],
+)
+def test_what_a_family_does_not_do(tmp_path, family, changes, named):
+    plain = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "mlp_bias")} | {"model_type": family}
+    assert load_model_config(write(tmp_path, plain)).family == family
+    assert named in refusal(load_model_config, write(tmp_path, plain | changes))
+
+
 def test_the_family_cannot_be_another_than_the_files(tmp_path):
     message = refusal(load_model_config, write(tmp_path, LLAMA), "qwen3")
     assert "model_type 'llama' is of family llama, model.family is 'qwen3'" in message
@@ -121,10 +141,13 @@ def test_rope_parameters_that_are_refused(tmp_path, changes, named):
     assert named in refusal(load_model_config, write(tmp_path, NEW_STYLE | changes))
 
 
-def test_an_attention_factor_that_sglang_would_ignore_is_not_served(tmp_path):
-    check_served_rope(load_model_config(write(tmp_path, QWEN2 | {"rope_scaling": README_YARN})))
+def test_what_sglang_would_ignore_is_not_served(tmp_path):
+    check_served(load_model_config(write(tmp_path, QWEN2 | {"rope_scaling": README_YARN})))
+    olmo2 = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "mlp_bias")} | {"model_type": "olmo2"}
+    check_served(load_model_config(write(tmp_path, olmo2)))
+    assert "head_dim" in refusal(check_served, load_model_config(write(tmp_path, olmo2 | {"head_dim": 64})))
     config = QWEN2 | {"rope_scaling": README_YARN | {"attention_factor": 1.0}}
-    assert "attention_factor: 1.0" in refusal(check_served_rope, load_model_config(write(tmp_path, config)))
+    assert "attention_factor: 1.0" in refusal(check_served, load_model_config(write(tmp_path, config)))
 
 
 @pytest.mark.parametrize(

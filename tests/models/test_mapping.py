@@ -189,8 +189,9 @@ def test_every_value_is_on_a_server_rank_in_the_place_of_its_kind(numbered, serv
         assert {name: len(values) for name, values in rank.items()} == layout.sizes
     layer, q = "model.layers.1.self_attn.", spec.num_attention_heads * spec.kv_channels
     fused = ranks[-1][f"{layer}qkv_proj.weight"].view(-1, spec.hidden_size)
-    assert torch.equal(fused[: q // tp], tensors[f"{layer}q_proj.weight"][-q // tp :])
-    assert torch.equal(fused[-1], tensors[f"{layer}v_proj.weight"][-1])
+    qkv = [tensors[name] for part in ("q", "k", "v", "qkv") if (name := f"{layer}{part}_proj.weight") in tensors]
+    assert torch.equal(fused[: q // tp], qkv[0][:q][-q // tp :])
+    assert torch.equal(fused[-1], qkv[-1][-1])
     out = tensors[f"{layer}o_proj.weight"]
     assert torch.equal(ranks[-1][f"{layer}o_proj.weight"].view(len(out), -1), out[:, -q // tp :])
     if spec.num_experts:

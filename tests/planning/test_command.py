@@ -25,7 +25,7 @@ def test_a_layout_that_fits(capsys):
     assert "rollouts on disk: 0.4 GiB a step, 44.5 GiB in all" in said
     assert said.splitlines()[-1].startswith("fits: ")
     assert "(extrapolated: 14.8 billion, several GPUs, links by their stated rates, servers of tp 2, weight" in said
-    # 2 x (170 + 498 + 6 s), and 207 GB by two nodes at 0.87 GB/s
+    # 2 x (170 + 498 + 3 s), and 207 GB by two nodes at 0.87 GB/s
     assert "--stop-before to 1800 at least" in said
 
 

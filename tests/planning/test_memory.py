@@ -13,6 +13,7 @@ CASES = {  # name: family, dtype, parallel, tied, recompute
     "CP2-full": ("qwen3", "bfloat16", {"cp": 2}, False, "full"),
     "DP2-float32": ("qwen3", "float32", {}, False, "none"),
     "TP2-lora": ("qwen2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
+    "TP2-olmo2": ("olmo2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
     "EP2-TP2": ("qwen3_moe", "bfloat16", {"tp": 2, "ep": 2, "sequence_parallel": True}, False, "none"),
 }
 SHAPE = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 256, "expert_ffn": 64, "vocab": 1000}

@@ -1,13 +1,17 @@
 """What a reward function may return: a number, or a number with rewards of steps."""
 
+import hashlib
 import math
 
 import pytest
 from pydantic import ValidationError
 
 from dynamo_megatron.config import RewardConfig
+from dynamo_megatron.reward.answers import extracted
 from dynamo_megatron.reward.functions import checked_steps, load_function
 from dynamo_megatron.types import Prompt
+
+HASH = hashlib.sha256(b"y" * 300).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -77,3 +81,21 @@ def test_a_format_of_other_tags_or_a_pattern():
     assert given("hm</think><answer>12</answer> and more", pattern=pattern) == 0.0
     with pytest.raises(ValidationError, match="not a regular expression"):
         RewardConfig(format={"pattern": "(a"})
+
+
+READ = {  # reward function -> (answer of the problem, response, score, what it read)
+    "math": [("1/2", r"\boxed{0.50}", 1.0, "1/2"), ("2", r"\boxed{3 }", 0.0, "3"), ("2", "no idea", 0.0, "")],
+    "qa_f1": [("Rome", "<answer>The  ROME.</answer>", 1.0, "rome"), ("Rome", "y" * 300, 0.0, HASH)],
+    "choice": [("B", "The answer is (b) or so. Answer: C", 0.0, "C"), ("B", "hm", 0.0, "")],
+    "code": [(None, "First:\n```python\nx = 1\n```\nDone.", None, "x = 1\n"), (None, "no program", None, "")],
+    "format": [(None, "anything", None, None)],
+    "mine:score": [(None, "anything", None, None)],
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_reward_read_as_the_answer(name):
+    for answer, response, score, read in READ[name]:
+        prompt = Prompt("p", text="?", answer=answer)
+        assert score is None or load_function(name, RewardConfig())(prompt, response) == score
+        assert extracted(name, prompt, response, score) == read

@@ -137,6 +137,13 @@ def test_functions_and_services_give_one_score_in_the_order_of_the_configuration
     assert score.reward == 3.25 and score.steps == [(1, 2, 0.25), (0, 2, 0.5)]
 
 
+def test_the_answer_is_that_of_the_first_function_that_reads_one(started):
+    problem = Prompt("p", text="?", answer="1/2")
+    (score,) = scored(started(LENGTH, "math", "qa_exact"), r"\boxed{0.5}", prompt=problem)
+    (other,) = scored(started(LENGTH), r"\boxed{0.5}", prompt=problem)
+    assert (score.parts["math"], score.answer, other.answer) == (1.0, "1/2", None)
+
+
 FAILURES = {
     "raise": ("crashed", "KeyError: 'two\\nlines' ({file}, line {line})"),
     "exit": ("crashed", "SystemExit: 3 ({file}, line {line})"),

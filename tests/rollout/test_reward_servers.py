@@ -21,7 +21,7 @@ from dynamo_megatron.types import Prompt
 class StandIn:
     """Of a server that is `listening` at `url`; `made` lists all."""
 
-    url, made, fails = "", [], False
+    url, made, fails, gpus = "", [], False, ()
 
     def __init__(self, config, model, log, *, name, incarnation, slot, slots, first_gpu):
         assert model.path == "rm" and config.server_args[-2:] == ["--a", "b"] and not config.offload

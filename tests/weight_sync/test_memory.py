@@ -25,7 +25,9 @@ def alone(tmp_path):
 def turns(alone):
     """(DeviceMemory without a training side, which servers it had restarted)."""
     lost = {}
-    turns = DeviceMemory(SimpleNamespace(layout=alone), SimpleNamespace(condemn=lost.update))
+    nothing = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
+    policy = SimpleNamespace(layout=alone, chunks=[], optimizer=nothing)
+    turns = DeviceMemory(policy, SimpleNamespace(condemn=lost.update))
     turns._offloads = [SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)]
     return turns, lost
 

@@ -29,6 +29,7 @@ from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.external import External
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
+from dynamo_megatron.runtime.gpu_usage import GpuUse
 
 HEALTH_EVERY = 2.0  # seconds
 ABORT_EVERY = 0.5  # seconds
@@ -155,6 +156,9 @@ class Fleet:
         if final:
             self.notes.append(f"{name} is not started again: {why}")
         self._announce()
+
+    def gpu_use(self, name: str, use: GpuUse) -> None:
+        self.uses[name].gpu = self.uses[name].gpu.plus(use)
 
     def mark_failed(self, endpoint: Endpoint, why: str) -> None:
         """Takes the server at `endpoint` out of the rotation and has it restarted, unless it is out already."""
@@ -367,7 +371,7 @@ class Fleet:
         """Forgets what evaluations have used."""
         self._used_since = time.monotonic()
         for use in self.uses.values():
-            use.tokens, use.busy, use.retries = 0, 0.0, 0
+            use.tokens, use.busy, use.retries, use.gpu = 0, 0.0, 0, GpuUse()
 
     def take_use(self) -> tuple[float, dict[str, ServerUse]]:
         """Returns the seconds since the last call, or since `work_begins`, and what each server did in them."""

@@ -5,7 +5,7 @@ its own shard into its parameters.
 
 `ipc`: colocated servers read each bucket from the memory of their own GPU. A bucket is broadcast to all training ranks;
 each makes a CUDA IPC handle of its copy, and the rank on the first GPU of a server posts the handles of all the
-server's GPUs, in the order of the server's ranks. Never run on a GPU (docs/rollouts.md).
+server's GPUs, in the order of the server's ranks. It has run on one GPU (docs/gpu.md).
 """
 
 from __future__ import annotations

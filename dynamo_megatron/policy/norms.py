@@ -1,0 +1,85 @@
+"""Norms and residual additions of the policy's layers, beside Megatron's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension in float32, rounded once; allowed under sequence parallelism.
+
+    The mark on the weight makes Megatron all-reduce its gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda or x.dtype == torch.float32:  # one kernel, which computes in float32
+            # Keys are a view: saved as such they would keep queries, keys and values.
+            return F.rms_norm(x.contiguous(), self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class WideNorm(torch.nn.Module):
+    """RMSNorm over all heads of queries or keys together, each rank holding `heads` of the `heads` * tp.
+
+    [t, 1, heads, d] -> the same. `group` has to be set: the tensor-parallel ranks, which add up their squares.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int):
+        super().__init__()
+        self.eps, self.group = eps, None
+        self.scales = torch.nn.Parameter(torch.ones(heads * hidden_size, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.scales, True, 0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(-2).float()
+        squares = SumOverRanks.apply(flat.square().sum(-1, keepdim=True), self.group)
+        mean = squares / (flat.shape[-1] * self.group.size())
+        return (flat * torch.rsqrt(mean + self.eps) * self.scales.float()).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
+        state, groups = self.state_dict(keep_vars=True), {"dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"scales": 0}, sharded_offsets, tp_group=self.group, **groups
+        )
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum over a group, of which each rank computes something else afterwards: so is its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, total = group, x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return SumOverRanks.apply(gradient, ctx.group), None
+
+
+class ResidualAdd(torch.nn.Module):
+    """In place of Megatron's bias, dropout and addition: the output of attention or MLP, normalised (`norm`) and
+    scaled, is added to the residual."""
+
+    def __init__(self, config: TransformerConfig, norm: bool, scale: float):
+        super().__init__()
+        self.scale = scale
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon) if norm else None
+
+    def forward(self, training: bool, fused: bool):
+        return self.add
+
+    def add(self, output: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        x = output[0] if self.norm is None else self.norm(output[0])
+        return torch.add(residual, x, alpha=self.scale)
