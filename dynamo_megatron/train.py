@@ -24,6 +24,7 @@ import numpy as np
 
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches, loss_divisors
+from dynamo_megatron.policy.critic import Critic, NoCritic
 from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rounds import Round, Selection
 from dynamo_megatron.serving import Serving
@@ -48,13 +49,19 @@ class Trainer:
     """One rank of a run. `run`: jobs/training_run.py's TrainingRun, which stops, saves and exports; its methods are
     collective, `run.start` is the last step that was done before, and `run.on_rank_0` calls a function on rank 0 and
     returns its result on every rank. `controller`: rank 0's, None on the other ranks. `resources`: what this rank uses;
-    None only where nothing is logged."""
+    None only where nothing is logged. `critic`: PPO's; None: the method has none."""
 
     def __init__(
-        self, run: Any, serving: Serving, controller: Controller | None, resources: RankResources | None = None
+        self,
+        run: Any,
+        serving: Serving,
+        controller: Controller | None,
+        resources: RankResources | None = None,
+        critic: Critic | None = None,
     ):
         self.run, self.config, self.policy, self.phases = run, run.config, run.policy, run.phases
         self.serving, self.controller, self.resources = serving, controller, resources
+        self.critic = critic or NoCritic()
 
     def train(self) -> None:
         """Trains until `trainer.steps` or `trainer.stop_when`."""
@@ -72,12 +79,13 @@ class Trainer:
                 break
             run.begin_step(step)
             sampled = self.sample(step)
-            batch = self.advantages(sampled)
+            batch = self.advantages(step, sampled)
             sampled, batch, updates = self.update(step, sampled, batch)
+            fits = self.critic.fit_values(step, batch, sampled.mini_batches, self.phases.begin)  # of PPO's critic
             # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has
             # failed. Servers with the new weights sample step + 1. One that failed is restarted, and joins later.
             synced = self.serving.sync(step)
-            self.log(step, sampled, batch, updates, synced)
+            self.log(step, sampled, batch, updates, fits, synced)
             run.reached(step)
             stop_reason = self.evaluate_if_due(step)
             run.save_if_due(step, stop_reason)
@@ -140,19 +148,22 @@ class Trainer:
         mini_batches = self.policy.pack(rollouts, rows)
         return mini_batches, self.policy.token_stats(rollouts, mini_batches) if measure else None
 
-    def advantages(self, sampled: Sampled) -> TrainBatch:
+    def advantages(self, step: int, sampled: Sampled) -> TrainBatch:
         """Gives each of S rollouts an advantage: its reward less a baseline, by default (`rloo`) the mean reward of the
         other rollouts of its group; with `algorithm.advantage.kind: history` also of earlier steps, as of before these
-        rollouts (`selection.baseline`). And gives its tokens their weight in the loss."""
+        rollouts (`selection.baseline`), and with `gae` each token one, from the critic's values. And gives its tokens
+        their weight in the loss."""
         rollouts, selection = sampled.rollouts, sampled.selection
         # The loss of a mini-batch is sum(weight * token's loss) over all ranks. `algorithm.loss.aggregation` chooses
         # what a rollout's tokens are divided by, float64 [S]; by default (prompt_mean)
         # groups of the mini-batch * rollouts of the token's group * rollout.max_new_tokens.
         divisor = loss_divisors(rollouts, self.config)
-        weights = 1.0 / divisor if selection.weights is None else 1.0 / divisor * selection.weights
+        weights = self.config.policy_weight(step) / divisor
+        weights = weights if selection.weights is None else weights * selection.weights
         implicit = self.policy.implicit_rewards(rollouts, sampled.mini_batches)  # None without the reward prime
         teacher, gather = self.teacher_gap(sampled), self.policy.layout.gather
-        return TrainBatch.build(rollouts, self.config, gather, selection.baseline, weights, implicit, teacher)
+        values = self.critic.values(rollouts, sampled.mini_batches, self.phases.begin)  # None without a critic
+        return TrainBatch.build(rollouts, self.config, gather, selection.baseline, weights, implicit, teacher, values)
 
     def teacher_gap(self, sampled: Sampled) -> np.ndarray | None:
         """float64 [R]: log p_teacher - log p_policy of each response token; None without `algorithm.teacher`."""
@@ -193,7 +204,7 @@ class Trainer:
             if selection is not None:
                 rollouts = selection.of(rollouts)
                 sampled = Sampled(rollouts, *self.pack_and_measure(step, rollouts, True), selection, rounds)
-                return self.update(step, sampled, self.advantages(sampled))
+                return self.update(step, sampled, self.advantages(step, sampled))
             sampled, updates = sampled._replace(stats=gradient.stats), [self.policy.step(gradient)]
         self.policy.check_weights(lr)
         return sampled, batch, updates
@@ -204,6 +215,7 @@ class Trainer:
         sampled: Sampled,
         batch: TrainBatch,
         updates: Sequence[Mapping[str, float]],
+        fits: Sequence[Mapping[str, float]],
         synced: SyncReport,
     ) -> None:
         layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
@@ -211,7 +223,7 @@ class Trainer:
         moved = layout.gather(memory.report()) if memory is not None else None
         if self.controller is not None:
             record = self.controller.record(step, sampled.rounds)
-            metrics = step_metrics(record, batch, sampled.stats, updates, synced, clock, self.config)
+            metrics = step_metrics(record, batch, sampled.stats, updates, fits, synced, clock, self.config)
             metrics |= resource_metrics(resources, Path(self.config.output_dir))
             if moved is not None:
                 metrics |= memory_metrics(moved)

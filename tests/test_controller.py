@@ -78,7 +78,7 @@ def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_pat
         sampled = loop.sample(step)
     rollouts, rounds = sampled.rollouts, sampled.rounds
     assert len(rounds) > 1 and len(rollouts.rollout_ids) < sum(r.sampled for r in rounds)
-    batch = loop.advantages(sampled)
+    batch = loop.advantages(step, sampled)
     own = {group_id(step, place): p for place, p in enumerate(p for r in rounds for p in r.prompts)}
     assert all(own[g].prompt_id == p for g, p in zip(rollouts.group_ids, rollouts.prompt_ids, strict=True))
     assert len({own[g].weight for g in rollouts.group_ids}) > 1

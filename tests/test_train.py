@@ -56,7 +56,7 @@ def test_a_step_samples_updates_and_syncs_before_it_is_evaluated_and_saved(start
     monkeypatch.setattr(
         loop, "sample", lambda step: calls.append(f"sample {step}") or Sampled(None, [1, 2], "stats", None, [])
     )
-    monkeypatch.setattr(loop, "advantages", lambda sampled: calls.append("advantages"))
+    monkeypatch.setattr(loop, "advantages", lambda step, sampled: calls.append("advantages"))
     monkeypatch.setattr(loop, "log", lambda step, *_: calls.append(f"log {step}"))
     loop.train()
     expected = [f"sync {start}", f"begin {start}", "save", "on_rank_0", f"end_of {start}"]

@@ -33,7 +33,7 @@ def premise_warnings(config: Config) -> list[str]:
             "anything; set algorithm.loss.mini_batches to 2 or more",
         ),
         (
-            algorithm.dynamic_sampling is not None and advantage.kind in ("reinforce", "history"),
+            algorithm.dynamic_sampling is not None and advantage.kind in ("reinforce", "history", "gae"),
             "algorithm.dynamic_sampling leaves out groups of equal rewards, from which "
             f"advantage.kind={advantage.kind} learns as from any other; set algorithm.dynamic_sampling=null",
         ),

@@ -69,7 +69,7 @@ def shape_tokens(
 
     process = None if process is None else process[here.numpy()]
     a = _token_advantages(rollouts, members, advantages[members], process, stats, config.advantage)
-    if (ratio := config.loss.entropy_top_ratio) is not None:
+    if (ratio := config.loss.entropy_top_ratio) is not None and w.any():  # none, as in a critic's first steps
         selected = top_entropy(entropy, ratio)
         w = torch.where(selected, w * (w.sum() / w[selected].sum()), 0.0)
     if config.loss.clip_cov is not None or config.loss.kl_cov is not None:

@@ -25,13 +25,12 @@ from dynamo_megatron.checkpoint.folder import (
     verify,
 )
 from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE, SafetensorsFiles
-from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, is_torch_dist
+from dynamo_megatron.checkpoint.torch_dist import CRITIC, OPTIMIZER, TorchDistReader, is_torch_dist
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import escaped_line
 
 BLOCK_VALUES = 4 << 20  # values that are compared at once, in float64
-OPTIMIZER = "optimizer."  # the beginning of Megatron's keys of optimizer tensors
 SHOWN = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
 Tensors = TorchDistReader | SafetensorsFiles
 
@@ -115,13 +114,17 @@ def describe(contents: Contents) -> str:
 
 def _tensor_lines(tensors: Tensors) -> list[str]:
     stored = {name: tensors.stored(name) for name in sorted(tensors.names)}
-    model = {name: what for name, what in stored.items() if not name.startswith(OPTIMIZER)}
+    model = {name: what for name, what in stored.items() if not name.startswith((OPTIMIZER, CRITIC))}
     count = sum(math.prod(shape) for shape, _ in model.values())
     lines = [f"  parameters: {count:,} in {len(model)} tensors"]
     groups = Counter((re.sub(r"\.\d+\.", ".*.", name), what) for name, what in model.items())
     for (pattern, (shape, dtype)), times in groups.items():
         lines.append(f"    {pattern}  {list(shape)} {_name(dtype)}{f', {times} times' if times > 1 else ''}")
-    optimizer = [(name.split(".")[2], _name(dtype)) for name, (_, dtype) in stored.items() if name not in model]
+    critic = [math.prod(shape) for name, (shape, _) in stored.items() if name.startswith(CRITIC)]
+    if critic:
+        lines.append(f"  critic: {sum(critic):,} elements in {len(critic)} tensors, its optimizer's included")
+    kept = ((name, dtype) for name, (_, dtype) in stored.items() if name.startswith(OPTIMIZER))
+    optimizer = [(name.split(".")[2], _name(dtype)) for name, dtype in kept]
     if not optimizer:
         return [*lines, "  optimizer: none"]
     states, dtypes = (", ".join(sorted(set(found))) for found in zip(*optimizer, strict=True))

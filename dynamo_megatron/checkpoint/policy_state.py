@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -51,10 +52,11 @@ from dynamo_megatron.checkpoint.folder import (
     check_model,
     fault,
     publish,
+    read_manifest,
     unfinished_folder,
     write_state,
 )
-from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, write_common
+from dynamo_megatron.checkpoint.torch_dist import CRITIC, TorchDistReader, write_common
 from dynamo_megatron.checkpoint.weights import verify_bytes
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.adapters import is_adapter
@@ -134,7 +136,9 @@ class _PlannedSave(TorchDistSaveShardedStrategy):
 class Save:
     """A save under way. All ranks have begun it together, each writes its own file, and all complete it together."""
 
-    def __init__(self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
+    def __init__(
+        self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool, critic: bool
+    ):
         self.step, self._state = step, state
         self._layout, self._folder, self._writer = policy.layout, folder, writer
         saved_by = {"ranks": policy.layout.world_size, **policy.config.parallel.model_dump()}
@@ -145,6 +149,8 @@ class Save:
         }
         if (lora := policy.config.model.lora) is not None:
             self._contents["lora"] = {**lora.model_dump(), "base": policy.base_digest}
+        if critic:
+            self._contents["critic"] = True
         self._thread = threading.Thread(target=writer.write, name=f"checkpoint of step {step}", daemon=True)
         if background:
             self._thread.start()
@@ -189,11 +195,19 @@ class Save:
 
 
 def begin_save(
-    policy: Any, root: Path, step: int, state: dict | None, *, background: bool, optimizer: bool = True
+    policy: Any,
+    root: Path,
+    step: int,
+    state: dict | None,
+    *,
+    background: bool,
+    optimizer: bool = True,
+    critic: Any | None = None,
 ) -> Save:
     """Begins to save step `step` under `root`; collective over all ranks. `state` (`write_state`) is rank 0's, None
     elsewhere. The weights may change as soon as this returns; `state` may not. `optimizer`: whether the optimizer's
-    state is saved. Raises OSError where files cannot be written, as on a full disk."""
+    state is saved. `critic`: saved too, with its optimizer. Raises OSError where files cannot be written, as on a full
+    disk."""
     layout, folder = policy.layout, None
     try:
         box = [unfinished_folder(root, step) if layout.rank == 0 else None]
@@ -201,6 +215,8 @@ def begin_save(
         folder = box[0]
         writer = _Writer(folder, background=background)
         sharded, metadata = _sharded_state(policy, loading=False, optimizer=optimizer)
+        if critic is not None:
+            sharded |= _of_critic(critic, loading=False, optimizer=optimizer)
         # Ranks that have the same parameters share the writing: each writes a part of them.
         strategy = FullyParallelSaveStrategyWrapper(_PlannedSave(writer), layout.dp_cp)
         parts, common = save_preprocess({**sharded, "content_metadata": metadata})
@@ -211,7 +227,7 @@ def begin_save(
         if layout.rank == 0 and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise OSError(_not_saved(root, step, _cause(error))) from error
-    return Save(policy, folder, step, state, writer, background)
+    return Save(policy, folder, step, state, writer, background, critic is not None)
 
 
 def _cause(error: BaseException) -> str:
@@ -227,9 +243,10 @@ def _not_saved(root: Path, step: int, why: str) -> str:
     return f"{root}: the checkpoint of step {step} was not saved: {why}"
 
 
-def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> None:
-    """Loads the weights and, with `optimizer`, the optimizer's state; collective over all ranks. Any layout may have
-    saved them. Raises ValueError for a checkpoint that is not complete, is damaged or belongs to another model."""
+def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True, critic: Any | None = None) -> None:
+    """Loads the weights and, with `optimizer`, the optimizer's state, and both of a `critic`; collective over all
+    ranks. Any layout may have saved them. Raises ValueError for a checkpoint that is not complete, is damaged or
+    belongs to another model."""
     if (why := fault(folder)) is not None:
         raise InputError(f"{folder} is not a complete checkpoint: {why}")
     check_model(folder, policy.spec.dimensions())
@@ -240,25 +257,31 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True) -> Non
         if (had := saved[0]) != (lora := policy.config.model.lora):
             raise InputError(f"{folder}: its model.lora is {had.model_dump()}, not {lora.model_dump()}")
         check_base(folder, saved[1], digest, policy.config.model.path)
+    if critic is not None and "critic" not in read_manifest(folder):
+        raise InputError(f"{folder} has no critic: it is of another algorithm.advantage.kind")
     verify_bytes(folder, policy.layout, resume=True)
-    sharded, _ = _sharded_state(policy, loading=True, optimizer=optimizer)
-    for i in range(len(policy.chunks)):
-        # Only TransformerEngine's modules have an extra state; a run may resume with or without TransformerEngine.
-        sharded[f"model{i}"] = {k: v for k, v in sharded[f"model{i}"].items() if EXTRA_STATE not in k}
+    _load(policy, _sharded_state(policy, loading=True, optimizer=optimizer)[0], folder)
+    if critic is not None:
+        _load(critic, _of_critic(critic, loading=True, optimizer=optimizer), folder)
+    torch.cuda.synchronize()
+
+
+def _load(policy: Any, sharded: ShardedStateDict, folder: Path) -> None:
+    """Into the policy or the critic, what `sharded` asks for."""
     try:
         loaded = load_trusted_classes(sharded, folder)
     except (ValueError, OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
         why = _cause(error)
         raise InputError(f"{folder} cannot be loaded: {why}; move it away to go on from the one before it") from error
+    loaded, lora = loaded["critic"] if "critic" in sharded else loaded, policy.base_digest is not None
     for i, chunk in enumerate(policy.chunks):
         wrong = chunk.load_state_dict(loaded[f"model{i}"], strict=False)
         # Extra states, and the base of adapters, are none of a checkpoint's.
-        missing = (k for k in wrong.missing_keys if (EXTRA_STATE not in k if saved is None else is_adapter(k)))
+        missing = (k for k in wrong.missing_keys if (is_adapter(k) if lora else EXTRA_STATE not in k))
         wrong = [*wrong.unexpected_keys, *missing]
         assert not wrong, f"{folder}: loaded with other parameters than the model's: {wrong}"
-    if optimizer:
+    if "optimizer" in sharded.get("critic", sharded):
         policy.optimizer.load_state_dict(loaded["optimizer"])
-    torch.cuda.synchronize()
 
 
 def load_trusted_classes(sharded: ShardedStateDict, folder: Path) -> StateDict:
@@ -270,6 +293,13 @@ def load_trusted_classes(sharded: ShardedStateDict, folder: Path) -> StateDict:
         return dist_checkpointing.load(sharded, str(folder))
 
 
+def _of_critic(critic: Any, **how: bool) -> dict:
+    """`_sharded_state` of the critic, under keys of its own."""
+    sharded, _ = _sharded_state(critic, **how)
+    add_prefix_for_sharding(sharded, CRITIC)
+    return {"critic": sharded}
+
+
 def _sharded_state(policy: Any, *, loading: bool, optimizer: bool) -> tuple[dict, dict]:
     format_of = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -278,15 +308,16 @@ def _sharded_state(policy: Any, *, loading: bool, optimizer: bool) -> tuple[dict
     }
     metadata = {**format_of, "dp_cp_group": policy.layout.dp_cp}
     model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.chunks)}
-    if not optimizer:
-        return model, format_of
-    if loading:
-        moments = policy.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
-    else:
+    moments = {}
+    if optimizer and loading:
+        moments["optimizer"] = policy.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
+    elif optimizer:
         _begin_moments(policy)
         with without_gathering(policy.optimizer):
-            moments = policy.optimizer.sharded_state_dict(model, metadata=metadata)
-    return {**model, "optimizer": moments}, format_of
+            moments["optimizer"] = policy.optimizer.sharded_state_dict(model, metadata=metadata)
+    if loading:  # only TransformerEngine's modules have an extra state; a run may resume with or without them
+        model = {name: {k: v for k, v in part.items() if EXTRA_STATE not in k} for name, part in model.items()}
+    return {**model, **moments}, format_of
 
 
 def _begin_moments(policy: Any) -> None:

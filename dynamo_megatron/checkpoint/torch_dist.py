@@ -225,6 +225,10 @@ def _save(value: Any, stream: BinaryIO) -> None:
 FUSED_NORMS = {alone: fused for fused, alone in TRANSFORMER_ENGINE_NAMES.items()}
 
 
+OPTIMIZER = "optimizer."  # the beginning of Megatron's keys of optimizer tensors
+CRITIC = "critic."  # of the keys of PPO's critic, and before those of its optimizer
+
+
 class MegatronFolder:
     """The Hugging Face tensors of a `torch_dist` checkpoint, whatever layout saved it. Used like SafetensorsFolder.
     Megatron stacks a parameter over the layers (and experts) into one tensor; rows beyond the vocabulary are padding.
@@ -280,7 +284,8 @@ class MegatronFolder:
                     f"{self.path}: LoRA adapters without their base; `convert mcore2hf` writes the merged model"
                 )
         expected = {where.key: where.whole for where in self._stored.values()}
-        found = {key: self._reader.stored(key)[0] for key in self._reader.names if not key.startswith("optimizer.")}
+        own = (key for key in self._reader.names if not key.startswith((OPTIMIZER, CRITIC)))
+        found = {key: self._reader.stored(key)[0] for key in own}
         for name, where in self._stored.items():
             stored = found.get(where.key, ())
             if layout_of(name) == "vocab" and stored[1:] == where.shape[1:] and stored[0] > where.shape[0]:

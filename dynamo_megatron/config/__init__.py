@@ -8,7 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from dynamo_megatron.config.contradictions import quantization_faults, sequential_faults, staleness_faults
+from dynamo_megatron.config.contradictions import (
+    critic_faults,
+    quantization_faults,
+    sequential_faults,
+    staleness_faults,
+)
 from dynamo_megatron.config.method import (
     AdvantageConfig,
     AllocationConfig,
@@ -200,7 +205,7 @@ class SpikeConfig(Section):
     action: Literal["skip", "stop"] = "skip"  # skip: the weights stay as they are; stop: the run ends, exit code 1
 
 
-class OptimizerConfig(Section):
+class AdamConfig(Section):
     lr: Annotated[float, Field(ge=0, le=1)] = 1e-6
     warmup_steps: NonNegative = 10
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -209,7 +214,24 @@ class OptimizerConfig(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
     cpu_offload: bool = False  # float32 weights and moments are in host memory, where the update is computed
+
+
+class OptimizerConfig(AdamConfig):
     spike: SpikeConfig | None = None
+
+
+class CriticOptimizerConfig(AdamConfig):
+    lr: Annotated[float, Field(ge=0, le=1)] = 1e-5
+
+
+class CriticConfig(Section):
+    """Of algorithm.advantage.kind gae (PPO): a model of the policy's shape that predicts rewards, a value a token."""
+
+    path: str | None = None  # folder of the weights that it starts from, as model.path; None: model.path
+    # a value moves at most this far in a step before the loss holds it (arXiv 2005.12729); null: no clip
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    warmup_steps: NonNegative = 0  # first steps of the run, in which the critic alone is trained
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
 
 
 class StopConfig(Section):
@@ -314,6 +336,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     kernels: KernelsConfig = KernelsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -371,6 +394,7 @@ class Config(Section):
             return
         yield from staleness_faults(self)
         yield from quantization_faults(self)
+        yield from critic_faults(self)
         prompts = self.batch_prompts
         try:
             yield from self._groups_of_one(*self.rollout_bounds)
@@ -435,6 +459,16 @@ class Config(Section):
         the policy without them."""
         return set(self.frozen_models.values()) - ({self.model.path} if self.model.lora is not None else set())
 
+    @property
+    def of_critic(self) -> Config | None:
+        """The run as its critic sees it, a model with an optimizer of its own; None: the method has no critic."""
+        if self.algorithm.advantage.kind != "gae":
+            return None
+        model = self.model.model_copy(update={"path": self.critic.path or self.model.path})
+        optimizer = OptimizerConfig(**self.critic.optimizer.model_dump())
+        own = {"model": model, "optimizer": optimizer, "algorithm": AlgorithmConfig(), "reward": RewardConfig()}
+        return self.model_copy(update=own)
+
     def rank_variables(self) -> dict[str, str]:
         """Environment variables that CUDA and NCCL read as they start; what the user has set takes precedence."""
         # SGLang's ranks have this value; an NCCL group of ranks with different values fails.
@@ -466,6 +500,15 @@ class Config(Section):
             entropy_coef=a.loss.entropy_coef,
             kind="cispo" if a.loss.kind == "cispo" else "clip",
         )
+
+    @property
+    def trained_models(self) -> int:
+        """The policy and, with one, its critic, of the same size."""
+        return 1 if self.of_critic is None else 2
+
+    def policy_weight(self, step: int) -> float:
+        """What the policy's loss of training step `step` (from 1) is multiplied by: 0 while only the critic learns."""
+        return 0.0 if step <= self.critic.warmup_steps else 1.0
 
     def learning_rate(self, step: int) -> float:
         """Of training step `step` (from 1): linear warm-up, then the schedule, down to 0 at the last step."""

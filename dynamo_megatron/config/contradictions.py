@@ -42,6 +42,17 @@ def sequential_faults(config: Config, budget: int, low: int, high: int) -> Itera
         yield f"algorithm.sequential.explore: set algorithm.loss.aggregation to prompt_mean, not {mode}"
 
 
+def critic_faults(config: Config) -> Iterator[str]:
+    if (kind := config.algorithm.advantage.kind) != "gae":
+        if config.critic != type(config.critic)():
+            yield f"critic: only algorithm.advantage.kind gae has one, and it is {kind}; leave it out"
+    elif config.model.lora is not None:
+        yield (
+            "model.lora: adapters of the policy beside a whole critic are not supported; set it to null, or "
+            "algorithm.advantage.kind to rloo"
+        )
+
+
 def staleness_faults(config: Config) -> Iterator[str]:
     rollout, algorithm, loss = config.rollout, config.algorithm, config.algorithm.loss
     if loss.old == "engine" and algorithm.rollout_correction is not None:

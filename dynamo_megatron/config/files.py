@@ -250,7 +250,7 @@ def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, A
 # What makes a run the same run: everything but steps, learning rate, layout, servers and logging.
 _REWARDS_WITH_SETTINGS = ("format", "length", "code", "prime", "judge", "reward_model")  # in sections of their names
 _IDENTITY = (
-    *("model", "data", "seed", "algorithm", "dpo"),
+    *("model", "data", "seed", "algorithm", "dpo", "critic.path", "critic.value_clip", "critic.warmup_steps"),
     *("reward.functions", "reward.fusion", "reward.success_threshold"),
     *("reward.format", "reward.length", "reward.prime"),
     *("reward.code.score", "reward.code.tests", "reward.reward_model.path", "reward.reward_model.range"),

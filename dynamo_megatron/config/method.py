@@ -37,8 +37,10 @@ class Section(BaseModel):
     def unused(self, names: Iterable[str], why: str) -> Iterator[str]:
         """A fault for each of the options `names` that is not at its default and would do nothing."""
         for name in names:
-            if getattr(self, name) != (default := type(self).model_fields[name].default):
-                yield f"{name}: {why}; set it to {default if isinstance(default, str) else json.dumps(default)}"
+            field = type(self).model_fields[name]
+            if getattr(self, name) != (default := field.default):
+                shown = default if isinstance(default, str) else json.dumps(default)
+                yield f"{field.alias or name}: {why}; set it to {shown}"
 
 
 class EntropyShapingConfig(Section):
@@ -56,7 +58,7 @@ class ProcessConfig(Section):
 
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce")
-ADVANTAGES = (*GROUP_ADVANTAGES, "otb", "history")
+ADVANTAGES = (*GROUP_ADVANTAGES, "otb", "history", "gae")
 LOSSES = ("clip", "cispo")
 
 
@@ -75,8 +77,9 @@ class AdvantageConfig(Section):
     of_kinds = {
         **dict.fromkeys(("singleton", "eps"), (*GROUP_ADVANTAGES, "otb")),
         "prior_strength": ("history",),
+        **dict.fromkeys(("gamma", "lam"), ("gae",)),
     }
-    # grpo, dr_grpo, rloo, reinforce, otb, history or module:function
+    # grpo, dr_grpo, rloo, reinforce, otb, history, gae (PPO's, from a critic) or module:function
     kind: Annotated[str, built_in(ADVANTAGES)] = "rloo"
     singleton: Literal["zero", "raw"] = "zero"
     eps: Annotated[float, Field(ge=0)] = 1e-6
@@ -84,7 +87,10 @@ class AdvantageConfig(Section):
     # history: energy of wrong over right rollouts, of which the optimal baseline is made; auto: measured, and 1 if a
     # reward is outside [0, 1]; 1: the mean
     score_ratio: Literal["auto"] | Annotated[float, Field(gt=0)] = 1.0
-    normalise: Literal["none", "batch"] = "none"  # batch (SPO): less the mean over the step's rollouts, over their std
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # gae: discount of a later token's reward
+    lam: Annotated[float, Field(ge=0, le=1, alias="lambda")] = 0.95  # gae: 0 trusts the critic, 1 the rewards alone
+    # batch: less the mean over the step's rollouts (SPO) or with gae its tokens, over their std
+    normalise: Literal["none", "batch"] = "none"
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
@@ -105,6 +111,12 @@ class AdvantageConfig(Section):
         if self.kind == "otb":
             of_rollouts = ("positive_weight", "normalise", "diversity")
             yield from self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
+        if self.kind == "gae":
+            yield from self.unused(
+                ["positive_weight", "diversity"], "is of a rollout's advantage, and those of kind gae are of tokens"
+            )
+            if self.process.gamma != 1:
+                yield "process.gamma: kind gae discounts by its own gamma; set it to 1.0"
         if self.kind != "history" and self.score_ratio not in ("auto", 1):
             yield from self.unused(["score_ratio"], f"no option of kind {self.kind}")
         if self.kind in ("reinforce", "history") and self.overlong_buffer is not None:

@@ -23,11 +23,15 @@ OURS = {  # ours: verl's keys and slime's options
     "actor.ppo_micro_batch_size_per_gpu --max-tokens-per-gpu --micro-batch-size",
     "trainer.recompute (none, selective or full)": "model.enable_gradient_checkpointing --recompute-granularity",
     "algorithm.loss.aggregation": "actor.loss_agg_mode --calculate-per-token-loss",
-    "methods/grpo (a method's file, after your config; no critic)": "algorithm.adv_estimator --advantage-estimator",
+    "methods/grpo (a method's file, after your config; gae: methods/ppo)": "algorithm.adv_estimator "
+    "--advantage-estimator",
     "algorithm.advantage.kind (dr_grpo divides by none)": "algorithm.norm_adv_by_std_in_grpo "
     "--disable-grpo-std-normalization",
-    "algorithm.advantage.process.gamma (times lambda: there is no critic)": "algorithm.gamma algorithm.lam --gamma "
-    "--lambd",
+    "algorithm.advantage.gamma and lambda": "algorithm.gamma algorithm.lam --gamma --lambd",
+    "critic.path": "critic.model.path",
+    "critic.optimizer.lr": "critic.optim.lr --critic-lr",
+    "critic.value_clip": "critic.cliprange_value --value-clip",
+    "critic.warmup_steps": "trainer.critic_warmup --num-critic-only-steps",
     "algorithm.loss.clip_cov, kl_cov, ratio (gspo) or kind (cispo)": "actor.policy_loss.loss_mode",
     "algorithm.loss.clip_ratio_low and clip_ratio_high": "actor.clip_ratio",
     "algorithm.loss.clip_ratio_low": "actor.clip_ratio_low --eps-clip",

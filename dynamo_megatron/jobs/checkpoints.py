@@ -20,14 +20,21 @@ from dynamo_megatron.weight_sync.folder import export_huggingface
 class Checkpoints:
     """Saves, loads and exports the policy, with the state of `parts`: their state_dict, of plain data and arrays that
     are not modified later, goes to load_state_dict. Only rank 0 uses `parts` and `say`, which prints a line for the
-    user.
+    user. `critic`: saved and loaded with the policy; None: there is none.
 
     All methods are collective over all ranks. Those that save raise OSError if the disk is full. With
     `checkpoint.async` a later call than the one that began the save may raise it.
     """
 
-    def __init__(self, policy: Policy, config: Config, parts: Mapping[str, Any], say: Callable[[str], None] | None):
-        self.config, self.policy, self._say = config, policy, say
+    def __init__(
+        self,
+        policy: Policy,
+        config: Config,
+        parts: Mapping[str, Any],
+        say: Callable[[str], None] | None,
+        critic: Policy | None = None,
+    ):
+        self.config, self.policy, self._say, self._critic = config, policy, say, critic
         self._parts = parts if policy.layout.rank == 0 else None
         self._output = Path(config.output_dir)
         self._reached = self._saved = 0
@@ -42,7 +49,7 @@ class Checkpoints:
         if (found := self.policy.layout.gather(chosen)[0]) is not None:
             self._saved, folder = found
             start = time.monotonic()
-            load_checkpoint(self.policy, folder)
+            load_checkpoint(self.policy, folder, critic=self._critic)
             state = read_state(folder) if leads else {}
             for name, part in (self._parts or {}).items():
                 if name in state:
@@ -69,7 +76,8 @@ class Checkpoints:
         if self._saved != self._reached:
             self.settle()
             root = self._output / "checkpoints"
-            self._under_way = begin_save(self.policy, root, self._reached, self._state, background=options.async_save)
+            how = {"background": options.async_save, "critic": self._critic}
+            self._under_way = begin_save(self.policy, root, self._reached, self._state, **how)
             self._saved = self._reached
             if not options.async_save:
                 self.settle()

@@ -25,7 +25,10 @@ from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes, read_rows
 from dynamo_megatron.tracking.stopping import StopRule
 
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
-_TRAJECTORY = ("optimizer", "parallel", "kernels", "trainer.micro_batch_tokens", "trainer.deterministic")
+_TRAJECTORY = (
+    *("optimizer", "critic.optimizer", "parallel", "kernels"),
+    *("trainer.micro_batch_tokens", "trainer.deterministic"),
+)
 
 
 class OutputDir:

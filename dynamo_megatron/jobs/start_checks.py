@@ -33,7 +33,10 @@ MOST_ON_A_CORE = 8  # ranks of servers, where there are no GPUs
 def check_layout(config: Config, world_size: int) -> ModelSpec:
     """Raises InputError where model, layout and the number of ranks do not fit."""
     spec = load_model_config(config.model.path, config.model.family)
-    for key, folder in config.frozen_models.items():
+    others = dict(config.frozen_models)
+    if config.critic.path is not None:
+        others["critic.path"] = config.critic.path
+    for key, folder in others.items():
         if folder != config.model.path:
             check_reference(spec, folder, key)
     check_ranks(config, spec, world_size, gpus=cuda_available())
@@ -116,7 +119,15 @@ def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, An
         "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
         f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
         **_describe_lora(config, spec),
+        **_describe_critic(config),
     }
+
+
+def _describe_critic(config: Config) -> dict[str, str]:
+    if (own := config.of_critic) is None:
+        return {}
+    alone = f", trained alone for {n} steps" if (n := config.critic.warmup_steps) else ""
+    return {"critic": f"a second model of the policy's size with an optimizer, from {own.model.path}{alone}"}
 
 
 def _describe_lora(config: Config, spec: ModelSpec) -> dict[str, str]:
@@ -186,7 +197,7 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     step = stored_step(config.rollout_budget, config.rollout.max_new_tokens) if generates else 0
     lora = config.model.lora
     saved = elements if lora is None else spec.num_layers * adapter_elements(spec, lora)
-    with_optimizer = saved * (width + 12)  # float32 weights and two moments
+    with_optimizer = config.trained_models * saved * (width + 12)  # float32 weights and two moments
     needed = {
         f"{checkpoints} checkpoint{'s' * (checkpoints > 1)}": checkpoints * with_optimizer,
         "exported folders": exports * elements * width,

@@ -168,6 +168,7 @@ class TrainJob(Job):
         from dynamo_megatron.controller import Controller
         from dynamo_megatron.jobs.training_run import TrainingRun
         from dynamo_megatron.policy.backend import Fusions
+        from dynamo_megatron.policy.critic import Critic
         from dynamo_megatron.serving import Serving
         from dynamo_megatron.tracking.resources import RankResources
         from dynamo_megatron.train import Trainer
@@ -177,8 +178,8 @@ class TrainJob(Job):
         config, journal, leads = self.config, self.journal, policy.layout.rank == 0
         rollout, controller, state = self._rollout if leads else None, None, {}
         if leads:
-            own = "; with model.lora Megatron's own layers" if config.model.lora is not None else ""
-            journal.say(f"optional packages: {Fusions.detect()}{own}")
+            plain = "; with model.lora Megatron's own layers" if config.model.lora is not None else ""
+            journal.say(f"optional packages: {Fusions.detect()}{plain}")
             state = {"stream": self._stream, "allocator": self._allocator.history}
             if config.data.selection.kind == "greso":  # the others have no state of their own
                 state["selection"] = self._selection
@@ -187,15 +188,17 @@ class TrainJob(Job):
             )
             if config.rollout.max_staleness:
                 state["ahead"] = controller.ahead
-        self._memory = DeviceMemory(policy, rollout) if shares_memory(config.rollout) else None
-        self._training = TrainingRun(self, policy, coordinator, state, self._memory, self._free_memory)
+        own = config.of_critic
+        critic = Critic(policy.spec, own, policy.layout) if own is not None else None
+        self._memory = DeviceMemory(policy, rollout, critic) if shares_memory(config.rollout) else None
+        self._training = TrainingRun(self, policy, coordinator, state, self._memory, self._free_memory, critic)
         weight_sync, phases = WeightSync(policy, rollout, coordinator), self._training.phases
         self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
         resources = RankResources(policy.layout.local_rank)
         coordinator.on_beat = resources.sample
         if leads and resources.lacks:
             journal.say(resources.lacks)
-        self._trainer = Trainer(self._training, self._serving, controller, resources)
+        self._trainer = Trainer(self._training, self._serving, controller, resources, critic)
 
     def run(self) -> None:
         try:

@@ -37,6 +37,7 @@ class TrainingRun(Checkpoints):
         state: Mapping[str, Any],
         memory: DeviceMemory | None = None,
         free_memory: Callable[[], None] = lambda: None,
+        critic: Policy | None = None,
     ):
         """Loads the last checkpoint, into the policy and on rank 0 into `state`, and writes the output folder's
         config.yaml. `memory`: None where servers have memory of their own; `free_memory` ends servers that hold device
@@ -46,7 +47,7 @@ class TrainingRun(Checkpoints):
         parts = state if policy.spikes is None else {**state, SPIKES: policy.spikes}
         self.phases = Phases(job.journal.progress if leads else None, memory)
         self._profiler = StepProfiler(job.config, policy.layout)
-        super().__init__(policy, job.config, parts, job.journal.say if leads else None)
+        super().__init__(policy, job.config, parts, job.journal.say if leads else None, critic)
         self.start = self.resume()
         if leads:
             job.output.take_over(self.start)

@@ -377,8 +377,9 @@ def training_seconds(
         for stage in stages
     )
     idle = (p.pp - 1) / (micro_batches * p.vpp)  # the pipeline's bubble over its working time; [N] section 2.2
-    passes = config.algorithm.measures_first + len(config.frozen_models)
-    return passes * once * (1 + idle / updates), often * (1 + idle) + updates * reduce
+    passes = config.algorithm.measures_first + len(config.frozen_models) + config.trained_models - 1
+    update = often * (1 + idle) + updates * reduce
+    return passes * once * (1 + idle / updates), config.trained_models * update
 
 
 def updates_of(config: Config) -> int:

@@ -147,7 +147,8 @@ class Plan:
     @property
     def checkpoint(self) -> int:
         """Bytes."""
-        return formulas.checkpoint_bytes(self.spec, self.config.model.dtype, self.config.model.lora)
+        of_one = formulas.checkpoint_bytes(self.spec, self.config.model.dtype, self.config.model.lora)
+        return self.config.trained_models * of_one
 
     @property
     def stop_before(self) -> int:
@@ -216,7 +217,10 @@ def _stage(
         "reserved": RESERVED,
     }
     others: dict[str, float] = {}
-    if servers is not None and config.rollout.placement == "colocated":
+    colocated = servers is not None and config.rollout.placement == "colocated"
+    if config.of_critic is not None and not (colocated and shares_memory(config.rollout, gpus=True)):
+        training["critic"] = state.total  # else it and the policy take turns
+    if colocated:
         training["server"], others = _shared(config, spec, state, servers)
     return StageMemory(stage, state, training, others)
 
@@ -230,11 +234,12 @@ def _shared(config: Config, spec: ModelSpec, state: StageState, servers: Servers
         buckets = max(buckets + QUANTIZING * tensor, CHECKING * parameter)  # the checksums come last
     if config.model.lora is not None:
         buckets += formulas.merging_bytes(spec, config.model.lora, config.parallel.tp)
-    always = state.total + held
+    both = config.trained_models * state.total
+    always = both + held
     phases = {"generate": always, "weight sync": always + buckets, "save": always}
     if offloads := shares_memory(config.rollout, gpus=True):
         beside = servers.weights + SERVER_REMAINS
-        phases = {"generate": held, "weight sync": state.parameters + beside + buckets, "save": state.total + beside}
+        phases = {"generate": held, "weight sync": state.parameters + beside + buckets, "save": both + beside}
     return SERVER_REMAINS if offloads else held, {name: size + RESERVED for name, size in phases.items()}
 
 
@@ -303,18 +308,19 @@ def host_memory(
     serves = rollout.engine == "sglang" and rollout.placement == "colocated"
     offloads = shares_memory(rollout, gpus=cuda)
     saved = formulas.WIDTH[dtype] + 12 if config.checkpoint.async_save else 0  # else a tensor at a time
-    frozen, nodes = len(config.copied_models), []
+    frozen, trained, nodes = len(config.copied_models), config.trained_models, []
     for first in range(0, ranks, ranks_per_node):
         here = [states[rank * p.pp // ranks] for rank in range(first, min(first + ranks_per_node, ranks))]
         servers = -(-rollout.servers * len(here) // ranks) if serves else 0
         parts = {"processes": (len(here) + servers * rollout.tp) * PROCESS_BYTES}
         parts["the optimizer"] = sum(s.host for s in here)
         if not cuda:
-            parts["weights, gradients and optimizer"] = sum(s.total for s in here)
+            parts["weights, gradients and optimizer"] = trained * sum(s.total for s in here)
             parts["the servers' weights"] = servers * formulas.weight_bytes(spec, dtype)
         training = {
-            "saving a checkpoint": saved * sum(s.owned for s in here),
+            "saving a checkpoint": trained * saved * sum(s.owned for s in here),
             "what waits while servers generate": offloads
+            * trained
             * sum(s.pinned if cuda else s.parameters + s.optimizer for s in here),
             "the reference policy": frozen * sum(s.reference if cuda else s.parameters for s in here),
             "a step's rollouts": (first == 0) * 2 * config.rollout_budget * tokens * ROLLOUT_TOKEN,

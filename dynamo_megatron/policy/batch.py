@@ -21,6 +21,7 @@ from dynamo_megatron.algorithm.advantages import (
 from dynamo_megatron.algorithm.aggregation import token_divisors
 from dynamo_megatron.algorithm.arrays import group_index
 from dynamo_megatron.algorithm.diversity import diversity_factors
+from dynamo_megatron.algorithm.gae import generalised_advantages, token_rewards, whitened
 from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
@@ -34,12 +35,15 @@ class TrainBatch:
     """The S rollouts of a step with what the loss needs of each; the same on every rank."""
 
     rollouts: RolloutBatch
-    advantages: np.ndarray  # float64 [S], from the outcome rewards
+    advantages: np.ndarray  # float64 [S], from the outcome rewards; 0 with a critic, whose advantages are of tokens
     mini_batch: np.ndarray  # int64 [S]: which update of the step trains on the rollout
     weights: np.ndarray  # float64 [S]: of each response token, normalised over the mini-batch, times the prompt's
-    process: np.ndarray | None = None  # float64 [R], what process rewards and teacher add to each token's advantage
+    # float64 [R], what is added to each token's advantage: of process rewards, the teacher and, all of it, the critic
+    process: np.ndarray | None = None
     implicit_rewards: np.ndarray | None = None  # float64 [R], of the reward `prime`
     teacher_gap: np.ndarray | None = None  # float64 [R], log p_teacher - log p_policy, nats
+    values: np.ndarray | None = None  # float64 [R], the critic's, and what it is to learn from them
+    returns: np.ndarray | None = None
 
     @classmethod
     def build(
@@ -51,11 +55,13 @@ class TrainBatch:
         weights: np.ndarray | None = None,
         implicit_rewards: np.ndarray | None = None,
         teacher_gap: np.ndarray | None = None,
+        values: np.ndarray | None = None,
     ) -> TrainBatch:
         """Computes advantages by group, and mini-batches. `gather`: as in `custom_advantages`. `baseline`: what is
         known of each rollout's prompt; None: nothing. `weights`: float64 [S], of each response token in the loss of its
         mini-batch; None: 1 / `loss_divisors`. `implicit_rewards`: from `Policy.implicit_rewards`. `teacher_gap`:
-        float64 [R], log p_teacher - log p_policy of each response token, nats.
+        float64 [R], log p_teacher - log p_policy of each response token, nats. `values`: float64 [R], from
+        `Critic.values`, for kind `gae`.
 
         Raises UserCodeError if a user's function returns invalid advantages, or others on another rank.
         """
@@ -67,7 +73,7 @@ class TrainBatch:
             right, tokens = rollouts.successes & (advantages > 0), rollouts.response_tokens
             given = (right, rollouts.answers, tokens, rollouts.response_lengths, rollouts.group_ids)
             advantages = advantages * diversity_factors(weight, *given)
-        if config.algorithm.advantage.normalise == "batch":
+        if config.algorithm.advantage.normalise == "batch" and values is None:
             advantages = batch_normalised(advantages)
         mini_batch = np.zeros(len(group), np.int64)
         for m, here in enumerate(cut_mini_batches(rollouts.group_ids, config.algorithm.loss.mini_batches)):
@@ -76,12 +82,22 @@ class TrainBatch:
             weights = 1.0 / loss_divisors(rollouts, config)
         rewards = [r for r in (rollouts.step_rewards, implicit_rewards) if r is not None]
         lengths, advantage = rollouts.response_lengths, config.algorithm.advantage
-        process = sum(process_advantages(r, group, lengths, advantage) for r in rewards) if rewards else None
+        process, returns = None, None
+        assert (values is not None) == (advantage.kind == "gae")
+        if values is not None:
+            each = token_rewards(advantages, lengths, rewards, advantage.process.weight)
+            process, returns = generalised_advantages(each, values, lengths, advantage.gamma, advantage.lam)
+            process = whitened(process) if advantage.normalise == "batch" else process
+            process = process if config.algorithm.teacher is None else config.algorithm.teacher.reward_weight * process
+            advantages = np.zeros(len(group))
+        elif rewards:
+            process = sum(process_advantages(r, group, lengths, advantage) for r in rewards)
         if (teacher := config.algorithm.teacher) is not None:
             assert teacher_gap is not None
             advantages = teacher.reward_weight * advantages
             process = (0.0 if process is None else process) + teacher.weight * teacher_gap
-        return cls(rollouts, advantages, mini_batch, weights, process, implicit_rewards, teacher_gap)
+        known = implicit_rewards, teacher_gap, values, returns
+        return cls(rollouts, advantages, mini_batch, weights, process, *known)
 
     @property
     def mini_batches(self) -> list[np.ndarray]:
@@ -130,8 +146,8 @@ def _advantages(
             response_lengths=rollouts.response_lengths,
         )
         advantages = custom_advantages(load_advantage(advantage.kind), inputs, gather)
-    elif advantage.kind == "otb":
-        advantages = rewards  # shape_tokens subtracts a baseline of each token
+    elif advantage.kind in ("otb", "gae"):
+        advantages = rewards  # a baseline of each token is subtracted: by shape_tokens, or the critic's values
     elif config.algorithm.needs_baseline:
         b = Baseline(np.zeros(len(rewards)), np.zeros(len(rewards))) if baseline is None else baseline
         ratio, inside = b.score_ratio if advantage.score_ratio == "auto" else advantage.score_ratio, rewards

@@ -65,7 +65,7 @@ class PassInputs:
             "advantage": None if batch is None else sequences.per_token(batch.advantages),
             "token weight": None if weights is None else sequences.per_token(weights),
             "engine logprob": getattr(sequences, "engine_logprobs", None),
-            "process reward or teacher's logprob": None if batch is None else batch.process,
+            "process reward, teacher's logprob or value": None if batch is None else batch.process,
         }
         for name, values in inputs.items():
             if values is not None and len(bad := self._sequences_of(~np.isfinite(values))):

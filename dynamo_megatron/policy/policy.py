@@ -83,6 +83,8 @@ class Policy:
     adjacent in the model. `ddp` wraps the chunks, in the same order.
     """
 
+    settings = "optimizer"  # the configuration's section of the optimizer, for messages
+
     def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
@@ -92,6 +94,7 @@ class Policy:
         if config.model.lora is not None:
             self.base_digest = model_digest(config.model.path, spec, layout)
             add_adapters(self.chunks, config.model.lora, config.seed)
+        self._prepare_head()
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
@@ -100,15 +103,21 @@ class Policy:
         if layout.device.type == "cuda":
             check_layers(layout.device, self.chunks[0].config.params_dtype)
         if layout.is_last_stage:
-            head = {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
-            check_backend(
-                self._head_weight,
-                self.loss_config,
-                gradient="recompute" if function else config.kernels.gradient,
-                kl_cov=config.algorithm.loss.kl_cov is not None,
-                response_ratio=config.algorithm.loss.ratio != "token",
-                **head,
-            )
+            self._check_head()
+
+    def _prepare_head(self) -> None:
+        """Once the weights are loaded, before the chunks are wrapped: a critic has another head."""
+
+    def _check_head(self) -> None:
+        config, head = self.config, {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
+        check_backend(
+            self._head_weight,
+            self.loss_config,
+            gradient="recompute" if self.loss_function is not None else config.kernels.gradient,
+            kl_cov=config.algorithm.loss.kl_cov is not None,
+            response_ratio=config.algorithm.loss.ratio != "token",
+            **head,
+        )
 
     @property
     def _head_weight(self) -> torch.Tensor:
@@ -511,6 +520,6 @@ class Policy:
         if broken := broken_weights(self.chunks, self.spec, self.layout):
             raise NonFiniteError(
                 f"the update at learning rate {learning_rate:g} ruined the weights, and they are not saved: "
-                f"{broken}; lower optimizer.lr or optimizer.weight_decay",
+                f"{broken}; lower {self.settings}.lr or {self.settings}.weight_decay",
                 None,
             )

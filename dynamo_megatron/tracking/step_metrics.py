@@ -6,8 +6,8 @@ was trained on, the gap about its tokens of the newest weights, and absent witho
 
 Of each reward function: `reward/FUNCTION/mean` of its scores, where it gave any, and as shares of what was requested
 its states. `agent/`, with an agent: means over the requested episodes (docs/agents.md). `time/generate`, `logprobs`,
-`update`, `weight_sync`, `evaluate`, `save` and `other` add up to `time/step`; evaluation and save are those after the
-previous step, and are no part of the throughput.
+`update`, `weight_sync`, `evaluate`, `save` and `other` (with a critic also its `values` and `critic`, its updates) add
+up to `time/step`; evaluation and save are those after the previous step, and are no part of the throughput.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from dynamo_megatron.algorithm.advantages import informative, overlong_penalty
 from dynamo_megatron.algorithm.diversity import NGRAM, distinct_ngrams, unique_answers
+from dynamo_megatron.algorithm.gae import explained_variance
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.result import KINDS
@@ -71,11 +72,13 @@ def step_metrics(
     batch: TrainBatch,
     stats: TokenStats,
     updates: Sequence[Mapping[str, float]],
+    fits: Sequence[Mapping[str, float]],
     synced: SyncReport,
     clock: Clock,
     config: Config,
 ) -> dict[str, float]:
-    """All metrics of a step, plain numbers; those of an option only where it is on."""
+    """All metrics of a step, plain numbers; those of an option only where it is on. `updates`: of the policy; `fits`:
+    of the critic."""
     rollouts, sampled = batch.rollouts, record.result.batch
     counts, history = (np.concatenate([getattr(a, name) for a in record.allocations]) for name in ("counts", "history"))
     differs = informative(sampled.rewards, sampled.group_ids)
@@ -99,6 +102,7 @@ def step_metrics(
         "allocation/history_share": float(history.mean()),
         **record.drawing,
         **_of_policy(record.step, stats, updates, config),
+        **_of_critic(record.step, batch, fits, config),
         "weight_sync/bytes": synced.bytes,
         "weight_sync/floor_bytes": synced.floor_bytes,
         **times,
@@ -194,13 +198,29 @@ def _of_policy(
     }
 
 
+def _of_critic(step: int, batch: TrainBatch, fits: Sequence[Mapping[str, float]], config: Config) -> dict[str, float]:
+    """Over the trained tokens, with the values that the step began with."""
+    if (critic := config.of_critic) is None:
+        return {}
+    return {
+        "critic/loss": _mean([f["loss"] for f in fits]),
+        "critic/grad_norm": _mean([f["grad_norm"] for f in fits]),
+        "critic/clip_share": sum(f["clipped"] for f in fits) / max(1, len(batch.values)),
+        "critic/explained_variance": explained_variance(batch.values, batch.returns),
+        "critic/value": _mean(batch.values),
+        "critic/return": _mean(batch.returns),
+        "critic/learning_rate": critic.learning_rate(step),
+    }
+
+
 def spike_count(updates: Sequence[Mapping[str, float]], config: Config) -> dict[str, int]:
     """Updates that were skipped because of their gradient's norm; nothing without `optimizer.spike`."""
     return {} if config.optimizer.spike is None else {"policy/gradient_spikes": sum("spike" in u for u in updates)}
 
 
 def _times(synced: SyncReport, clock: Clock) -> dict[str, float]:
-    seconds = {name: clock.seconds.get(name, 0.0) for name in TIMED} | {"weight_sync": synced.seconds}
+    timed = (*TIMED, *(name for name in ("values", "critic") if name in clock.seconds))
+    seconds = {name: clock.seconds.get(name, 0.0) for name in timed} | {"weight_sync": synced.seconds}
     elapsed = clock.total
     return {
         "time/step": elapsed,

@@ -24,23 +24,26 @@ if TYPE_CHECKING:
     from dynamo_megatron.rollout.worker import RolloutWorker
 
 TAGS = ("weights", *CACHES)  # in the order in which they come back
-# What is on the device in each phase: the server's tags, the training side's parts. A server that releases its
+# What is on the device in each phase: the server's tags, the policy's parts, the critic's. A server that releases its
 # weights has lost them: after "train" it needs a weight sync.
 PHASES = {
-    "generate": (TAGS, ()),
-    "weights": (("weights",), ("weights",)),  # logprobs, while more may be generated; and a weight sync
-    "train": ((), PARTS),
-    "save": (("weights",), PARTS),
-    "failed step": ((), ("weights",)),  # written without the optimizer, after the servers have ended
+    "generate": (TAGS, (), ()),
+    "weights": (("weights",), ("weights",), ()),  # logprobs, while more may be generated; and a weight sync
+    "values": (("weights",), (), ("weights",)),
+    "train": ((), PARTS, ()),
+    "critic": ((), (), PARTS),
+    "save": (("weights",), PARTS, PARTS),
+    "failed step": ((), ("weights",), ()),  # written without the optimizer, after the servers have ended
 }
 
 
 class DeviceMemory:
     """Releases and resumes memory in each phase, on every rank. `rollout`: on rank 0 only, None elsewhere; it restarts
-    a server that does not do its part."""
+    a server that does not do its part. `critic`: None where there is none."""
 
-    def __init__(self, policy: Policy, rollout: RolloutWorker | None):
-        self._layout, self._offload, self._rollout = policy.layout, Offload(policy), rollout
+    def __init__(self, policy: Policy, rollout: RolloutWorker | None, critic: Policy | None = None):
+        self._layout, self._rollout = policy.layout, rollout
+        self._offloads = [Offload(model) for model in (policy, critic) if model is not None]
         self._released: dict[Endpoint, set[str]] = {}  # the tags that each known server lacks; empty except on rank 0
         self._moved: Counter[str] = Counter()
 
@@ -52,14 +55,17 @@ class DeviceMemory:
     def enter(self, phase: str) -> None:
         """Collective over all ranks: what the phase does not need is released everywhere, then what it needs comes
         back."""
-        start, (tags, parts) = time.monotonic(), PHASES[phase]
+        start, (tags, *parts) = time.monotonic(), PHASES[phase]
+        offloads = list(zip(self._offloads, parts, strict=False))
         free = _free_bytes()
         self._ask("release", [t for t in TAGS if t not in tags])
         dist.barrier(group=self._layout.host)
         self._moved["server_released"] += max(0, _free_bytes() - free)
-        self._moved["released"] += self._offload.release([p for p in PARTS if p not in parts])
+        for offload, needed in offloads:
+            self._moved["released"] += offload.release([p for p in PARTS if p not in needed])
         dist.barrier(group=self._layout.host)
-        self._moved["resumed"] += self._offload.resume(parts)
+        for offload, needed in offloads:
+            self._moved["resumed"] += offload.resume(needed)
         free = _free_bytes()
         self._ask("resume", tags)
         dist.barrier(group=self._layout.host)

@@ -247,7 +247,7 @@ REFUSED = {
     "kl={where: function}": "algorithm.kl: where: function is about the KL term, which only a coef above 0 turns on",
     "advantage={kind: 'my:a', singleton: raw}": f"algorithm.advantage: singleton: {OF_THE_KIND} zero",
     "advantage.entropy_shaping=my": "algorithm.advantage.entropy_shaping: 'my' is no module:function; name one, or",
-    "advantage.kind=gae": "algorithm.advantage.kind: 'gae' is unknown; give grpo, dr_grpo, rloo, reinforce,",
+    "advantage.kind=vtrace": "algorithm.advantage.kind: 'vtrace' is unknown; give grpo, dr_grpo, rloo, reinforce,",
 }
 
 

@@ -56,6 +56,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
     section["advantage"] |= {"singleton": "zero", "eps": 1e-6, "prior_strength": 1.0, "score_ratio": 1.0}
     section["advantage"] |= {"normalise": "none", "process": {"weight": 1.0, "gamma": 1.0}, "diversity": 0.0}
+    section["advantage"] |= {"gamma": 1.0, "lambda": 0.95}
     section["allocation"] = {"kind": "uniform"}
     for key, value in others.items():
         part, _, name = key.rpartition("__")
@@ -151,6 +152,8 @@ RECIPES = {
     ),
     # arXiv 2501.12948v2: epsilon 10 (3.2.1)
     "r1": recipe((1.0, 10.0), "sequence_mean", allocation={"kind": "uniform", "budget": 512 * 16}),
+    # TRL PPOConfig: gamma 1, lam .95, cliprange and cliprange_value .2, advantages whitened
+    "ppo": recipe((0.2, 0.2), "token_mean", "gae", advantage__normalise="batch"),
     "dynamo_published": recipe(
         (0.2, 0.28),
         "token_mean",
@@ -203,7 +206,7 @@ def test_a_method_is_its_published_recipe_over_every_base(tmp_path, name, base):
 def test_the_base_of_all_methods_sets_every_key_that_makes_one():
     own = yaml.safe_load((CONFIGS / "methods" / "grpo.yaml").read_text())["algorithm"]
     assert set(LossConfig.model_fields) - {"mini_batches", "old"} <= set(own["loss"])  # old: of rollout.max_staleness
-    assert set(AdvantageConfig.model_fields) <= set(own["advantage"])
+    assert {field.alias or name for name, field in AdvantageConfig.model_fields.items()} <= set(own["advantage"])
     others = {"kl", "rollout_correction", "teacher", "old_logprobs"}  # these go with any method
     assert set(AlgorithmConfig.model_fields) - others <= set(own)
 
@@ -228,6 +231,24 @@ def test_r1_has_the_papers_sizes_rewards_kl_and_template():
     assert (config.reward.format.tags, config.rollout.temperature) == (["think", "answer"], 1.0)
     assert config.data.template.startswith("A conversation between User and Assistant. The user asks a question, and")
     assert config.data.template.endswith("<answer> answer here </answer>. User: {prompt}. Assistant:")
+
+
+def test_ppo_s_critic_has_trl_s_clip_and_is_of_gae_alone():
+    config = load("ppo", "critic.path=other", "critic.optimizer.warmup_steps=2")
+    assert (config.critic.value_clip, config.critic.optimizer.lr, config.critic.warmup_steps) == (0.2, 1e-5, 0)
+    own = config.of_critic
+    assert (own.model.path, own.optimizer.lr, own.frozen_models) == ("other", 1e-5, {})
+    assert load("ppo").of_critic.model.path == "model" and load("grpo").of_critic is None
+    for method, overrides, message in (
+        ("grpo", ["critic.path=other"], "critic: only algorithm.advantage.kind gae has one, and it is grpo; leave it"),
+        ("grpo", ["algorithm.advantage.lambda=0.5"], "lambda: no option of kind grpo; set it to 0.95"),
+        ("ppo", ["model.lora={}"], "model.lora: adapters of the policy beside a whole critic"),
+        ("ppo", ["critic.optimizer.spike={}"], "unknown key critic.optimizer.spike"),
+        ("ppo", ["algorithm.advantage.positive_weight=0.1"], "positive_weight: is of a rollout's advantage"),
+        ("ppo", ["algorithm.advantage.process.gamma=0.9"], "process.gamma: kind gae discounts by its own gamma"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(method, *overrides)
 
 
 def test_one_rollout_a_prompt_needs_a_baseline_from_elsewhere():

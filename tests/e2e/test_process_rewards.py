@@ -1,4 +1,4 @@
-"""A run on recorded rollouts with rewards of steps and PRIME's: resumed it gives the same, and they do train."""
+"""Runs on recorded rollouts with rewards of steps, PRIME's, or a critic: resumed they give the same, and they train."""
 
 import json
 
@@ -9,6 +9,7 @@ import yaml
 from background_run import exported, json_lines, made_rollout, timeless
 from transformers import AutoModelForCausalLM
 
+from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.rollout.store import RolloutStore
 
@@ -62,6 +63,7 @@ def run(make_tiny_model, tmp_path_factory, start_run):
         assert process.wait() == 0, process.text[-3000:]
         return list(map(timeless, json_lines(output / "metrics.jsonl"))), exported(output / "hf")
 
+    go.folder = folder
     return go
 
 
@@ -72,3 +74,19 @@ def test_a_resumed_run_has_the_process_rewards_of_the_straight_one(run):
     assert resumed == straight and len(straight) == STEPS
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert all(row["reward/steps"] != 0 and row["reward/prime"] != 0 for row in straight)
+
+
+def test_a_resumed_run_has_the_critic_of_the_straight_one(run):
+    """On two pipeline stages, with process rewards, and a first step in which the critic alone learns."""
+    keys = ["reward={functions: [math], prime: {model: null}}", "parallel.pp=2"]
+    keys += ["algorithm.advantage={kind: gae, process: {weight: 0.1, gamma: 1.0}}"]
+    keys += ["critic={warmup_steps: 1, optimizer: {lr: 1.0e-3, warmup_steps: 0}}", "algorithm.modulation=null"]
+    straight, weights = run("ppo", *keys, f"trainer.steps={STEPS}")
+    run("ppo-cut", *keys, "trainer.steps=2")
+    resumed, again = run("ppo-cut", *keys, f"trainer.steps={STEPS}")
+    assert resumed == straight and all(torch.equal(weights[name], again[name]) for name in weights)
+    last = [inspect(run.folder / name / "checkpoints" / f"step-{STEPS:06d}") for name in ("ppo", "ppo-cut")]
+    assert list(differences(*last)) == [] and "critic: " in describe(last[0])
+    assert [row["policy/skipped_updates"] for row in straight] == [1, 0, 0, 0]
+    assert straight[0]["critic/value"] == 0 != straight[1]["critic/value"]
+    assert straight[0]["critic/explained_variance"] == 0 != straight[-1]["critic/explained_variance"]

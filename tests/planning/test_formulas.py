@@ -186,6 +186,24 @@ def test_a_plan_adds_up():
     assert ahead.step == pytest.approx(max(times.generate, times.logprobs + times.update) + times.weight_sync)
 
 
+def test_a_critic_counts_as_a_second_policy():
+    """Beside servers the two take turns on the GPU, but for a save; without offloading both are always there."""
+    parts = {"parallel": {"tp": 4, "sequence_parallel": True}, "checkpoint": {"async": True}}
+    parts["rollout"] = {**ROLLOUT, "servers": 4}
+    loss = {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}, "modulation": None}
+    algorithms = [{**loss, "advantage": {"kind": kind}} for kind in ("grpo", "gae")]
+    alone, both = (planned("Qwen2.5-14B", "h200-141", 8, 1000, algorithm=each, **parts) for each in algorithms)
+    (one,), (two,) = alone.stages, both.stages
+    assert two.training == one.training and two.others["save"] == one.others["save"] + one.state.total
+    assert two.others["generate"] == one.others["generate"] and both.checkpoint == 2 * alone.checkpoint
+    assert both.times.update == 2 * alone.times.update and both.times.logprobs == 2 * alone.times.logprobs
+    for part in ("saving a checkpoint", "what waits while servers generate"):
+        assert both.host[part] == 2 * alone.host[part]
+    parts["rollout"] |= {"offload": False}
+    (resident,) = planned("Qwen2.5-14B", "h200-141", 8, 1000, algorithm=algorithms[1], **parts).stages
+    assert resident.training["critic"] == one.state.total
+
+
 def test_servers_with_fp8_weights_have_more_room_for_their_cache():
     parts = {"parallel": {"tp": 4, "sequence_parallel": True}, "trainer": {"recompute": "full"}}
     plain = planned("Qwen2.5-14B", "h100-80", 16, None, **parts)

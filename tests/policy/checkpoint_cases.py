@@ -4,6 +4,7 @@ import resource
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ def case(
 
 
 def train(policy, step: int) -> None:
-    """One optimizer step on sequences that are a function of its number."""
+    """One optimizer step on sequences that are a function of its number; a critic's to values that are."""
     generator = np.random.default_rng(step)
     lengths = generator.integers(6, 30, 12)
     sequences = Sequences(
@@ -34,6 +35,11 @@ def train(policy, step: int) -> None:
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         prompt_lengths=generator.integers(1, 6, 12),
     )
+    if hasattr(policy, "fit_values"):
+        old, returns = generator.normal(size=(2, int(sequences.response_lengths.sum())))
+        batch = SimpleNamespace(rollouts=sequences, values=old, returns=returns)
+        policy.fit_values(step, batch, policy.pack(sequences, [np.arange(12)]), lambda phase: None)
+        return
     policy.fit(sequences, np.full(12, 1 / sequences.response_lengths.sum()), 1e-3)
 
 

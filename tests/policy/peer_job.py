@@ -17,13 +17,15 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 
-def verl_advantages(rewards, mask, groups, kind, old, collision):
-    """[S, L]; kind: grpo, dr_grpo, rloo or otb; `old` and `collision` are for otb."""
+def verl_advantages(rewards, mask, groups, kind, old, collision, values):
+    """[S, L]; kind: grpo, dr_grpo, rloo, otb or gae; `old` and `collision` are for otb, `values` for gae."""
     scores = torch.zeros_like(mask)
     scores[:, 0] = rewards
-    if kind == "otb":
+    if kind in ("otb", "gae"):
         scores = torch.zeros_like(mask)
         scores[torch.arange(len(mask)), mask.sum(1).long() - 1] = rewards
+        if kind == "gae":
+            return core_algos.compute_gae_advantage_return(scores, values, mask, 1.0, 0.95)[0]
         return core_algos.compute_optimal_token_baseline_advantage(scores, mask, groups, old, collision)[0]
     if kind == "rloo":
         return core_algos.compute_rloo_outcome_advantage(scores, mask, groups)[0]
@@ -129,7 +131,7 @@ def main(cases_file, in_file, out_file):
             if (kind := case["advantage"]) is not None:
                 rewards = given(f"rewards/{name}", rows)
                 rewards = given("rewards", rows) if rewards is None else rewards
-                of_tokens = given("old", rows), given("collision", rows)
+                of_tokens = given("old", rows), given("collision", rows), given("values", rows)
                 found = verl_advantages(rewards, given("mask", rows), arrays["group"][b, rows], kind, *of_tokens)
                 out[f"advantages/{name}"][b, rows] = found.numpy()
             run_case(name, case, given, b, rows, arrays["mini"][b], out)

@@ -16,7 +16,7 @@ CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")  #
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("how", ["", "background", "background lora"])
+@pytest.mark.parametrize("how", ["", "background", "background lora", "background critic"])
 def test_a_killed_save_loses_at_most_that_save(make_tiny_model, tmp_path, how):
     """Run as a script, this file prints how many changes of files there were to be killed at, by rank."""
     model = make_tiny_model(tmp_path / "model", layers=2)
@@ -58,12 +58,12 @@ def kill_before(change: int, folder: Path) -> None:
     sys.addaudithook(audit)
 
 
-def fingerprint(policy) -> str:
+def fingerprint(models) -> str:
     """Of this rank's weights and optimizer state."""
     digest = hashlib.sha256()
-    for p in (p for chunk in policy.chunks for p in chunk.parameters()):
+    for p in (p for model in models for chunk in model.chunks for p in chunk.parameters()):
         digest.update(p.detach().numpy().tobytes())
-    for optimizer in policy.optimizer.chained_optimizers:
+    for optimizer in (optimizer for model in models for optimizer in model.optimizer.chained_optimizers):
         for state in optimizer.optimizer.state.values():
             for key in sorted(state):
                 digest.update(state[key].numpy().tobytes())
@@ -76,27 +76,31 @@ def on_rank(config, victim: int, change: int) -> None:
 
     from dynamo_megatron.jobs.checkpoints import Checkpoints
     from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.critic import Critic
     from dynamo_megatron.policy.layout import join_ranks
     from dynamo_megatron.policy.policy import Policy
     from dynamo_megatron.runtime.coordination import connect_store
 
     layout = join_ranks(config, connect_store(60))
-    policy, progress = Policy(load_model_config(config.model.path), config, layout), Progress()
-    checkpoints = Checkpoints(policy, config, {"progress": progress}, print)
+    spec, progress = load_model_config(config.model.path), Progress()
+    policy, own = Policy(spec, config, layout), config.of_critic
+    models = [policy, *([Critic(spec, own, layout)] if own is not None else [])]
+    checkpoints = Checkpoints(policy, config, {"progress": progress}, print, *models[1:])
     start, output = checkpoints.resume(), Path(config.output_dir)
     notes = output / f"rank{layout.rank}.jsonl"
     known = dict(map(json.loads, notes.read_text().splitlines())) if notes.exists() else {}
     assert start >= max(known, default=1) - 1, f"two steps were saved before {max(known)}, and {start} was found"
     if start:
-        assert fingerprint(policy) == known[start], "other weights"
+        assert fingerprint(models) == known[start], "other weights"
     if layout.rank == 0:
         assert progress.step == start, f"rank 0's state is of step {progress.step}, the weights are of {start}"
     if layout.rank == victim:
         kill_before(change, output / "checkpoints")
-    train(policy, start + 1)
+    for model in models:
+        train(model, start + 1)
     progress.step = start + 1
     with open(notes, "a") as file:
-        file.write(json.dumps([start + 1, fingerprint(policy)]) + "\n")
+        file.write(json.dumps([start + 1, fingerprint(models)]) + "\n")
     checkpoints.reached(start + 1)
     checkpoints.save()
     checkpoints.settle()
@@ -117,6 +121,7 @@ def main(model: str, folder: Path, how: str) -> None:
             "data": {"source": "none"},
             "output_dir": str(folder),
             "parallel": {"pp": 2},
+            "algorithm": {"modulation": None, "advantage": {"kind": "gae" if "critic" in how else "rloo"}},
             "optimizer": {"warmup_steps": 0},
             "checkpoint": {"async": "background" in how, "keep_last": 1},
             "trainer": {"timeout": 60},

@@ -138,3 +138,17 @@ def test_the_gradient_is_that_of_sequences_written_by_hand_in_every_layout(tiny_
         np.testing.assert_allclose(mine["norm"], theirs["norm"], rtol=1e-4)
         np.testing.assert_allclose(mine["before"], theirs["before"], atol=1e-5)
         np.testing.assert_allclose(mine["after"], theirs["after"], atol=1e-4)
+
+
+def test_the_steps_of_a_critic_are_the_sampled_tokens_of_all_turns():
+    """What stands between turns and segments is none: the same episode in one piece has the same advantages."""
+    fixed = ["model.path=m", "data.source=d", "output_dir=o", "rollout.max_new_tokens=16"]
+    config = compose([str(METHODS / "ppo.yaml")], [*fixed, "algorithm.advantage.gamma=0.9"])[0]
+    joined = [
+        (group, reward, [[([1, 2], [t for segment in segments for _, sampled in segment for t in sampled])]])
+        for group, reward, segments in EPISODES
+    ]
+    whole, pieces = batch_of(joined, plain=True), batch_of()
+    values = np.linspace(-1, 1, len(pieces.engine_logprobs))
+    found, expected = (TrainBatch.build(batch, config, values=values) for batch in (pieces, whole))
+    assert found.process.tolist() == expected.process.tolist() and found.returns.tolist() == expected.returns.tolist()

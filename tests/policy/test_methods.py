@@ -71,7 +71,9 @@ def run(name: str, rollouts: RolloutBatch, stats: SimpleNamespace, *overrides: s
         fixed += ["data.batch_prompts=32", "algorithm.allocation.budget=512", "algorithm.loss.mini_batches=1"]
     config = compose([str(METHODS / f"{name}.yaml")], [*fixed, *overrides])[0]
     each = np.ones(len(rollouts.rewards))
-    batch = TrainBatch.build(rollouts, config, baseline=Baseline(0.4 * each, 3 * each, score_ratio=2.0))
+    values = np.zeros(len(rollouts.engine_logprobs)) if config.of_critic else None
+    known = Baseline(0.4 * each, 3 * each, score_ratio=2.0)
+    batch = TrainBatch.build(rollouts, config, baseline=known, values=values)
     (members,) = batch.mini_batches
     shaped = shape_tokens(
         rollouts,

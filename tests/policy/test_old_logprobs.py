@@ -71,7 +71,8 @@ def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
     each = np.ones(len(source.rewards))
     for name, sections in case["changes"].items():
         policy = Policy(spec, Config.model_validate({**case["config"], **sections}), layout)
-        batch = TrainBatch.build(source, policy.config, baseline=Baseline(0.4 * each, 3 * each))
+        values = np.zeros(len(source.engine_logprobs)) if policy.config.of_critic else None
+        batch = TrainBatch.build(source, policy.config, baseline=Baseline(0.4 * each, 3 * each), values=values)
         (mini,) = policy.pack(source, batch.mini_batches)
         stats = policy.token_stats(source, [mini])
         reference, gradients, sums = policy.reference_logprobs(source, [mini]), [], []

@@ -84,6 +84,7 @@ CASES = {
     "dynamo": verl("vanilla", None, "token-sum"),
     "dynamo_published": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
     "otb": verl("vanilla", "otb"),
+    "ppo": verl("vanilla", "gae"),
     "history": verl("vanilla", None, "token-sum"),
     "spo": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
     "pilot": verl("vanilla", "grpo", clip=(0.2, 0.28), c=10.0),
@@ -122,6 +123,7 @@ def make_batch(seed: int) -> SimpleNamespace:
     batch = SimpleNamespace(groups=groups, lengths=lengths, old=old, new=old + drift, minis=1 + seed % 3)
     batch.rewards = rewards if seed % 2 == 0 else rng.random(len(groups))
     batch.entropy, batch.expected = rng.exponential(0.8, count), rng.normal(0, 0.1, count)
+    batch.values = rng.normal(0.5, 0.3, count)
     batch.collision = np.exp(old) ** 2 + rng.random(count) * (1 - np.exp(old)) ** 2  # what the others can add
     batch.rollouts = RolloutBatch(
         prompt_ids=[str(g) for g in groups],
@@ -161,7 +163,8 @@ def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -
     algorithm = config.algorithm
     if without is not None:
         algorithm = algorithm.model_copy(update={"loss": algorithm.loss.model_copy(update={"clip_cov": None})})
-    train = TrainBatch.build(batch.rollouts, config, baseline=known(len(batch.rollouts.rewards)))
+    values = batch.values if config.of_critic else None
+    train = TrainBatch.build(batch.rollouts, config, baseline=known(len(batch.rollouts.rewards)), values=values)
     old, new, entropy, expected = map(torch.from_numpy, (batch.old, batch.new, batch.entropy, batch.expected))
     found = SimpleNamespace(mini=train.mini_batch, losses=[])
     keys = ("advantages", "modulated", "weights", "loss", "grad", "grad_entropy", "selected", "held")
@@ -171,7 +174,7 @@ def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -
         selecting = new if name.split()[0] in ("clip_cov", "kl_cov") else old
         stats = TokenStats(selecting, entropy, expected, torch.from_numpy(batch.collision))
         args = (train.advantages, train.weights, stats, algorithm)
-        shaped = shape_tokens(batch.rollouts, members, *args, seed=config.seed)
+        shaped = shape_tokens(batch.rollouts, members, *args, seed=config.seed, process=train.process)
         here = torch.from_numpy(np.isin(np.repeat(np.arange(len(batch.lengths)), batch.lengths), members))
         advantages = shaped.advantages[here].double()
         if without is not None:
@@ -228,7 +231,7 @@ def compared(tmp_path_factory) -> Compared:
     for name in ("dapo", "fork_tokens"):
         arrays[f"rewards/{name}"] = [np.pad(penalised(b), (0, size - len(b.rewards))) for b in batches]
     arrays["mini"] = [np.pad(m.mini, (0, size - len(m.mini)), constant_values=-1) for m in mine["grpo"]]
-    for key in ("old", "new", "entropy", "collision"):
+    for key in ("old", "new", "entropy", "collision", "values"):
         arrays[key] = [padded(b, getattr(b, key), size) for b in batches]
     arrays["mask"] = [padded(b, np.ones_like(b.old), size) for b in batches]
     for name in GIVEN["advantages"]:

@@ -79,3 +79,21 @@ def test_steps_and_prime_add_up_each_with_a_baseline_of_its_own():
     both = TrainBatch.build(PAIR, config, implicit_rewards=implicit).process
     apart = TrainBatch.build(PAIR, config).process + TrainBatch.build(none, config, implicit_rewards=implicit).process
     np.testing.assert_allclose(both, apart, rtol=1e-12)
+
+
+def test_of_a_critic_by_hand():
+    """gamma 1, lambda .5: steps count .1 of their rewards, outcomes (1, 0) come last; a teacher's gap is added."""
+    keys = ["algorithm.advantage={normalise: none, lambda: 0.5, process: {weight: 0.1}}"]
+    values = np.array([0.5, 0.4, 0.2, 0.1, 0.3])
+    # errors r + V' - V: 0.4 - 0.5, 0.05 + 0.2 - 0.4, 0.1 + 1 - 0.2; -0.05 + 0.3 - 0.1, 0 - 0.3
+    second, other = -0.15 + 0.5 * 0.9, -0.3
+    expected = np.array([-0.1 + 0.5 * second, second, 0.9, 0.15 + 0.5 * other, other])
+    config = configured("ppo", *keys)
+    batch = TrainBatch.build(PAIR, config, values=values)
+    np.testing.assert_allclose(token_advantages(batch, config), expected, rtol=1e-6)
+    np.testing.assert_allclose(batch.returns, expected + values, rtol=1e-12)
+    taught = configured("ppo", *keys, "algorithm.teacher={path: t, weight: 2.0, reward_weight: 0.5}")
+    gap = np.array([0.1, -0.2, 0.0, 0.3, 0.0])
+    batch = TrainBatch.build(PAIR, taught, values=values, teacher_gap=gap)
+    np.testing.assert_allclose(token_advantages(batch, taught), 0.5 * expected + 2 * gap, rtol=1e-6)
+    np.testing.assert_allclose(batch.returns, expected + values, rtol=1e-12)

@@ -75,7 +75,7 @@ def batch_of(controller: Controller, step: int, logprobs=lambda rollouts: rollou
     left_out = len(sampled.rounds) > 1 or len(rollouts.rollout_ids) < sampled.rounds[0].sampled
     assert policy.packed == len(sampled.rounds) + left_out
     assert sampled.stats.rollouts is rollouts and sum(map(len, sampled.mini_batches)) == len(rollouts.rollout_ids)
-    return trainer(controller, policy).advantages(sampled), controller.record(step, sampled.rounds)
+    return trainer(controller, policy).advantages(step, sampled), controller.record(step, sampled.rounds)
 
 
 class Answering:

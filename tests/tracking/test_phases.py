@@ -21,8 +21,10 @@ def test_each_phase_gets_its_memory_and_the_time_of_it_is_its_own(monkeypatch):
     memory = Recorded()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: memory.now))
     phases = Phases(None, memory)
-    for phase in ("weight sync", "read data", "generate", "logprobs", "update", "weight sync", "failed step", "save"):
+    before, after = ("weight sync", "read data", "generate", "logprobs", "values", "update"), ("weight sync", "save")
+    for phase in (*before, "critic", "failed step", *after):
         phases.begin(phase)
-    assert memory.entered == ["weights", "generate", "weights", "train", "weights", "failed step", "save"]
+    entered = ["weights", "generate", "weights", "values", "train", "critic", "failed step", "weights", "save"]
+    assert memory.entered == entered
     assert set(memory.entered) <= PHASES.keys() and set(MEMORY.values()) - {None} == PHASES.keys()
-    assert phases.clock.seconds["memory"] == 7 * 3.0 and phases.clock.seconds["update"] == 0
+    assert phases.clock.seconds["memory"] == 9 * 3.0 and phases.clock.seconds["update"] == 0

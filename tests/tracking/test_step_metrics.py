@@ -38,12 +38,14 @@ def metrics(
     scores=({}, {}),
     spike=None,
     version=0,
+    fits=(),
+    values=(None, None),
     **algorithm,
 ) -> dict[str, float]:
     """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance.
     `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards; `process`:
     what they add to the tokens' advantages; `spike`: of the optimizer, with one more update that is a spike;
-    `version`: of the weights that sampled all tokens.
+    `version`: of the weights that sampled all tokens; `fits`: updates of a critic, `values`: its values and returns.
     `rewards`: those of RolloutResult."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     sampled = [
@@ -75,9 +77,12 @@ def metrics(
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
         StepRecord(1, [allocation], result, {"data/epoch": 0}),
-        TrainBatch(rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit),
+        TrainBatch(
+            rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit, None, *values
+        ),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
         [update, {"skipped": 1.0}, *([{**update, "grad_norm": 6.0, "skipped": 1.0, "spike": 1.0}] if spike else [])],
+        fits,
         synced or SyncReport(),
         clock or Clock(),
         config,
@@ -158,6 +163,19 @@ def test_updates_that_were_skipped_as_spikes_are_counted():
     found = metrics(spike={"above": 2.0})
     assert (found["policy/gradient_spikes"], found["policy/skipped_updates"], found["policy/grad_norm"]) == (1, 2, 4.0)
     assert "policy/gradient_spikes" not in metrics()
+
+
+def test_of_a_critic():
+    returns = np.arange(10.0)
+    fits = [{"loss": 1.0, "grad_norm": 2.0, "clipped": 3.0}, {"loss": 2.0, "grad_norm": 4.0, "clipped": 1.0}]
+    clock = Clock()
+    for phase in ("values", "critic"):
+        clock.begin(phase)
+    found = metrics(clock, values=(returns / 2, returns), fits=fits, advantage={"kind": "gae"})
+    assert found["critic/explained_variance"] == 0.75 and found["critic/value"] == 2.25
+    assert found["critic/loss"] == 1.5 and found["critic/clip_share"] == 0.4 and found["critic/return"] == 4.5
+    assert found["critic/learning_rate"] == pytest.approx(1e-6) and "time/values" in found
+    assert not any("critic" in key for key in metrics())
 
 
 def test_rewards_of_steps_and_of_tokens_are_means_of_sums_over_rollouts():

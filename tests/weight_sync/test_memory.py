@@ -28,7 +28,7 @@ def turns(alone):
     nothing = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
     policy = SimpleNamespace(layout=alone, chunks=[], optimizer=nothing)
     turns = DeviceMemory(policy, SimpleNamespace(condemn=lost.update))
-    turns._offload = SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)
+    turns._offloads = [SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)]
     return turns, lost
 
 
