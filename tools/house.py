@@ -17,7 +17,7 @@ CODE = r"\.(py|js|css|html|sh)$"
 BUDGETS = {
     "product": (38_900, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
     "tests": (31_000, "lines", r"^tests/.*\.py$"),
-    "benchmarks": (4_190, "lines", r"^benchmarks/.*\.py$"),
+    "benchmarks": (4_290, "lines", r"^benchmarks/.*\.py$"),
     "docs": (38_000, "words", r"^(docs/.*|README|CONTRIBUTING|CHANGELOG)\.md$|^(README|CONTRIBUTING|CHANGELOG)\.md$"),
 }
 
