@@ -16,7 +16,8 @@ from dynamo_megatron.types import RolloutBatch, TokenStats
 from dynamo_megatron.verification.reference import Statistics, learning_rate, not_covered, token_losses
 
 METHODS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "methods").glob("*.yaml"))
-LEFT_OUT = {"clip_cov", "distill", "dynamo_published", "fork_tokens", "kl_cov", "otb", "pilot", "reinforce_ada"}
+LEFT_OUT = {"clip_cov", "distill", "dynamo_published", "fork_tokens", "kl_cov", "otb", "pilot", "ppo", "r1"}
+LEFT_OUT |= {"reinforce_ada"}
 CHANGES = {
     "quantile": ["algorithm.modulation={stabiliser: quantile, quantile: 0.9}"],
     "raw": ["algorithm.advantage={kind: dr_grpo, singleton: raw}", "algorithm.loss.aggregation=prompt_token_mean"],

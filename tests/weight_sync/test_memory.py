@@ -26,7 +26,8 @@ def turns(alone):
     """(DeviceMemory without a training side, which servers it had restarted)."""
     lost = {}
     nothing = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
-    policy = SimpleNamespace(layout=alone, chunks=[], optimizer=nothing)
+    config = SimpleNamespace(optimizer=SimpleNamespace(cpu_offload=False))
+    policy = SimpleNamespace(layout=alone, chunks=[], optimizer=nothing, config=config)
     turns = DeviceMemory(policy, SimpleNamespace(condemn=lost.update))
     turns._offloads = [SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)]
     return turns, lost
