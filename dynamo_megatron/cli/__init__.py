@@ -12,8 +12,9 @@ from typing import Any
 from dynamo_megatron.errors import StatedError
 
 HELP = {"-h", "--help", "--version"}
-# These do nothing after they have printed: a reader that ends early, such as a pager, does not make them fail.
-PRINTING = {"configs", "inspect", "plan", "report", "samples", "replay", "verify"}
+# These do nothing after they have printed, and their exit code says nothing of what they found: a reader that ends
+# early, such as a pager, does not make them fail.
+PRINTING = {"configs", "report", "samples", "replay"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,5 +72,7 @@ def _check_output() -> None:
     if (own := sys.stdout) is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     elif own is sys.__stdout__:  # else a caller of `main` has its own
-        raw = io.BufferedWriter(_Output(own.fileno(), "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(raw, own.encoding, own.errors, line_buffering=own.line_buffering)
+        raw = _Output(own.fileno(), "w", closefd=False)
+        buffer = raw if own.write_through else io.BufferedWriter(raw)  # PYTHONUNBUFFERED
+        options = {"line_buffering": own.line_buffering, "write_through": own.write_through}
+        sys.stdout = io.TextIOWrapper(buffer, own.encoding, own.errors, **options)

@@ -129,7 +129,8 @@ async def _response(fleet: Fleet, request: Request, server: Server) -> Response:
     finally:
         asked.cancel()
     server.use.tokens += len(response.tokens)
-    server.heard = time.monotonic()
+    if not response.error:
+        server.heard = time.monotonic()
     return response
 
 

@@ -108,7 +108,6 @@ class Coordinator:
         # Held while a step's time is checked, and until the process ends where it has passed.
         self._ending = threading.Lock()
         self._calls = 0  # of `on_rank_0`
-        self.on_beat: Callable[[], None] | None = None  # the watchdog thread calls it about once a second
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
         watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
@@ -213,8 +212,6 @@ class Coordinator:
             if seen is not None and time.monotonic() - seen > HEARTBEAT_TIMEOUT:
                 print(f"rank 0 gave no sign of life for {HEARTBEAT_TIMEOUT:g} s", file=sys.stderr, flush=True)
                 os._exit(1)
-            if self.on_beat is not None:
-                self.on_beat()
 
     def _end_a_stalled_run(self) -> None:
         """On rank 0: ends all ranks with exit code 75 where a step exceeds `step_timeout`. Nothing is saved: it is not

@@ -5,9 +5,17 @@ NVML sees all processes on a GPU. It numbers GPUs by PCI bus, as CUDA does on no
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from dynamo_megatron.runtime.threads import Call
+
+EVERY = 1.0  # seconds between readings
+PATIENCE = 10.0  # seconds for NVML's start
+NOT_MEASURED = "no GPU utilisation is measured"
 
 
 class GpuUse(NamedTuple):
@@ -27,37 +35,55 @@ class GpuUse(NamedTuple):
 
 
 class GpuMonitor:
-    """Reads the GPUs `gpus`, indices among those that are visible to this process. `lacks`: why it cannot, in one line;
-    "" where it can, or `gpus` is empty."""
+    """Reads the GPUs `gpus`, indices among those that are visible to this process, every EVERY seconds in a thread of
+    its own, since NVML blocks where a driver hangs. `lacks`: why it cannot, in one line; "" where it can, or `gpus` is
+    empty."""
 
     def __init__(self, gpus: Sequence[int]) -> None:
-        self.lacks, self._nvml, self._handles = "", None, []
+        self.lacks, self._seen = "", GpuUse()
+        self._lock, self._closed = threading.Lock(), threading.Event()
         if not gpus:
             return
-        try:
-            import pynvml
-        except ModuleNotFoundError:
-            self.lacks = "no GPU utilisation is measured: pip install nvidia-ml-py"
-            return
-        self._nvml = pynvml
-        try:
-            pynvml.nvmlInit()
-            self._handles = [_handle(pynvml, gpu) for gpu in gpus]
-        except (pynvml.NVMLError, ValueError, IndexError) as error:
-            self.lacks = f"no GPU utilisation is measured: NVML: {error}"
-        self.read()  # a MIG partition has no utilisation
+        if importlib.util.find_spec("pynvml") is None:
+            self.lacks = f"{NOT_MEASURED}: pip install nvidia-ml-py"
+        elif not (first := Call(self._begin, gpus)).wait(PATIENCE):
+            self.lacks = f"{NOT_MEASURED}: NVML did not answer within {PATIENCE:g} s"
+        elif self.lacks == "":
+            Call(self._watch, *first.result())
 
-    def read(self) -> GpuUse:
-        """Returns one reading, the mean over the GPUs as `busy`; none where NVML fails, now or before."""
-        if self.lacks or not self._handles:
-            return GpuUse()
+    def take(self) -> GpuUse:
+        """Returns the readings since the last call, each the mean over the GPUs as `busy`."""
+        with self._lock:
+            seen, self._seen = self._seen, GpuUse()
+        return seen
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _begin(self, gpus: Sequence[int]) -> tuple[Any, list[Any]]:
+        nvml, handles = importlib.import_module("pynvml"), []
         try:
-            memory = max(self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles)
-            shares = [self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
-        except self._nvml.NVMLError as error:
-            self.lacks = f"no GPU utilisation is measured: NVML: {error}"
-            return GpuUse()
-        return GpuUse(1, memory, sum(shares) / len(shares))
+            nvml.nvmlInit()
+            handles = [_handle(nvml, gpu) for gpu in gpus]
+        except (nvml.NVMLError, ValueError, IndexError) as error:
+            self.lacks = f"{NOT_MEASURED}: NVML: {error}"
+        else:
+            self._read(nvml, handles)  # a MIG partition has no utilisation
+        return nvml, handles
+
+    def _watch(self, nvml: Any, handles: list[Any]) -> None:
+        while not self.lacks and not self._closed.wait(EVERY):
+            self._read(nvml, handles)
+
+    def _read(self, nvml: Any, handles: list[Any]) -> None:
+        try:
+            memory = max(nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)
+            shares = [nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles]
+        except nvml.NVMLError as error:
+            self.lacks = f"{NOT_MEASURED}: NVML: {error}"
+            return
+        with self._lock:
+            self._seen = self._seen.plus(GpuUse(1, memory, sum(shares) / len(shares)))
 
 
 def _handle(nvml: Any, gpu: int) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.runtime.gpu_usage import GpuMonitor, GpuUse
+from dynamo_megatron.runtime.gpu_usage import GpuMonitor
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout
@@ -25,12 +25,8 @@ class RankResources:
 
     def __init__(self, local_rank: int):
         self._monitor = GpuMonitor([local_rank] if torch.cuda.is_available() else [])
-        self.lacks, self._leads, self._gpu = self._monitor.lacks, local_rank == 0, GpuUse()
+        self.lacks, self._leads = self._monitor.lacks, local_rank == 0
         self._moved, self._since = _moved(), time.monotonic()
-
-    def sample(self) -> None:
-        """Reads the GPU. The watchdog thread calls it about once a second: there is no thread for it."""
-        self._gpu = self._gpu.plus(self._monitor.read())
 
     def take(self) -> dict[str, Any]:
         """Plain data for `resource_metrics`, of the time since the last call. Bytes: `host_memory` of this process now,
@@ -40,8 +36,8 @@ class RankResources:
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        gpu, self._gpu = self._gpu, GpuUse()
-        found = {"host_memory": psutil.Process().memory_info().rss, "gpu_memory": peak, "gpu": gpu, "network": {}}
+        found: dict[str, Any] = {"host_memory": psutil.Process().memory_info().rss, "gpu_memory": peak, "network": {}}
+        found["gpu"] = self._monitor.take()
         if self._leads:
             before, since = self._moved, self._since
             self._moved, self._since = _moved(), time.monotonic()

@@ -34,6 +34,7 @@ def trained(config, layout, moved: bool) -> dict:
 
     policy = Policy(load_model_config(config.model.path), config, layout)
     offload, data, seen = Offload(policy), TrainBatch.build(rollouts(), config), {}
+    offload.allocate_ahead()
     for step in range(3):
         if moved and step:  # before the first update there is no optimizer state but the main weights
             freed = {part: offload.release([part]) for part in PARTS}

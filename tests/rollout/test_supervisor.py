@@ -88,7 +88,9 @@ def test_the_gpus_of_a_server_are_read_while_it_is_up(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "SGLangServer", OnGpus)
     monkeypatch.setattr(supervisor, "POLL_EVERY", 0.01)
     monkeypatch.setattr(
-        supervisor, "GpuMonitor", lambda gpus: SimpleNamespace(lacks="", read=lambda: GpuUse(1, sum(gpus)))
+        supervisor,
+        "GpuMonitor",
+        lambda gpus: SimpleNamespace(lacks="", take=lambda: GpuUse(1, sum(gpus)), close=lambda: None),
     )
     heard = Recorder()
     servers = Supervisor(external(["http://unused"], output=tmp_path), ["server-0"], heard)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch.distributed as dist
@@ -53,12 +52,6 @@ def test_a_later_start_in_the_same_store_does_not_read_the_keys_of_an_earlier_on
     with pytest.raises(TimeoutError):
         restarted.wait("key", "a value", 0.0)
     restarted.close()
-
-
-def test_the_watchdog_calls_on_its_beats(ranks):
-    called = threading.Semaphore(0)
-    ranks[1].on_beat = called.release
-    assert all(called.acquire(timeout=60) for _ in range(2))
 
 
 STEPS = """

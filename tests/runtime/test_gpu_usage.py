@@ -1,10 +1,12 @@
 """NVML at its interface alone: a module in the place of pynvml. No test here has a GPU."""
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from dynamo_megatron.runtime import gpu_usage
 from dynamo_megatron.runtime.gpu_usage import GpuMonitor
 
 
@@ -54,7 +56,29 @@ def test_gpus_are_those_that_the_process_sees(nvml, monkeypatch, visible, gpus, 
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monitor = GpuMonitor(gpus)
-    assert monitor.lacks == "" and monitor.read() == pytest.approx(use)
+    first = monitor.take()
+    monitor.close()
+    assert monitor.lacks == "" and first == pytest.approx(use)
+
+
+def test_readings_are_added_up_until_they_are_taken(nvml, monkeypatch):
+    monkeypatch.setattr(gpu_usage, "EVERY", 0.001)
+    read = threading.Semaphore(0)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda handle: read.release() or SimpleNamespace(used=3))
+    monitor = GpuMonitor([2])
+    assert all(read.acquire(timeout=60) for _ in range(5))
+    use = monitor.take()
+    monitor.close()
+    assert use.samples >= 4 and use.memory == 3 and use.utilisation == pytest.approx(0.2)
+
+
+def test_a_driver_that_hangs_blocks_nobody(nvml, monkeypatch):
+    monkeypatch.setattr(gpu_usage, "PATIENCE", 0.01)
+    hangs = threading.Event()
+    monkeypatch.setattr(nvml, "nvmlInit", hangs.wait)
+    monitor = GpuMonitor([0])
+    assert "did not answer within 0.01 s" in monitor.lacks and monitor.take().samples == 0
+    hangs.set()
 
 
 @pytest.mark.parametrize("why", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUtilizationRates"])
@@ -62,7 +86,7 @@ def test_what_nvml_refuses_is_one_line_and_it_is_not_asked_again(nvml, why):
     nvml.fails = {why}
     monitor = GpuMonitor([0])
     nvml.fails = set()
-    assert monitor.lacks == f"no GPU utilisation is measured: NVML: {why}" and monitor.read().samples == 0
+    assert monitor.lacks == f"no GPU utilisation is measured: NVML: {why}" and monitor.take().samples == 0
 
 
 @pytest.mark.parametrize("visible", ["", "0"])

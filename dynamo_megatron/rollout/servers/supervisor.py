@@ -109,17 +109,20 @@ class Supervisor:
         """Waits until this incarnation is to be restarted; returns why. Raises RolloutError where the server ends by
         itself."""
         server.check()
-        monitor = GpuMonitor(server.gpus)
+        monitor = await asyncio.to_thread(GpuMonitor, server.gpus)
         if monitor.lacks:
             print(monitor.lacks, flush=True)
-        while True:
-            server.check()
-            if (use := monitor.read()).samples:
-                self._listener.gpu_use(server.endpoint.name, use)
-            incarnation, why = self._restarts.get(server.endpoint.name, (0, ""))
-            if incarnation >= server.endpoint.incarnation:
-                return why
-            await asyncio.sleep(POLL_EVERY)
+        try:
+            while True:
+                server.check()
+                if (use := monitor.take()).samples:
+                    self._listener.gpu_use(server.endpoint.name, use)
+                incarnation, why = self._restarts.get(server.endpoint.name, (0, ""))
+                if incarnation >= server.endpoint.incarnation:
+                    return why
+                await asyncio.sleep(POLL_EVERY)
+        finally:
+            monitor.close()
 
 
 async def _in_thread(call: Callable[[], None]) -> None:
