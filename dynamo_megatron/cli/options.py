@@ -237,7 +237,7 @@ COMMANDS = {  # in the order of --help
         option("--reward-key", help="verl, slime: the field with the reward, where it is not score or reward"),
     ),
     "verify": command(
-        "prove a finished step of a run again with numpy and transformers: a table; docs/analysis.md",
+        "recompute and check a finished step of a run with numpy and transformers: a table; docs/analysis.md",
         "runs/first --step 20",
         option("run", type=Path, help="a run's output_dir; the checkpoints before and after the step say the most"),
         option("--step", type=positive, help="of training (default: the newest)"),

@@ -228,7 +228,7 @@ class CriticConfig(Section):
     """Of algorithm.advantage.kind gae (PPO): a model of the policy's shape that predicts rewards, a value a token."""
 
     path: str | None = None  # folder of the weights that it starts from, as model.path; None: model.path
-    # a value moves at most this far in a step before the loss holds it (arXiv 2005.12729); null: no clip
+    # a value moves at most this far in a step before the loss clips it (arXiv 2005.12729); null: no clip
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
     warmup_steps: NonNegative = 0  # first steps of the run, in which the critic alone is trained
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()

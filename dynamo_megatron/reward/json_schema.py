@@ -14,8 +14,8 @@ from dynamo_megatron.types import Prompt
 Schema = Mapping[str, Any] | bool
 NUMBER = (int, float)
 TYPES = {"object": dict, "array": list, "string": str, "number": NUMBER, "boolean": bool, "null": type(None)}
-# Keywords that say nothing about a value. `$defs` and `definitions` hold what `$ref` names.
-ANNOTATIONS = {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"}
+# Keywords that say nothing about a value. `$defs` holds what `$ref` names.
+ANNOTATIONS = {"$schema", "$id", "$comment", "$defs", "title", "description", "default", "examples"}
 # keyword: (type of what the schema gives, type of the values that it is about, whether a value fits)
 LIMITS: dict[str, tuple[Any, Any, Callable[[Any, Any], bool]]] = {
     "type": ((str, list), object, lambda value, kinds: any(_is(value, k) for k in _listed(kinds))),
@@ -42,6 +42,7 @@ APPLIED = {
     "properties": Mapping,
     "$ref": str,
 }
+FILLED = ("type", "enum", "allOf", "anyOf", "oneOf")  # an empty list would mean nothing
 
 
 def json_schema(prompt: Prompt, response: str) -> float:
@@ -79,19 +80,21 @@ def _faults(schema: Any, root: Mapping, at: str) -> Iterator[str]:
         return
     for name, given in schema.items():
         place = f"{at}/{name}"
-        if name in ("$defs", "definitions", "properties") and isinstance(given, Mapping):
+        if name in ("$defs", "properties") and isinstance(given, Mapping):
             for inner, one in given.items():
                 yield from _faults(one, root, f"{place}/{inner}")
         elif name in ANNOTATIONS:
             continue
         elif name not in LIMITS and name not in APPLIED:
             yield f"{place}: this keyword is not supported (docs/rewards.md has those that are)"
-        elif not isinstance(given, LIMITS[name][0] if name in LIMITS else APPLIED[name]):
+        elif not _can_be(name, given):
             yield f"{place}: cannot be {given!r:.80}"
         elif name == "$ref":
             if _referred(root, given) is None:
-                yield f"{place}: {given!r:.80} names no schema in it"
-        elif name == "type" and not {*_listed(given)} <= {*TYPES, "integer"}:
+                yield f"{place}: {given!r:.80} names no schema in it; it can be '#' or '#/$defs/NAME'"
+            elif _returns(schema, root):
+                yield f"{place}: {given!r:.80} leads back here for the same value, without end"
+        elif name == "type" and not all(kind in (*TYPES, "integer") for kind in _listed(given)):
             yield f"{place}: {given!r:.80} is no type of JSON"
         elif name == "pattern":
             try:
@@ -101,6 +104,27 @@ def _faults(schema: Any, root: Mapping, at: str) -> Iterator[str]:
         elif name in APPLIED:
             for number, one in enumerate(_listed(given)):
                 yield from _faults(one, root, f"{place}/{number}" if isinstance(given, list) else place)
+
+
+def _can_be(name: str, given: Any) -> bool:
+    """Whether a schema may give `given` as the value of the keyword `name`."""
+    kind = LIMITS[name][0] if name in LIMITS else APPLIED[name]
+    if name == "required":
+        return isinstance(given, list) and all(isinstance(each, str) for each in given)
+    return _is(given, "integer") if kind is int else _of(given, kind) and not (given == [] and name in FILLED)
+
+
+def _returns(schema: Mapping, root: Mapping) -> bool:
+    """Whether checking a value by `schema` checks the same value by `schema` again."""
+    met: list[Any] = []
+    ahead: list[Any] = [schema]
+    while ahead:
+        if isinstance(at := ahead.pop(), Mapping):
+            applied = [one for name in ("allOf", "anyOf", "oneOf", "not") for one in _listed(at.get(name, []))]
+            applied += [_referred(root, str(at["$ref"]))] if "$ref" in at else []
+            new = [one for one in applied if not any(one is each for each in met)]
+            met, ahead = met + new, ahead + new
+    return any(one is schema for one in met)
 
 
 def _fits(value: Any, schema: Schema, root: Mapping) -> bool:
@@ -134,10 +158,11 @@ def _inside(value: Any, schema: Mapping) -> Iterator[tuple[Any, Schema]]:
 
 def _referred(root: Mapping, reference: str) -> Schema | None:
     """The schema in `root` that "#" or "#/$defs/NAME" names; None where there is none."""
-    found: Any = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found if reference.startswith("#") and isinstance(found, Mapping | bool) else None
+    if reference == "#":
+        return root
+    defs, name = root.get("$defs"), reference.removeprefix("#/$defs/")
+    found = defs.get(name) if isinstance(defs, Mapping) and name != reference else None
+    return found if isinstance(found, Mapping | bool) else None
 
 
 def _listed(given: Any) -> list:

@@ -32,6 +32,21 @@ def test_it_has_twenty_problems_whose_solutions_get_the_full_reward(name, tmp_pa
         assert not empty or sum(empty) < len(empty)
 
 
+@pytest.mark.parametrize(
+    ("problem", "response"),
+    [
+        ("json-2", [{"drink": drink, "size": "large", "count": 2} for drink in ("latte", "oat latte")]),
+        ("json-9", {"day": "Friday", "tasks": ["water the plants", "water the plants"]}),
+        ("json-9", {"day": "Friday", "tasks": ["water the plants and call Tom", "water the plants"]}),
+        ("json-12", [{"name": name, "amount": 500, "unit": "g"} for name in ("carrot", "carrots", "Carrots")]),
+    ],
+)
+def test_a_list_must_have_every_item(problem, response):
+    config, _ = compose(["use_cases/json"], NEEDED)
+    (prompt,) = (each for each in load_prompts(config.data, needs_answer=True) if each.prompt_id == problem)
+    assert load_function("json_schema", config.reward)(prompt, json.dumps(response)) == 0.0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step(name, tiny_model, sglang_server, command_line, step_lines, tmp_path, monkeypatch):

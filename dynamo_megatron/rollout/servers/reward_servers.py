@@ -30,6 +30,10 @@ class ClassifierServer(SGLangServer):
     _port_key = "reward.servers.port"
     _task = "--is-embedding"  # architectures that SGLang knows as classifiers do without
 
+    @property
+    def gpus(self) -> list[int]:
+        return []  # the use of its GPUs is not measured (docs/analysis.md)
+
     def _context(self) -> list[str]:
         return []  # its inputs are of any length: the model's own limit refuses what is too long
 
