@@ -58,9 +58,10 @@ def kind_of(kind: Any) -> str:
 
 
 def comments_of(section: Any) -> dict[str, str]:
-    """name -> the comment on the field's line, or else on the lines above it."""
+    """name -> the comment on the field's line, or else on the lines above it; of inherited fields too."""
     found, above = {}, ""
-    for line in inspect.getsource(section).splitlines():
+    own = [kind for kind in reversed(section.__mro__) if kind.__module__.startswith("dynamo_megatron")]
+    for line in "".join(map(inspect.getsource, own)).splitlines():
         text = line.partition("  # ")[2]
         if start := re.match(r"    (\w+): ", line):
             found[start[1]], above = text or above, ""

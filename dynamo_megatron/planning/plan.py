@@ -219,7 +219,7 @@ def _stage(
     others: dict[str, float] = {}
     colocated = servers is not None and config.rollout.placement == "colocated"
     if config.of_critic is not None and not (colocated and shares_memory(config.rollout, gpus=True)):
-        training["critic"] = state.total  # else it and the policy take turns
+        training["critic"] = state.total  # else it and the policy are offloaded in turn
     if colocated:
         training["server"], others = _shared(config, spec, state, servers)
     return StageMemory(stage, state, training, others)
@@ -313,7 +313,7 @@ def host_memory(
         here = [states[rank * p.pp // ranks] for rank in range(first, min(first + ranks_per_node, ranks))]
         servers = -(-rollout.servers * len(here) // ranks) if serves else 0
         parts = {"processes": (len(here) + servers * rollout.tp) * PROCESS_BYTES}
-        parts["the optimizer"] = sum(s.host for s in here)
+        parts["the optimizer"] = trained * sum(s.host for s in here)
         if not cuda:
             parts["weights, gradients and optimizer"] = trained * sum(s.total for s in here)
             parts["the servers' weights"] = servers * formulas.weight_bytes(spec, dtype)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from dynamo_megatron.algorithm.gae import value_loss
 from dynamo_megatron.models.mapping import is_finite
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch, to_device
-from dynamo_megatron.policy.model import PolicyModel
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs
 from dynamo_megatron.policy.policy import HeadLoss, Policy
 from dynamo_megatron.types import Sequences
@@ -32,14 +31,6 @@ class ValueHead(torch.nn.Module):
         return F.linear(hidden.float(), self.weight.float())[:, 0]
 
 
-def _replace_head(chunks: Sequence[PolicyModel]) -> None:
-    """To be called once the weights are loaded, and before the chunks are wrapped."""
-    for chunk in chunks:
-        chunk.share_embeddings_and_output_weights = False
-        if chunk.post_process:
-            chunk.output_layer = ValueHead(chunk.decoder.final_layernorm.weight.detach())
-
-
 class NoCritic:
     """In the loop's place for a critic, of a method that has none."""
 
@@ -56,7 +47,10 @@ class Critic(Policy):
     settings = "critic.optimizer"
 
     def _prepare_head(self) -> None:
-        _replace_head(self.chunks)
+        for chunk in self.chunks:
+            chunk.share_embeddings_and_output_weights = False
+            if chunk.post_process:
+                chunk.output_layer = ValueHead(chunk.decoder.final_layernorm.weight.detach())
 
     def _check_head(self) -> None:
         """Nothing to check: there is no kernel in it."""

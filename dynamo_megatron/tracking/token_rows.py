@@ -37,7 +37,7 @@ def response_hash(ids: Sequence[int]) -> str:
 
 def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int) -> Iterator[dict[str, Any]]:
     """Yields one row for each of `count` rollouts, each with the `response_hash` of its tokens. The rollouts are evenly
-    spaced in the order of their advantages, and include the lowest and the highest.
+    spaced in the order of their mean advantages, and include the lowest and the highest.
 
     The row's lists have one number per response token, under the weights at the beginning of the step: `logprob` and
     `entropy` (nats), `advantage` (as the loss gets it, before the modulation) and `modulation`, the factor of the
@@ -46,7 +46,11 @@ def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int)
     state could differ between the ranks. `stats`: float32 [R].
     """
     rollouts, users = batch.rollouts, isinstance(config.algorithm.advantage.entropy_shaping, str)
-    order = np.argsort(batch.advantages, kind="stable")
+    advantages, lengths = batch.advantages, rollouts.response_lengths
+    if batch.process is not None:
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        advantages = advantages + np.bincount(owners, batch.process, len(lengths)) / np.maximum(lengths, 1)
+    order = np.argsort(advantages, kind="stable")
     wanted = set(order[np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)].tolist())
     offsets = rollouts.response_offsets
     for members in batch.mini_batches:

@@ -56,7 +56,7 @@ def verify_step(run: Path, step: int | None) -> tuple[str, int]:
     lines += [f"not checked: {check.what}: {check.differs}" for check in left]
     wrong = sum(bool(check.differs) for check in made)
     said = f"{wrong} of {len(made)} checks differ" if wrong else f"all {len(made)} checks hold"
-    lines.append(said + "; others were not made" * bool(left))
+    lines.append(said + "; some checks could not be made" * bool(left))
     return "\n\n".join(lines), int(wrong > 0)
 
 
@@ -76,13 +76,9 @@ def _checks(record: StepRecord) -> Iterator[Check]:
     config, metrics, gradient = record.config, record.metrics, None
     before, after = record.saved(record.step - 1), record.saved(record.step)
     yield _numbers("response tokens", int(record.rollouts.response_offsets[-1]), metrics["policy/tokens"], 0)
-    others = {
-        "a mixture of experts": record.spec.num_experts,
-        "process rewards": record.rollouts.step_rewards is not None,
-    }
-    key = next((what for what, used in others.items() if used), not_covered(config))
+    key = not_covered(config) if record.rollouts.step_rewards is None else "process rewards"
     if isinstance(before, str) or key is not None:
-        why = before if isinstance(before, str) else f"the reference does not cover {key}"
+        why = before if key is None else f"the reference does not cover {key}"
         yield not_made("advantages, logprobs, loss, gradient", why)
     else:
         gradient = yield from _computed(record, before)
@@ -152,8 +148,9 @@ def _updated(record: StepRecord, before: Saved, after: Saved, expected: Gradient
         yield _tensors("weights", "as before: no update", same)
         return
     used, rate, last = after.groups[0]["lr"], *(learning_rate(config, record.step - k) for k in (0, 1))
-    late = f"that of step {record.step - 1}" if abs(used - last) < 1e-6 * last else ""
-    yield _numbers("learning rate", rate, used, 1e-6 * rate, late)
+    late = abs(used - last) < 1e-6 * last
+    hint = f"that of step {record.step - 1}" if late else "not config.yaml's, which a resume may have changed since"
+    yield _numbers("learning rate", rate, used, 1e-6 * rate, hint)
     o, clip = config.optimizer, min(1.0, config.optimizer.clip_grad / (metrics["policy/grad_norm"] + 1e-6))
     (beta1, beta2), gradients, second, weights, rounded = o.betas, {}, {}, {}, {}
     for name in names:  # Adam with decoupled weight decay (arXiv 1711.05101), in float64 from states in float32

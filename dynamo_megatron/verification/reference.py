@@ -40,6 +40,7 @@ def not_covered(config: Config) -> str | None:
     """The first key of the configuration with which the reference cannot compute a step; None: it can."""
     a = config.algorithm
     keys = {
+        "model.lora": config.model.lora is not None,
         "algorithm.advantage.kind": a.advantage.kind not in ("grpo", "dr_grpo", "rloo", "reinforce", "history"),
         "algorithm.advantage.entropy_shaping": isinstance(a.advantage.entropy_shaping, str),
         "algorithm.advantage.diversity": a.advantage.diversity > 0,
@@ -62,8 +63,10 @@ def not_covered(config: Config) -> str | None:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Linear warm-up to `optimizer.lr`, then constant, or down to 0 at the last step linearly or as half a cosine."""
-    o, last = config.optimizer, config.trainer.steps
+    """Linear warm-up to `optimizer.lr`, then constant, or down to 0 at the last step linearly or as half a cosine.
+    Steps in which the critic alone learns do not count."""
+    o, alone = config.optimizer, config.critic.warmup_steps
+    step, last = max(1, step - alone), config.trainer.steps - alone
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
     left = (last - step) / max(1, last - o.warmup_steps)

@@ -109,7 +109,7 @@ def tile_sums(words: torch.Tensor, start: int) -> torch.Tensor:
             mixed = _mix(chunk ^ ((i * factor + seed) & MASK) ^ rotated)
             lanes.append(functional.pad(mixed, around).view(-1, TILE_WORDS).sum(1))
         sums.append(torch.stack(lanes))
-    return torch.cat(sums, 1)
+    return torch.cat(sums, 1) & MASK
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -238,12 +238,17 @@ def test_ppo_s_critic_has_trl_s_clip_and_is_of_gae_alone():
     assert (config.critic.value_clip, config.critic.optimizer.lr, config.critic.warmup_steps) == (0.2, 1e-5, 0)
     own = config.of_critic
     assert (own.model.path, own.optimizer.lr, own.frozen_models) == ("other", 1e-5, {})
+    late = load("ppo", "critic.warmup_steps=3", "trainer.steps=7", "optimizer={warmup_steps: 2, schedule: linear}")
+    rates = [late.learning_rate(step) / late.optimizer.lr for step in range(1, 8)]
+    assert rates == [0.5, 0.5, 0.5, 0.5, 1, 0.5, 0]  # the policy is trained from step 4 on
+    assert late.of_critic.learning_rate(4) == 0.4 * late.critic.optimizer.lr  # 4 of its 10
     assert load("ppo").of_critic.model.path == "model" and load("grpo").of_critic is None
     for method, overrides, message in (
         ("grpo", ["critic.path=other"], "critic: only algorithm.advantage.kind gae has one, and it is grpo; leave it"),
         ("grpo", ["algorithm.advantage.lambda=0.5"], "lambda: no option of kind grpo; set it to 0.95"),
         ("ppo", ["model.lora={}"], "model.lora: adapters of the policy beside a whole critic"),
         ("ppo", ["critic.optimizer.spike={}"], "unknown key critic.optimizer.spike"),
+        ("ppo", ["optimizer.cpu_offload=true"], "critic.optimizer.cpu_offload: must be as optimizer.cpu_offload"),
         ("ppo", ["algorithm.advantage.positive_weight=0.1"], "positive_weight: is of a rollout's advantage"),
         ("ppo", ["algorithm.advantage.process.gamma=0.9"], "process.gamma: kind gae discounts by its own gamma"),
     ):

@@ -187,7 +187,7 @@ def test_a_plan_adds_up():
 
 
 def test_a_critic_counts_as_a_second_policy():
-    """Beside servers the two take turns on the GPU, but for a save; without offloading both are always there."""
+    """Beside servers the two are offloaded in turn, but for a save; without offloading both are always there."""
     parts = {"parallel": {"tp": 4, "sequence_parallel": True}, "checkpoint": {"async": True}}
     parts["rollout"] = {**ROLLOUT, "servers": 4}
     loss = {"allocation": {"budget": 512}, "loss": {"mini_batches": 4}, "modulation": None}
@@ -199,6 +199,9 @@ def test_a_critic_counts_as_a_second_policy():
     assert both.times.update == 2 * alone.times.update and both.times.logprobs == 2 * alone.times.logprobs
     for part in ("saving a checkpoint", "what waits while servers generate"):
         assert both.host[part] == 2 * alone.host[part]
+    critic = {"optimizer": {"cpu_offload": True}}
+    moved = planned("Qwen2.5-14B", "h200-141", 8, 1000, algorithm=algorithms[1], critic=critic, **critic, **parts)
+    assert moved.host["the optimizer"] == 2 * 8 * moved.stages[0].state.host > 0
     parts["rollout"] |= {"offload": False}
     (resident,) = planned("Qwen2.5-14B", "h200-141", 8, 1000, algorithm=algorithms[1], **parts).stages
     assert resident.training["critic"] == one.state.total

@@ -80,6 +80,9 @@ def test_the_lowest_and_the_highest_advantage_are_among_them():
     ends = {batch.rollouts.rollout_ids[s] for s in (batch.advantages.argmin(), batch.advantages.argmax())}
     assert ends == {row["rollout_id"] for row in token_rows(batch, stats, config, 2)}
     assert len(list(token_rows(batch, stats, config, 100))) == GROUPS * SIZE
+    by_token = dataclasses.replace(batch, advantages=0 * batch.advantages)  # of a critic: all are in `process`
+    by_token = dataclasses.replace(by_token, process=batch.rollouts.per_token(batch.advantages))
+    assert ends == {row["rollout_id"] for row in token_rows(by_token, stats, config, 2)}
 
 
 def test_rewards_of_steps_are_in_the_advantage():

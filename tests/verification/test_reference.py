@@ -1,6 +1,7 @@
 """The reference and the trainer, which share no code, agree on every shipped method that the reference covers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import RolloutBatch, TokenStats
+from dynamo_megatron.verification.record import StepRecord
 from dynamo_megatron.verification.reference import Statistics, learning_rate, not_covered, token_losses
 
 METHODS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "methods").glob("*.yaml"))
@@ -96,8 +98,16 @@ def test_loss_and_slopes_are_the_trainers(seen, name):
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-4, atol=1e-7)
 
 
+def test_adapters_and_experts_are_not_covered(tmp_path):
+    assert not_covered(config("grpo", "model.lora={}")) == "model.lora"
+    record = StepRecord(tmp_path, 3, config("grpo"), SimpleNamespace(num_experts=8), {}, None)
+    assert record.saved(3) == "the reference does not cover a mixture of experts"
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_the_learning_rate_is_the_trainers(schedule):
-    given = config("grpo", f"optimizer.schedule={schedule}", "trainer.steps=40")
-    for step in range(1, 41):
+def test_the_learning_rate_is_the_trainers(schedule, warmup):
+    keys = [f"optimizer={{schedule: {schedule}, warmup_steps: {warmup}}}", "critic.warmup_steps=3", "trainer.steps=40"]
+    given = config("ppo", *keys)
+    for step in range(41):
         assert learning_rate(given, step) == pytest.approx(given.learning_rate(step), rel=1e-12, abs=1e-18)
