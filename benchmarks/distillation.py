@@ -96,10 +96,8 @@ def main() -> None:
             found = train(arm, seed)
             results = known()  # another process may have finished a run meanwhile
             results["scores"][name] = found
-            results |= {
-                "rollouts": list(range(0, STEPS * ROLLOUTS + 1, EVERY * ROLLOUTS)),
-                "machine": machine(PACKAGES),
-            }
+            results["rollouts"] = list(range(0, STEPS * ROLLOUTS + 1, EVERY * ROLLOUTS))
+            results["machine"] = machine(PACKAGES)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     results = known()
     print(f"| arm | runs | {' | '.join(map(str, results['rollouts']))} |")

@@ -183,7 +183,8 @@ class Run:
 
     def keep(self, name: str, entry: dict[str, Any]) -> None:
         self.found[name] = {"tiny": self._options.tiny, **entry}
-        self._file.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(self.found, indent=1).replace(f"{ROOT}/", "")  # the file is kept, of whatever machine
+        self._file.write_text(text + "\n", encoding="utf-8")
 
     def part(self, name: str) -> None:
         """One part: a process group of its own, ended after its limit or when the whole run's time is up."""

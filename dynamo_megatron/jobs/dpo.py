@@ -1,7 +1,7 @@
 """`dynamo-megatron dpo`: training on pairs of completions, one of which is preferred (arXiv 2305.18290).
 
 A row has a prompt (`data.prompt_key`), the preferred completion (`data.answer_key`, here `chosen` by default) and the
-other one (`dpo.rejected_key`), each a text or a list with a single assistant message. An update takes
+other one (`dpo.rejected_key`), each a string or a list with a single assistant message. An update takes
 `data.batch_prompts` pairs, and its loss is the mean over them.
 """
 
@@ -40,7 +40,7 @@ class DPOJob(SFTJob):
                 value = value[0].get("content")
             if not isinstance(value, str):
                 what = f"prompt {prompt.label}: the completion of {name} is {value!r:.40}"
-                raise InputError(f"{what}; give a text or a list with a single assistant message")
+                raise InputError(f"{what}; give a string or a list with a single assistant message")
             after = sampled(value, self._tokenizer)
             examples.append(Example([*before, *after], [False] * len(before) + [True] * len(after)))
         return examples

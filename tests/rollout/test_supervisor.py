@@ -50,10 +50,22 @@ def test_a_disk_that_fails_is_a_start_that_failed(tmp_path, monkeypatch, capsys)
     (tmp_path / "file").touch()
     heard = Recorder()
     config = external(["http://unused"], output=tmp_path / "file")
-    asyncio.run(asyncio.wait_for(Supervisor(config, ["server-0"], heard).run(), 20))
+    asyncio.run(asyncio.wait_for(Supervisor(config, ["server-0"], heard).run(), 60))
     assert len(heard.downs) == supervisor.FAILED_STARTS and "Not a directory" in heard.downs[0][0]
     assert [final for _, final in heard.downs] == [False, False, False, True]
     assert f"server-0, start 1: {heard.downs[0][0]}\n" in capsys.readouterr().out  # the process's log
+
+
+def run_until(servers, reached):
+    async def work():
+        running = asyncio.create_task(servers.run())
+        async with asyncio.timeout(60):
+            while not reached():
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(work())
 
 
 def test_a_server_that_comes_up_and_ends_is_never_given_up(tmp_path, monkeypatch):
@@ -61,16 +73,7 @@ def test_a_server_that_comes_up_and_ends_is_never_given_up(tmp_path, monkeypatch
     monkeypatch.setattr(supervisor, "PAUSE", 0.0)
     monkeypatch.setattr(supervisor, "SGLangServer", Ending)
     servers = Supervisor(external(["http://unused"], output=tmp_path), ["server-0"], heard)
-
-    async def work():
-        running = asyncio.create_task(servers.run())
-        async with asyncio.timeout(60):
-            while len(heard.ups) < 7:
-                await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.wait([running])
-
-    asyncio.run(work())
+    run_until(servers, lambda: len(heard.ups) >= 7)
     assert heard.ups[:7] == [1, 2, 3, 4, 5, 6, 7]
     assert not any(final for _, final in heard.downs)
 
@@ -94,14 +97,5 @@ def test_the_gpus_of_a_server_are_read_while_it_is_up(tmp_path, monkeypatch):
     )
     heard = Recorder()
     servers = Supervisor(external(["http://unused"], output=tmp_path), ["server-0"], heard)
-
-    async def work():
-        running = asyncio.create_task(servers.run())
-        async with asyncio.timeout(60):
-            while len(heard.uses) < 3:
-                await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.wait([running])
-
-    asyncio.run(work())
+    run_until(servers, lambda: len(heard.uses) >= 3)
     assert set(heard.uses) == {("server-0", GpuUse(1, 5))} and heard.downs == []
