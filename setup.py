@@ -33,6 +33,7 @@ setup(
     install_requires=[
         "torch>=2.10",
         "megatron-core>=0.16.1",
+        "jsonschema",
         "numpy",
         "psutil",
         "pydantic>=2.11",
