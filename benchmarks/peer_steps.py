@@ -99,6 +99,8 @@ def trl(job: dict[str, Any], batches: list[Batch], replaced: dict[str, str]) -> 
     liger = CUDA and util.find_spec("liger_kernel") is not None
     if not liger:
         replaced["Liger's layers"] = "transformers' own"
+    elif util.find_spec("cutlass") is None:
+        replaced["Liger's CuTe kernels"] = "its Triton kernels"
     how = {"beta": 0.0, "loss_type": "dapo", "epsilon": job["clip_ratio"], "max_completion_length": longest}
     how |= {"num_generations": job["rollouts"], "per_device_train_batch_size": size}
     how |= {"gradient_accumulation_steps": count // size, "max_steps": len(batches), "bf16": job["dtype"] == "bfloat16"}
