@@ -129,7 +129,7 @@ def run(work: Work, folder: Path, python: str, site: str | None, timeout: float,
     for later, (name, contend) in zip(reversed(range(len(contenders))), contenders.items(), strict=True):
         if name == TE and not (torch.cuda.is_available() and importlib.util.find_spec("transformer_engine")):
             ran = {"skipped": "it needs a GPU and the package"}
-        elif (left := end - time.monotonic() - LEAST * later) < 1:
+        elif (left := end - time.monotonic() - LEAST * later) < LEAST:
             ran = {"skipped": "no time was left"}
         else:
             ran = contend(left)
