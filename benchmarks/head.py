@@ -3,8 +3,9 @@
     python -P benchmarks/head.py [--only '14B/8192/*'] [--out benchmarks/results]
     python -P benchmarks/head.py --tiny                   # without a GPU: that it works, no figures about speed
 
-Writes head.json (figures, machine, versions), head.md, and prints the table. A call is a forward and
-backward pass from hidden states, weight and labels to loss and both gradients, or to statistics where the name says so.
+Writes head.json (figures, machine, versions) and head.md, anew after each contender that is not ours, and prints a line
+for each and the table. A call is a forward and backward pass from hidden states, weight and labels to loss and both
+gradients, or to statistics where the name says so.
 One GPU: a tensor-parallel shard is a vocabulary of the shard's size, and communication is in no figure. "of floor": the
 time of three bare GEMMs of the same shapes (one for statistics) through the contender's, both measured in turns in one
 process. Memory: what a call takes beyond hidden states, weight and our heads' float32 main_grad. Accuracy: against the
@@ -20,7 +21,7 @@ import fnmatch
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,21 @@ from dynamo_megatron.evaluation.results import markdown_row
 HERE = Path(__file__).parent
 TINY = {"warm_up": 0, "rounds": (2, 2)}
 QUICK = {"warm_up": 2, "rounds": (3, 12), "seconds": 1.5}
+SLOW = (
+    "liger GRPO",
+)  # on a GPU more than ten times slower than the others: --quick leaves it out, and our torch heads
 # Of our own heads against float64: nats, and relative ones of which a rounding to bfloat16 is 2^-9 of an element.
 BARS = {"logprobs": 2e-4, "entropy": 2e-4, "loss": 1e-3, "hidden_grad": 4e-3, "weight_grad": 4e-3}
 
-LONGEST = {"248k columns": 248320, "248k columns, TP 8": 31040}  # Qwen3.5's vocabulary
+LONGEST = {"248k columns, TP 8": 31040, "248k columns": 248320}  # Qwen3.5's vocabulary
+LONGEST_TOKENS = 1 << 17
 COLUMNS = ("ms", "p10", "p90", "of floor", "GB", "logprob", "entropy", "dX", "dW")
 
 
-def our_backends(device: torch.device) -> list[str]:
+def our_backends(device: torch.device, quick: bool) -> list[str]:
     """Triton needs a GPU, or its interpreter."""
     triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    return ["torch", "triton"] if triton else ["torch"]
+    return ["triton"] if quick and device.type == "cuda" else ["torch", "triton"] if triton else ["torch"]
 
 
 def one_rank(device: torch.device) -> None:
@@ -61,20 +66,22 @@ def one_rank(device: torch.device) -> None:
     parallel_state.initialize_model_parallel()
 
 
-def attempt(contender: Contender, inputs: Inputs, device: torch.device) -> dict[str, Any]:
+def attempt(contender: Contender, inputs: Inputs, device: torch.device, *, accuracy: bool = True) -> dict[str, Any]:
     """Accuracy and peak memory of one contender, or why there is none. Our own heads may not fail."""
     if (reason := why_not(contender, inputs)) is not None:
         return {"skipped": reason}
-    few = accuracy_inputs(inputs.case, device)
     peers = () if contender.ours else peer_errors()
     try:
         result: dict[str, Any] = {}
-        if contender.target is not None:
-            few.main_weight.main_grad.zero_()
-            few.forget_gradients()
-            result["errors"] = errors(contender.run(few), in_float64(few, contender.target), few.labels)
-        contender.run(inputs)  # compiles what it compiles
-        inputs.forget_gradients()
+        if accuracy:
+            if contender.target is not None:
+                few = accuracy_inputs(inputs.case, device)
+                few.main_weight.main_grad.zero_()
+                few.forget_gradients()
+                result["errors"] = errors(contender.run(few), in_float64(few, contender.target), few.labels)
+                few.forget_gradients()
+            contender.run(inputs)  # compiles what it compiles
+            inputs.forget_gradients()
         result["peak bytes"] = peak_bytes(lambda: contender.run(inputs), device)
         return result
     except torch.OutOfMemoryError:
@@ -83,56 +90,68 @@ def attempt(contender: Contender, inputs: Inputs, device: torch.device) -> dict[
         return {"skipped": f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     finally:
         inputs.forget_gradients()
-        few.forget_gradients()
 
 
-def run_case(case: Case, field: Sequence[Contender], device: torch.device, rounds: Mapping[str, Any]) -> dict[str, Any]:
-    """Every contender's figures for one case."""
-    inputs = make_inputs(case, device)
-    before = clocks()
-    found = {contender.name: attempt(contender, inputs, device) for contender in field}
-    calls = {
-        contender.name: (lambda run=contender.run: run(inputs))
-        for contender in field
-        if "skipped" not in found[contender.name]
-    }
-    times = interleaved(calls, device, before=inputs.forget_gradients, **rounds)
-    for contender in field:
-        result = found[contender.name]
-        result |= {"gemms": contender.gemms, "target": contender.target, "ours": contender.ours}
-        if contender.name in times and contender.floor in times:
-            result["seconds"] = times[contender.name]
-            result["of floor"] = times[contender.floor]["median"] / times[contender.name]["median"]
-    shape = {name: getattr(case, name) for name in ("tokens", "hidden", "columns", "temperature", "trained")}
-    return {
-        "case": case.name,
-        **shape,
-        "entropy bonus": case.entropy_coef,
-        "entropy": inputs.entropy,
-        "clocks": [before, clocks()],
-        "contenders": found,
-    }
+def run_case(
+    case: Case, field: Sequence[Contender], device: torch.device, rounds: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The figures of one case, those so far: first of our own heads and the floors in turns, then of one after the
+    other of the rest, in turns with its floor."""
+    inputs, before, found = make_inputs(case, device), clocks(), {}
+    own = [contender for contender in field if contender.package is None]
+    for group in (own, *([contender] for contender in field if contender.package is not None)):
+        for contender in group:
+            result = attempt(contender, inputs, device)
+            result |= {"gemms": contender.gemms, "target": contender.target, "ours": contender.ours}
+            found[contender.name] = result
+        fit = {contender.name: contender for contender in group if "skipped" not in found[contender.name]}
+        floors = {contender.floor for contender in fit.values()}
+        timed = [contender for contender in own if contender.name in floors and contender.name not in fit]
+        calls = {contender.name: (lambda run=contender.run: run(inputs)) for contender in [*timed, *fit.values()]}
+        times = interleaved(calls, device, before=inputs.forget_gradients, **rounds)
+        for name, contender in fit.items():
+            if contender.floor in times:
+                found[name]["seconds"] = times[name]
+                found[name]["of floor"] = times[contender.floor]["median"] / times[name]["median"]
+        for contender in group:
+            print(f"{case.name}: {', '.join(filter(None, _row(contender.name, found[contender.name])))}", flush=True)
+        shape = {name: getattr(case, name) for name in ("tokens", "hidden", "columns", "temperature", "trained")}
+        yield {
+            "case": case.name,
+            **shape,
+            "entropy bonus": case.entropy_coef,
+            "entropy": inputs.entropy,
+            "clocks": [before, clocks()],
+            "contenders": found,
+        }
 
 
-def longest(field: Sequence[Contender], device: torch.device, tiny: bool) -> list[dict[str, Any]]:
-    """The most tokens, by doubling, whose loss and gradients fit the memory, with the hidden size of 7B."""
-    rows = []
+def longest(field: Sequence[Contender], device: torch.device, tiny: bool) -> Iterator[list[dict[str, Any]]]:
+    """The most tokens, by halving from LONGEST_TOKENS, whose loss and gradients fit the memory, with the hidden size of
+    7B; those so far."""
+    rows: list[dict[str, Any]] = []
     for name, columns in LONGEST.items():
+        tokens, hidden, columns = (64, 16, 300) if tiny else (LONGEST_TOKENS, MODELS["7B"], columns)
         waiting = [contender for contender in field if contender.target not in (None, "statistics")]
-        fits = {contender.name: {"tokens": 0, "ours": contender.ours} for contender in waiting}
-        for power in range(4, 7) if tiny else range(13, 18):
-            tokens, hidden, columns = (2**power, 16, 300) if tiny else (2**power, MODELS["7B"], columns)
-            inputs = make_inputs(Case(f"longest/{name}", tokens, hidden, columns), device)
-            for contender in list(waiting):
-                result = attempt(contender, inputs, device)
-                if "skipped" in result:
-                    waiting.remove(contender)
-                    fits[contender.name]["ended"] = result["skipped"]
-                else:
-                    fits[contender.name] |= {"tokens": tokens, **result}
-            accuracy_inputs.cache_clear()
+        fits: dict[str, dict[str, Any]] = {}
         rows.append({"case": name, "hidden": hidden, "columns": columns, "contenders": fits})
-    return rows
+        while waiting and tokens >= 16:
+            inputs = make_inputs(
+                Case(f"longest/{name}", tokens, hidden, columns), device, backend=our_backends(device, True)[-1]
+            )
+            for contender in list(waiting):
+                found = fits.setdefault(contender.name, {"tokens": 0, "ours": contender.ours})
+                result = attempt(contender, inputs, device, accuracy=False)
+                if "skipped" in result:
+                    found["ended"] = f"{result['skipped']} at {tokens} tokens"
+                else:
+                    found |= {"tokens": tokens, **result}
+                if result.get("skipped") != "out of memory":
+                    waiting.remove(contender)
+                print(f"{name}, {tokens} tokens: {contender.name}: {result}", flush=True)
+                yield rows
+            tokens //= 2
+            del inputs
 
 
 def wrong(result: Mapping[str, Any]) -> list[str]:
@@ -221,7 +240,9 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes, a few rounds; runs on a CPU")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name, such as '14B/8192/tp1*'")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: benchmarks/results; runs/head with --tiny")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: two shapes in about a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds; on a GPU without what is slow and single kernels"
+    )
     parser.add_argument("--longest", action="store_true", help="instead: the longest context that each can hold")
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a contender to leave out")
     options = parser.parse_args()
@@ -234,32 +255,40 @@ def main() -> int:
     out = options.out or (Path("runs/head") if options.tiny else HERE / "results")
     out.mkdir(parents=True, exist_ok=True)
     one_rank(device)
-    backends = our_backends(device)
+    backends = our_backends(device, options.quick)
     field = [contender for contender in contenders(backends, device) if contender.name not in options.without]
     rounds = TINY if options.tiny else QUICK if options.quick else {}
+    if options.quick and device.type == "cuda":
+        field = [contender for contender in field if contender.name not in SLOW]
     result: dict[str, Any] = {
         "machine": machine(["torch", "triton", "megatron-core", "numpy", *PACKAGES]),
         "tiny": options.tiny,
         "cases": [],
     }
     if options.longest:
-        cases, result["longest"] = [], longest(field, device, options.tiny)
-    for case in cases:
-        print(case.name, file=sys.stderr, flush=True)
-        result["cases"].append(run_case(case, field, device, rounds))
+        cases = []
+        for result["longest"] in longest(field, device, options.tiny):
+            keep(result, out)
+    for case in sorted(cases, key=lambda case: case.tokens * case.columns):
+        result["cases"].append({})
+        for result["cases"][-1] in run_case(case, field, device, rounds):
+            keep(result, out)
         accuracy_inputs.cache_clear()
-        (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")  # a killed run keeps it
-    if "triton" in backends and not options.longest:
+    if "triton" in backends and not (options.longest or options.quick):
         from head_kernels import kernel_figures  # imports Triton, which reads TRITON_INTERPRET then
 
         result["kernels"] = kernel_figures(device, tiny=options.tiny)
-    (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (out / "head.md").write_text(markdown(result) + "\n", encoding="utf-8")
+    keep(result, out)
     print(markdown(result))
     dist.destroy_process_group()
     for line in (found := wrong(result)):
         print(f"wrong: {line}", file=sys.stderr)
     return 1 if found else 0
+
+
+def keep(result: Mapping[str, Any], out: Path) -> None:
+    (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (out / "head.md").write_text(markdown(result) + "\n", encoding="utf-8")
 
 
 def _refused(message: str) -> int:

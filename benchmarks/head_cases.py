@@ -95,7 +95,7 @@ class Inputs:
         self.hidden.grad = self.weight.grad = self.main_weight.grad = None
 
 
-def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+def make_inputs(case: Case, device: torch.device, seed: int = 0, backend: str = "torch") -> Inputs:
     """Random logits of unit variance, or with `peaked` a label that most tokens are nearly sure of. Never zeros:
     a GPU multiplies zeros faster."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -118,7 +118,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     labels = torch.where(rand(case.tokens) < case.trained, labels, -100)
     mask = labels != -100
     hidden = hidden.to(case.dtype)
-    stats = token_stats(hidden, weight, labels, temperature=case.temperature, backend="torch")
+    stats = token_stats(hidden, weight, labels, temperature=case.temperature, backend=backend)
     # Ratios well inside or well outside the clip: rounding then never decides a token's gradient.
     inside, outside = 0.2 * (rand(case.tokens) - 0.5), 0.5 * randn(case.tokens).sign()
     old = stats.logprobs + torch.where(rand(case.tokens) < 0.9, inside, outside)

@@ -12,15 +12,18 @@ import json
 import os
 import sys
 import time
-from importlib import metadata, util
+from importlib import machinery, metadata, util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 CUDA = torch.cuda.is_available()
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "liger-kernel", "flash-attn", "verl", "tensordict")
+VERSIONS = {package.name.replace("_", "-"): package.version for package in metadata.distributions()}
+RAY = ("", ".actor", ".experimental.state.api", ".util.placement_group", ".util.scheduling_strategies")
 Batch = dict[str, list[torch.Tensor]]  # of a step, by rollout
 
 
@@ -49,6 +52,8 @@ def now() -> float:
 
 def attention(replaced: dict[str, str]) -> str:
     if CUDA and util.find_spec("flash_attn"):
+        if VERSIONS["flash-attn"].endswith("+torch"):  # of the archive
+            replaced["flash-attn's kernels of attention"] = "torch's FlashAttention 2"
         return "flash_attention_2"
     replaced["flash_attention_2"] = "sdpa"
     return "sdpa"
@@ -94,6 +99,8 @@ def trl(job: dict[str, Any], batches: list[Batch], replaced: dict[str, str]) -> 
     liger = CUDA and util.find_spec("liger_kernel") is not None
     if not liger:
         replaced["Liger's layers"] = "transformers' own"
+    elif util.find_spec("cutlass") is None:
+        replaced["Liger's CuTe kernels"] = "its Triton kernels"
     how = {"beta": 0.0, "loss_type": "dapo", "epsilon": job["clip_ratio"], "max_completion_length": longest}
     how |= {"num_generations": job["rollouts"], "per_device_train_batch_size": size}
     how |= {"gradient_accumulation_steps": count // size, "max_steps": len(batches), "bf16": job["dtype"] == "bfloat16"}
@@ -109,6 +116,15 @@ def trl(job: dict[str, Any], batches: list[Batch], replaced: dict[str, str]) -> 
     steps = [row for row in trainer.state.log_history if "grad_norm" in row]
     figures = {"loss": [row["loss"] for row in steps], "gradient norm": [row["grad_norm"] for row in steps]}
     return {**figures, "seconds": times[:-1], "rollouts of a micro-batch": size}
+
+
+def without_ray(replaced: dict[str, str]) -> None:
+    """verl's modules import ray, of which an engine of one process calls nothing."""
+    if util.find_spec("ray") is None:
+        replaced["ray"] = "empty modules"
+        for part in RAY:
+            name = f"ray{part}"
+            sys.modules[name] = mock.MagicMock(__spec__=machinery.ModuleSpec(name, None), __path__=[])
 
 
 def cpu_platform() -> Any:
@@ -130,11 +146,13 @@ def cpu_platform() -> Any:
 def verl(job: dict[str, Any], batches: list[Batch], replaced: dict[str, str]) -> dict[str, Any]:
     """`train_batch` of the engine of verl's worker, with its `ppo_loss`: FSDP 2, padding removed, micro-batches by
     tokens."""
+    without_ray(replaced)
     from verl.plugin.platform import set_platform
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     if not CUDA:
         replaced["CUDA"] = "verl's engine on a platform of our own, gloo"
+        os.environ["VERL_DISABLE_FLASH_ATTN_CE"] = "1"  # a Triton kernel
         set_platform(cpu_platform())
     from tensordict import TensorDict
     from verl.models.transformers import monkey_patch
@@ -186,8 +204,7 @@ def verl(job: dict[str, Any], batches: list[Batch], replaced: dict[str, str]) ->
 def main(peer: str, folder: str, out: str) -> None:
     job, replaced = json.loads((Path(folder) / "job.json").read_text(encoding="utf-8")), {}
     found = {"trl": trl, "verl": verl}[peer](job, batches_of(Path(folder)), replaced)
-    installed = {distribution.name: distribution.version for distribution in metadata.distributions()}
-    versions = {package: installed.get(package) for package in PACKAGES}
+    versions = {package: VERSIONS.get(package) for package in PACKAGES}
     found |= {"peak bytes": torch.cuda.max_memory_allocated() if CUDA else None, "replaced": replaced}
     Path(out).write_text(json.dumps({**found, "versions": versions}), encoding="utf-8")
 

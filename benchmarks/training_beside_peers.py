@@ -5,8 +5,9 @@
 All get the tokens, advantages and old logprobs that are in the recording, GRPO's loss as a mean over tokens, one update
 a step, Adam with float32 master weights, no activation recomputation. PYTHON (default: PEERS_PYTHON or
 .venv-peers/bin/python, of `make peers`) has TRL and verl; peer_steps.py says what of theirs runs. Writes
-FOLDER/beside_peers.json: of each step loss, gradient norm, seconds; of the last step tokens a second, peak memory and
-MFU by one formula. Exits 1 where ours fails, or where in float32 losses or gradient norms differ by more than BAR.
+FOLDER/beside_peers.json, anew after each contender: of each step loss, gradient norm, seconds; of the last step tokens
+a second, peak memory and MFU by one formula. Exits 1 where one fails, or where in float32 losses or gradient norms
+differ by more than BAR.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,14 @@ KEYS = ("algorithm.loss.old=engine", f"algorithm.loss.clip_ratio_low={CLIP_RATIO
 NO_TE = Path(__file__).parent / "gpu" / "hooks" / "no_te"
 OURS, TE = "ours", "ours, TransformerEngine"
 PEERS = ("trl", "verl")
+LEAST = 30.0  # seconds that a contender leaves to each one after it
 
 
 def write_job(work: Work, folder: Path) -> None:
-    """What peer_steps.py reads."""
+    """What peer_steps.py reads. The model is where other runs beside `folder` find it."""
+    folder.mkdir(parents=True)
+    (folder.parent / "models").mkdir(exist_ok=True)
+    (folder / "models").symlink_to(folder.parent / "models")
     model, problems = write_model(work, folder)
     write_rollouts(work, folder / "recorded", problems, model)
     rows = [r for step in range(1, work.steps + 1) for r in read_rollouts(step_file(folder / "recorded", step))]
@@ -78,10 +85,12 @@ def ours(work: Work, folder: Path, timeout: float, transformer_engine: bool) -> 
     return {"exit code": 0, **found, "peak bytes": ran["headline"]["peak GPU bytes"], "replaced": {}}
 
 
-def theirs(peer: str, python: str, folder: Path, timeout: float) -> dict[str, Any]:
-    """The figures that peer_steps.py has written, or why there are none."""
+def theirs(peer: str, python: str, site: str | None, folder: Path, timeout: float) -> dict[str, Any]:
+    """The figures that peer_steps.py has written, or why there are none. `site`: a folder that has the peers."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    if python != sys.executable:
+    if site is not None:
+        environment["PYTHONPATH"] = site
+    elif python != sys.executable:
         environment.pop("PYTHONPATH", None)  # what this interpreter needs, another one may not be able to load
     words = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer!r}) is None)"
     if not shutil.which(python) or subprocess.run([python, "-P", "-c", words], env=environment).returncode:
@@ -93,7 +102,7 @@ def theirs(peer: str, python: str, folder: Path, timeout: float) -> dict[str, An
 
 
 def wrong_with(found: dict[str, dict[str, Any]], dtype: str) -> list[str]:
-    lines = [f"{name}: exit code {ran['exit code']}" for name, ran in found.items() if ran.get("exit code")]
+    lines = [f"{name}: exit code {ran['exit code']}" for name, ran in found.items() if ran.get("exit code", 0) != 0]
     want = found[OURS]
     for name, ran in found.items():
         if dtype != "float32" or "loss" not in ran or "loss" not in want:
@@ -105,26 +114,37 @@ def wrong_with(found: dict[str, dict[str, Any]], dtype: str) -> list[str]:
     return lines
 
 
-def run(work: Work, folder: Path, python: str, timeout: float) -> dict[str, Any]:
-    """Every contender in a process of its own, in an empty folder, each with its share of `timeout` seconds."""
+def run(work: Work, folder: Path, python: str, site: str | None, timeout: float, out: Path) -> dict[str, Any]:
+    """Every contender in a process of its own, in an empty folder; all within `timeout` seconds. `out`: the file that
+    has the figures of those that have run."""
+    end, before = time.monotonic() + timeout, machine(VERSIONS)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     write_job(work, folder)
-    found = {OURS: ours(work, folder / "ours", timeout / 4, False)}
-    if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine"):
-        found[TE] = ours(work, folder / "ours-te", timeout / 4, True)
-    else:
-        found[TE] = {"skipped": "it needs a GPU and the package"}
-    found |= {peer: theirs(peer, python, folder, timeout / 4) for peer in PEERS}
-    gpu, _ = gpu_here()
-    for ran in found.values():
+    contenders: dict[str, Callable[[float], dict[str, Any]]] = {OURS: lambda s: ours(work, folder / "ours", s, False)}
+    for peer in PEERS:
+        contenders[peer] = lambda s, peer=peer: theirs(peer, python, site, folder, s)
+    contenders[TE] = lambda s: ours(work, folder / "ours-te", s, True)
+    found: dict[str, dict[str, Any]] = {}
+    (gpu, _), begin = gpu_here(), time.monotonic()
+    for later, (name, contend) in zip(reversed(range(len(contenders))), contenders.items(), strict=True):
+        if name == TE and not (torch.cuda.is_available() and importlib.util.find_spec("transformer_engine")):
+            ran = {"skipped": "it needs a GPU and the package"}
+        elif (left := end - time.monotonic() - LEAST * later) < LEAST:
+            ran = {"skipped": "no time was left"}
+        else:
+            ran = contend(left)
+        begin, ran["wall seconds"] = time.monotonic(), time.monotonic() - begin
         if "loss" in ran:
             last = ran["seconds"][-1]
             ran["tokens a second"] = sum(work.lengths) / last
             ran["MFU"] = 3 * work.forward_flops / last / gpu.flops if gpu else None
-    wrong = wrong_with(found, work.dtype)
+        found[name] = ran
+        print(line_of(name, ran), flush=True)
+        wrong = wrong_with(found, work.dtype)
+        result = {"machine": before, "contenders": found, "work": {**work.__dict__}, "wrong": wrong}
+        out.write_text(json.dumps(result, indent=1).replace(f"{ROOT}/", "") + "\n", encoding="utf-8")
     said = [line_of(name, ran) for name, ran in found.items()]
-    return {"contenders": found, "work": {**work.__dict__}, "wrong": wrong, "said": said, "exit code": int(bool(wrong))}
+    return {**result, "said": said, "exit code": int(bool(wrong))}
 
 
 def line_of(name: str, ran: dict[str, Any]) -> str:
@@ -148,10 +168,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "beside-peers" / "run")
     parser.add_argument("--seconds", type=float, default=1200, help="of all contenders")
     options = parser.parse_args()
-    found = run(TINY if options.tiny else QWEN_1_5B, options.folder.absolute(), options.peers, options.seconds)
-    result = {"machine": machine(VERSIONS), **found}
-    (options.folder / "beside_peers.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print("\n".join([*found["said"], *found["wrong"]]))
+    work, folder = TINY if options.tiny else QWEN_1_5B, options.folder.absolute()
+    found = run(work, folder, options.peers, None, options.seconds, folder / "beside_peers.json")
+    print("\n".join(found["wrong"]))
     return found["exit code"]
 
 

@@ -58,7 +58,7 @@ PARTS = {
     "tests": Part(170, 40, ("pytest",)),
     "gemms": Part(60, 20),
     "head": Part(130, 40),
-    "longest": Part(240, 60),
+    "longest": Part(120, 30),
     "training": Part(170, 50),
     "trace": Part(170, 60),
     "syncs": Part(90, 30),

@@ -35,7 +35,7 @@ import psutil
 import torch
 import training_beside_peers
 import training_steps
-from device import HERE, KIT, PLAIN, PLAIN_ENVIRONMENT, ROOT
+from device import HERE, KIT, PLAIN, PLAIN_ENVIRONMENT, ROOT, unpacked
 from measure import VERSIONS, interleaved, machine, run_logged
 from training_steps import QWEN_1_5B, TINY, Work
 
@@ -166,8 +166,9 @@ def training(options: Options) -> dict[str, Any]:
 
 def beside_peers(options: Options) -> dict[str, Any]:
     """Three updates of ours, TRL and verl on the same rollouts; a peer that is not installed is left out."""
-    python = training_beside_peers.peers_python()
-    found = training_beside_peers.run(options.work, options.run, python, options.seconds)
+    python, out = training_beside_peers.peers_python(), options.out("beside_peers.json")
+    site = unpacked("peers", options.folder.parents[1]) if python == sys.executable else None
+    found = training_beside_peers.run(options.work, options.run, python, site, options.seconds, out)
     return {**found, "passed": found["exit code"] == 0}
 
 

@@ -1,6 +1,6 @@
 """Makes .kit: archives of what a GPU machine without a network lacks. `make gpu-kit`.
 
-    PYTHON -P benchmarks/gpu/prepare.py [base] [sglang] [te] [weights]     # default: the first three
+    PYTHON -P benchmarks/gpu/prepare.py [base] [sglang] [te] [peers] [weights]     # default: the first four
 
 For a machine with a Hopper GPU, Python 3.12, torch 2.11.0 for CUDA 13.0 and its triton and transformers. Runs on a
 machine with a network and without a GPU. PYTHON: the same Python and torch, for the archives sglang (some kernels) and
@@ -8,8 +8,9 @@ te (the extension), which also need g++ and a CUDA toolkit 13.0 (CUDA_TOOLKIT). 
 runs/gpu-kit.
 
 base: the other packages that trainer, tests and benchmarks import. sglang: the parts of SGLang that a language model
-needs, its kernels for this GPU, and those that it would compile at first use. te: TransformerEngine. weights:
-SmolLM2-135M as it is distributed, in pieces, since what travels to a machine at once may be limited.
+needs, its kernels for this GPU, and those that it would compile at first use. te: TransformerEngine. peers:
+TRL, Liger and verl for the part beside-peers. weights: SmolLM2-135M as it is distributed, in pieces, since what travels
+to a machine at once may be limited.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ ONE_ARCHITECTURE = (
     "transformer_engine/wheel_lib/libtransformer_engine.so",
 )
 DUAL_GEMM = "sglang/kernels/ops/gemm/cutedsl_dual_gemm.py"
-PLUGIN = {"METADATA": "Metadata-Version: 2.1\nName: kit-jit-plugin\nVersion: 1\n"}
-PLUGIN["entry_points.txt"] = "[sglang.srt.plugins]\nkit_jit = kit_jit_plugin:register\n"
+PLUGIN = "[sglang.srt.plugins]\nkit_jit = kit_jit_plugin:register\n"
+FLASH_ATTN = "2.8.3.post2"
+FLASH_ATTN_FILES = ("bert_padding.py", "ops/__init__.py", "ops/triton/__init__.py", "ops/triton/cross_entropy.py")
 
 
 def fetch(requirements: Path) -> list[Path]:
@@ -106,10 +108,33 @@ def add_compiled_kernels(site: Path, base: Path) -> None:
     for library in built("build_jit.sh", WORK / "jit", os.pathsep.join(map(str, (base, site)))).rglob("*.so"):
         shutil.copy(library, kernels / library.name)
     shutil.copy(HERE / "hooks" / "kit_jit_plugin.py", site)
-    information = site / "kit_jit_plugin-1.dist-info"
+    add_information(site, "kit_jit_plugin", "1", "entry_points.txt", PLUGIN)
+
+
+def add_information(site: Path, name: str, version: str, file: str, text: str) -> None:
+    """What says that `name` is installed."""
+    information = site / f"{name}-{version}.dist-info"
     information.mkdir()
-    for name, text in PLUGIN.items():
-        (information / name).write_text(text)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (information / file).write_text(text)
+
+
+def add_flash_attention(site: Path) -> None:
+    """What the peers import of flash-attn, from its source; hooks/flash_attn.py stands for its compiled kernels."""
+    folder = WORK / f"flash-attn-{FLASH_ATTN}"
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--no-build-isolation"]
+        command += ["--no-binary=flash-attn", "-d", f"{folder}.part", f"flash-attn=={FLASH_ATTN}"]
+        subprocess.run(command, check=True)
+        Path(f"{folder}.part").rename(folder)
+    (source,) = folder.glob("*.tar.gz")
+    package = site / "flash_attn"
+    (package / "ops" / "triton").mkdir(parents=True)
+    with tarfile.open(source) as tar:
+        for name in FLASH_ATTN_FILES:
+            (package / name).write_bytes(tar.extractfile(f"flash_attn-{FLASH_ATTN}/flash_attn/{name}").read())
+    shutil.copy(HERE / "hooks" / "flash_attn.py", package / "__init__.py")
+    add_information(site, "flash_attn", f"{FLASH_ATTN}+torch", "top_level.txt", "flash_attn\n")
 
 
 def add_weights() -> None:
@@ -122,8 +147,8 @@ def add_weights() -> None:
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or ["base", "sglang", "te"]
-    if {"sglang", "te"} & set(wanted) and (
+    wanted = sys.argv[1:] or ["base", "sglang", "te", "peers"]
+    if {"sglang", "te", "peers"} & set(wanted) and (
         sys.version_info[:2] != (3, 12) or importlib.util.find_spec("torch") is None
     ):
         print(f"gpu-kit: {sys.executable} is no Python {PYTHON} with torch; set KIT_PYTHON", file=sys.stderr)
@@ -131,7 +156,7 @@ def main() -> int:
     for folder in (KIT, WORK):
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORK) as scratch:
-        base, sglang, te = (Path(scratch) / name for name in ("base", "sglang", "te"))
+        base, sglang, te, peers = (Path(scratch) / name for name in ("base", "sglang", "te", "peers"))
         if "weights" in wanted:
             add_weights()
         if {"base", "sglang"} & set(wanted):
@@ -146,6 +171,10 @@ def main() -> int:
         if "te" in wanted:
             shutil.copytree(built("build_te.sh", WORK / "te"), te)
             pack(te, KIT / "te.tar.xz")
+        if "peers" in wanted:
+            install("gpu_kit_peers.txt", peers)
+            add_flash_attention(peers)
+            pack(peers, KIT / "peers.tar.xz")
     for file in sorted([*KIT.glob("*.tar.xz"), *KIT.glob("*.gguf.*")]):
         print(f"{file.relative_to(ROOT)}: {file.stat().st_size / 1e6:.1f} MB")
     return 0

@@ -46,6 +46,22 @@ def test_peers_must_have_our_loss():
         assert [line.partition(":")[0] for line in lines] == said
 
 
+def test_a_contender_leaves_time_and_figures_to_those_after_it(monkeypatch, tmp_path):
+    out, before = tmp_path / "beside_peers.json", []
+
+    def theirs(peer, python, site, folder, seconds):
+        before.append((list(json.loads(out.read_text())["contenders"]), seconds))
+        return {"exit code": None, "log": ["ended"]}
+
+    monkeypatch.setattr(training_beside_peers, "theirs", theirs)
+    monkeypatch.setattr(training_beside_peers, "ours", lambda *_: {"skipped": "not asked for"})
+    least = training_beside_peers.LEAST
+    found = training_beside_peers.run(TINY, tmp_path / "run", "python", None, 5 * least, out)
+    assert [names for names, _ in before] == [["ours"], ["ours", "trl"]]
+    assert least < before[0][1] <= 3 * least < before[1][1] <= 4 * least
+    assert found["wrong"] == ["trl: exit code None", "verl: exit code None"] and found["exit code"] == 1
+
+
 def test_flops_are_those_of_the_products():
     """A model of one layer, product by product: 2 m n k each; attention sees half of a sequence in the mean."""
     work = training_steps.Work(1, 8, 16, 2, 1, 32, "float32", 1, 2, 3, (3, 5), 64)
