@@ -43,6 +43,7 @@ TRAININGS = {  # file and part: why a plan of today's code need not agree
     "2026-11-27-h200/device.json training_te": None,
     "2026-11-27-h200/variants.json grpo, a pass": None,
     "2026-11-27-h200/variants.json grpo, the update's own": None,
+    "2026-11-27-h200/lora.json training, LoRA of rank 16": None,
 }
 LARGE = ("trainer.micro_batch_tokens=8192",)
 RECORDED = ("rollout.engine=recorded", "rollout.recorded=none")
@@ -170,7 +171,7 @@ def committed() -> list[dict[str, Any]]:
     for run, why in TRAININGS.items():
         found, words = figures(run), [*RECORDED, *LARGE]
         if "words" in found:  # GRPO
-            words += ["algorithm.modulation=null", *found["words"]]
+            words += ["algorithm.modulation=null", *(word for word in found["words"] if "=" in word)]
         times = plan_of_1_5b(640, *words, gpu=gpu_of(run)).times
         steps = found.get("training", found)["steps"][1 : 2 if "trace" in run.split()[1] else None]
         for name, expected in (("update", times.update), ("logprobs", times.logprobs)):
