@@ -12,7 +12,7 @@ from dynamo_megatron.algorithm.advantages import informative
 from dynamo_megatron.algorithm.arrays import group_index
 from dynamo_megatron.algorithm.history import History
 from dynamo_megatron.algorithm.success import success_rate
-from dynamo_megatron.config import SelectionConfig
+from dynamo_megatron.config.data import SelectionConfig
 
 # GRESO as its public code runs it (Infini-AI-Lab/GRESO): the base probability at the start, its change per step, its
 # bounds, the least probability with which a prompt is drawn, and the share of the target that is for solved groups.

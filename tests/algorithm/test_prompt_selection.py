@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.prompt_selection import RULES, inclusion, systematic
-from dynamo_megatron.config import SelectionConfig
+from dynamo_megatron.config.data import SelectionConfig
 
 REPLICATES = 4000
 ROLLOUTS = 10
