@@ -29,6 +29,7 @@ from dynamo_megatron.planning.rates import RATES
 NO_GPU = "this machine has no GPU, and a plan is of a kind of GPU"
 RESULTS = Path(__file__).parent / "results" / "gpu"
 OLD = "before the layers of today: launches, attention, SwiGLU, weight gradients, Adam (docs/kernels.md)"
+OLD_SYNC = "before the checksums of a push were one kernel (kernels/tile_hash.py)"
 FIRST = "a server's first weight sync: it compiles its kernels, and the ranks begin"
 TRAININGS = {  # file and part: why a plan of today's code need not agree
     "2026-11-26-h100/device.json training": OLD,
@@ -42,12 +43,21 @@ TRAININGS = {  # file and part: why a plan of today's code need not agree
     "2026-11-27-h200/device.json training_te": None,
     "2026-11-27-h200/variants.json grpo, a pass": None,
     "2026-11-27-h200/variants.json grpo, the update's own": None,
+    "2026-11-27-h200/lora.json training, LoRA of rank 16": None,
 }
+LARGE = ("trainer.micro_batch_tokens=8192",)
 RECORDED = ("rollout.engine=recorded", "rollout.recorded=none")
-LIVES = {  # file and part: what its configuration sets besides, and why a plan of its training need not agree
-    "2026-11-26-h100/device.json live-disk": ("rollout.sync.transport=disk", "trainer.micro_batch_tokens=4096", OLD),
-    "2026-11-27-h200/device.json live-turns": ("rollout.offload=true", "trainer.micro_batch_tokens=8192", None),
-    "2026-11-27-h200/device.json live-memory": ("rollout.offload=false", "trainer.micro_batch_tokens=8192", None),
+LIVES = {  # file and part: what its configuration sets besides; a figure: why a plan of today's code need not agree
+    "2026-11-26-h100/device.json live-disk": (
+        ("rollout.sync.transport=disk", "trainer.micro_batch_tokens=4096"),
+        {"update seconds": OLD, "logprobs seconds": OLD},
+    ),
+    "2026-11-27-h200/device.json live-turns": (("rollout.offload=true", *LARGE), {"push seconds": OLD_SYNC}),
+    "2026-11-27-h200/device.json live-memory": (("rollout.offload=false", *LARGE), {"push seconds": OLD_SYNC}),
+    "2026-11-27-h200/live_grpo.json live-memory, grpo": (
+        ("rollout.offload=false", "algorithm.modulation=null", *LARGE),
+        {},
+    ),
 }
 SMOKE = "2026-11-26-h100/device.json smoke"
 TURNS = "2026-11-27-h100/layers.json live-turns"  # the first part of this name that a server answered
@@ -159,20 +169,19 @@ def committed() -> list[dict[str, Any]]:
         rows.append({**one, "planned over measured": expected / measured, "does not apply": why})
 
     for run, why in TRAININGS.items():
-        found, words = figures(run), [*RECORDED, "trainer.micro_batch_tokens=8192"]
+        found, words = figures(run), [*RECORDED, *LARGE]
         if "words" in found:  # GRPO
-            words += ["algorithm.modulation=null", *found["words"]]
+            words += ["algorithm.modulation=null", *(word for word in found["words"] if "=" in word)]
         times = plan_of_1_5b(640, *words, gpu=gpu_of(run)).times
         steps = found.get("training", found)["steps"][1 : 2 if "trace" in run.split()[1] else None]
         for name, expected in (("update", times.update), ("logprobs", times.logprobs)):
             seen = [step.get(f"{name} seconds", step.get(f"time/{name}")) for step in steps]
             if expected:  # with the update's own log-probs there is no pass
                 row(run, f"{name} seconds", seen, expected, why)
-    for run, (*words, why) in LIVES.items():
+    for run, (words, whys) in LIVES.items():
         for name, expected in planned(plan_of_1_5b(1024, *words, gpu=gpu_of(run)), 0).items():
-            if name.endswith("seconds"):
-                applies = why if name.startswith(("update", "logprobs")) else None
-                row(run, name, [step[name] for step in figures(run)["steps"][1:]], expected, applies)
+            if name.endswith("seconds") and expected:
+                row(run, name, [step[name] for step in figures(run)["steps"][1:]], expected, whys.get(name))
     (served,), smoke = figures(SMOKE)["attempts"], plan_of_1_5b(1024)
     for sequences in (1, 64):
         expected = 256 * decode(smoke, sequences, 64 + 128)

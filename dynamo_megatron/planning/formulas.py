@@ -368,7 +368,8 @@ def training_seconds(
     often += ((2.5 if p.sequence_parallel else 2) + again) * hidden + (2 + again) * others
     launched = updates * micro_batches * layers
     once = max(once, launched * rate("forward launches"))
-    often = max(often, launched * (rate("launches") + again * rate("forward launches")))
+    adapters = 0 if config.model.lora is None else len(adapted_linears(config.model.lora)) * rate("adapter")
+    often = max(often, launched * (rate("launches") + adapters + again * rate("forward launches")))
     # Reduce-scatter of the float32 gradients and all-gather of the parameters among the ranks that share them; [Z].
     dp_cp, expert_dp = cluster.gpus // (p.tp * p.pp), cluster.gpus // (p.pp * p.ep)
     reduce = max(

@@ -1,5 +1,5 @@
-"""The rates that all times of a plan come from: what one H100, for CUDA IPC an H200, gave with a model of the shape of
-Qwen2.5-1.5B.
+"""The rates that all times of a plan come from: what one H100, for CUDA IPC and adapters an H200, gave with a model of
+the shape of Qwen2.5-1.5B.
 
 Another GPU is taken to reach the same share of what its maker states, and links between GPUs all of it: of that only an
 H200 has been measured (`extrapolated` of planning/report.py names it). `benchmarks/planned.py` compares what follows
@@ -23,7 +23,8 @@ class Rate(NamedTuple):
 
 PROBE, LIVE = (f"2026-11-26-h100/device.json, {part}: " for part in ("probe", "live-disk"))
 TRACE, TURNS = "2026-11-27-h100/traces.json, trace_te: ", "2026-11-27-h100/layers.json, live-turns: "
-H200 = "2026-11-27-h200/device.json, live-turns and live-memory: "
+H200 = "2026-11-27-h200/live_grpo.json: "
+LORA = "2026-11-27-h200/lora.json: "
 NEW = "new code's part of old's in benchmarks/results/launches.json"
 RATES = {
     "products": Rate(750e12, "FLOP/s", f"{TRACE}788 TFLOP/s of fc1, 721 of weight gradients; {PROBE}785"),
@@ -33,10 +34,11 @@ RATES = {
     "busy": Rate(0.81, "of log-probs and update", f"{TRACE}1.07 s in the third step, of the second's 1.33"),
     "forward launches": Rate(1.8e-3, "s a layer and micro-batch", f"{LIVE}1.87 s for 22 of them, times 0.60, {NEW}"),
     "launches": Rate(4.9e-3, "s, with the backward pass", f"{LIVE}4.25 s for 22 micro-batches, times 0.72, {NEW}"),
+    "adapter": Rate(0.67e-3, "s an adapter and micro-batch", f"{LORA}1.26 and 1.29 s, less the layers' launches"),
     "decode": Rate(95e-6, "s a layer and token", f"{LIVE}beside the bytes read; smoke in the same file"),
     "decode without graphs": Rate(1.4e-3, "s a layer and token", f"{TURNS}the server's log"),
     "disk": Rate(0.87e9, "bytes/s of the model", f"{LIVE}3.09 GB written, loaded and proved in 3.4 to 4.7 s"),
-    "ipc": Rate(4.9e9, "bytes/s of a server rank", f"{H200}3.09 GB read and proved in 0.54 to 0.71 s"),
+    "ipc": Rate(10.2e9, "bytes/s of a server rank", f"{H200}3.09 GB read and proved in 0.24 to 0.38 s"),
 }
 
 
