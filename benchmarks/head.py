@@ -16,7 +16,6 @@ is left out, or the in-place kernel's bits differ.
 from __future__ import annotations
 
 import argparse
-import datetime
 import fnmatch
 import json
 import os
@@ -53,17 +52,6 @@ def our_backends(device: torch.device, quick: bool) -> list[str]:
     """Triton needs a GPU, or its interpreter."""
     triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     return ["triton"] if quick and device.type == "cuda" else ["torch", "triton"] if triton else ["torch"]
-
-
-def one_rank(device: torch.device) -> None:
-    """The process group of one rank that the naive Megatron path reduces over."""
-    from megatron.core import parallel_state
-
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=300)
-    )
-    parallel_state.initialize_model_parallel()
 
 
 def attempt(contender: Contender, inputs: Inputs, device: torch.device, *, accuracy: bool = True) -> dict[str, Any]:
@@ -133,6 +121,7 @@ def longest(field: Sequence[Contender], device: torch.device, tiny: bool) -> Ite
     for name, columns in LONGEST.items():
         tokens, hidden, columns = (64, 16, 300) if tiny else (LONGEST_TOKENS, MODELS["7B"], columns)
         waiting = [contender for contender in field if contender.target not in (None, "statistics")]
+        waiting.sort(key=lambda contender: not contender.ours)
         fits: dict[str, dict[str, Any]] = {}
         rows.append({"case": name, "hidden": hidden, "columns": columns, "contenders": fits})
         while waiting and tokens >= 16:
@@ -254,7 +243,6 @@ def main() -> int:
         return _refused(f"--only: no case is named {options.only!r}; a name is such as {all_cases()[0].name}")
     out = options.out or (Path("runs/head") if options.tiny else HERE / "results")
     out.mkdir(parents=True, exist_ok=True)
-    one_rank(device)
     backends = our_backends(device, options.quick)
     field = [contender for contender in contenders(backends, device) if contender.name not in options.without]
     rounds = TINY if options.tiny else QUICK if options.quick else {}
@@ -280,7 +268,8 @@ def main() -> int:
         result["kernels"] = kernel_figures(device, tiny=options.tiny)
     keep(result, out)
     print(markdown(result))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     for line in (found := wrong(result)):
         print(f"wrong: {line}", file=sys.stderr)
     return 1 if found else 0

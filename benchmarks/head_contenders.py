@@ -6,6 +6,8 @@ is listed as not installed.
 
 from __future__ import annotations
 
+import datetime
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -86,8 +88,21 @@ class _VocabParallelEntropy(torch.autograd.Function):
         return upstream[:, None] * softmax * (mean - logits), None
 
 
+@functools.cache
+def one_rank(device: str) -> None:
+    """The process group of one rank that the naive Megatron path reduces over."""
+    from megatron.core import parallel_state
+
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=300)
+    )
+    parallel_state.initialize_model_parallel()
+
+
 def _megatron_statistics(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """float32 logits, Megatron's vocabulary-parallel cross-entropy on a clone (it writes into them), the entropy."""
+    one_rank(inputs.hidden.device.type)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -223,18 +238,18 @@ def quack(inputs: Inputs) -> Output:
 
 def contenders(backends: list[str], device: torch.device) -> list[Contender]:
     """`backends`: of our own head."""
-    liger, cut = "liger-kernel", "cut-cross-entropy"
+    megatron, liger, cut = "megatron-core", "liger-kernel", "cut-cross-entropy"
     float32_out = [Contender("1 GEMM, float32 out", one_gemm_float32_out, 1, None)] if device.type == "cuda" else []
     return [
         Contender("1 GEMM", one_gemm, 1, None),
         *float32_out,
-        Contender("naive statistics", naive_statistics, 1, "statistics"),
+        Contender("naive statistics", naive_statistics, 1, "statistics", megatron),
         *(
             Contender(f"statistics, {backend}", our_statistics(backend), 1, "statistics", ours=True)
             for backend in backends
         ),
         Contender("3 GEMMs", three_gemms, 3, None),
-        Contender("naive", naive, 3),
+        Contender("naive", naive, 3, "policy", megatron),
         *(Contender(f"eager, {backend}", ours(backend, "eager"), 3, ours=True) for backend in backends),
         *(Contender(f"recompute, {backend}", ours(backend, "recompute"), 4, ours=True) for backend in backends),
         Contender("liger scaled cross-entropy", liger_scaled_cross_entropy, 4, "policy", liger),

@@ -259,7 +259,7 @@ def run(
     and KEY=VALUE after the run's own config.
 
     "headline" is the last step: the first ones compile and fill caches. A run that fails, or takes more than `timeout`
-    seconds, gives what `run_logged` does.
+    seconds, gives what `run_logged` does, and figures only where all its steps were done.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -274,8 +274,11 @@ def run(
         "layout": parallel or {},
         **ended,
     }
+    metrics = folder / "run" / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    if len(lines) == work.steps:
+        result |= _figures(work, lines, config, ranks)
     if ended["exit code"] == 0:
-        result |= _figures(work, folder, config, ranks)
         if profile_steps:
             (folder / "run" / "profile").rename(folder / "profile")
         for heavy in ("run", "recorded"):
@@ -283,10 +286,9 @@ def run(
     return result
 
 
-def _figures(work: Work, folder: Path, config: Path, ranks: int) -> dict[str, Any]:
-    """Of a run that has ended well: its steps, and the last one beside the plan."""
+def _figures(work: Work, lines: Sequence[str], config: Path, ranks: int) -> dict[str, Any]:
+    """Of a run's metrics: its steps, and the last one beside the plan."""
     gpu, _ = gpu_here()
-    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [step_figures(work, json.loads(line), gpu and gpu.flops * ranks) for line in lines]
     planned = training_peak(plan_of(config, work.tokens, GPUS["h100-80"], ranks))
     measured = steps[-1]["peak GPU bytes"]

@@ -161,7 +161,7 @@ def training(options: Options) -> dict[str, Any]:
     result = training_steps.run(options.work, options.run, backend, options.seconds)
     ratio = result.get("peak over plan")
     as_planned = ratio is None or abs(ratio - 1) <= PLAN_BAR
-    return {**result, "passed": len(result.get("steps", [])) == options.work.steps and as_planned}
+    return {**result, "passed": result["exit code"] == 0 and as_planned}
 
 
 def beside_peers(options: Options) -> dict[str, Any]:

@@ -108,8 +108,9 @@ class WeightSync:
         tps = {e.tp for e in endpoints} if self._config.proof.checksums else set()
         expected = {tp: ExpectedChecksums(self._policy.spec, tp, device) for tp in sorted(tps)}
         self._open(under_way)
+        stage = partial(self._stage, source, under_way, expected)
         for number in range(len(source.schedule.rounds)):
-            self._round(number, source, under_way, expected)
+            self._round(number, source, under_way, stage)
         self._transport.end()
         sums = {tp: checksums.gather(self._layout.host) for tp, checksums in expected.items()}
         if self._layout.rank == 0:
@@ -166,22 +167,32 @@ class WeightSync:
             self._share_failures(under_way)
         self._connected = {e for e in self._connected if e.name not in {n.name for n in new}} | set(under_way.healthy)
 
-    def _round(
-        self, number: int, source: BucketSource, under_way: _UnderWay, expected: dict[int, ExpectedChecksums]
+    def _stage(
+        self, source: BucketSource, under_way: _UnderWay, expected: dict[int, ExpectedChecksums], number: int
     ) -> None:
-        """Sends every sender's bucket to every server. In one turn each server receives from one sender, and different
-        senders send to different servers."""
-        tensors, buckets = source.gather(number), source.schedule.rounds[number]
-        own = source.schedule.bucket_of(self._layout.rank, number)
-        if tensors is not None:
-            under_way.sent += self._transport.stage(own.number, tensors)
+        """Makes this rank's bucket of a round ready, and hashes it."""
+        if (tensors := source.gather(number)) is not None:
+            bucket = source.schedule.bucket_of(self._layout.rank, number)
+            under_way.sent += self._transport.stage(bucket.number, tensors)
             for checksums in expected.values():
                 checksums.add(dequantized(tensors))
-        for turn in range(len(buckets)):
+
+    def _round(self, number: int, source: BucketSource, under_way: _UnderWay, stage: Callable[[int], None]) -> None:
+        """Sends every sender's bucket to every server. In one turn each server receives from one sender, and different
+        senders send to different servers. While servers work in the last turn, the next round is staged."""
+        rounds, ahead = source.schedule.rounds, self._transport.stages_ahead
+        own = source.schedule.bucket_of(self._layout.rank, number)
+        if number == 0 or not ahead:
+            stage(number)
+        last = len(rounds[number]) - 1
+        for turn in range(len(rounds[number])):
             # Of all servers, so that ranks agree on who receives from whom; those that have failed drop out.
-            mine = self._transport.turn(turn, buckets, own, under_way.endpoints)
+            mine = self._transport.turn(turn, rounds[number], own, under_way.endpoints)
             mine = [endpoint for endpoint in mine if endpoint.name not in under_way.failed]
-            under_way.sent += sum(self._on_servers(under_way, self._transport.send, mine))
+            more = ahead and turn == last and number + 1 < len(rounds)
+            meanwhile = partial(stage, number + 1) if more else None
+            sent = sum(self._on_servers(under_way, self._transport.send, mine, meanwhile))
+            under_way.sent += sent  # not in one line: staging adds to it, too
             self._share_failures(under_way)
 
     def _prove(self, under_way: _UnderWay, sums: dict[int, Expected | None]) -> float:
@@ -198,11 +209,15 @@ class WeightSync:
 
     # -- what they share -----------------------------------------------------------------------------------------
     def _on_servers(
-        self, under_way: _UnderWay, function: Callable[[Endpoint], T], endpoints: Sequence[Endpoint] | None = None
+        self,
+        under_way: _UnderWay,
+        function: Callable[[Endpoint], T],
+        endpoints: Sequence[Endpoint] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[T]:
         """`function` of the servers (None: the healthy ones) at once; notes failures, returns the others' results."""
         endpoints = under_way.healthy if endpoints is None else endpoints
-        done, failed = for_each(endpoints, function, under_way.on_poll)
+        done, failed = for_each(endpoints, function, under_way.on_poll, meanwhile)
         under_way.failed |= {endpoint.name: message for endpoint, message in failed}
         return [result for _, result in done]
 

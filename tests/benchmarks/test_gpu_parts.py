@@ -56,9 +56,12 @@ def test_a_contender_leaves_time_and_figures_to_those_after_it(monkeypatch, tmp_
     monkeypatch.setattr(training_beside_peers, "theirs", theirs)
     monkeypatch.setattr(training_beside_peers, "ours", lambda *_: {"skipped": "not asked for"})
     least = training_beside_peers.LEAST
-    found = training_beside_peers.run(TINY, tmp_path / "run", "python", None, 5 * least, out)
+    found = training_beside_peers.run(TINY, tmp_path / "run", "python", None, 1e6 + 2 * least, out)
     assert [names for names, _ in before] == [["ours"], ["ours", "trl"]]
-    assert least < before[0][1] <= 3 * least < before[1][1] <= 4 * least
+    assert 0 < 1e6 - before[0][1] < 1e6 - before[1][1] + least
+    monkeypatch.setattr(training_beside_peers, "LEAST", 1e6)  # more than there is: what there is
+    training_beside_peers.run(TINY, tmp_path / "run", "python", None, 0.9e6, out)
+    assert all(0.8e6 < seconds < 0.9e6 for _, seconds in before[2:])
     assert found["wrong"] == ["trl: exit code None", "verl: exit code None"] and found["exit code"] == 1
 
 
