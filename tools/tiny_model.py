@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def make_tiny_model(
     expert_ffn: int = 48,
     vocab: int = 128,
     max_positions: int = 2048,
+    window: int | None = None,
     tied: bool = False,
     seed: int = 0,
     device: str = "cpu",
@@ -52,9 +54,10 @@ def make_tiny_model(
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer into folder `out`; returns it.
 
     One token a character (printable ASCII and newline) besides five special ones; `vocab` counts embedding rows, at
-    least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe. A response ends
-    with <|im_end|>. The same arguments give the same weights; `device` draws them. Raises ValueError for a vocabulary
-    too small for the tokenizer.
+    least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe. `window`, in
+    tokens: of every other layer, of mistral and phi3 of all; None: none, but 8 where the family always has one. A
+    response ends with <|im_end|>. The same arguments give the same weights; `device` draws them. Raises ValueError for
+    a vocabulary too small for the tokenizer.
     """
     tokens = SPECIAL_TOKENS + CHARACTERS
     if vocab < len(tokens):
@@ -71,9 +74,21 @@ def make_tiny_model(
         "logits_scaling": 0.5,
         "attention_multiplier": 0.2,
     }
+    kinds = ["sliding_attention", "full_attention"] * layers
+    windowed = {"sliding_window": window or 8, "layer_types": kinds[:layers]}
+    of_family = {
+        "qwen3_moe": mixture,
+        "granite": factors,
+        "olmo3": windowed,
+        "gemma3_text": windowed | {"query_pre_attn_scalar": hidden},
+        "mistral": {"sliding_window": window},
+        "phi3": {"sliding_window": window},
+    }
+    if window is not None and family in ("qwen2", "qwen3"):
+        of_family[family] = windowed | {"use_sliding_window": True}
     config = AutoConfig.for_model(
         family,
-        **{"qwen3_moe": mixture, "granite": factors}.get(family, {}),
+        **of_family.get(family, {}),
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -91,6 +106,12 @@ def make_tiny_model(
         pad_token_id=tokens.index("<|pad|>"),
     )
     _random_model(config, seed, device).to(getattr(torch, dtype)).save_pretrained(out)
+    if family == "olmo3":  # SGLang does not read RoPE as transformers 5 writes it
+        file = Path(out) / "config.json"
+        written = json.loads(file.read_text())
+        del written["rope_parameters"]
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": max_positions // 4}
+        file.write_text(json.dumps(written | {"rope_theta": 500000.0, "rope_scaling": yarn}))
     special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     special["additional_special_tokens"] = ["<|endoftext|>", "<|im_start|>"]
     character_tokenizer(tokens, CHAT_TEMPLATE, **special).save_pretrained(out)
@@ -116,9 +137,10 @@ def _random_model(config: PretrainedConfig, seed: int, device: str) -> PreTraine
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            # transformers starts norms at 1 and biases at 0: all alike, so that a swapped pair would not show
+            # transformers starts norms at 1 (Gemma's at 0) and biases at 0: so alike, a swapped pair would not show
             if parameter.dim() == 1:
-                torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+                at_zero = name.endswith("bias") or config.model_type == "gemma3_text"
+                torch.nn.init.normal_(parameter, mean=0.0 if at_zero else 1.0, std=0.1)
     return model
 
 

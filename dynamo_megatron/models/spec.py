@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ DENSE_LAYER = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder: SwiGLU (or experts of it), RMSNorm, RoPE, grouped-query attention."""
+    """A decoder: a gated MLP (or experts of it), RMSNorm, RoPE, grouped-query attention."""
 
     family: str
     num_layers: int
@@ -60,11 +60,21 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of the output of attention and MLP, before it is added to the residual
     logit_scale: float = 1.0
+    # Tokens that a query of each layer sees, itself included (transformers' sliding_window), 0: all; empty: all zero
+    windows: tuple[int, ...] = ()
+    local_rope_theta: float | None = None  # unscaled RoPE of the layers with a window; None: the same as of the others
+    activation: str = "silu"  # of the MLP's gate, or "gelu_pytorch_tanh"
+    zero_centered_norms: bool = False  # a norm multiplies by 1 + its weight
 
     def dimensions(self) -> dict[str, Any]:
         """The fields that determine what the model computes, as plain data that survives JSON."""
         plain = {key: value for key, value in vars(self).items() if key != "layer_names"}
-        return plain | {"rope_scaling": dict(self.rope_scaling)}
+        return plain | {"rope_scaling": dict(self.rope_scaling), "windows": list(self.windows)}
+
+    @property
+    def window(self) -> int:
+        """Of the layers that have one, 0: no layer has one."""
+        return max(self.windows, default=0)
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding: the smallest multiple of 16 * tp that holds the vocabulary."""
@@ -105,12 +115,15 @@ def decoder_spec(
     architectures: Collection[str],
     fields: Collection[str] = (),
     head_dim: int | None = None,
+    activation: str = "silu",
+    windows: tuple[int, ...] | None = None,
 ) -> ModelSpec:
     """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
 
     `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the family
-    reads. `head_dim`: its value if config.json has none; None: hidden size / heads. Raises ValueError naming the field
-    that is missing, malformed or unknown, or that GPTModel would ignore.
+    reads. `head_dim`: its value if config.json has none; None: hidden size / heads.
+    `activation`: the only value of hidden_act. `windows`: the spec's; None: the family has none, and config.json must
+    not either. Raises ValueError naming the field that is missing, malformed or unknown, or that GPTModel would ignore.
     """
     check_fields(config, DECODER.union(fields), architectures)
     if flag(config, "attention_bias"):
@@ -126,11 +139,12 @@ def decoder_spec(
         raise InputError(
             f"num_attention_heads: {heads} does not divide hidden_size {hidden}, and head_dim is not given"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise InputError(f"hidden_act: {config['hidden_act']!r} is not supported, only 'silu'")
+    if config.get("hidden_act", activation) != activation:
+        raise InputError(f"hidden_act: {config['hidden_act']!r} is not supported, only {activation!r}")
     if config.get("quantization_config") is not None:
         raise InputError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
-    _refuse_sliding_window(config, layers)
+    if windows is None and (config.get("sliding_window") is not None or any(read_windows(config))):
+        raise InputError(f"sliding_window: not supported in a {family} model; attention is over all tokens before")
     max_positions = integer(config, "max_position_embeddings")
     rope_theta, rope_scaling = read_rope(config, max_positions)
     return ModelSpec(
@@ -153,21 +167,23 @@ def decoder_spec(
         pre_norms="input_layernorm.weight" in layer_names,
         post_norms="self_attn_bda.norm.weight" in layer_names,
         layer_names=layer_names,
+        windows=windows or (),
+        activation=activation,
     )
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], layers: int) -> None:
-    types = config.get("layer_types")
-    if types is not None:
-        windowed = not isinstance(types, list) or any(kind != "full_attention" for kind in types)
-    elif "use_sliding_window" in config:  # Qwen: from layer max_window_layers on
-        first = config.get("max_window_layers")
-        windowed = flag(config, "use_sliding_window") and (first is None or first < layers)
-    else:
-        windowed = config.get("sliding_window") is not None
-    if windowed:
-        key = "layer_types" if types is not None else "sliding_window"
-        raise InputError(f"{key}: attention other than full attention in every layer is not supported")
+def read_windows(config: Mapping[str, Any], types: Sequence[str] = ()) -> tuple[int, ...]:
+    """The spec's `windows`. `types`: of the layers if config.json has no layer_types, as that list has them. Raises
+    ValueError."""
+    given = types if config.get("layer_types") is None else config["layer_types"]
+    kinds = {"full_attention": 0, "sliding_attention": 1}
+    if not isinstance(given, list | tuple) or any(kind not in kinds for kind in given):
+        raise InputError(f"layer_types: {given!r} is not a list of {' and '.join(kinds)}")
+    if given and len(given) != integer(config, "num_hidden_layers"):
+        raise InputError(f"layer_types: {len(given)} for {config['num_hidden_layers']} layers")
+    if "sliding_attention" not in given:
+        return ()
+    return tuple(integer(config, "sliding_window") * kinds[kind] for kind in given)
 
 
 def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:

@@ -77,6 +77,9 @@ FAMILIES: dict[str, dict] = {
     "phi3": {"model": {}, "algorithm": {}},
     "olmo2": {"model": {}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
     "granite": {"model": {"tied": True}, "algorithm": {}},
+    "mistral": {"model": {"window": 8}, "algorithm": {}},
+    "olmo3": {"model": {}, "algorithm": {}},
+    "gemma3_text": {"model": {"tied": True}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
 }
 ROPE_SCALING = {
     "rope_type": "llama3",

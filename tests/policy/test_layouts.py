@@ -17,6 +17,7 @@ QUICK = [
     Row("qwen3_moe", "EP2xPP2"),
     Row("qwen3_moe", "TP2+SP"),
     Row("olmo2", "TP2xPP2+SP"),
+    Row("gemma3_text", "CP2xTP2+SP"),
 ]
 ALL = [
     *(Row("qwen2", layout) for layout in ("1", "TP4", "PP4", "DP2", "CP2xPP2", "TP2xPP2+SP")),
@@ -27,6 +28,11 @@ ALL = [
     *(Row("phi3", layout) for layout in ("TP2", "PP2", "CP2xTP2+SP")),
     *(Row("olmo2", layout) for layout in ("TP2", "TP4", "DP2", "CP2xTP2+SP")),
     *(Row("granite", layout) for layout in ("TP2", "PP2", "CP2xPP2")),
+    *(Row("mistral", layout) for layout in ("TP2", "PP2", "CP2")),
+    *(Row("olmo3", layout) for layout in ("TP2+SP", "PP2", "CP2", "CP2xPP2")),
+    *(Row("gemma3_text", layout) for layout in ("1", "TP2", "PP2", "CP2", "VPP2xPP2")),
+    Row("gemma3_text", "CP2xPP2", recompute="full"),
+    Row("gemma3_text", "TP2xPP2+SP", "bfloat16"),
     Row("qwen3", "TP2xPP2+SP", recompute="selective"),
     Row("olmo2", "TP2xPP2+SP", recompute="full"),
     Row("qwen3", "VPP2xPP2", recompute="full"),
