@@ -105,7 +105,7 @@ def test_a_sample(folder_of, run_script, tmp_path):
         [
             case(folder_of("llama+llama3"), CP2, logits=True),
             case(folder_of("qwen2+yarn"), TP2, logits=True, convert=True),
-            case(folder_of("mistral+yarn_mscale"), WHOLE, logits=True),
+            case(folder_of("mistral@8+yarn_mscale"), WHOLE, logits=True, gradients=True),
             case(folder_of("qwen2_tied"), VPP, convert=True),
             case(folder_of("qwen3@12"), CP2, logits=True),
             case(folder_of("olmo3"), CP2, logits=True),
@@ -130,7 +130,7 @@ def test_every_family_and_every_rope(folder_of, run_script, tmp_path):
     cases += [case(folder_of(f"qwen3+{rope}"), layout, logits=True) for rope in ROPES for layout in (WHOLE, CP2)]
     cases.append(case(folder_of("qwen3_moe+yarn"), CP2, logits=True))
     for name in ("mistral@8", "mistral@12+yarn", "phi3@8", "qwen2@12", "qwen3@8+llama3", "olmo3", "gemma3_text"):
-        cases += [case(folder_of(name), layout, logits=True) for layout in (WHOLE, CP2)]
+        cases += [case(folder_of(name), WHOLE, logits=True, gradients=True), case(folder_of(name), CP2, logits=True)]
     if SMOLLM2.is_dir():
         cases.append(case(SMOLLM2, WHOLE, logits=True))
     run(run_script, cases, tmp_path)
