@@ -87,8 +87,8 @@ def check_served(spec: ModelSpec, longest: int) -> None:
     (SGLang 0.5.23: layers/rotary_embedding/factory.py, models/olmo2.py, models/llama.py, models/qwen2.py)."""
     if spec.family not in WINDOWED and 0 < spec.window < longest:
         raise InputError(
-            f"sliding_window: SGLang ignores the window of {spec.window} tokens of a {spec.family} model, and would "
-            f"sample from another one beyond it; set model.max_length to {spec.window} or less (it is {longest})"
+            f"sliding_window: SGLang ignores this model's window of {spec.window} tokens and would sample from another "
+            f"model in longer sequences; set model.max_length to {spec.window} or less (it is {longest})"
         )
     if spec.wide_qk_norm and spec.kv_channels * spec.num_attention_heads != spec.hidden_size:
         raise InputError("head_dim: SGLang serves OLMo 2 with heads of hidden_size / num_attention_heads alone")

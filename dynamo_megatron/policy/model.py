@@ -319,25 +319,19 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
     )
 
 
-def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None]:
-    """(inverse frequencies [kv_channels / 2] float32, softmax scale) with which the model is built. None: Megatron's
-    own value is right (plain RoPE, kv_channels ** -0.5). YaRN multiplies both q and k by a factor, here in the scale.
+def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None, tuple[float, torch.Tensor] | None]:
+    """(inverse frequencies [kv_channels / 2] float32, softmax scale, PackedRotary's `local`) with which the model is
+    built. None: Megatron's own value is right (plain RoPE, kv_channels ** -0.5). YaRN multiplies both q and k by a
+    factor, here in the scale, or in the table if it is not of all layers.
     """
-    if not spec.rope_scaling:
-        return None, spec.attention_scale
-    frequencies, factor = scaled_frequencies(spec)
-    if spec.local_rope_theta is not None:  # not of all layers: the factor is in their table
-        return frequencies, spec.attention_scale
-    scale = spec.attention_scale or spec.kv_channels**-0.5
-    return frequencies, spec.attention_scale if factor == 1.0 else factor**2 * scale
-
-
-def local_rotation(spec: ModelSpec) -> tuple[float, torch.Tensor] | None:
-    """PackedRotary's `local`."""
-    if spec.local_rope_theta is None:
-        return None
-    factor = scaled_frequencies(spec)[1] if spec.rope_scaling else 1.0
-    return factor, spec.local_rope_theta ** -(torch.arange(0, spec.kv_channels, 2) / spec.kv_channels)
+    frequencies, factor, scale, local = None, 1.0, spec.attention_scale, None
+    if spec.rope_scaling:
+        frequencies, factor = scaled_frequencies(spec)
+    if spec.local_rope_theta is not None:
+        local = factor, spec.local_rope_theta ** -(torch.arange(0, spec.kv_channels, 2) / spec.kv_channels)
+    elif factor != 1.0:
+        scale = factor**2 * (scale or spec.kv_channels**-0.5)
+    return frequencies, scale, local
 
 
 def _experts(spec: ModelSpec, config: Config) -> dict:
@@ -453,10 +447,11 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         for module in chunk.modules():
             if isinstance(module, WideNorm):
                 module.group = layout.tp
-        if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own
+        frequencies, _, local = rotation(spec)
+        if frequencies is not None:  # Megatron has some scalings, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies
         if not _uses_transformer_engine(spec, config):
-            if (local := local_rotation(spec)) is not None:
+            if local is not None:
                 local = local[0], local[1].to(layout.device)
             chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb.inv_freq.to(layout.device), local)
         for name, parameter in chunk.named_parameters():
