@@ -40,24 +40,26 @@ def make_tiny_model(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int | None = None,
+    window: int | None = None,
     ffn: int = 128,
     experts: int = 4,
     experts_per_token: int = 2,
     expert_ffn: int = 48,
     vocab: int = 128,
     max_positions: int = 2048,
-    window: int | None = None,
     tied: bool = False,
     seed: int = 0,
     device: str = "cpu",
 ) -> Path:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer into folder `out`; returns it.
 
+    `window`, in tokens: of every other layer, of mistral and phi3 of all; None: none, or 8 in families that always have
+    one.
+
     One token a character (printable ASCII and newline) besides five special ones; `vocab` counts embedding rows, at
-    least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe. `window`, in
-    tokens: of every other layer, of mistral and phi3 of all; None: none, but 8 where the family always has one. A
-    response ends with <|im_end|>. The same arguments give the same weights; `device` draws them. Raises ValueError for
-    a vocabulary too small for the tokenizer.
+    least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe. A response ends
+    with <|im_end|>. The same arguments give the same weights; `device` draws them. Raises ValueError for a vocabulary
+    too small for the tokenizer.
     """
     tokens = SPECIAL_TOKENS + CHARACTERS
     if vocab < len(tokens):
@@ -74,21 +76,9 @@ def make_tiny_model(
         "logits_scaling": 0.5,
         "attention_multiplier": 0.2,
     }
-    kinds = ["sliding_attention", "full_attention"] * layers
-    windowed = {"sliding_window": window or 8, "layer_types": kinds[:layers]}
-    of_family = {
-        "qwen3_moe": mixture,
-        "granite": factors,
-        "olmo3": windowed,
-        "gemma3_text": windowed | {"query_pre_attn_scalar": hidden},
-        "mistral": {"sliding_window": window},
-        "phi3": {"sliding_window": window},
-    }
-    if window is not None and family in ("qwen2", "qwen3"):
-        of_family[family] = windowed | {"use_sliding_window": True}
     config = AutoConfig.for_model(
         family,
-        **of_family.get(family, {}),
+        **{"qwen3_moe": mixture, "granite": factors}.get(family, {}),
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -104,6 +94,7 @@ def make_tiny_model(
         bos_token_id=None,
         eos_token_id=tokens.index("<|im_end|>"),
         pad_token_id=tokens.index("<|pad|>"),
+        **_windows(family, window, layers),
     )
     _random_model(config, seed, device).to(getattr(torch, dtype)).save_pretrained(out)
     if family == "olmo3":  # SGLang does not read RoPE as transformers 5 writes it
@@ -130,6 +121,18 @@ def character_tokenizer(tokens: Sequence[str], template: str, **special: Any) ->
     )
     made.chat_template = template
     return made
+
+
+def _windows(family: str, window: int | None, layers: int) -> dict[str, Any]:
+    if family in ("mistral", "phi3"):
+        return {"sliding_window": window}
+    alternating = {
+        "sliding_window": window or 8,
+        "layer_types": (["sliding_attention", "full_attention"] * layers)[:layers],
+    }
+    if family in ("olmo3", "gemma3_text"):
+        return alternating
+    return {} if window is None else alternating | {"use_sliding_window": True}
 
 
 def _random_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:

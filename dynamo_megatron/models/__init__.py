@@ -44,6 +44,7 @@ MIXTURE_FIELDS = """
     decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
     num_local_experts
 """
+WINDOW = "sliding_window: not supported in this family"
 LAYERS = "num_hidden_layers"
 OLMO3_THETA = 500000.0
 
@@ -81,7 +82,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> ModelSpec:
         raise InputError(f"{key}: {config[key]!r} is not supported; every layer must be a mixture of experts")
     windowed = flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None  # in every layer
     if windowed or read_windows(config):
-        raise InputError("sliding_window: not supported in a qwen3_moe model")
+        raise InputError(WINDOW)
     # transformers 5 writes num_local_experts, older ones and the published files num_experts
     experts = integer(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
     topk = integer(config, "num_experts_per_tok")

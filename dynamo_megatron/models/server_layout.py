@@ -32,10 +32,10 @@ CUTS = {
     **dict.fromkeys(("o_proj", "down_proj"), "row"),
     **dict.fromkeys(("embed_tokens", "lm_head"), "vocab"),
 }
-WHOLE_EMBEDDING = ("gemma3_text",)  # every rank has all of it, without padding (models/gemma3_causal.py)
-WINDOWED = ("olmo3", "gemma3_text")  # families whose window SGLang applies; it ignores that of others
 VOCAB_PADDING = 64
 CPU_WIDTH = 32
+WHOLE_EMBEDDING = ("gemma3_text",)  # every rank has all of it, without padding (models/gemma3_causal.py)
+WINDOWED = ("olmo3", "gemma3_text")  # families whose window SGLang applies; it ignores that of others
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ class ModelSpec:
     pre_norms: bool  # of the input of attention and MLP
     post_norms: bool  # of their output, before it is added to the residual
     layer_names: Mapping[str, tuple[str, ...]] = field(repr=False, hash=False)  # as DENSE_LAYER
+    # Tokens that a query of each layer sees, itself included (transformers' sliding_window), 0: all; empty: all zero
+    windows: tuple[int, ...] = ()
+    local_rope_theta: float | None = None  # unscaled RoPE of the layers with a window; None: the same as of the others
+    activation: str = "silu"  # of the MLP's gate, or "gelu_pytorch_tanh"
+    zero_centered_norms: bool = False  # a norm multiplies by 1 + its weight
     num_experts: int = 0  # routed experts of every layer; 0: dense
     router_topk: int = 0  # experts a token goes to
     moe_ffn_hidden_size: int = 0  # width of an expert
@@ -60,11 +65,6 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of the output of attention and MLP, before it is added to the residual
     logit_scale: float = 1.0
-    # Tokens that a query of each layer sees, itself included (transformers' sliding_window), 0: all; empty: all zero
-    windows: tuple[int, ...] = ()
-    local_rope_theta: float | None = None  # unscaled RoPE of the layers with a window; None: the same as of the others
-    activation: str = "silu"  # of the MLP's gate, or "gelu_pytorch_tanh"
-    zero_centered_norms: bool = False  # a norm multiplies by 1 + its weight
 
     def dimensions(self) -> dict[str, Any]:
         """The fields that determine what the model computes, as plain data that survives JSON."""
@@ -114,16 +114,16 @@ def decoder_spec(
     layer_names: Mapping[str, tuple[str, ...]],
     architectures: Collection[str],
     fields: Collection[str] = (),
-    head_dim: int | None = None,
     activation: str = "silu",
     windows: tuple[int, ...] | None = None,
+    head_dim: int | None = None,
 ) -> ModelSpec:
     """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
 
+    `activation`: the only value of hidden_act. `windows`: the spec's; None: the family has none, nor may config.json.
     `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the family
-    reads. `head_dim`: its value if config.json has none; None: hidden size / heads.
-    `activation`: the only value of hidden_act. `windows`: the spec's; None: the family has none, and config.json must
-    not either. Raises ValueError naming the field that is missing, malformed or unknown, or that GPTModel would ignore.
+    reads. `head_dim`: its value if config.json has none; None: hidden size / heads. Raises ValueError naming the field
+    that is missing, malformed or unknown, or that GPTModel would ignore.
     """
     check_fields(config, DECODER.union(fields), architectures)
     if flag(config, "attention_bias"):
@@ -161,14 +161,14 @@ def decoder_spec(
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tied=flag(config, "tie_word_embeddings"),
+        windows=windows or (),
+        activation=activation,
         qkv_bias="self_attention.linear_qkv.bias" in layer_names,
         qk_norm=any(name.startswith("self_attention.q_layernorm") for name in layer_names),
         wide_qk_norm="self_attention.q_layernorm.scales" in layer_names,
         pre_norms="input_layernorm.weight" in layer_names,
         post_norms="self_attn_bda.norm.weight" in layer_names,
         layer_names=layer_names,
-        windows=windows or (),
-        activation=activation,
     )
 
 

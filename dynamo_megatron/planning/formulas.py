@@ -156,17 +156,11 @@ def pinned(size: float) -> int:
     return 1 << (math.ceil(size) - 1).bit_length()
 
 
-def norm_width(spec: ModelSpec, dtype: str) -> int:
-    """Bytes an element of a norm's saved input."""
-    return 4 if spec.zero_centered_norms else WIDTH[dtype]
-
-
 def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, lora: LoraConfig | None = None) -> float:
     """Saved bytes of one layer for each token that this context-parallel rank has, without recomputation.
 
     [K] counts 34 h + 5 a s (a heads, sequences of s tokens) of a GELU layer. Here it is, with w bytes an element, of
-    Megatron's modules as policy/model.py configures them on CUDA: the norms' input, 2 (w h), and that of the linears
-    after them, 2 (w h), with norms before and after attention and MLP 4 and 2; q, k, v
+    Megatron's modules as policy/model.py configures them on CUDA: both norms' input 2 (w h) and output 2 (w h); q, k, v
     and their attention's output; SwiGLU's input, fc1's output 2 f, and its result f. Context-parallel ranks gather k
     and v, and a call for each length has its output twice.
 
@@ -177,13 +171,16 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, lora: Lora
     spread = t if p.sequence_parallel else 1
     h, d = spec.hidden_size, spec.kv_channels
     q, kv = spec.num_attention_heads * d / t, spec.num_query_groups * d / t
-    n = norm_width(spec, dtype)
-    norms = (2 * (spec.pre_norms + spec.post_norms) * (n * h + 4) + 2 * w * h) / spread
+    norms = 2 * (2 * w * h + 4) / spread
+    if spec.pre_norms and spec.post_norms:  # what is added to the residual is not kept
+        norms += 2 * (w * h + 4) / spread
     attention = w * (2 * q + 2 * kv * p.cp) + 4 * q / d  # log-sum-exp in float32
     if p.cp > 1 or dtype == "float32":  # a call for each length
         attention += w * q + 8 + 16 * p.cp  # int64 indices of the packed rows
     if spec.qk_norm:
-        attention += n * (q + kv) + 4 * (q + kv) / d
+        attention += w * (q + kv) + 4 * (q + kv) / d
+    if spec.zero_centered_norms:  # Gemma 3's four norms and those of q and k save their input in float32
+        norms, attention = norms + (4 - w) * 4 * h / spread, attention + (4 - w) * (q + kv)
     if lora is not None:
         attention += w * lora.rank * len(adapted_linears(lora))
     if not spec.num_experts:

@@ -29,7 +29,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.transformer.utils import is_layer_window_attention
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.kernels.layers import rotary_table
@@ -96,9 +95,13 @@ class SegmentPlan(NamedTuple):
             return to_device(torch.from_numpy(array), device)
 
         def masks(length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            distance = context_positions(length, cp_size)[cp_rank][:, None] - np.arange(length)
-            mask = None if cp_size == 1 else on_device(distance >= 0)
-            return mask, on_device((distance >= 0) & (distance < window)) if 0 < window < length else mask
+            reached = 0 < window < length  # the window
+            if cp_size == 1 and not reached:
+                return None, None
+            rows, keys = context_positions(length, cp_size)[cp_rank][:, None], np.arange(length)
+            causal = rows >= keys
+            mask = None if cp_size == 1 else on_device(causal)
+            return mask, on_device(causal & (rows - window < keys)) if reached else mask
 
         if cp_size == 1 and (lengths == lengths[0]).all():
             return cls([SegmentGroup(int(lengths[0]), None, None, *masks(int(lengths[0])))], None)
@@ -120,9 +123,9 @@ class SegmentPlan(NamedTuple):
 class Segments(PackedSeqParams):
     """What Megatron's layers need to know about packed sequences, and what PackedAttention needs, for all layers."""
 
+    local_rotary: torch.Tensor | None = None  # as `rotary`, of layers with a window if they have RoPE of their own
     plan: SegmentPlan | None = None
     rotary: torch.Tensor | None = None  # float32 [2, t, d / 2] (`rotary_table`)
-    local_rotary: torch.Tensor | None = None  # of layers with a window, where they have RoPE of their own
 
 
 class PackedAttention(MegatronModule):
@@ -141,7 +144,7 @@ class PackedAttention(MegatronModule):
         assert config.attention_dropout == 0.0, "attention dropout is not supported by PackedAttention"
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp = pg_collection.cp
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        windowed = config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]
         self.window = config.window_size if windowed else (-1, 0)  # tokens before and after that a query sees
         # torch's own kernel for packed sequences: 16-bit types on a GPU
         half, small = config.params_dtype != torch.float32, config.kv_channels <= 256
@@ -249,9 +252,9 @@ class PolicyModel(GPTModel):
             cu_seqlens_kv_padded=padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            local_rotary=local_rotary,
             plan=plan,
             rotary=rotary,
-            local_rotary=local_rotary,
         )
         with layer_calls():
             return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
@@ -319,19 +322,24 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
     )
 
 
-def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None, tuple[float, torch.Tensor] | None]:
-    """(inverse frequencies [kv_channels / 2] float32, softmax scale, PackedRotary's `local`) with which the model is
-    built. None: Megatron's own value is right (plain RoPE, kv_channels ** -0.5). YaRN multiplies both q and k by a
-    factor, here in the scale, or in the table if it is not of all layers.
+def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None]:
+    """(inverse frequencies [kv_channels / 2] float32, softmax scale) with which the model is built. None: Megatron's
+    own value is right (plain RoPE, kv_channels ** -0.5). YaRN multiplies both q and k by a factor, here in the scale.
     """
-    frequencies, factor, scale, local = None, 1.0, spec.attention_scale, None
-    if spec.rope_scaling:
-        frequencies, factor = scaled_frequencies(spec)
-    if spec.local_rope_theta is not None:
-        local = factor, spec.local_rope_theta ** -(torch.arange(0, spec.kv_channels, 2) / spec.kv_channels)
-    elif factor != 1.0:
-        scale = factor**2 * (scale or spec.kv_channels**-0.5)
-    return frequencies, scale, local
+    if not spec.rope_scaling:
+        return None, spec.attention_scale
+    frequencies, factor = scaled_frequencies(spec)
+    scale = spec.attention_scale or spec.kv_channels**-0.5
+    plain = factor == 1.0 or spec.local_rope_theta is not None  # if it is not of all layers, it is in their table
+    return frequencies, spec.attention_scale if plain else factor**2 * scale
+
+
+def local_rotation(spec: ModelSpec) -> tuple[float, torch.Tensor] | None:
+    """PackedRotary's `local`."""
+    if spec.local_rope_theta is None:
+        return None
+    factor = scaled_frequencies(spec)[1] if spec.rope_scaling else 1.0
+    return factor, spec.local_rope_theta ** -(torch.arange(0, spec.kv_channels, 2) / spec.kv_channels)
 
 
 def _experts(spec: ModelSpec, config: Config) -> dict:
@@ -447,11 +455,10 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         for module in chunk.modules():
             if isinstance(module, WideNorm):
                 module.group = layout.tp
-        frequencies, _, local = rotation(spec)
-        if frequencies is not None:  # Megatron has some scalings, with constants of its own
+        if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies
         if not _uses_transformer_engine(spec, config):
-            if local is not None:
+            if (local := local_rotation(spec)) is not None:
                 local = local[0], local[1].to(layout.device)
             chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb.inv_freq.to(layout.device), local)
         for name, parameter in chunk.named_parameters():

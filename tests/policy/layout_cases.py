@@ -74,12 +74,12 @@ FAMILIES: dict[str, dict] = {
         },
     },
     "qwen3_moe": {"model": {"experts": 4, "experts_per_token": 2}, "algorithm": {"kl": {"coef": 0.1}}},
-    "phi3": {"model": {}, "algorithm": {}},
-    "olmo2": {"model": {}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
-    "granite": {"model": {"tied": True}, "algorithm": {}},
     "mistral": {"model": {"window": 8}, "algorithm": {}},
     "olmo3": {"model": {}, "algorithm": {}},
     "gemma3_text": {"model": {"tied": True}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
+    "phi3": {"model": {}, "algorithm": {}},
+    "olmo2": {"model": {}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
+    "granite": {"model": {"tied": True}, "algorithm": {}},
 }
 ROPE_SCALING = {
     "rope_type": "llama3",

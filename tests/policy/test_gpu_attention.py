@@ -16,7 +16,7 @@ def test_one_call_gives_what_a_call_for_each_length_gives(window):
     lengths, device = np.array([5, 300, 1, 300, 64]), torch.device("cuda")
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     config = {"attention_dropout": 0.0, "kv_channels": 64, "params_dtype": torch.bfloat16}
-    config = SimpleNamespace(**config, window_size=window, window_attn_skip_freq=None)
+    config = SimpleNamespace(**config, window_size=window, window_attn_skip_freq=[1])
     attention = PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=alone))
     assert attention.at_once
     by_length = copy.copy(attention)
