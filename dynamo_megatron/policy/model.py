@@ -277,7 +277,7 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         kv_channels=spec.kv_channels,
         layernorm_epsilon=spec.norm_eps,
         add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm and not spec.wide_qk_norm,  # replicated norms: their gradients are summed
+        qk_layernorm=spec.qk_norm,
         normalization="RMSNorm",
         layernorm_zero_centered_gamma=spec.zero_centered_norms,
         gated_linear_unit=True,
@@ -448,6 +448,7 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     ]
     if _uses_transformer_engine(spec, config):
         _set_up_transformer_engine(chunks)
+    megatron.qk_layernorm = spec.qk_norm and not spec.wide_qk_norm  # whether gradients of these norms are summed
     for chunk in chunks:
         chunk.logit_scale = spec.logit_scale
         if chunk.pre_process and spec.embedding_scale != 1.0:
