@@ -42,8 +42,8 @@ class ReferenceModel:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         self._device, self._temperature = torch.device("cuda" if torch.cuda.is_available() else "cpu"), temperature
         net = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
-        net.get_input_embeddings().padding_idx = None  # a sampled padding token has a gradient, as in the policy
         self._net = net.eval().to(self._device)
+        self._net.get_input_embeddings().padding_idx = None  # with one, that token's row would have no gradient
 
     @torch.no_grad()
     def load(self, get: Callable[[str], torch.Tensor]) -> None:
