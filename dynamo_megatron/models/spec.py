@@ -179,10 +179,10 @@ def read_windows(config: Mapping[str, Any], types: Sequence[str] = ()) -> tuple[
     kinds = {"full_attention": 0, "sliding_attention": 1}
     if not isinstance(given, list | tuple) or any(kind not in kinds for kind in given):
         raise InputError(f"layer_types: {given!r} is not a list of {' and '.join(kinds)}")
-    if given and len(given) != integer(config, "num_hidden_layers"):
-        raise InputError(f"layer_types: {len(given)} for {config['num_hidden_layers']} layers")
     if "sliding_attention" not in given:
         return ()
+    if len(given) != integer(config, "num_hidden_layers"):
+        raise InputError(f"layer_types: {len(given)} for {config['num_hidden_layers']} layers")
     return tuple(integer(config, "sliding_window") * kinds[kind] for kind in given)
 
 
