@@ -14,9 +14,9 @@ QUICK = [
     Row("llama", "TP2xPP2+SP"),
     Row("qwen3", "VPP2xPP2"),
     Row("qwen2", "CP2xTP2"),
-    Row("gemma3_text", "CP2xTP2+SP"),
     Row("qwen3_moe", "EP2xPP2"),
     Row("qwen3_moe", "TP2+SP"),
+    Row("gemma3_text", "CP2xTP2+SP"),
     Row("olmo2", "TP2xPP2+SP"),
 ]
 ALL = [
