@@ -1,4 +1,5 @@
-"""RoPE and SwiGLU, forward and backward: one Triton launch each on a GPU (`layer_kernels`), torch elsewhere.
+"""RoPE and SwiGLU, forward and backward: one Triton launch each on a GPU (`layer_kernels`), torch elsewhere. GeGLU is
+torch's everywhere.
 
 Megatron's own take 8 to 20 launches each where TransformerEngine is missing, and the guards of torch.compile cost the
 host more than the launches.
@@ -73,3 +74,16 @@ def swiglu_gradient(gradient: Tensor, y: Tensor, weights: Tensor | None = None) 
     a, b = y.chunk(2, -1)
     parts = [torch.ops.aten.silu_backward(gradient * b, a), gradient * F.silu(a)]
     return torch.cat(parts, -1).to(dtype), of_weights
+
+
+def geglu(y: Tensor) -> Tensor:
+    """gelu(a) * b of y [t, 2 f] = (a, b), gelu by its tanh formula: [t, f], in y's dtype."""
+    a, b = y.chunk(2, -1)
+    return F.gelu(a, approximate="tanh") * b
+
+
+def geglu_gradient(gradient: Tensor, y: Tensor) -> Tensor:
+    """The gradient of y, [t, 2 f], for that of `geglu(y)`, [t, f]."""
+    a, b = y.chunk(2, -1)
+    of_gate = torch.ops.aten.gelu_backward(gradient * b, a, approximate="tanh")
+    return torch.cat([of_gate, gradient * F.gelu(a, approximate="tanh")], -1)

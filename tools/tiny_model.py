@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def make_tiny_model(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int | None = None,
+    window: int | None = None,
     ffn: int = 128,
     experts: int = 4,
     experts_per_token: int = 2,
@@ -50,6 +52,9 @@ def make_tiny_model(
     device: str = "cpu",
 ) -> Path:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer into folder `out`; returns it.
+
+    `window`, in tokens: of every other layer, of mistral and phi3 of all; None: none, or 8 in families that always have
+    one.
 
     One token a character (printable ASCII and newline) besides five special ones; `vocab` counts embedding rows, at
     least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe. A response ends
@@ -89,8 +94,15 @@ def make_tiny_model(
         bos_token_id=None,
         eos_token_id=tokens.index("<|im_end|>"),
         pad_token_id=tokens.index("<|pad|>"),
+        **_windows(family, window, layers),
     )
     _random_model(config, seed, device).to(getattr(torch, dtype)).save_pretrained(out)
+    if family == "olmo3":  # SGLang does not read RoPE as transformers 5 writes it
+        file = Path(out) / "config.json"
+        written = json.loads(file.read_text())
+        del written["rope_parameters"]
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": max_positions // 4}
+        file.write_text(json.dumps(written | {"rope_theta": 500000.0, "rope_scaling": yarn}))
     special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     special["additional_special_tokens"] = ["<|endoftext|>", "<|im_start|>"]
     character_tokenizer(tokens, CHAT_TEMPLATE, **special).save_pretrained(out)
@@ -111,14 +123,27 @@ def character_tokenizer(tokens: Sequence[str], template: str, **special: Any) ->
     return made
 
 
+def _windows(family: str, window: int | None, layers: int) -> dict[str, Any]:
+    if family in ("mistral", "phi3"):
+        return {"sliding_window": window}
+    alternating = {
+        "sliding_window": window or 8,
+        "layer_types": (["sliding_attention", "full_attention"] * layers)[:layers],
+    }
+    if family in ("olmo3", "gemma3_text"):
+        return alternating
+    return {} if window is None else alternating | {"use_sliding_window": True}
+
+
 def _random_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            # transformers starts norms at 1 and biases at 0: all alike, so that a swapped pair would not show
+            # transformers starts norms at 1 (Gemma's at 0) and biases at 0: so alike, a swapped pair would not show
             if parameter.dim() == 1:
-                torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+                at_zero = name.endswith("bias") or config.model_type == "gemma3_text"
+                torch.nn.init.normal_(parameter, mean=0.0 if at_zero else 1.0, std=0.1)
     return model
 
 

@@ -203,7 +203,7 @@ def _prepared(
     spec = load_model_config(config.model.path, config.model.family)
     progress.phase("loading tokenizer")
     if subject.url is None:
-        check_served(spec)
+        check_served(spec, config.model.max_length or spec.max_positions)
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)

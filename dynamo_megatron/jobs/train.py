@@ -64,7 +64,7 @@ class TrainJob(Job):
         derived = super().check(ranks)
         spec = load_model_config(config.model.path, config.model.family)
         limit = max_prompt_length(config, spec)
-        check_served(spec)
+        check_served(spec, config.model.max_length or spec.max_positions)
         transport = check_node(config)
         return {
             **derived,

@@ -13,7 +13,8 @@ from typing import Any
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.config_fields import flag, integer, number
-from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec
+from dynamo_megatron.models.gemma3 import gemma3_text
+from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec, read_windows
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import on_one_line
 
@@ -43,30 +44,34 @@ MIXTURE_FIELDS = """
     decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
     num_local_experts
 """
-WINDOW = "sliding_window: attention other than full attention in every layer is not supported"
+WINDOW = "sliding_window: not supported in this family"
+LAYERS = "num_hidden_layers"
+OLMO3_THETA = 500000.0
 
 
 def llama(config: Mapping[str, Any]) -> ModelSpec:
-    """Llama and models that compute the same (SmolLM2; Mistral without its window): no biases, no q/k norm."""
+    """Llama and models that compute the same (SmolLM2; Mistral, which may have a window): no biases, no q/k norm."""
+    windows = None
     if flag(config, "mlp_bias"):
         raise InputError("mlp_bias: true is not supported")
     if config.get("model_type") == "mistral":
         for key in ("num_key_value_heads", "sliding_window"):
             if key not in config:
                 raise InputError(f"{key}: missing, and what that means differs between mistral and llama; give it")
-        if config["sliding_window"] is not None:  # transformers' Mistral applies it whatever layer_types has
-            raise InputError(WINDOW)
-    return decoder_spec(config, "llama", DENSE_LAYER, ("LlamaForCausalLM", "MistralForCausalLM"), ("mlp_bias",))
+        windows = _everywhere(config)
+    architectures = ("LlamaForCausalLM", "MistralForCausalLM")
+    return decoder_spec(config, "llama", DENSE_LAYER, architectures, ("mlp_bias",), windows=windows)
 
 
 def qwen2(config: Mapping[str, Any]) -> ModelSpec:
     """Qwen2 and Qwen2.5, dense: q, k and v have a bias."""
-    return decoder_spec(config, "qwen2", QWEN2_LAYER, ("Qwen2ForCausalLM",))
+    return decoder_spec(config, "qwen2", QWEN2_LAYER, ("Qwen2ForCausalLM",), windows=_from_a_layer_on(config))
 
 
 def qwen3(config: Mapping[str, Any]) -> ModelSpec:
     """Qwen3, dense: RMSNorm on every head of q and k, a head size of its own."""
-    return decoder_spec(config, "qwen3", QWEN3_LAYER, ("Qwen3ForCausalLM",), head_dim=128)
+    windows = _from_a_layer_on(config)
+    return decoder_spec(config, "qwen3", QWEN3_LAYER, ("Qwen3ForCausalLM",), head_dim=128, windows=windows)
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> ModelSpec:
@@ -75,7 +80,8 @@ def qwen3_moe(config: Mapping[str, Any]) -> ModelSpec:
     if integer(config, "decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
         key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
         raise InputError(f"{key}: {config[key]!r} is not supported; every layer must be a mixture of experts")
-    if flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None:  # in every layer
+    windowed = flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None  # in every layer
+    if windowed or read_windows(config):
         raise InputError(WINDOW)
     # transformers 5 writes num_local_experts, older ones and the published files num_experts
     experts = integer(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
@@ -89,7 +95,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> ModelSpec:
         names[f"{here}.linear_fc1.weight"] = (f"{there}.gate_proj.weight", f"{there}.up_proj.weight")
         names[f"{here}.linear_fc2.weight"] = (f"{there}.down_proj.weight",)
     return replace(
-        decoder_spec(config, "qwen3_moe", names, ("Qwen3MoeForCausalLM",), MIXTURE_FIELDS.split()),
+        decoder_spec(config, "qwen3_moe", names, ("Qwen3MoeForCausalLM",), MIXTURE_FIELDS.split(), windows=()),
         num_experts=experts,
         router_topk=topk,
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size"),
@@ -101,7 +107,7 @@ def phi3(config: Mapping[str, Any]) -> ModelSpec:
     """Phi-3 and Phi-4: Llama, with queries, keys and values in one tensor, and gate and up in another."""
     _require(config, "rms_norm_eps")
     fields = ("original_max_position_embeddings",)  # of RoPE "longrope", which is not supported
-    spec = decoder_spec(config, "phi3", PHI3_LAYER, ("Phi3ForCausalLM",), fields)
+    spec = decoder_spec(config, "phi3", PHI3_LAYER, ("Phi3ForCausalLM",), fields, windows=_everywhere(config))
     if spec.rope_scaling:  # transformers takes YaRN's name for "longrope"
         raise InputError("rope_scaling: a Phi-3 with scaled RoPE is not supported")
     return spec
@@ -112,6 +118,20 @@ def olmo2(config: Mapping[str, Any]) -> ModelSpec:
     together."""
     _require(config, "rms_norm_eps")
     return decoder_spec(config, "olmo2", OLMO2_LAYER, ("Olmo2ForCausalLM",))
+
+
+def olmo3(config: Mapping[str, Any]) -> ModelSpec:
+    """OLMo 3: OLMo 2 with a window in three of four layers, to which scaled RoPE does not apply."""
+    _require(config, "rms_norm_eps")
+    if config.get("rope_parameters") is not None or config.get("rope_theta") != OLMO3_THETA:
+        raise InputError(  # SGLang would take 10000 for the first, transformers its default for the second
+            f"rope_parameters: SGLang and transformers agree on an OLMo 3's RoPE only with rope_theta {OLMO3_THETA:g} "
+            "and, where it is scaled, rope_scaling; write those, as the published models have them"
+        )
+    types = ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(integer(config, LAYERS))]
+    windows = read_windows({"sliding_window": 4096, **config}, types)
+    spec = decoder_spec(config, "olmo3", OLMO2_LAYER, ("Olmo3ForCausalLM",), windows=windows)
+    return replace(spec, local_rope_theta=spec.rope_theta if spec.rope_scaling and windows else None)
 
 
 def granite(config: Mapping[str, Any]) -> ModelSpec:
@@ -127,6 +147,26 @@ def granite(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
+def _everywhere(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The window of a family in all of whose layers transformers applies it, whatever layer_types has."""
+    kind = "full_attention" if config.get("sliding_window") is None else "sliding_attention"
+    types = [kind] * integer(config, LAYERS)
+    if config.get("layer_types") not in (None, types):
+        raise InputError(f"layer_types: all layers of this family have {kind}; remove it")
+    return read_windows(config, types)
+
+
+def _from_a_layer_on(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Qwen's windows: in the layers from max_window_layers on, where layer_types does not say otherwise."""
+    used = flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None
+    first = integer(config, "max_window_layers", 28, least=0)
+    types = ["sliding_attention" if used and i >= first else "full_attention" for i in range(integer(config, LAYERS))]
+    windows = read_windows({"sliding_window": 4096, **config}, types)
+    if windows and not used:
+        raise InputError("layer_types: has sliding_attention, and use_sliding_window is not true")
+    return windows
+
+
 def _require(config: Mapping[str, Any], key: str) -> None:
     if config.get(key) is None:
         raise InputError(f"{key}: missing, and families differ in what that means; give it")
@@ -139,6 +179,8 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "qwen3_moe": qwen3_moe,
     "phi3": phi3,
     "olmo2": olmo2,
+    "olmo3": olmo3,
+    "gemma3_text": gemma3_text,
     "granite": granite,
 }
 

@@ -16,7 +16,8 @@ _DECODER = """
     use_sliding_window vocab_size
 """
 _FILE = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path attn_implementation bos_token_id
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _sliding_window_pattern
+    attn_implementation bos_token_id cache_implementation
     decoder_start_token_id dtype eos_token_id finetuning_task is_llama_config _model_name_or_path name_or_path
     pad_token_id sep_token_id task_specific_params tokenizer_class torch_dtype transformers.js_config
     transformers_version unk_token_id unsloth_fixed unsloth_version
@@ -48,6 +49,7 @@ HARMLESS_AS: dict[str, Any] = {
     "resid_pdrop": 0,
     "rope_interleaved": False,
     "tie_encoder_decoder": False,
+    "use_bidirectional_attention": False,
     "use_mrope": False,
 }
 
@@ -79,14 +81,14 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer of config.json, `default` if missing or null. Raises ValueError for anything else."""
+def integer(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """An integer of config.json of at least `least`, `default` if missing or null. Raises ValueError otherwise."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
         raise InputError(f"{key}: missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{key}: {value!r} is not a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{key}: {value!r} is not an integer of at least {least}")
     return value
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import (
+    HF_EMBEDDING,
     expert_number,
     huggingface_names,
     huggingface_shapes,
@@ -33,6 +34,8 @@ CUTS = {
 }
 VOCAB_PADDING = 64
 CPU_WIDTH = 32
+WHOLE_EMBEDDING = ("gemma3_text",)  # every rank has all of it, without padding (models/gemma3_causal.py)
+WINDOWED = ("olmo3", "gemma3_text")  # families whose window SGLang applies; it ignores that of others
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def server_layout(spec: ModelSpec, tp_size: int) -> ServerLayout:
         for part in parts:
             shard = server_shard(spec, part, torch.empty(shapes[part], device="meta"), 0, tp_size)
             places[part] = fused, sizes.get(fused, 0)
-            elements = server_vocab_rows(spec, tp_size) * shard.shape[1] if _cut(part) == "vocab" else shard.numel()
+            padded = _cut(spec, part) == "vocab"
+            elements = server_vocab_rows(spec, tp_size) * shard.shape[1] if padded else shard.numel()
             sizes[fused] = sizes.get(fused, 0) + elements
     return ServerLayout(places, sizes)
 
@@ -77,10 +81,15 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
         )
 
 
-def check_served(spec: ModelSpec) -> None:
-    """Raises ValueError if SGLang would serve another model than the policy's: SGLang reads YaRN's mscale, but not
-    YaRN's attention_factor, nor OLMo 2's head_dim (SGLang 0.5.23: layers/rotary_embedding/factory.py,
-    models/olmo2.py)."""
+def check_served(spec: ModelSpec, longest: int) -> None:
+    """Raises ValueError if SGLang would serve another model than the policy's for sequences of up to `longest` tokens:
+    SGLang reads YaRN's mscale, but not YaRN's attention_factor, nor OLMo 2's head_dim, and only some families' windows
+    (SGLang 0.5.23: layers/rotary_embedding/factory.py, models/olmo2.py, models/llama.py, models/qwen2.py)."""
+    if spec.family not in WINDOWED and 0 < spec.window < longest:
+        raise InputError(
+            f"sliding_window: SGLang ignores this model's window of {spec.window} tokens and would sample from another "
+            f"model in longer sequences; set model.max_length to {spec.window} or less (it is {longest})"
+        )
     if spec.wide_qk_norm and spec.kv_channels * spec.num_attention_heads != spec.hidden_size:
         raise InputError("head_dim: SGLang serves OLMo 2 with heads of hidden_size / num_attention_heads alone")
     given = dict(spec.rope_scaling).get("attention_factor")
@@ -102,7 +111,7 @@ def server_vocab_rows(spec: ModelSpec, tp_size: int) -> int:
 def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
     """Rank `tp_rank`'s part of the whole Hugging Face tensor `name`, without padding; may share its memory."""
     cuts = min(tp_size, spec.num_query_groups)  # with more ranks than key/value heads, neighbours hold the same
-    match _cut(name):
+    match _cut(spec, name):
         case "column":
             return tensor.chunk(tp_size)[tp_rank]
         case "kv":
@@ -121,7 +130,9 @@ def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int,
     return tensor
 
 
-def _cut(name: str) -> str:
+def _cut(spec: ModelSpec, name: str) -> str:
+    if name == HF_EMBEDDING and spec.family in WHOLE_EMBEDDING:
+        return "whole"
     return CUTS.get(name.split(".")[-2], "whole")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ DENSE_LAYER = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder: SwiGLU (or experts of it), RMSNorm, RoPE, grouped-query attention."""
+    """A decoder: a gated MLP (or experts of it), RMSNorm, RoPE, grouped-query attention."""
 
     family: str
     num_layers: int
@@ -52,6 +52,11 @@ class ModelSpec:
     pre_norms: bool  # of the input of attention and MLP
     post_norms: bool  # of their output, before it is added to the residual
     layer_names: Mapping[str, tuple[str, ...]] = field(repr=False, hash=False)  # as DENSE_LAYER
+    # Tokens that a query of each layer sees, itself included (transformers' sliding_window), 0: all; empty: all zero
+    windows: tuple[int, ...] = ()
+    local_rope_theta: float | None = None  # unscaled RoPE of the layers with a window; None: the same as of the others
+    activation: str = "silu"  # of the MLP's gate, or "gelu_pytorch_tanh"
+    zero_centered_norms: bool = False  # a norm multiplies by 1 + its weight
     num_experts: int = 0  # routed experts of every layer; 0: dense
     router_topk: int = 0  # experts a token goes to
     moe_ffn_hidden_size: int = 0  # width of an expert
@@ -64,7 +69,12 @@ class ModelSpec:
     def dimensions(self) -> dict[str, Any]:
         """The fields that determine what the model computes, as plain data that survives JSON."""
         plain = {key: value for key, value in vars(self).items() if key != "layer_names"}
-        return plain | {"rope_scaling": dict(self.rope_scaling)}
+        return plain | {"rope_scaling": dict(self.rope_scaling), "windows": list(self.windows)}
+
+    @property
+    def window(self) -> int:
+        """Of the layers that have one, 0: no layer has one."""
+        return max(self.windows, default=0)
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding: the smallest multiple of 16 * tp that holds the vocabulary."""
@@ -104,10 +114,13 @@ def decoder_spec(
     layer_names: Mapping[str, tuple[str, ...]],
     architectures: Collection[str],
     fields: Collection[str] = (),
+    activation: str = "silu",
+    windows: tuple[int, ...] | None = None,
     head_dim: int | None = None,
 ) -> ModelSpec:
     """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
 
+    `activation`: the only value of hidden_act. `windows`: the spec's; None: the family has none, nor may config.json.
     `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the family
     reads. `head_dim`: its value if config.json has none; None: hidden size / heads. Raises ValueError naming the field
     that is missing, malformed or unknown, or that GPTModel would ignore.
@@ -126,11 +139,12 @@ def decoder_spec(
         raise InputError(
             f"num_attention_heads: {heads} does not divide hidden_size {hidden}, and head_dim is not given"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise InputError(f"hidden_act: {config['hidden_act']!r} is not supported, only 'silu'")
+    if config.get("hidden_act", activation) != activation:
+        raise InputError(f"hidden_act: {config['hidden_act']!r} is not supported, only {activation!r}")
     if config.get("quantization_config") is not None:
         raise InputError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
-    _refuse_sliding_window(config, layers)
+    if windows is None and (config.get("sliding_window") is not None or any(read_windows(config))):
+        raise InputError(f"sliding_window: not supported in a {family} model; attention is over all tokens before")
     max_positions = integer(config, "max_position_embeddings")
     rope_theta, rope_scaling = read_rope(config, max_positions)
     return ModelSpec(
@@ -147,6 +161,8 @@ def decoder_spec(
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tied=flag(config, "tie_word_embeddings"),
+        windows=windows or (),
+        activation=activation,
         qkv_bias="self_attention.linear_qkv.bias" in layer_names,
         qk_norm=any(name.startswith("self_attention.q_layernorm") for name in layer_names),
         wide_qk_norm="self_attention.q_layernorm.scales" in layer_names,
@@ -156,18 +172,18 @@ def decoder_spec(
     )
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], layers: int) -> None:
-    types = config.get("layer_types")
-    if types is not None:
-        windowed = not isinstance(types, list) or any(kind != "full_attention" for kind in types)
-    elif "use_sliding_window" in config:  # Qwen: from layer max_window_layers on
-        first = config.get("max_window_layers")
-        windowed = flag(config, "use_sliding_window") and (first is None or first < layers)
-    else:
-        windowed = config.get("sliding_window") is not None
-    if windowed:
-        key = "layer_types" if types is not None else "sliding_window"
-        raise InputError(f"{key}: attention other than full attention in every layer is not supported")
+def read_windows(config: Mapping[str, Any], types: Sequence[str] = ()) -> tuple[int, ...]:
+    """The spec's `windows`. `types`: of the layers if config.json has no layer_types, as that list has them. Raises
+    ValueError."""
+    given = types if config.get("layer_types") is None else config["layer_types"]
+    kinds = {"full_attention": 0, "sliding_attention": 1}
+    if not isinstance(given, list | tuple) or any(kind not in kinds for kind in given):
+        raise InputError(f"layer_types: {given!r} is not a list of {' and '.join(kinds)}")
+    if "sliding_attention" not in given:
+        return ()
+    if len(given) != integer(config, "num_hidden_layers"):
+        raise InputError(f"layer_types: {len(given)} for {config['num_hidden_layers']} layers")
+    return tuple(integer(config, "sliding_window") * kinds[kind] for kind in given)
 
 
 def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:

@@ -172,11 +172,15 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, lora: Lora
     h, d = spec.hidden_size, spec.kv_channels
     q, kv = spec.num_attention_heads * d / t, spec.num_query_groups * d / t
     norms = 2 * (2 * w * h + 4) / spread
+    if spec.pre_norms and spec.post_norms:  # what is added to the residual is not kept
+        norms += 2 * (w * h + 4) / spread
     attention = w * (2 * q + 2 * kv * p.cp) + 4 * q / d  # log-sum-exp in float32
     if p.cp > 1 or dtype == "float32":  # a call for each length
         attention += w * q + 8 + 16 * p.cp  # int64 indices of the packed rows
     if spec.qk_norm:
         attention += w * (q + kv) + 4 * (q + kv) / d
+    if spec.zero_centered_norms:  # Gemma 3's four norms and those of q and k save their input in float32
+        norms, attention = norms + (4 - w) * 4 * h / spread, attention + (4 - w) * (q + kv)
     if lora is not None:
         attention += w * lora.rank * len(adapted_linears(lora))
     if not spec.num_experts:

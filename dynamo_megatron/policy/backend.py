@@ -145,10 +145,10 @@ def _let_experts_run() -> None:
 
 
 def use_layer_functions(dtype: torch.dtype, transformer_engine: bool) -> None:
-    """Puts `kernels.layers` in place of Megatron's SwiGLU, and without TransformerEngine also of its RoPE of packed
-    sequences, whose `freqs` is then a `rotary_table`; weight gradients are added to main_grad by their GEMM, as Apex's
-    extension would, and gradient norms and clipping take all tensors at once."""
-    from megatron.core.fusions import fused_bias_swiglu
+    """Puts `kernels.layers` in place of Megatron's SwiGLU and GeGLU, and without TransformerEngine also of its RoPE of
+    packed sequences, whose `freqs` is then a `rotary_table`; weight gradients are added to main_grad by their GEMM, as
+    Apex's extension would, and gradient norms and clipping take all tensors at once."""
+    from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
 
     if _mode is not None:
         _mode.enter_layers(dtype)
@@ -156,6 +156,8 @@ def use_layer_functions(dtype: torch.dtype, transformer_engine: bool) -> None:
         assert hasattr(fused_bias_swiglu, name), f"megatron-core moved {name}"
     fused_bias_swiglu.swiglu = fused_bias_swiglu.weighted_swiglu = layers.swiglu
     fused_bias_swiglu.swiglu_back, fused_bias_swiglu.weighted_swiglu_back = _swiglu_gradient, layers.swiglu_gradient
+    assert hasattr(fused_bias_geglu, "geglu") and hasattr(fused_bias_geglu, "geglu_back"), "megatron-core moved geglu"
+    fused_bias_geglu.geglu, fused_bias_geglu.geglu_back = layers.geglu, layers.geglu_gradient
     if transformer_engine:
         return
     from megatron.core.models.common.embeddings import rope_utils

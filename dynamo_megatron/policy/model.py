@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
@@ -43,11 +44,12 @@ from dynamo_megatron.policy.norms import ResidualAdd, RMSNorm, WideNorm
 
 class PackedRotary(torch.nn.Module):
     """In place of GPTModel's RotaryEmbedding, which computes the angles of as many positions as the first method says:
-    the table of a micro-batch's own positions comes with it, once for all layers."""
+    the table of a micro-batch's own positions comes with it, once for all layers. `local`, if layers with a window have
+    RoPE of their own: the factor of the others' table, and their inverse frequencies."""
 
-    def __init__(self, inv_freq: torch.Tensor):
+    def __init__(self, inv_freq: torch.Tensor, local: tuple[float, torch.Tensor] | None):
         super().__init__()
-        self.inv_freq = inv_freq
+        self.inv_freq, self.local = inv_freq, local
 
     def get_rotary_seq_len(self, context, decoder, decoder_input, config, packed_seq_params: Segments) -> torch.Tensor:
         return packed_seq_params.rotary
@@ -75,6 +77,7 @@ class SegmentGroup(NamedTuple):
     # int64 [n * length]: indices of their keys, in order, among those gathered rank by rank; None: as `rows`
     sources: torch.Tensor | None
     mask: torch.Tensor | None  # bool [length / cp, length]: which keys a row attends to; None: causal
+    local_mask: torch.Tensor | None = None  # the same in layers with a window
 
 
 class SegmentPlan(NamedTuple):
@@ -85,14 +88,23 @@ class SegmentPlan(NamedTuple):
     order: torch.Tensor | None
 
     @classmethod
-    def of(cls, lengths: np.ndarray, cp_rank: int, cp_size: int, device: torch.device) -> SegmentPlan:
-        """lengths: int64 [segments], in positions of all context-parallel ranks together."""
+    def of(cls, lengths: np.ndarray, cp_rank: int, cp_size: int, device: torch.device, window: int = 0) -> SegmentPlan:
+        """lengths: int64 [segments], in positions of all context-parallel ranks together. `window`: of the model."""
 
         def on_device(array: np.ndarray) -> torch.Tensor:
             return to_device(torch.from_numpy(array), device)
 
+        def masks(length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            reached = 0 < window < length  # the window
+            if cp_size == 1 and not reached:
+                return None, None
+            rows, keys = context_positions(length, cp_size)[cp_rank][:, None], np.arange(length)
+            causal = rows >= keys
+            mask = None if cp_size == 1 else on_device(causal)
+            return mask, on_device(causal & (rows - window < keys)) if reached else mask
+
         if cp_size == 1 and (lengths == lengths[0]).all():
-            return cls([SegmentGroup(int(lengths[0]), None, None, None)], None)
+            return cls([SegmentGroup(int(lengths[0]), None, None, *masks(int(lengths[0])))], None)
         starts, here = np.cumsum(lengths) - lengths, int(lengths.sum()) // cp_size
         groups, places = [], []
         for length in np.unique(lengths).tolist():
@@ -102,8 +114,7 @@ class SegmentPlan(NamedTuple):
             rows = (first + np.arange(share)).flatten()
             gathered = held.flatten().argsort()
             sources = (first + (gathered // share) * here + gathered % share).flatten()
-            mask = None if cp_size == 1 else on_device(held[cp_rank][:, None] >= np.arange(length))
-            groups.append(SegmentGroup(length, on_device(rows), on_device(sources), mask))
+            groups.append(SegmentGroup(length, on_device(rows), on_device(sources), *masks(length)))
             places.append(rows)
         return cls(groups, on_device(np.concatenate(places).argsort()))
 
@@ -112,13 +123,15 @@ class SegmentPlan(NamedTuple):
 class Segments(PackedSeqParams):
     """What Megatron's layers need to know about packed sequences, and what PackedAttention needs, for all layers."""
 
+    local_rotary: torch.Tensor | None = None  # as `rotary`, of layers with a window if they have RoPE of their own
     plan: SegmentPlan | None = None
     rotary: torch.Tensor | None = None  # float32 [2, t, d / 2] (`rotary_table`)
 
 
 class PackedAttention(MegatronModule):
     """Causal attention within each segment of a packed (thd) micro-batch, on any device, without TransformerEngine: one
-    call where torch has one for packed sequences, else one for all segments of equal length.
+    call where torch has one for packed sequences, else one for all segments of equal length. The window of a layer is
+    that of Megatron's `window_size` and `window_attn_skip_freq`.
 
     query [t, heads/tp, d], key and value [t, kv heads/tp, d] -> [t, heads/tp * d]; the segments are those of
     `packed_seq_params` (`Segments`). Context-parallel ranks gather each other's keys and values.
@@ -131,6 +144,8 @@ class PackedAttention(MegatronModule):
         assert config.attention_dropout == 0.0, "attention dropout is not supported by PackedAttention"
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp = pg_collection.cp
+        windowed = config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]
+        self.window = config.window_size if windowed else (-1, 0)  # tokens before and after that a query sees
         # torch's own kernel for packed sequences: 16-bit types on a GPU
         half, small = config.params_dtype != torch.float32, config.kv_channels <= 256
         self.at_once = AT_ONCE and torch.cuda.is_available() and half and small and self.cp.size() == 1
@@ -141,7 +156,7 @@ class PackedAttention(MegatronModule):
             ends, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             bounds = (ends, ends, longest, longest)
             v = v.contiguous()  # saved as a view it would keep queries, keys and values before RoPE
-            return varlen_attn(q, k, v, *bounds, scale=self.scale, window_size=(-1, 0), **GROUPED).flatten(1)
+            return varlen_attn(q, k, v, *bounds, scale=self.scale, window_size=self.window, **GROUPED).flatten(1)
         if self.cp.size() > 1:
             both = tensor_parallel.gather_from_sequence_parallel_region(
                 torch.cat([k, v], dim=-1), tensor_parallel_output_grad=True, group=self.cp
@@ -150,7 +165,8 @@ class PackedAttention(MegatronModule):
         grouped = q.shape[1] != k.shape[1]
         outputs = []
         plan = packed_seq_params.plan
-        for length, rows, sources, mask in plan.groups:
+        for length, rows, sources, mask, local_mask in plan.groups:
+            mask = mask if self.window[0] < 0 else local_mask
             # [t, heads, d] -> [segments, heads, length, d]
             same = (
                 (x.contiguous() if at is None else x[at]).unflatten(0, (-1, size)).transpose(1, 2)
@@ -161,6 +177,15 @@ class PackedAttention(MegatronModule):
             )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         return (outputs[0] if plan.order is None else torch.cat(outputs)[plan.order]).flatten(1)
+
+
+class LocalRotaryAttention(SelfAttention):
+    """Megatron's, for a model whose layers with a window have RoPE of their own."""
+
+    def forward(self, *args, rotary_pos_emb=None, packed_seq_params: Segments, **kwargs):
+        if self.core_attention.window[0] >= 0:
+            rotary_pos_emb = packed_seq_params.local_rotary
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs)
 
 
 class PolicyModel(GPTModel):
@@ -211,10 +236,14 @@ class PolicyModel(GPTModel):
         longest, cp, plan = int(micro_batch.lengths.max()), self.pg_collection.cp, None
         attention, device = self.decoder.layers[0].self_attention.core_attention, micro_batch.tokens.device
         if isinstance(attention, PackedAttention) and not attention.at_once:
-            plan = SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), device)
-        rotary = None
+            window = self.config.window_size[0] + 1 if self.config.window_size else 0
+            plan = SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), device, window)
+        rotary = local_rotary = None
         if isinstance(self.rotary_pos_emb, PackedRotary):
             rotary = rotary_table(micro_batch.positions[0], self.rotary_pos_emb.inv_freq)
+            if self.rotary_pos_emb.local is not None:
+                factor, frequencies = self.rotary_pos_emb.local
+                rotary, local_rotary = factor * rotary, rotary_table(micro_batch.positions[0], frequencies)
         packed = Segments(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
@@ -223,6 +252,7 @@ class PolicyModel(GPTModel):
             cu_seqlens_kv_padded=padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            local_rotary=local_rotary,
             plan=plan,
             rotary=rotary,
         )
@@ -247,10 +277,13 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         kv_channels=spec.kv_channels,
         layernorm_epsilon=spec.norm_eps,
         add_qkv_bias=spec.qkv_bias,
-        qk_layernorm=spec.qk_norm and not spec.wide_qk_norm,  # replicated norms: their gradients are summed
+        qk_layernorm=spec.qk_norm,
         normalization="RMSNorm",
+        layernorm_zero_centered_gamma=spec.zero_centered_norms,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=F.silu if spec.activation == "silu" else F.gelu,
+        window_size=(spec.window - 1, 0) if spec.window else None,
+        window_attn_skip_freq=[int(window > 0) for window in spec.windows] or None,
         add_bias_linear=False,
         softmax_scale=rotation(spec)[1],
         hidden_dropout=0.0,
@@ -280,7 +313,7 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         batch_p2p_sync=cuda,
         # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
         deallocate_pipeline_outputs=cuda,
-        bias_activation_fusion=True,  # SwiGLU
+        bias_activation_fusion=True,  # SwiGLU, GeGLU
         # TransformerEngine's linears have a switch of their own (`_set_up_transformer_engine`).
         gradient_accumulation_fusion=not _uses_transformer_engine(spec, config),
         apply_rope_fusion=_uses_transformer_engine(spec, config),
@@ -297,7 +330,16 @@ def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None]:
         return None, spec.attention_scale
     frequencies, factor = scaled_frequencies(spec)
     scale = spec.attention_scale or spec.kv_channels**-0.5
-    return frequencies, spec.attention_scale if factor == 1.0 else factor**2 * scale
+    plain = factor == 1.0 or spec.local_rope_theta is not None  # if it is not of all layers, it is in their table
+    return frequencies, spec.attention_scale if plain else factor**2 * scale
+
+
+def local_rotation(spec: ModelSpec) -> tuple[float, torch.Tensor] | None:
+    """PackedRotary's `local`."""
+    if spec.local_rope_theta is None:
+        return None
+    factor = scaled_frequencies(spec)[1] if spec.rope_scaling else 1.0
+    return factor, spec.local_rope_theta ** -(torch.arange(0, spec.kv_channels, 2) / spec.kv_channels)
 
 
 def _experts(spec: ModelSpec, config: Config) -> dict:
@@ -321,8 +363,10 @@ def _experts(spec: ModelSpec, config: Config) -> dict:
 
 
 def _uses_transformer_engine(spec: ModelSpec, config: Config) -> bool:
-    """Adapters are beside Megatron's own linears, and TransformerEngine's begin with a norm."""
-    return Fusions.detect().norm == "transformer-engine" and config.model.lora is None and spec.pre_norms
+    """Adapters are beside Megatron's own linears, and TransformerEngine's begin with a norm. Its RoPE is one for all
+    layers."""
+    fits = spec.pre_norms and spec.local_rope_theta is None and not spec.zero_centered_norms
+    return Fusions.detect().norm == "transformer-engine" and config.model.lora is None and fits
 
 
 def _layer_spec(spec: ModelSpec, config: Config, megatron: TransformerConfig) -> tuple[ModuleSpec, type]:
@@ -334,8 +378,10 @@ def _layer_spec(spec: ModelSpec, config: Config, megatron: TransformerConfig) ->
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=spec.qk_norm
         )
-        # TransformerEngine's attention of packed sequences supports 16-bit types alone.
-        if megatron.params_dtype == torch.float32 or Fusions.detect().attention == "torch":
+        # TransformerEngine's attention of packed sequences supports 16-bit types alone, and a window not with every way
+        # of context parallelism.
+        split_window = spec.window > 0 and config.parallel.cp > 1
+        if split_window or megatron.params_dtype == torch.float32 or Fusions.detect().attention == "torch":
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
     else:
         layer, norm = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm"), RMSNorm
@@ -346,6 +392,8 @@ def _layer_spec(spec: ModelSpec, config: Config, megatron: TransformerConfig) ->
             parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         if experts is not None:  # no linear to fuse this norm into: a checkpoint has it under its own name, as on a GPU
             del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        if spec.local_rope_theta is not None:
+            parts.self_attention.module = LocalRotaryAttention
         attention = parts.self_attention.submodules
         attention.core_attention = PackedAttention
         if spec.wide_qk_norm:
@@ -400,6 +448,7 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     ]
     if _uses_transformer_engine(spec, config):
         _set_up_transformer_engine(chunks)
+    megatron.qk_layernorm = spec.qk_norm and not spec.wide_qk_norm  # whether gradients of these norms are summed
     for chunk in chunks:
         chunk.logit_scale = spec.logit_scale
         if chunk.pre_process and spec.embedding_scale != 1.0:
@@ -410,7 +459,9 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
         if (frequencies := rotation(spec)[0]) is not None:  # Megatron has some scalings, with constants of its own
             chunk.rotary_pos_emb.inv_freq = frequencies
         if not _uses_transformer_engine(spec, config):
-            chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb.inv_freq.to(layout.device))
+            if (local := local_rotation(spec)) is not None:
+                local = local[0], local[1].to(layout.device)
+            chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb.inv_freq.to(layout.device), local)
         for name, parameter in chunk.named_parameters():
             if is_expert(name):
                 # Every rank that holds an expert holds it whole and sees tokens of its own, so the gradient must be

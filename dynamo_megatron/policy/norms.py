@@ -11,18 +11,21 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last dimension in float32, rounded once; allowed under sequence parallelism.
+    """Root-mean-square norm over the last dimension in float32, rounded once; allowed under sequence parallelism. With
+    the config's `layernorm_zero_centered_gamma` it multiplies by 1 + weight.
 
     The mark on the weight makes Megatron all-reduce its gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.zero_centered:  # 1 + weight would lose bits in 16
+            return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
         if x.is_cuda or x.dtype == torch.float32:  # one kernel, which computes in float32
             # Keys are a view: saved as such they would keep queries, keys and values.
             return F.rms_norm(x.contiguous(), self.weight.shape, self.weight, self.eps)

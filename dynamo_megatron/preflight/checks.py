@@ -33,6 +33,7 @@ from dynamo_megatron.evaluation.problems import load_problems, overlap_warnings
 from dynamo_megatron.jobs import start_checks
 from dynamo_megatron.jobs.start_checks import check_layout, size_text
 from dynamo_megatron.models import ModelSpec, load_model_config
+from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.planning import plan as planning
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.planning.report import cautions, verdict
@@ -144,9 +145,11 @@ def plan(subject: Subject) -> Iterator[Finding]:
 
 
 def model_config(subject: Subject) -> Iterator[Finding]:
-    """What the ranks will build from config.json, which has been read, and with which optional packages."""
+    """What the ranks will build from config.json, which has been read, and with which optional packages; whether SGLang
+    will serve the same model."""
     from dynamo_megatron.policy.backend import Fusions  # takes seconds: it imports Megatron
 
+    check_served(subject.spec, subject.config.model.max_length or subject.spec.max_positions)
     fusions = Fusions.detect()  # raises where Megatron would fail on a package that is only half there
     yield ok(f"{subject.spec.family}, {subject.spec.num_layers} layers; optional packages: {fusions}")
 

@@ -69,6 +69,18 @@ def test_swiglu_and_its_gradients(functions, dtype, width, weighted):
         assert of_weights is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_geglu_and_its_gradient(dtype):
+    generator = torch.Generator().manual_seed(2)
+    y, gradient = (torch.randn(4, n, generator=generator).to(dtype) for n in (60, 30))
+    at = y.float().clone().requires_grad_()
+    a, b = at.chunk(2, -1)
+    wanted = 0.5 * a * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (a + 0.044715 * a**3))) * b
+    wanted.backward(gradient.float())
+    close(layers.geglu(y), wanted.detach(), dtype)
+    close(layers.geglu_gradient(gradient, y), at.grad, dtype)
+
+
 def test_a_kernel_that_is_wrong_is_found_before_training(device, request, monkeypatch):
     if device.type == "cpu":
         request.getfixturevalue("interpreter")

@@ -3,6 +3,7 @@ its checkpoints with the converter's.
 
 A case has `folder` (Hugging Face), `dtype`, `parallel` and may have
 `logits`: compare them with transformers' in float32 (no pipeline, no expert parallelism);
+`gradients`: the same of the gradients of several packed sequences (one rank, dense);
 `mcore`: what hf2mcore wrote of the folder: Megatron's own loader gives the parameters that load_weights gives. What
 loads has norms with an extra state, as TransformerEngine's have;
 `run`: save a checkpoint under this folder, as a training run does.
@@ -80,6 +81,31 @@ def logits_gap(model, spec, folder, cp):
     return (logits[:, : spec.vocab_size] - reference[packed.positions[0]]).abs().max().item()
 
 
+def gradients_gap(model, spec, folder):
+    """The largest difference, in parts of the largest value of its tensor."""
+    draw, lengths = torch.Generator().manual_seed(0), [LENGTH, 5, LENGTH, 31]
+    count = sum(lengths) + len(lengths)
+    tokens = torch.randint(1, spec.vocab_size, (count,), generator=draw)  # 0 pads: no gradient in transformers
+    offsets = np.append(0, np.cumsum(lengths) + np.arange(1, len(lengths) + 1))
+    sequences = Sequences(list("abcd"), tokens.numpy(), offsets, np.ones(len(lengths), np.int64))
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    packed = MicroBatch.pack(sequences, list(range(len(lengths))), multiple=1, device=tokens.device)
+    logits = (model.forward_packed(packed) @ model.head_weight.T)[:, : spec.vocab_size]
+    upstream = torch.randn(logits.shape, generator=draw)
+    (logits * upstream).sum().backward()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for start, length, part in zip(offsets, lengths, upstream.split(lengths), strict=False):
+        (theirs(tokens[None, start : start + length]).logits[0] * part).sum().backward()
+    reference, gaps = {name: p.grad for name, p in theirs.named_parameters()}, []
+    for name, parameter in model.named_parameters():
+        whole = parameter.main_grad if parameter.grad is None else parameter.main_grad + parameter.grad
+        for part, mine in to_huggingface(spec, name, [whole]).items():
+            gaps.append(((mine - reference.pop(part)).abs().max() / mine.abs().max()).item())
+    assert not reference, f"no gradient of {sorted(reference)}"
+    return max(gaps)
+
+
 def place(layout, chunk):
     return {"layer_offset": chunk.layer_offset, "ep_rank": layout.ep.rank(), "ep_size": layout.ep.size()}
 
@@ -154,6 +180,9 @@ def compare(case, store):
         save_checkpoint(spec, config, layout, Path(case["run"]))
     gap = logits_gap(chunks[0], spec, folder, layout.cp) if case.get("logits") else None
     assert gap is None or gap <= 1e-4, f"{folder} {parallel}: logits differ by {gap:.1e}"
+    if case.get("gradients"):
+        gap = max(gap, gradients_gap(chunks[0], spec, folder))
+        assert gap <= 1e-4, f"{folder} {parallel}: gradients differ by {gap:.1e}"
     if layout.rank == 0:
         print(json.dumps({"folder": folder, "parallel": parallel, "gap": gap}), flush=True)
 

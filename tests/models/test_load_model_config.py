@@ -69,22 +69,69 @@ def test_mistral_without_a_window_is_a_llama(tmp_path):
     assert load_model_config(write(tmp_path, MISTRAL)).family == "llama"
 
 
+TWO_ROPES = {kind: {"rope_theta": 1e6, "rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MISTRAL | {"sliding_window": 4096}, [4096] * 28),
+        # transformers' Mistral reads the window alone, whatever a Qwen's fields beside it have
+        (MISTRAL | {"sliding_window": 9, "use_sliding_window": False, "max_window_layers": 28}, [9] * 28),
+        (QWEN2 | {"use_sliding_window": True}, [0] * 21 + [32768] * 7),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, [32768] * 28),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 28}, []),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, []),
+        (LLAMA | {"model_type": "olmo3", "rope_theta": 5e5, "rope_scaling": None}, ([4096] * 3 + [0]) * 7),
+    ],
+)
+def test_the_windows_of_a_config_are_those_that_transformers_applies(tmp_path, config, windows):
+    config = {key: value for key, value in config.items() if key != "mlp_bias"}
+    assert load_model_config(write(tmp_path, config)).dimensions()["windows"] == windows
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    kinds = getattr(theirs, "layer_types", ["sliding_attention"] * 28)
+    assert [(theirs.sliding_window or 0) * (kind == "sliding_attention") for kind in kinds] == (windows or [0] * 28)
+
+
+def test_gemma_270m(tmp_path):
+    config = PUBLISHED["gemma-3-270m"]["config"]
+    spec = load_model_config(write(tmp_path, config))
+    assert (spec.kv_channels, spec.attention_scale, spec.embedding_scale) == (256, 1 / 16, 640**0.5)
+    assert (spec.rope_theta, spec.local_rope_theta, spec.windows.count(512), spec.tied) == (1e6, 1e4, 15, True)
+    older = {k: v for k, v in config.items() if k != "layer_types"} | {"sliding_window_pattern": 6}  # as the 1B's
+    assert load_model_config(write(tmp_path, older)) == spec
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
         ("phi3", {"rms_norm_eps": None}, "rms_norm_eps: missing"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "a Phi-3 with scaled RoPE"),
-        ("phi3", {"sliding_window": 2047}, "sliding_window"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor: 0.75"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop: 0.1"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: 8.0"),
         ("granite", {"mlp_bias": True}, "mlp_bias: true"),
         ("granite", {"logits_scaling": 0}, "logits_scaling: 0"),
         ("llama", {"logits_scaling": 8.0}, "logits_scaling: 8.0 is not supported"),
+        ("olmo3", {"rope_theta": 1e6}, "rope_parameters: SGLang and transformers agree"),
+        ("olmo3", {"rope_theta": None, "rope_parameters": TWO_ROPES}, "rope_parameters: SGLang and transformers agree"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation: 'gelu'"),
+        ("gemma3_text", {"hidden_act": "silu"}, "hidden_act: 'silu'"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window: missing"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "a Gemma 3 with scaled RoPE"),
+        ("gemma3_text", {"rope_parameters": TWO_ROPES}, "rope_theta: given beside rope_parameters"),
+        ("gemma3_text", {"rope_theta": None, "rope_parameters": {"rope_theta": 1e6}}, "is not a set with rope_theta"),
     ],
 )
 def test_what_a_family_does_not_do(tmp_path, family, changes, named):
     plain = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "mlp_bias")} | {"model_type": family}
+    plain |= {"olmo3": {"rope_theta": 5e5}, "gemma3_text": PUBLISHED["gemma-3-270m"]["config"]}.get(family, {})
+    if family == "gemma3_text":
+        del plain["hidden_act"]
     assert load_model_config(write(tmp_path, plain)).family == family
     assert named in refusal(load_model_config, write(tmp_path, plain | changes))
 
@@ -142,12 +189,16 @@ def test_rope_parameters_that_are_refused(tmp_path, changes, named):
 
 
 def test_what_sglang_would_ignore_is_not_served(tmp_path):
-    check_served(load_model_config(write(tmp_path, QWEN2 | {"rope_scaling": README_YARN})))
+    check_served(load_model_config(write(tmp_path, QWEN2 | {"rope_scaling": README_YARN})), 32768)
     olmo2 = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "mlp_bias")} | {"model_type": "olmo2"}
-    check_served(load_model_config(write(tmp_path, olmo2)))
-    assert "head_dim" in refusal(check_served, load_model_config(write(tmp_path, olmo2 | {"head_dim": 64})))
+    check_served(load_model_config(write(tmp_path, olmo2)), 32768)
+    assert "head_dim" in refusal(check_served, load_model_config(write(tmp_path, olmo2 | {"head_dim": 64})), 9)
     config = QWEN2 | {"rope_scaling": README_YARN | {"attention_factor": 1.0}}
-    assert "attention_factor: 1.0" in refusal(check_served, load_model_config(write(tmp_path, config)))
+    assert "attention_factor: 1.0" in refusal(check_served, load_model_config(write(tmp_path, config)), 32768)
+    windowed = load_model_config(write(tmp_path, MISTRAL | {"sliding_window": 4096}))
+    check_served(windowed, 4096)
+    assert "set model.max_length to 4096 or less" in refusal(check_served, windowed, 4097)
+    check_served(load_model_config(write(tmp_path, PUBLISHED["gemma-3-270m"]["config"])), 32768)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +211,15 @@ def test_what_sglang_would_ignore_is_not_served(tmp_path):
         (QWEN2 | {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, ["auto_map"]),
         ({k: v for k, v in QWEN2.items() if k != "num_key_value_heads"}, ["num_key_value_heads", "missing"]),
         ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, ["sliding_window", "missing"]),
-        (MISTRAL | {"sliding_window": 4096}, ["sliding_window"]),
-        # transformers' Mistral reads the window alone, whatever a Qwen's fields beside it have
-        (MISTRAL | {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 28}, ["sliding_window"]),
+        (MISTRAL | {"sliding_window": 4096, "layer_types": ["full_attention"] * 28}, ["layer_types"]),
         (QWEN3_MOE | {"use_sliding_window": True, "max_window_layers": 48}, ["sliding_window"]),
         (NO_WINDOW | {"use_sliding_window": True, "max_window_layers": 48}, ["sliding_window"]),  # transformers: 4096
         (QWEN2 | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         (QWEN2 | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
-        (QWEN2 | {"use_sliding_window": True}, ["sliding_window"]),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 0}, ["sliding_window", "0"]),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers", "-1"]),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 28}, ["layer_types", "use_sliding_window"]),
+        (QWEN2 | {"layer_types": ["full_attention", "chunked_attention"] * 14}, ["layer_types", "chunked_attention"]),
         (QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         (LLAMA | {"sliding_window": 4096}, ["sliding_window"]),
         (LLAMA | {"attention_bias": True}, ["attention_bias"]),

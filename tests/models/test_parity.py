@@ -54,24 +54,23 @@ ROPES = {
 
 @pytest.fixture
 def folder_of(tiny_model, tmp_path):
-    """A family's tiny folder by name: FAMILY[_tied][+ROPE], mistral is Llama's with its name changed."""
+    """A family's tiny folder by name: FAMILY[_tied][@WINDOW][+ROPE]. The sequences are six times as long as the windows
+    or four times."""
 
     def make(name, dtype="float32"):
         family, _, rope = name.partition("+")
-        kind = "llama" if family == "mistral" else family.removesuffix("_tied")
-        head = {"head_dim": 24} if kind.startswith("qwen3") else {}
-        folder = tiny_model(kind, tied=family.endswith("_tied"), dtype=dtype, **SIZES, **head)
+        family, _, window = family.partition("@")
+        kind = family.removesuffix("_tied")
+        own = {"head_dim": 24} if kind.startswith("qwen3") else {}
+        own |= {"window": int(window)} if window else {}
+        folder = tiny_model(kind, tied=family.endswith("_tied"), dtype=dtype, **SIZES, **own)
         changed = tmp_path / f"{name}-{dtype}"
-        if (rope or family == "mistral") and not changed.exists():
+        if rope and not changed.exists():
             shutil.copytree(folder, changed)
             config = json.loads((changed / "config.json").read_text())
-            if family == "mistral":
-                config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
-            if rope:
-                del config["rope_parameters"]
-                config |= ROPES[rope]
-            (changed / "config.json").write_text(json.dumps(config))
-        return changed if rope or family == "mistral" else folder
+            del config["rope_parameters"]
+            (changed / "config.json").write_text(json.dumps(config | ROPES[rope]))
+        return changed if rope else folder
 
     return make
 
@@ -106,8 +105,11 @@ def test_a_sample(folder_of, run_script, tmp_path):
         [
             case(folder_of("llama+llama3"), CP2, logits=True),
             case(folder_of("qwen2+yarn"), TP2, logits=True, convert=True),
-            case(folder_of("mistral+yarn_mscale"), WHOLE, logits=True),
+            case(folder_of("mistral@8+yarn_mscale"), WHOLE, logits=True, gradients=True),
             case(folder_of("qwen2_tied"), VPP, convert=True),
+            case(folder_of("qwen3@12"), CP2, logits=True),
+            case(folder_of("olmo3"), CP2, logits=True),
+            case(folder_of("gemma3_text_tied"), TP2, logits=True, convert=True),
             case(folder_of("qwen3_moe"), MOE_TP2, logits=True),
             case(folder_of("qwen3_moe", "bfloat16"), MOE_EP2, "bfloat16", convert=True),
         ],
@@ -127,6 +129,8 @@ def test_every_family_and_every_rope(folder_of, run_script, tmp_path):
         cases.append(case(folder_of(family), staged, convert=True))
     cases += [case(folder_of(f"qwen3+{rope}"), layout, logits=True) for rope in ROPES for layout in (WHOLE, CP2)]
     cases.append(case(folder_of("qwen3_moe+yarn"), CP2, logits=True))
+    for name in ("mistral@8", "mistral@12+yarn", "phi3@8", "qwen2@12", "qwen3@8+llama3", "olmo3", "gemma3_text"):
+        cases += [case(folder_of(name), WHOLE, logits=True, gradients=True), case(folder_of(name), CP2, logits=True)]
     if SMOLLM2.is_dir():
         cases.append(case(SMOLLM2, WHOLE, logits=True))
     run(run_script, cases, tmp_path)

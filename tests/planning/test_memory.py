@@ -12,6 +12,7 @@ CASES = {  # name: family, dtype, parallel, tied, recompute
     "VPP2-tied": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}, True, "none"),
     "CP2-full": ("qwen3", "bfloat16", {"cp": 2}, False, "full"),
     "DP2-float32": ("qwen3", "float32", {}, False, "none"),
+    "TP2-gemma3": ("gemma3_text", "bfloat16", {"tp": 2, "sequence_parallel": True}, True, "none"),
     "TP2-lora": ("qwen2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
     "TP2-olmo2": ("olmo2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
     "DP2-offload": ("qwen2", "bfloat16", {}, False, "none"),

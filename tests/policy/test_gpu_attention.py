@@ -10,17 +10,19 @@ import torch
 from dynamo_megatron.policy.model import PackedAttention, SegmentPlan, Segments
 
 
+@pytest.mark.parametrize("window", [None, (15, 0)])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_one_call_gives_what_a_call_for_each_length_gives():
+def test_one_call_gives_what_a_call_for_each_length_gives(window):
     lengths, device = np.array([5, 300, 1, 300, 64]), torch.device("cuda")
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    config = SimpleNamespace(attention_dropout=0.0, kv_channels=64, params_dtype=torch.bfloat16)
+    config = {"attention_dropout": 0.0, "kv_channels": 64, "params_dtype": torch.bfloat16}
+    config = SimpleNamespace(**config, window_size=window, window_attn_skip_freq=[1])
     attention = PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=alone))
     assert attention.at_once
     by_length = copy.copy(attention)
     by_length.at_once = False
     ends = torch.tensor(np.append(0, lengths.cumsum()), dtype=torch.int32, device=device)
-    packed = Segments(cu_seqlens_q=ends, max_seqlen_q=300, plan=SegmentPlan.of(lengths, 0, 1, device))
+    packed = Segments(cu_seqlens_q=ends, max_seqlen_q=300, plan=SegmentPlan.of(lengths, 0, 1, device, 16))
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(670, n, 64, generator=generator, device=device) for n in (6, 2, 2))
     upstream = torch.randn(670, 6 * 64, generator=generator, device=device)

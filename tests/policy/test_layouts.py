@@ -16,6 +16,7 @@ QUICK = [
     Row("qwen2", "CP2xTP2"),
     Row("qwen3_moe", "EP2xPP2"),
     Row("qwen3_moe", "TP2+SP"),
+    Row("gemma3_text", "CP2xTP2+SP"),
     Row("olmo2", "TP2xPP2+SP"),
 ]
 ALL = [
@@ -24,6 +25,11 @@ ALL = [
     *(Row("llama", layout) for layout in ("PP2", "DP2", "CP4", "CP2xPP2")),
     *(Row("qwen3_moe", layout) for layout in ("1", "PP2", "DP2", "CP2")),
     *(Row("qwen3_moe", layout) for layout in ("EP2", "EP2xTP2+SP", "EP2xCP2", "EP4")),
+    *(Row("mistral", layout) for layout in ("TP2", "PP2", "CP2")),
+    *(Row("olmo3", layout) for layout in ("TP2+SP", "PP2", "CP2", "CP2xPP2")),
+    *(Row("gemma3_text", layout) for layout in ("1", "TP2", "PP2", "CP2", "VPP2xPP2")),
+    Row("gemma3_text", "CP2xPP2", recompute="full"),
+    Row("gemma3_text", "TP2xPP2+SP", "bfloat16"),
     *(Row("phi3", layout) for layout in ("TP2", "PP2", "CP2xTP2+SP")),
     *(Row("olmo2", layout) for layout in ("TP2", "TP4", "DP2", "CP2xTP2+SP")),
     *(Row("granite", layout) for layout in ("TP2", "PP2", "CP2xPP2")),

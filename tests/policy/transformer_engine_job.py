@@ -35,7 +35,7 @@ from dynamo_megatron.models.mapping import (  # noqa: E402
     is_expert,
     layout_of,
 )
-from dynamo_megatron.policy.model import build_chunks, rotation  # noqa: E402
+from dynamo_megatron.policy.model import build_chunks, local_rotation, rotation  # noqa: E402
 
 # What Megatron's gradient reduction, its optimizer and its gradient norm ask of a parameter, and what they take for an
 # answer if it is missing.
@@ -132,9 +132,11 @@ def differing(what: str, ours: dict, theirs: dict) -> Iterator[str]:
 
 def compare(case: dict, rank: int, config: Config, spec) -> tuple[int, list[str]]:
     p = config.parallel
-    layout, rotated = join_as(rank, case["ranks"], p), rotation(spec)
+    layout, rotated, local = join_as(rank, case["ranks"], p), rotation(spec), local_rotation(spec)
     # transformers makes YaRN's frequencies on the default device, and then copies them from there.
-    with mock.patch("dynamo_megatron.policy.model.rotation", lambda _: rotated):
+    with mock.patch.multiple(
+        "dynamo_megatron.policy.model", rotation=lambda _: rotated, local_rotation=lambda _: local
+    ):
         with torch.device("meta"):
             ours = build_chunks(spec, config, layout)
         with as_a_gpu():

@@ -47,6 +47,12 @@ def test_truncated_weights(base, failure):
     assert "model.safetensors: corrupt or truncated" in failure("weights")
 
 
+def test_a_window_that_sglang_ignores(base, failure):
+    windowed = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
+    edit_json(base / "model" / "config.json", **windowed)
+    assert "set model.max_length to 16 or less" in failure("model config")
+
+
 @pytest.mark.parametrize("added", [False, True])
 def test_another_models_tokenizer(base, failure, added):
     """Its ids go beyond the embedding."""

@@ -55,6 +55,9 @@ def test_after_the_first_sync_only_what_adapters_change_is_sent(tiny_model, sgla
     ("family", "dtype", "options", "layouts"),
     [
         ("llama", "bfloat16", {"tied": True, "vocab": 131}, {"tp2": (2, {"tp": 2})}),
+        ("olmo3", "bfloat16", {}, {"tp2": (2, {"tp": 2})}),
+        ("gemma3_text", "bfloat16", {"tied": True, "vocab": 131}, {"tp2": (2, {"tp": 2})}),
+        ("mistral", "float32", {"window": 8}, {"pp2": (2, {"pp": 2})}),
         ("phi3", "bfloat16", {}, {"tp2": (2, {"tp": 2})}),
         ("olmo2", "float32", {}, {"tp2": (2, {"tp": 2})}),
         ("granite", "bfloat16", {"tied": True}, {"pp2": (2, {"pp": 2})}),
