@@ -172,6 +172,8 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, lora: Lora
     h, d = spec.hidden_size, spec.kv_channels
     q, kv = spec.num_attention_heads * d / t, spec.num_query_groups * d / t
     norms = 2 * (2 * w * h + 4) / spread
+    if spec.pre_norms and spec.post_norms:  # what is added to the residual is not kept
+        norms += 2 * (w * h + 4) / spread
     attention = w * (2 * q + 2 * kv * p.cp) + 4 * q / d  # log-sum-exp in float32
     if p.cp > 1 or dtype == "float32":  # a call for each length
         attention += w * q + 8 + 16 * p.cp  # int64 indices of the packed rows

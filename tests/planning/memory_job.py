@@ -80,7 +80,7 @@ def run(case: dict, store: dist.Store) -> None:
     if p.pp == 1:
         h, width = spec.hidden_size, formulas.WIDTH[config.model.dtype]
         spread, heads = p.tp if p.sequence_parallel else 1, spec.num_attention_heads + spec.num_query_groups
-        norms = 2 * h / spread + spec.qk_norm * heads * spec.kv_channels / p.tp
+        norms = (spec.pre_norms + spec.post_norms) * 2 * h / spread + spec.qk_norm * heads * spec.kv_channels / p.tp
         # A CPU's norm saves two tensors in float32.
         kept = formulas.layer_activations(spec, p, config.model.dtype, config.model.lora) + (8 - width) * norms
         if config.trainer.recompute == "full":

@@ -14,6 +14,7 @@ CASES = {  # name: family, dtype, parallel, tied, recompute
     "DP2-float32": ("qwen3", "float32", {}, False, "none"),
     "TP2-lora": ("qwen2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
     "TP2-olmo2": ("olmo2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
+    "TP2-glm4": ("glm4", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
     "DP2-offload": ("qwen2", "bfloat16", {}, False, "none"),
     "EP2-TP2": ("qwen3_moe", "bfloat16", {"tp": 2, "ep": 2, "sequence_parallel": True}, False, "none"),
 }
