@@ -43,6 +43,7 @@ class ReferenceModel:
         self._device, self._temperature = torch.device("cuda" if torch.cuda.is_available() else "cpu"), temperature
         net = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
         self._net = net.eval().to(self._device)
+        self._net.get_input_embeddings().padding_idx = None  # with one, that token's row would have no gradient
 
     @torch.no_grad()
     def load(self, get: Callable[[str], torch.Tensor]) -> None:

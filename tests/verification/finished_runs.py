@@ -81,6 +81,7 @@ def serve_with_transformers(config: dict[str, Any], late: int) -> None:
             problem = json.loads(line)
             prompt = tokenizer.encode(problem["problem"] + "\n")
             responses = rng.integers(5, 100, (GROUP, RESPONSE))
+            responses[:, 0] = 0  # padding, which gets no gradient from transformers unless it is told otherwise
             tokens = torch.tensor([prompt + r.tolist() for r in responses])
             with torch.no_grad():
                 logs = net(tokens).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
