@@ -13,21 +13,22 @@ OPTIONS = {"enable_fp_fusion": False}  # results do not depend on a Triton versi
 
 @triton.jit
 def rotate_kernel(
-    x, table, out, sign, heads, half, row_stride, head_stride, sines, H: tl.constexpr, HALF: tl.constexpr
+    x, table, out, sign, heads, half, row_stride, head_stride, sines, step, gap, H: tl.constexpr, HALF: tl.constexpr
 ):
     """A program takes a position and H heads. x [t, heads, 2 half], out the same, contiguous; table float32: cosines
-    [t, half], and `sines` elements further sines. sign -1: the rotation back."""
+    [t, half], and `sines` elements further sines. sign -1: the rotation back. The pairs of a head begin at every
+    `step`-th element, and their second elements are `gap` further."""
     row = tl.program_id(0).to(tl.int64)
     head, column = tl.program_id(1) * H + tl.arange(0, H)[:, None], tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (column < half)
     cosine = tl.load(table + row * half + column, column < half)
     sine = tl.load(table + sines + row * half + column, column < half) * sign
-    at = x + row * row_stride + head * head_stride + column
+    at = x + row * row_stride + head * head_stride + column * step
     a = tl.load(at, inside).to(tl.float32)
-    b = tl.load(at + half, inside).to(tl.float32)
-    to = out + (row * heads + head) * 2 * half + column
+    b = tl.load(at + gap, inside).to(tl.float32)
+    to = out + (row * heads + head) * 2 * half + column * step
     tl.store(to, a * cosine - b * sine, inside)
-    tl.store(to + half, b * cosine + a * sine, inside)
+    tl.store(to + gap, b * cosine + a * sine, inside)
 
 
 @triton.jit
@@ -68,12 +69,12 @@ def swiglu_gradient_kernel(gradient, y, weights, out, sums, width, WEIGHTED: tl.
         tl.store(sums + row, tl.sum(total, 0))
 
 
-def rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
+def rotated(x: Tensor, table: Tensor, sign: float, interleaved: bool = False) -> Tensor:
     t, heads, d = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     group = min(HEADS, triton.next_power_of_2(heads))
-    strides = (x.stride(0), x.stride(1), table.stride(0))
+    strides = (x.stride(0), x.stride(1), table.stride(0), *((2, 1) if interleaved else (1, d // 2)))
     blocks = {"H": group, "HALF": triton.next_power_of_2(d // 2)}
     rotate_kernel[(t, triton.cdiv(heads, group))](x, table, out, sign, heads, d // 2, *strides, **blocks, **OPTIONS)
     return out

@@ -20,33 +20,35 @@ def rotary_table(positions: Tensor, frequencies: Tensor) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, table):
+    def forward(ctx, x, table, interleaved):
         ctx.save_for_backward(table)
-        return _rotated(x, table, 1.0)
+        ctx.interleaved = interleaved
+        return _rotated(x, table, 1.0, interleaved)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        return _rotated(gradient, *ctx.saved_tensors, -1.0), None
+        return _rotated(gradient, *ctx.saved_tensors, -1.0, ctx.interleaved), None, None
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """RoPE (arXiv 2104.09864) by halves of x [t, heads, d]: (a, b) -> (a cos - b sin, b cos + a sin), in x's dtype.
+def rotate(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
+    """RoPE (arXiv 2104.09864) of x [t, heads, d]: (a, b) -> (a cos - b sin, b cos + a sin), in x's dtype; a and b are
+    the halves of a head, or with `interleaved` its even and odd elements.
 
     table: float32 [2, t, d / 2], of `rotary_table`. On a GPU in float32, rounded once.
     """
-    return _Rotate.apply(x, table)
+    return _Rotate.apply(x, table, interleaved)
 
 
-def _rotated(x: Tensor, table: Tensor, sign: float) -> Tensor:
+def _rotated(x: Tensor, table: Tensor, sign: float, interleaved: bool = False) -> Tensor:
     if x.is_cuda:
         from dynamo_megatron.kernels import layer_kernels
 
-        return layer_kernels.rotated(x, table, sign)
+        return layer_kernels.rotated(x, table, sign, interleaved)
     cosine, sine = table[:, :, None]
-    a, b = x.chunk(2, -1)
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     turned = [torch.sub(a * cosine, b * sine, alpha=sign), torch.add(b * cosine, a * sine, alpha=sign)]
-    return torch.cat(turned, -1).to(x.dtype)
+    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
 
 
 def swiglu(y: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -48,6 +48,7 @@ def make_tiny_model(
     vocab: int = 128,
     max_positions: int = 2048,
     tied: bool = False,
+    unbiased: bool = False,
     seed: int = 0,
     device: str = "cpu",
 ) -> Path:
@@ -57,9 +58,9 @@ def make_tiny_model(
     one.
 
     One token a character (printable ASCII and newline) besides five special ones; `vocab` counts embedding rows, at
-    least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe. A response ends
-    with <|im_end|>. The same arguments give the same weights; `device` draws them. Raises ValueError for a vocabulary
-    too small for the tokenizer.
+    least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe, `unbiased` is for
+    glm4: queries, keys and values have no bias. A response ends with <|im_end|>. The same arguments give the same
+    weights; `device` draws them. Raises ValueError for a vocabulary too small for the tokenizer.
     """
     tokens = SPECIAL_TOKENS + CHARACTERS
     if vocab < len(tokens):
@@ -76,9 +77,15 @@ def make_tiny_model(
         "logits_scaling": 0.5,
         "attention_multiplier": 0.2,
     }
+    own: dict[str, dict[str, Any]] = {
+        "qwen3_moe": mixture,
+        "granite": factors,
+        "glm4": {"attention_bias": not unbiased},
+        "smollm3": {"no_rope_layers": [1, 0, 0, 1] * layers},
+    }
     config = AutoConfig.for_model(
         family,
-        **{"qwen3_moe": mixture, "granite": factors}.get(family, {}),
+        **own.get(family, {}),
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -151,8 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", help="folder to write")
     for name, option in inspect.signature(make_tiny_model).parameters.items():
-        if name == "tied":
-            parser.add_argument("--tied", action="store_true", help="the head is the embedding")
+        if isinstance(option.default, bool):
+            parser.add_argument(f"--{name}", action="store_true")
         elif name != "out":
             kind = str if isinstance(option.default, str) else int
             parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=option.default)

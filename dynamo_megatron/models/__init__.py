@@ -32,6 +32,12 @@ PHI3_LAYER = {
     "self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",),
     "mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",),
 }
+GLM4_LAYER = {
+    **DENSE_LAYER,
+    "self_attn_bda.norm.weight": ("post_self_attn_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",),
+    "mlp_bda.norm.weight": ("post_mlp_layernorm.weight",),
+}
 OLMO2_LAYER = {
     **{name: parts for name, parts in DENSE_LAYER.items() if "layernorm" not in name},
     "self_attention.q_layernorm.scales": ("self_attn.q_norm.weight",),
@@ -101,6 +107,42 @@ def qwen3_moe(config: Mapping[str, Any]) -> ModelSpec:
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size"),
         norm_topk_prob=flag(config, "norm_topk_prob"),
     )
+
+
+def glm4(config: Mapping[str, Any]) -> ModelSpec:
+    """GLM-4 of 2025, dense (GLM-4-9B-0414, 32B, Z1): RMSNorm on input and output of attention and MLP, RoPE of
+    neighbours in the first half of each head, gate and up in one tensor."""
+    for key in ("attention_bias", "rms_norm_eps"):
+        _require(config, key)
+    biased = flag(config, "attention_bias")
+    names = GLM4_LAYER | ({name: QWEN2_LAYER[name] for name in QWEN2_LAYER if name.endswith("bias")} if biased else {})
+    plain = {**config, "attention_bias": False}
+    spec = decoder_spec(plain, "glm4", names, ("Glm4ForCausalLM",), head_dim=128, rotary_share=0.5)
+    if spec.rope_scaling:
+        raise InputError("rope_parameters: a GLM-4 with scaled RoPE is not supported")
+    return replace(spec, rotary_interleaved=True)
+
+
+def smollm3(config: Mapping[str, Any]) -> ModelSpec:
+    """SmolLM3: Llama, with layers that have no RoPE: those with a 0 in no_rope_layers, else every fourth one or what
+    no_rope_layer_interval says."""
+    if flag(config, "mlp_bias"):
+        raise InputError("mlp_bias: true is not supported")
+    if flag(config, "use_sliding_window"):
+        raise InputError(WINDOW)
+    fields = ("mlp_bias", "no_rope_layer_interval", "no_rope_layers")
+    tied = {"tie_word_embeddings": True, **config}  # published files leave it out
+    spec = decoder_spec(tied, "smollm3", DENSE_LAYER, ("SmolLM3ForCausalLM",), fields)
+    if "rope_theta" not in (config.get("rope_parameters") or {}):
+        _require(config, "rope_theta")
+    if ("rope_type", "yarn") in spec.rope_scaling:  # YaRN's factor would be in the softmax scale of all layers
+        raise InputError("rope_type: 'yarn' is not supported in a model that has layers without RoPE")
+    interval, turned = integer(config, "no_rope_layer_interval", 4), config.get("no_rope_layers")
+    if turned is None:
+        turned = [int((layer + 1) % interval != 0) for layer in range(spec.num_layers)]
+    if not isinstance(turned, list) or len(turned) < spec.num_layers or any(one not in (0, 1) for one in turned):
+        raise InputError(f"no_rope_layers: {turned!r:.80} is not a list of 0 or 1 for each of {spec.num_layers} layers")
+    return replace(spec, no_rope_layers=tuple(n for n in range(spec.num_layers) if not turned[n]))
 
 
 def phi3(config: Mapping[str, Any]) -> ModelSpec:
@@ -177,6 +219,8 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "glm4": glm4,
+    "smollm3": smollm3,
     "phi3": phi3,
     "olmo2": olmo2,
     "olmo3": olmo3,

@@ -1,8 +1,9 @@
 """An SGLang server's own parameters, fused and cut over its ranks, from Hugging Face tensors. Pure functions.
 
-All families here agree: q, k and v are one parameter, gate and up another, and all experts of an MLP two. Every fused
-parameter consists of its parts one after the other along the first dimension. (SGLang 0.5.23: layers/linear.py,
-layers/vocab_parallel_embedding.py, layers/quantization/unquant.py; experts cut by tensor parallelism alone.)
+All families that SGLang has agree: q, k and v are one parameter, gate and up another, and all experts of an MLP two.
+Every fused parameter consists of its parts one after the other along the first dimension. For the other ones it runs
+transformers' modules, where nothing is fused. (SGLang 0.5.23: layers/linear.py, layers/vocab_parallel_embedding.py,
+layers/quantization/unquant.py, models/transformers.py; experts cut by tensor parallelism alone.)
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ CUTS = {
     **dict.fromkeys(("o_proj", "down_proj"), "row"),
     **dict.fromkeys(("embed_tokens", "lm_head"), "vocab"),
 }
+UNFUSED = ("smollm3",)  # families that SGLang does not have
 VOCAB_PADDING = 64
 CPU_WIDTH = 32
 WHOLE_EMBEDDING = ("gemma3_text",)  # every rank has all of it, without padding (models/gemma3_causal.py)
@@ -55,8 +57,8 @@ def server_layout(spec: ModelSpec, tp_size: int) -> ServerLayout:
     sizes: dict[str, int] = {}
     for name in parameter_names(spec):
         parts = huggingface_names(spec, name)
-        fused = _fused_name(parts, expert_number(name) is not None)
         for part in parts:
+            fused = part if spec.family in UNFUSED else _fused_name(parts, expert_number(name) is not None)
             shard = server_shard(spec, part, torch.empty(shapes[part], device="meta"), 0, tp_size)
             places[part] = fused, sizes.get(fused, 0)
             padded = _cut(spec, part) == "vocab"
@@ -71,7 +73,7 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
     heads, groups = spec.num_attention_heads, spec.num_query_groups
     width = spec.moe_ffn_hidden_size or spec.ffn_hidden_size
     on_cpu = device == "cpu"
-    kv_fits = groups % tp_size == 0 or (tp_size % groups == 0 and not on_cpu)
+    kv_fits = groups % tp_size == 0 or (tp_size % groups == 0 and not on_cpu and spec.family not in UNFUSED)
     if heads % tp_size or not kv_fits or width % (tp_size * (CPU_WIDTH if on_cpu else 1)):
         multiple = f"a multiple of {CPU_WIDTH} times it" if on_cpu else "a multiple of it"
         raise InputError(

@@ -65,11 +65,15 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of the output of attention and MLP, before it is added to the residual
     logit_scale: float = 1.0
+    rotary_share: float = 1.0  # of a head's elements, the first ones, that RoPE turns
+    rotary_interleaved: bool = False  # it turns neighbours, not an element of each half
+    no_rope_layers: tuple[int, ...] = ()  # layers without RoPE
 
     def dimensions(self) -> dict[str, Any]:
         """The fields that determine what the model computes, as plain data that survives JSON."""
         plain = {key: value for key, value in vars(self).items() if key != "layer_names"}
-        return plain | {"rope_scaling": dict(self.rope_scaling), "windows": list(self.windows)}
+        lists = {"windows": list(self.windows), "no_rope_layers": list(self.no_rope_layers)}
+        return plain | {"rope_scaling": dict(self.rope_scaling), **lists}
 
     @property
     def window(self) -> int:
@@ -117,13 +121,15 @@ def decoder_spec(
     activation: str = "silu",
     windows: tuple[int, ...] | None = None,
     head_dim: int | None = None,
+    rotary_share: float = 1.0,
 ) -> ModelSpec:
     """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
 
     `activation`: the only value of hidden_act. `windows`: the spec's; None: the family has none, nor may config.json.
     `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the family
-    reads. `head_dim`: its value if config.json has none; None: hidden size / heads. Raises ValueError naming the field
-    that is missing, malformed or unknown, or that GPTModel would ignore.
+    reads. `head_dim`: its value if config.json has none; None: hidden size / heads. `rotary_share`: the only
+    partial_rotary_factor that config.json may have. Raises ValueError naming the field that is missing, malformed or
+    unknown, or that GPTModel would ignore.
     """
     check_fields(config, DECODER.union(fields), architectures)
     if flag(config, "attention_bias"):
@@ -146,7 +152,7 @@ def decoder_spec(
     if windows is None and (config.get("sliding_window") is not None or any(read_windows(config))):
         raise InputError(f"sliding_window: not supported in a {family} model; attention is over all tokens before")
     max_positions = integer(config, "max_position_embeddings")
-    rope_theta, rope_scaling = read_rope(config, max_positions)
+    rope_theta, rope_scaling = read_rope(config, max_positions, rotary_share)
     return ModelSpec(
         family=family,
         num_layers=layers,
@@ -169,6 +175,7 @@ def decoder_spec(
         pre_norms="input_layernorm.weight" in layer_names,
         post_norms="self_attn_bda.norm.weight" in layer_names,
         layer_names=layer_names,
+        rotary_share=rotary_share,
     )
 
 
@@ -224,12 +231,12 @@ NULLABLE = {"attention_factor", "mscale", "mscale_all_dim"}  # null is as good a
 RopeScaling = tuple[tuple[str, Any], ...]
 
 
-def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling]:
+def read_rope(config: Mapping[str, Any], max_positions: int, share: float = 1.0) -> tuple[float, RopeScaling]:
     """Returns (theta, parameters of the scaling as (name, value) pairs: rope_type first, none for plain RoPE).
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. Raises ValueError naming
     the field that is malformed, not supported, or read differently by versions of transformers or by SGLang: both sets
-    if they differ, `mscale` 0, null except for NULLABLE.
+    if they differ, `mscale` 0, null except for NULLABLE. `share`: the only partial_rotary_factor that it may have.
     """
     given: dict[str, Mapping[str, Any]] = {k: config[k] for k in ("rope_scaling", "rope_parameters") if config.get(k)}
     for key, part in given.items():
@@ -251,8 +258,8 @@ def read_rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
             "remove one of them"
         )
     for holder in (config, part):
-        if holder.get("partial_rotary_factor") not in (None, 1):
-            raise InputError(f"partial_rotary_factor: {holder['partial_rotary_factor']!r} is not supported, only 1.0")
+        if (given := holder.get("partial_rotary_factor")) not in (None, share):
+            raise InputError(f"partial_rotary_factor: {given!r} is not supported, only {share}")
     kind = part.get("rope_type", part.get("type", "default"))
     if part.get("type", kind) != kind:
         raise InputError(f"{where}: type {part['type']!r} contradicts rope_type {kind!r}; remove one of them")

@@ -173,8 +173,10 @@ def use_layer_functions(dtype: torch.dtype, transformer_engine: bool) -> None:
         clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm_of_all, _scale_all
 
 
-def _rotate(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **_: object) -> torch.Tensor:
-    return layers.rotate(t, freqs)
+def _rotate(
+    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, rotary_interleaved: bool = False, **_: object
+) -> torch.Tensor:
+    return layers.rotate(t, freqs, rotary_interleaved)
 
 
 def _swiglu_gradient(gradient: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

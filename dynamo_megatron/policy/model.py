@@ -286,6 +286,8 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         window_attn_skip_freq=[int(window > 0) for window in spec.windows] or None,
         add_bias_linear=False,
         softmax_scale=rotation(spec)[1],
+        rotary_interleaved=spec.rotary_interleaved,
+        no_rope_freq=[int(layer in spec.no_rope_layers) for layer in range(spec.num_layers)],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=p.tp,
@@ -325,7 +327,12 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
 def rotation(spec: ModelSpec) -> tuple[torch.Tensor | None, float | None]:
     """(inverse frequencies [kv_channels / 2] float32, softmax scale) with which the model is built. None: Megatron's
     own value is right (plain RoPE, kv_channels ** -0.5). YaRN multiplies both q and k by a factor, here in the scale.
+    What RoPE leaves as it is has the frequency 0.
     """
+    if spec.rotary_share < 1:
+        turned = int(spec.kv_channels * spec.rotary_share)
+        frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, turned, 2, device="cpu").float() / turned)
+        return F.pad(frequencies, (0, (spec.kv_channels - turned) // 2)), spec.attention_scale
     if not spec.rope_scaling:
         return None, spec.attention_scale
     frequencies, factor = scaled_frequencies(spec)
@@ -363,10 +370,11 @@ def _experts(spec: ModelSpec, config: Config) -> dict:
 
 
 def _uses_transformer_engine(spec: ModelSpec, config: Config) -> bool:
-    """Adapters are beside Megatron's own linears, and TransformerEngine's begin with a norm. Its RoPE is one for all
-    layers."""
-    fits = spec.pre_norms and spec.local_rope_theta is None and not spec.zero_centered_norms
-    return Fusions.detect().norm == "transformer-engine" and config.model.lora is None and fits
+    """Adapters are beside Megatron's own linears, TransformerEngine's begin with a norm, its RoPE is one for all layers,
+    and Megatron does not tell its RoPE of packed sequences that pairs are interleaved."""
+    ours = config.model.lora is not None or not spec.pre_norms or spec.zero_centered_norms
+    ours = ours or spec.local_rope_theta is not None or spec.rotary_interleaved
+    return Fusions.detect().norm == "transformer-engine" and not ours
 
 
 def _layer_spec(spec: ModelSpec, config: Config, megatron: TransformerConfig) -> tuple[ModuleSpec, type]:

@@ -79,7 +79,7 @@ def test_the_derivatives_are_those_of_the_loss(given):
 @pytest.mark.skipif(not Path(PEERS).exists(), reason="make peers")
 def test_they_are_those_of_trl():
     rng, cases, expected = np.random.default_rng(1), [], []
-    for _ in range(50):
+    for _ in range(400):
         given = {"loss": str(rng.choice(["sigmoid", "ipo"])), "beta": float(rng.uniform(0.05, 1))}
         lengths = rng.integers(1, 9, (2, 4))  # chosen, rejected
         mask = (np.arange(8) < lengths.reshape(-1, 1)).astype(int)
@@ -90,6 +90,9 @@ def test_they_are_those_of_trl():
         expected.append((loss.mean(), np.concatenate(slopes)[:, None] * mask / len(loss)))
     run = subprocess.run([PEERS, "-P", "-c", TRL], input=json.dumps(cases), capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
+    apart = [0.0, 0.0]
     for got, (loss, gradient) in zip(json.loads(run.stdout.splitlines()[-1]), expected, strict=True):
-        assert got["loss"] == pytest.approx(loss, abs=1e-6)
-        np.testing.assert_allclose(np.asarray(got["gradient"]) * (gradient != 0), gradient, atol=1e-6)
+        gaps = got["loss"] - loss, np.asarray(got["gradient"]) * (gradient != 0) - gradient
+        apart = [max(most, float(np.abs(gap).max())) for most, gap in zip(apart, gaps, strict=True)]
+    print("largest difference of loss and gradient:", apart)
+    assert max(apart) <= 1e-6

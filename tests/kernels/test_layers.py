@@ -28,8 +28,9 @@ def close(got, wanted, dtype):
     torch.testing.assert_close(got.float(), wanted.float(), rtol=4 * atol, atol=atol)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_and_its_gradient(functions, dtype):
+def test_rotation_and_its_gradient(functions, dtype, interleaved):
     generator = torch.Generator().manual_seed(0)
     packed = torch.randn(7, 3, 20, generator=generator).to(dtype)
     x, gradient = packed[..., 4:16], packed.flip(0)[..., 4:16]  # strided, as a part of query, key and value together
@@ -38,13 +39,14 @@ def test_rotation_and_its_gradient(functions, dtype):
     table = layers.rotary_table(positions, frequencies)
     turned = torch.polar(torch.ones(7, 1, 6), positions[:, None, None] * frequencies)
     at = x.float().detach().clone().requires_grad_()
-    complexes = torch.complex(*at.chunk(2, -1)) * turned
-    wanted = torch.cat([complexes.real, complexes.imag], -1)
+    pairs = at.unflatten(-1, (6, 2) if interleaved else (2, 6)).unbind(-1 if interleaved else -2)
+    complexes = torch.complex(*pairs) * turned
+    wanted = torch.stack([complexes.real, complexes.imag], -1 if interleaved else -2).flatten(-2)
     wanted.backward(gradient.float())
-    close(functions.rotated(x, table, 1.0), wanted.detach(), dtype)
-    close(functions.rotated(gradient, table, -1.0), at.grad, dtype)
+    close(functions.rotated(x, table, 1.0, interleaved), wanted.detach(), dtype)
+    close(functions.rotated(gradient, table, -1.0, interleaved), at.grad, dtype)
     other = x.detach().clone().requires_grad_()
-    layers.rotate(other, table).backward(gradient)
+    layers.rotate(other, table, interleaved).backward(gradient)
     close(other.grad, at.grad, dtype)
 
 

@@ -23,7 +23,7 @@ from dynamo_megatron.models.mapping import (
     to_megatron,
 )
 from dynamo_megatron.models.published import PUBLISHED
-from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_vocab_rows
+from dynamo_megatron.models.server_layout import UNFUSED, check_server_parallel, server_layout, server_vocab_rows
 
 # vocab 104 needs padding to 112, 128 and 128 rows; on four ranks the padding is more than half of the last shard
 SIZES = {"heads": 8, "kv_heads": 4, "vocab": 104, "hidden": 32, "ffn": 64, "layers": 2, "head_dim": 8}
@@ -188,8 +188,10 @@ def test_every_value_is_on_a_server_rank_in_the_place_of_its_kind(numbered, serv
     for rank in ranks:
         assert {name: len(values) for name, values in rank.items()} == layout.sizes
     layer, q = "model.layers.1.self_attn.", spec.num_attention_heads * spec.kv_channels
-    fused = ranks[-1][f"{layer}qkv_proj.weight"].view(-1, spec.hidden_size)
-    qkv = [tensors[name] for part in ("q", "k", "v", "qkv") if (name := f"{layer}{part}_proj.weight") in tensors]
+    names = [name for part in ("q", "k", "v", "qkv") if (name := f"{layer}{part}_proj.weight") in tensors]
+    places, qkv = dict.fromkeys(layout.places[name][0] for name in names), [tensors[name] for name in names]
+    assert list(places) == (names if family in UNFUSED else [f"{layer}qkv_proj.weight"])
+    fused = torch.cat([ranks[-1][place] for place in places]).view(-1, spec.hidden_size)
     assert torch.equal(fused[: q // tp], qkv[0][:q][-q // tp :])
     assert torch.equal(fused[-1], qkv[-1][-1])
     out = tensors[f"{layer}o_proj.weight"]

@@ -15,6 +15,7 @@ CASES = {  # name: family, dtype, parallel, tied, recompute
     "TP2-gemma3": ("gemma3_text", "bfloat16", {"tp": 2, "sequence_parallel": True}, True, "none"),
     "TP2-lora": ("qwen2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
     "TP2-olmo2": ("olmo2", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
+    "TP2-glm4": ("glm4", "bfloat16", {"tp": 2, "sequence_parallel": True}, False, "none"),
     "DP2-offload": ("qwen2", "bfloat16", {}, False, "none"),
     "EP2-TP2": ("qwen3_moe", "bfloat16", {"tp": 2, "ep": 2, "sequence_parallel": True}, False, "none"),
 }

@@ -80,6 +80,9 @@ FAMILIES: dict[str, dict] = {
     "phi3": {"model": {}, "algorithm": {}},
     "olmo2": {"model": {}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
     "granite": {"model": {"tied": True}, "algorithm": {}},
+    # Keys' biases have no gradient where RoPE leaves them, and Adam would divide rounding by rounding.
+    "glm4": {"model": {"unbiased": True}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
+    "smollm3": {"model": {"tied": True}, "algorithm": {}},
 }
 ROPE_SCALING = {
     "rope_type": "llama3",

@@ -33,6 +33,8 @@ ALL = [
     *(Row("phi3", layout) for layout in ("TP2", "PP2", "CP2xTP2+SP")),
     *(Row("olmo2", layout) for layout in ("TP2", "TP4", "DP2", "CP2xTP2+SP")),
     *(Row("granite", layout) for layout in ("TP2", "PP2", "CP2xPP2")),
+    *(Row("glm4", layout) for layout in ("TP2", "PP2", "CP2", "TP2xPP2+SP")),
+    *(Row("smollm3", layout) for layout in ("TP2", "PP2", "CP2", "VPP2xPP2")),
     Row("qwen3", "TP2xPP2+SP", recompute="selective"),
     Row("olmo2", "TP2xPP2+SP", recompute="full"),
     Row("qwen3", "VPP2xPP2", recompute="full"),

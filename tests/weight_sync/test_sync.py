@@ -61,6 +61,8 @@ def test_after_the_first_sync_only_what_adapters_change_is_sent(tiny_model, sgla
         ("phi3", "bfloat16", {}, {"tp2": (2, {"tp": 2})}),
         ("olmo2", "float32", {}, {"tp2": (2, {"tp": 2})}),
         ("granite", "bfloat16", {"tied": True}, {"pp2": (2, {"pp": 2})}),
+        ("glm4", "bfloat16", {}, {"tp2": (2, {"tp": 2})}),
+        ("smollm3", "bfloat16", {"tied": True, "vocab": 131}, {"tp2": (2, {"tp": 2})}),
         # SGLang pads experts of other widths on a CPU.
         (
             "qwen3_moe",
