@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.config_fields import DECODER, check_fields, flag, integer, number
+from dynamo_megatron.types import RouteShape
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +67,12 @@ class ModelSpec:
         """The fields that determine what the model computes, as plain data that survives JSON."""
         plain = {key: value for key, value in vars(self).items() if key != "layer_names"}
         return plain | {"rope_scaling": dict(self.rope_scaling)}
+
+    def replayed(self, config: RolloutConfig) -> RouteShape | None:
+        """The routes that training takes from the servers; None: none."""
+        if not (self.num_experts and config.router_replay):
+            return None
+        return RouteShape(self.num_layers, self.router_topk, self.num_experts)
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding: the smallest multiple of 16 * tp that holds the vocabulary."""

@@ -28,7 +28,7 @@ class Scripted:
         self.session = Session(Episode(chat), Limits(**{**LIMITS, **limits}), self.sample, self.parse)
         self.delay, self.cancelled = 0.0, 0
 
-    async def sample(self, ids, most, stop, number):
+    async def sample(self, ids, most, stop, number, known):
         self.asked.append((ids, most, stop, number))
         text = self.texts.pop(0)
         try:
