@@ -39,6 +39,7 @@ from dynamo_megatron.policy.batch import MicroBatch, context_positions, to_devic
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.lora import Adapter, sharded_adapters
 from dynamo_megatron.policy.norms import ResidualAdd, RMSNorm, WideNorm
+from dynamo_megatron.policy.routing import Routing
 
 
 class PackedRotary(torch.nn.Module):
@@ -114,6 +115,7 @@ class Segments(PackedSeqParams):
 
     plan: SegmentPlan | None = None
     rotary: torch.Tensor | None = None  # float32 [2, t, d / 2] (`rotary_table`)
+    routing: Routing | None = None  # of a mixture of experts
 
 
 class PackedAttention(MegatronModule):
@@ -204,7 +206,8 @@ class PolicyModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def forward_packed(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def forward_packed(self, micro_batch: MicroBatch, routing: Routing | None = None) -> torch.Tensor:
+        """`routing`: of a mixture of experts whose routes are counted, and replayed where they are known."""
         # Every position belongs to a segment, padding too, so the padded bounds are the same. If they were not passed,
         # TransformerEngine would compare the two on the host, in every layer.
         padded = micro_batch.cu_seqlens if self.config.context_parallel_size > 1 else None
@@ -225,6 +228,7 @@ class PolicyModel(GPTModel):
             max_seqlen_kv=longest,
             plan=plan,
             rotary=rotary,
+            routing=routing,
         )
         with layer_calls():
             return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)

@@ -15,7 +15,7 @@ import torch
 from rank_cases import settings
 from safetensors import safe_open
 
-from dynamo_megatron.types import RolloutBatch
+from dynamo_megatron.types import RolloutBatch, RouteShape, no_route
 
 ROOT = Path(__file__).parents[2]
 BAR = {"float32": 1e-5, "bfloat16": 1e-1}
@@ -75,7 +75,7 @@ FAMILIES: dict[str, dict] = {
     },
     "qwen3_moe": {"model": {"experts": 4, "experts_per_token": 2}, "algorithm": {"kl": {"coef": 0.1}}},
     "phi3": {"model": {}, "algorithm": {}},
-    "olmo2": {"model": {}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
+    "olmo2": {"model": {}, "algorithm": {"loss": {"entropy_coef": 0.01}, "kl": {"coef": 0.1}}},
     "granite": {"model": {"tied": True}, "algorithm": {}},
 }
 ROPE_SCALING = {
@@ -130,9 +130,9 @@ def case(models: dict[str, Path], out: Path, row: Row, *, budget: int = 200, see
     return {"config": config, "ranks": ranks, "out": str(out), "seed": seed, **extra}
 
 
-def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch:
+def rollouts(vocabulary: int, seed: int, order_seed: int | None, routed: RouteShape | None = None) -> RolloutBatch:
     """Four groups of random sizes, one prompt twice, responses of random lengths; optionally in another
-    order."""
+    order. `routed`: with random routes, those of every fifth token unknown."""
     generator = np.random.default_rng(seed)
     rows = []
     for group, prompt in enumerate("abca"):
@@ -143,6 +143,12 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch
             rows.append(
                 (f"{group}-{k}", f"g{group}", prompt, start, response, float(generator.random() < 0.5), logprobs)
             )
+    routes = dict.fromkeys(row[0] for row in rows)
+    if routed is not None:
+        for name, *_, start, response, _, _ in rows:
+            order = generator.random((len(start) + len(response), routed.layers, routed.experts)).argsort()
+            routes[name] = order[..., : routed.topk].astype(routed.dtype)
+            routes[name][::5] = no_route(routed.dtype)
     if order_seed is not None:  # the groups' order is kept: mini-batches are cut by it
         rows = [rows[i] for i in np.random.default_rng(order_seed).permutation(len(rows))]
         firsts = {row[1]: i for i, row in reversed(list(enumerate(rows)))}
@@ -162,6 +168,7 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch
         weight_versions=np.zeros(sum(map(len, responses)), np.int32),
         finish_reasons=["stop"] * len(rows),
         servers=[""] * len(rows),
+        routes=None if routed is None else np.concatenate([routes[name] for name in ids]),
     )
 
 
@@ -225,7 +232,7 @@ def on_rank(case: dict, config, layout) -> dict:
     spec, out = load_model_config(config.model.path), Path(case["out"])
     with overlapping(case.get("overlap", False)):
         policy = Policy(spec, config, layout)
-    source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
+    source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"), spec.replayed(config.rollout))
     each = np.ones(len(source.rewards))
     batch = TrainBatch.build(source, config, baseline=Baseline(0.4 * each, 3 * each, score_ratio=2.0))
     prepare = policy.optimizer.prepare_grads
@@ -254,7 +261,7 @@ def on_rank(case: dict, config, layout) -> dict:
         for s, rollout in enumerate(source.rollout_ids)
     }
     write_huggingface(policy, out / "hf")
-    return {"updates": updates, "tokens": tokens}
+    return {"updates": updates, "tokens": tokens, "routing": policy.routing.take() if policy.routing else {}}
 
 
 def result(folder: Path) -> dict:
@@ -298,6 +305,7 @@ def gaps(reference: Path, other: Path) -> dict[str, float]:
         x, y = tensors_of(reference / kind), tensors_of(other / kind)
         assert x.keys() == y.keys(), sorted(x.keys() ^ y.keys())
         found[name] = max(float((t - y[n]).norm() / t.norm().clamp(min=1e-12)) for n, t in x.items())
+    found["routing"] = max((abs(x - b["routing"][name]) for name, x in a["routing"].items()), default=0.0)
     sums = ("kl", "clipped", "clipped_dual", "damped", "boosted", "selected")
     found["metrics"] = max(abs(x[n] - y[n]) / max(1.0, abs(x[n])) for x, y in pairs for n in sums)
     return found

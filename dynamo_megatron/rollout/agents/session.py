@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass
 class Session:
-    """`sample(token ids, most new tokens, stop texts, number of the turn, how many of the ids an earlier turn had)` asks
+    """`sample(token ids, most new tokens, stop texts, number of the turn, how many of the ids a turn before had)` asks
     a server; `parse_tools(text, tools)` gives the text without tool calls, and these in OpenAI's form."""
 
     episode: Episode
