@@ -96,7 +96,7 @@ class ExpertRouting:
     def take(self) -> dict[str, float]:
         """The metrics of all passes of the policy since the last call; collective over all ranks. A router's own
         choice, which differs in a share of (token, layer) pairs, is that of the weights that the pass had."""
-        counts = self._counts.cpu()
+        counts = self._counts.to("cpu", copy=True)
         self._counts.zero_()
         dist.all_reduce(counts, group=self._layout.host)
         load = counts[:, :MISMATCHED].double()
