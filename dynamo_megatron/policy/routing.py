@@ -94,8 +94,10 @@ class ExpertRouting:
         return Routing(experts, to_device(micro_batch.real[here], device))
 
     def take(self) -> dict[str, float]:
-        """The metrics of all passes of the policy since the last call; collective over all ranks. A router's own
-        choice, which differs in a share of (token, layer) pairs, is that of the weights that the pass had."""
+        """The metrics of all passes of the policy since the last call; collective over all ranks. `moe/load_mean` and
+        `load_max`, over the layers: tokens of the busiest expert over the experts' mean. `moe/replayed`: share of
+        tokens and layers with a known route; `moe/route_mismatch`, of these: those where the router, with the weights
+        that the pass had, would have chosen other experts."""
         counts = self._counts.to("cpu", copy=True)
         self._counts.zero_()
         dist.all_reduce(counts, group=self._layout.host)
