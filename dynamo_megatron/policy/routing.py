@@ -26,7 +26,7 @@ MISMATCHED, REPLAYED, TOKENS = range(-3, 0)  # columns of the counts, after one 
 class Routing(NamedTuple):
     """Of the t' positions of a micro-batch whose routers this rank computes."""
 
-    experts: torch.Tensor | None  # [layers of the model, t', topk] of the rollouts; no expert's number: not known
+    experts: torch.Tensor | None  # [t', layers of the model, topk] of the rollouts; no expert's number: not known
     real: torch.Tensor  # bool [t'], no padding
 
 
@@ -58,7 +58,7 @@ class Replay:
         experts, real = self._given
         chosen = own
         if experts is not None:
-            given = experts[self._layer].long()
+            given = experts[:, self._layer].long()
             known = ((given >= 0) & (given < scores.shape[1])).all(1)
             known &= (given[:, :, None] == given[:, None, :]).sum((1, 2)) == topk  # no expert twice
             chosen = torch.where(known[:, None], given, own)
@@ -88,9 +88,8 @@ class ExpertRouting:
         tp, device = self._layout.tp, self._layout.device
         share = len(micro_batch.real) // (tp.size() if sequence_parallel else 1)
         start = tp.rank() * share if sequence_parallel else 0
-        here, experts = slice(start, start + share), micro_batch.routes
-        if experts is not None:
-            experts = to_device(experts[here].transpose(0, 1).contiguous(), device)
+        here, routes = slice(start, start + share), micro_batch.routes
+        experts = None if routes is None else to_device(routes[here], device)
         return Routing(experts, to_device(micro_batch.real[here], device))
 
     def take(self) -> dict[str, float]:

@@ -321,13 +321,13 @@ class SGLangClient:
         expected = whole - 1 - request.routes_start
         if found.size != expected * layers * topk:
             raise MalformedReply(f"{found.size} routed experts, {expected * layers * topk} were expected")
-        found = found.reshape(expected, layers, topk)[max(first, 1) - 1 - request.routes_start :]
-        ordered = np.sort(found)
-        if (ordered < 0).any() or (ordered >= experts).any() or (ordered[..., 1:] == ordered[..., :-1]).any():
+        known, each = found.astype(self.routes.dtype), np.ascontiguousarray(found.reshape(-1, topk).T)
+        repeated = any((each[i] == each[j]).any() for i in range(topk) for j in range(i))  # sorting takes 20 times that
+        if repeated or found.min(initial=0) < 0 or found.max(initial=0) >= experts:
             raise MalformedReply(f"routed experts that are not {topk} different ones of {experts}")
-        routes = np.full((whole - first, layers, topk), no_route(self.routes.dtype), self.routes.dtype)
-        routes[len(routes) - len(found) :] = found
-        return routes
+        known = known.reshape(expected, layers, topk)[max(first, 1) - 1 - request.routes_start :]
+        nothing = np.full((whole - first - len(known), layers, topk), no_route(known.dtype), known.dtype)
+        return np.concatenate([nothing, known])  # nothing: of the prompt's first token
 
 
 def _version(text: str) -> int:
