@@ -18,7 +18,7 @@ _compressor = zstandard.ZstdCompressor(level=1)
 def packed(array: np.ndarray) -> dict[str, Any]:
     """Plain data for an array [N, ...] of uint8 or uint16. Each of its columns is compressed after the other: a column
     is more alike than a row."""
-    columns = np.ascontiguousarray(array.reshape(len(array), -1).T)
+    columns = np.ascontiguousarray(np.moveaxis(array, 0, -1))
     data = base64.b64encode(_compressor.compress(columns.tobytes())).decode()
     return {"shape": list(array.shape), "bytes": array.itemsize, "data": data}
 
@@ -33,6 +33,6 @@ def unpacked(plain: Any) -> np.ndarray:
         if zstandard.frame_content_size(data) != size:
             raise ValueError(f"not the bytes of an array of shape {shape!r:.80}")
         columns = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), WIDTHS[width])
-        return np.ascontiguousarray(columns.reshape(math.prod(shape[1:]), shape[0]).T).reshape(shape)
+        return np.ascontiguousarray(np.moveaxis(columns.reshape(*shape[1:], *shape[:1]), -1, 0))
     except (LookupError, TypeError, binascii.Error, zstandard.ZstdError) as error:
         raise ValueError(f"no packed array ({error!r:.80})") from None

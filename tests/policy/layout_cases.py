@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import runpy
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from rank_cases import settings
 from safetensors import safe_open
 
-from dynamo_megatron.types import RolloutBatch, RouteShape, no_route
+from dynamo_megatron.types import RolloutBatch, no_route
 
 ROOT = Path(__file__).parents[2]
 BAR = {"float32": 1e-5, "bfloat16": 1e-1}
@@ -130,9 +131,9 @@ def case(models: dict[str, Path], out: Path, row: Row, *, budget: int = 200, see
     return {"config": config, "ranks": ranks, "out": str(out), "seed": seed, **extra}
 
 
-def rollouts(vocabulary: int, seed: int, order_seed: int | None, routed: RouteShape | None = None) -> RolloutBatch:
+def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch:
     """Four groups of random sizes, one prompt twice, responses of random lengths; optionally in another
-    order. `routed`: with random routes, those of every fifth token unknown."""
+    order."""
     generator = np.random.default_rng(seed)
     rows = []
     for group, prompt in enumerate("abca"):
@@ -143,12 +144,6 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None, routed: RouteSh
             rows.append(
                 (f"{group}-{k}", f"g{group}", prompt, start, response, float(generator.random() < 0.5), logprobs)
             )
-    routes = dict.fromkeys(row[0] for row in rows)
-    if routed is not None:
-        for name, *_, start, response, _, _ in rows:
-            order = generator.random((len(start) + len(response), routed.layers, routed.experts)).argsort()
-            routes[name] = order[..., : routed.topk].astype(routed.dtype)
-            routes[name][::5] = no_route(routed.dtype)
     if order_seed is not None:  # the groups' order is kept: mini-batches are cut by it
         rows = [rows[i] for i in np.random.default_rng(order_seed).permutation(len(rows))]
         firsts = {row[1]: i for i, row in reversed(list(enumerate(rows)))}
@@ -168,7 +163,6 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None, routed: RouteSh
         weight_versions=np.zeros(sum(map(len, responses)), np.int32),
         finish_reasons=["stop"] * len(rows),
         servers=[""] * len(rows),
-        routes=None if routed is None else np.concatenate([routes[name] for name in ids]),
     )
 
 
@@ -232,7 +226,12 @@ def on_rank(case: dict, config, layout) -> dict:
     spec, out = load_model_config(config.model.path), Path(case["out"])
     with overlapping(case.get("overlap", False)):
         policy = Policy(spec, config, layout)
-    source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"), spec.replayed(config.rollout))
+    source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
+    if (routed := spec.replayed(config.rollout)) is not None:  # random ones, that of every fifth token unknown
+        order = np.random.default_rng(0).random((spec.vocab_size, routed.layers, routed.experts)).argsort()
+        routes = order[..., : routed.topk].astype(routed.dtype)
+        routes[::5] = no_route(routed.dtype)
+        source = dataclasses.replace(source, routes=routes[source.tokens])
     each = np.ones(len(source.rewards))
     batch = TrainBatch.build(source, config, baseline=Baseline(0.4 * each, 3 * each, score_ratio=2.0))
     prepare = policy.optimizer.prepare_grads
