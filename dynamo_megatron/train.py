@@ -220,11 +220,12 @@ class Trainer:
     ) -> None:
         layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
         resources = layout.gather(self.resources.take())
+        routing = self.policy.routing.take() if self.policy.routing is not None else {}
         moved = layout.gather(memory.report()) if memory is not None else None
         if self.controller is not None:
             record = self.controller.record(step, sampled.rounds)
             metrics = step_metrics(record, batch, sampled.stats, updates, fits, synced, clock, self.config)
-            metrics |= resource_metrics(resources, Path(self.config.output_dir))
+            metrics |= resource_metrics(resources, Path(self.config.output_dir)) | routing
             if moved is not None:
                 metrics |= memory_metrics(moved)
             self.controller.log(record, metrics, batch, sampled.stats)

@@ -9,13 +9,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.runtime.packed_arrays import packed, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +63,28 @@ def plain_data(value: Any) -> Any:
     """`value` as JSON can hold it: what it has no form for becomes text, half a surrogate pair becomes "?"."""
     text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
     return json.loads(text.encode("utf-8", "replace"))
+
+
+class RouteShape(NamedTuple):
+    """The routes of a mixture of experts: each token is routed to `topk` of `experts` experts in each of `layers`."""
+
+    layers: int
+    topk: int
+    experts: int
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger]:
+        """Holds the numbers of the experts, and `no_route`."""
+        return np.uint8 if self.experts < 256 else np.uint16
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * self.topk * np.dtype(self.dtype).itemsize
+
+
+def no_route(dtype: np.dtype | type[np.unsignedinteger]) -> int:
+    """What stands in routes where there is no expert's number."""
+    return int(np.iinfo(dtype).max)
 
 
 class TurnRecord(NamedTuple):
@@ -115,6 +138,8 @@ class Rollout:
     `answer` (plain data) are for people; None in the files of runs from before they were stored.
     `extracted`: what a built-in reward read as the response's answer, "" where it found none; None: no function of the
     run reads one.
+    `routes`: as `RolloutBatch.routes`, of its tokens; None: its server returned none. The version of a route is that of
+    its token.
     """
 
     rollout_id: str
@@ -138,6 +163,7 @@ class Rollout:
     reward_failures: dict[str, str] = field(default_factory=dict)
     episode: EpisodeRecord | None = None
     extracted: str | None = None
+    routes: Annotated[np.ndarray, PlainValidator(unpacked)] | None = field(default=None, compare=False)
 
     @property
     def response_tokens(self) -> list[int]:
@@ -152,7 +178,8 @@ class Rollout:
         return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
     def to_json(self) -> str:
-        return to_json(vars(self)).decode()  # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times
+        # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times
+        return to_json(vars(self), fallback=packed).decode()
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Rollout:
@@ -243,6 +270,9 @@ class Sequences:
     trained: np.ndarray | None = field(default=None, kw_only=True)  # bool [T]; None: all after the prompt
     # int64 [G], ascending: indices in `tokens` where segments begin; None: one segment per sequence
     segment_starts: np.ndarray | None = field(default=None, kw_only=True)
+    # uint8 or uint16 [T, layers, topk]: the experts that the token before was routed to, from which this one was
+    # predicted; `no_route` for the first token of a segment, and where they are not known; None: nowhere known
+    routes: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
     def response_lengths(self) -> np.ndarray:
@@ -355,7 +385,7 @@ class RolloutBatch(Sequences):
     @property
     def nbytes(self) -> int:
         """Bytes of what there is one of for each token, which is nearly all."""
-        some = sum(array.nbytes for array in (self.step_rewards, self.trained) if array is not None)
+        some = sum(array.nbytes for array in (self.step_rewards, self.trained, self.routes) if array is not None)
         return self.tokens.nbytes + self.engine_logprobs.nbytes + self.weight_versions.nbytes + some
 
     def name(self, sequence: int) -> str:
@@ -382,6 +412,8 @@ class RolloutBatch(Sequences):
             none = (np.full(len(b.engine_logprobs), np.nan) for b in batches)
             steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
             fields["step_rewards"] = concatenate(steps)
+        if any(b.routes is not None for b in batches):
+            fields["routes"] = concatenate(_routes([(b.routes, len(b.tokens)) for b in batches]))
         known = [b.answers for b in batches if b.answers is not None]
         if len(known) == len(batches):
             fields["answers"] = [answer for answers in known for answer in answers]
@@ -409,6 +441,8 @@ class RolloutBatch(Sequences):
         if self.trained is not None and self.segment_starts is not None:
             starts = self.segment_starts[tokens[self.segment_starts]]
             fields |= {"trained": self.trained[tokens], "segment_starts": np.cumsum(tokens)[starts] - 1}
+        if self.routes is not None:
+            fields["routes"] = self.routes[tokens]
         offsets = np.concatenate([[0], np.cumsum(lengths[members])]).astype(np.int64)
         return RolloutBatch(tokens=self.tokens[tokens], offsets=offsets, **fields)
 
@@ -420,6 +454,8 @@ class RolloutBatch(Sequences):
             response = sum(r.response_mask)
             if len(r.response_mask) != len(r.tokens) or len(r.engine_logprobs) != response:
                 raise InputError(f"rollout {r.rollout_id}: mask, tokens and engine logprobs disagree in length")
+            if r.routes is not None and len(r.routes) != len(r.tokens):
+                raise InputError(f"rollout {r.rollout_id}: routes of {len(r.routes)} tokens of {len(r.tokens)}")
             if r.episode is None and any(r.response_mask[: len(r.tokens) - response]):
                 raise InputError(f"rollout {r.rollout_id}: the response is not the end of the tokens")
             prompt_lengths.append(len(r.tokens) - response)
@@ -427,6 +463,7 @@ class RolloutBatch(Sequences):
             for version, start, end in r.weight_versions:
                 versions[-1][start:end] = min(version, LARGEST_VERSION)
         offsets = np.concatenate([[0], np.cumsum([len(r.tokens) for r in rollouts])]).astype(np.int64)
+        routed = any(r.routes is not None for r in rollouts)
         return cls(
             rollout_ids=[r.rollout_id for r in rollouts],
             group_ids=[r.group_id for r in rollouts],
@@ -442,8 +479,18 @@ class RolloutBatch(Sequences):
             servers=[r.server for r in rollouts],
             step_rewards=_at_their_ends(rollouts),
             answers=[r.answer_id for r in rollouts],
+            routes=np.concatenate(_routes([(r.routes, len(r.tokens)) for r in rollouts])) if routed else None,
             **_of_episodes(rollouts, offsets),
         )
+
+
+def _routes(parts: Sequence[tuple[np.ndarray | None, int]]) -> list[np.ndarray]:
+    """The routes of each part, (its routes, its tokens), where at least one has some. Raises InputError."""
+    known = {(routes.dtype, routes.shape[1:]) for routes, _ in parts if routes is not None}
+    if len(known) > 1:
+        raise InputError(f"routes of several models: {', '.join(f'{dtype} {shape}' for dtype, shape in known)}")
+    ((dtype, shape),) = known
+    return [np.full((n, *shape), no_route(dtype), dtype) if routes is None else routes for routes, n in parts]
 
 
 def _of_episodes(rollouts: Sequence[Rollout], offsets: np.ndarray) -> dict[str, np.ndarray]:

@@ -76,6 +76,8 @@ OURS = {  # ours: verl's keys and slime's options
     "parallel.cp": "actor.megatron.context_parallel_size --context-parallel-size",
     "parallel.ep": "actor.megatron.expert_model_parallel_size --expert-model-parallel-size",
     "rollout.tp": "rollout.tensor_model_parallel_size --rollout-num-gpus-per-engine",
+    "rollout.router_replay": "rollout.enable_rollout_routing_replay actor.megatron.router_replay.mode "
+    "--use-rollout-routing-replay",
     "rollout.memory_fraction": "rollout.gpu_memory_utilization --sglang-mem-fraction-static",
     "rollout.engine (SGLang is the only one that samples)": "rollout.name",
     "rollout.placement": "--colocate",

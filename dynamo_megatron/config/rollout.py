@@ -80,6 +80,9 @@ class RolloutConfig(Section):
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
     # of the servers' linear layers, whose weights each weight sync quantises; None: none (docs/rollouts.md)
     quantization: Literal["fp8"] | None = None
+    # mixtures of experts: servers return the experts that each token was routed to, and the training routes it to the
+    # same ones (docs/rollouts.md)
+    router_replay: bool = True
     sync: SyncConfig = SyncConfig()
     proof: ProofConfig = ProofConfig()
     offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU

@@ -65,9 +65,11 @@ class TrainJob(Job):
         spec = load_model_config(config.model.path, config.model.family)
         limit = max_prompt_length(config, spec)
         check_served(spec, config.model.max_length or spec.max_positions)
-        transport = check_node(config)
+        transport, routes = check_node(config), spec.replayed(config.rollout)
+        replay = {"router replay": "off" if routes is None else f"on, {routes.token_bytes} bytes a token"}
         return {
             **derived,
+            **(replay if spec.num_experts else {}),
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
             "weights to servers": f"{transport}, buckets of {config.rollout.sync.bucket_bytes / 2**20:g} MiB",
             **self._servers(),
@@ -88,12 +90,13 @@ class TrainJob(Job):
         config = self.config
         evaluates = config.eval.every is not None
         self.output.claim()
+        routes = spec.replayed(config.rollout)
         serves = config.rollout.engine == "sglang" or evaluates
         # `serve` on other nodes ends with a start that is refused, so that it hears of the run once all is checked.
         elsewhere = config.rollout.placement == "split"
         if serves and not elsewhere:
             # First of all: servers take longest to start, and need nothing of what follows.
-            self._rollout = self._sampler = RolloutWorker(config, None, spec.vocab_size)
+            self._rollout = self._sampler = RolloutWorker(config, None, spec.vocab_size, routes=routes)
             self._rollout.start()
         self.journal = Journal(config)
         progress = self.journal.progress
@@ -111,7 +114,7 @@ class TrainJob(Job):
         if self._rollout is not None:
             self._rollout.read_with(ends, decoder)
         elif serves:
-            self._rollout = self._sampler = RolloutWorker(config, ends, spec.vocab_size, decoder)
+            self._rollout = self._sampler = RolloutWorker(config, ends, spec.vocab_size, decoder, routes)
         if (teacher := config.algorithm.teacher) is not None:
             check_teacher(teacher, tokenizer)
 

@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.config_fields import DECODER, check_fields, flag, integer, number
+from dynamo_megatron.types import RouteShape
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +81,12 @@ class ModelSpec:
     def window(self) -> int:
         """Of the layers that have one, 0: no layer has one."""
         return max(self.windows, default=0)
+
+    def replayed(self, config: RolloutConfig) -> RouteShape | None:
+        """The routes that training takes from the servers; None: none."""
+        if not (self.num_experts and config.router_replay):
+            return None
+        return RouteShape(self.num_layers, self.router_topk, self.num_experts)
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding: the smallest multiple of 16 * tp that holds the vocabulary."""

@@ -27,7 +27,7 @@ from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_adv
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.types import RolloutBatch, Sequences
+from dynamo_megatron.types import RolloutBatch, Sequences, no_route
 
 
 @dataclass(frozen=True)
@@ -294,6 +294,10 @@ class MicroBatch:
     slots: torch.Tensor  # int64 [r], on the CPU: the labels' slots (see `Sequences`)
     response_bounds: torch.Tensor  # int32 [sequences + 1]: where each sequence's rows begin and end in `rows`
     lengths: np.ndarray  # int64 [segments], of all T positions; on the host
+    real: torch.Tensor  # bool [t], on the CPU: no padding
+    # uint8 or int16 [t, layers, topk], on the CPU: the experts of each position, from `RolloutBatch.routes`; what is no
+    # expert's number stands for a route that is not known, and in padding
+    routes: torch.Tensor | None = None
 
     @property
     def response(self) -> torch.Tensor:
@@ -338,6 +342,15 @@ class MicroBatch:
             place = np.append(place, context_positions(padding, cp_size)[cp_rank])
             bounds = np.append(bounds, bounds[-1] + padding)
 
+        real = np.zeros(len(tokens), bool)
+        real[inside] = True
+        routes = None
+        if source.routes is not None:
+            none, dtype = no_route(source.routes.dtype), source.routes.dtype
+            routes = np.full((len(tokens), *source.routes.shape[1:]), none, dtype)
+            routes[inside] = source.routes[here + 1]
+            routes = routes.view(np.int16) if routes.itemsize == 2 else routes  # torch computes little with uint16
+
         def on_device(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return to_device(torch.from_numpy(array).to(dtype), device)
 
@@ -350,6 +363,8 @@ class MicroBatch:
             slots=torch.from_numpy(slots),
             response_bounds=on_device(response_bounds, torch.int32),
             lengths=np.diff(bounds),
+            real=torch.from_numpy(real),
+            routes=None if routes is None else torch.from_numpy(routes),
         )
 
 

@@ -47,6 +47,7 @@ class Critic(Policy):
     settings = "critic.optimizer"
 
     def _prepare_head(self) -> None:
+        self.routing = None  # the rollouts' routes are the policy's
         for chunk in self.chunks:
             chunk.share_embeddings_and_output_weights = False
             if chunk.post_process:

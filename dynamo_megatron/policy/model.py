@@ -40,6 +40,7 @@ from dynamo_megatron.policy.batch import MicroBatch, context_positions, to_devic
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.lora import Adapter, sharded_adapters
 from dynamo_megatron.policy.norms import ResidualAdd, RMSNorm, WideNorm
+from dynamo_megatron.policy.routing import Routing
 
 
 class PackedRotary(torch.nn.Module):
@@ -126,6 +127,7 @@ class Segments(PackedSeqParams):
     local_rotary: torch.Tensor | None = None  # as `rotary`, of layers with a window if they have RoPE of their own
     plan: SegmentPlan | None = None
     rotary: torch.Tensor | None = None  # float32 [2, t, d / 2] (`rotary_table`)
+    routing: Routing | None = None  # of a mixture of experts
 
 
 class PackedAttention(MegatronModule):
@@ -229,7 +231,8 @@ class PolicyModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def forward_packed(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def forward_packed(self, micro_batch: MicroBatch, routing: Routing | None = None) -> torch.Tensor:
+        """`routing`: of a mixture of experts whose routes are counted, and replayed where they are known."""
         # Every position belongs to a segment, padding too, so the padded bounds are the same. If they were not passed,
         # TransformerEngine would compare the two on the host, in every layer.
         padded = micro_batch.cu_seqlens if self.config.context_parallel_size > 1 else None
@@ -255,6 +258,7 @@ class PolicyModel(GPTModel):
             local_rotary=local_rotary,
             plan=plan,
             rotary=rotary,
+            routing=routing,
         )
         with layer_calls():
             return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
@@ -370,8 +374,8 @@ def _experts(spec: ModelSpec, config: Config) -> dict:
 
 
 def _uses_transformer_engine(spec: ModelSpec, config: Config) -> bool:
-    """Adapters are beside Megatron's own linears, TransformerEngine's begin with a norm, its RoPE is one for all layers,
-    and Megatron does not tell its RoPE of packed sequences that pairs are interleaved."""
+    """Adapters are beside Megatron's own linears. TransformerEngine's linears begin with a norm, its RoPE is one for
+    all layers, and Megatron does not tell it of interleaved pairs in packed sequences."""
     ours = config.model.lora is not None or not spec.pre_norms or spec.zero_centered_norms
     ours = ours or spec.local_rope_theta is not None or spec.rotary_interleaved
     return Fusions.detect().norm == "transformer-engine" and not ours

@@ -52,7 +52,7 @@ class PassInputs:
     @classmethod
     def load(cls, file: Path) -> PassInputs:
         """Reads what `save` has written, and refuses any other type, since unpickling may run code."""
-        types = [type(np.dtype(name)) for name in ("i8", "i4", "f8", "f4", "?")]
+        types = [type(np.dtype(name)) for name in ("i8", "i4", "f8", "f4", "?", "u1", "u2")]
         arrays = [np.ndarray, np.memmap, np.dtype, np._core.multiarray._reconstruct]
         with torch.serialization.safe_globals([Sequences, RolloutBatch, TrainBatch, TokenStats, *arrays, *types]):
             return cls(**torch.load(file, weights_only=True))

@@ -7,6 +7,7 @@ of 0 Megatron does not scale them: the upstream gradient of every micro-batch is
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
 from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
 from dynamo_megatron.checkpoint.weights import model_digest
 from dynamo_megatron.config import Config, PolicyLossConfig
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.kernels.self_check import check_backend, check_layers
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_finite
@@ -43,6 +45,7 @@ from dynamo_megatron.policy.lora import add_adapters
 from dynamo_megatron.policy.model import build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
+from dynamo_megatron.policy.routing import ExpertRouting
 from dynamo_megatron.policy.spikes import Spikes
 from dynamo_megatron.types import Sequences, TokenStats
 
@@ -89,6 +92,7 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
         self.chunks = build_chunks(spec, config, layout)
+        self.routing = ExpertRouting(self.chunks, spec, layout) if spec.num_experts else None
         self._frozen = FrozenModels(self.chunks, spec, config, layout)
         self.base_digest: str | None = None  # of the weights that adapters are beside
         if config.model.lora is not None:
@@ -138,6 +142,8 @@ class Policy:
     def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> list[MiniBatch]:
         """Packs this rank's part of each of `mini_batches` (indices of sequences, ascending) into micro-batches."""
         parallel, budget = self.config.parallel, self.config.trainer.micro_batch_tokens
+        if source.routes is not None:
+            source = self._replayed(source)
         dp, cp = self.layout.dp, self.layout.cp
         lengths, packed = np.diff(source.offsets) - 1, []
         for members in mini_batches:
@@ -162,14 +168,31 @@ class Policy:
             packed.append(MiniBatch(members, micro_batches))
         return packed
 
-    def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool) -> None:
-        """Sends micro-batches through the pipeline; `on_hidden(micro_batch, hidden rows) -> loss` on the last stage."""
+    def _replayed(self, source: Sequences) -> Sequences:
+        """`source` without its routes where the run replays none. Raises ValueError for those of another model."""
+        assert source.routes is not None
+        if (routes := self.spec.replayed(self.config.rollout)) is None:
+            return dataclasses.replace(source, routes=None)
+        if source.routes.shape[1:] != (routes.layers, routes.topk) or source.routes.dtype != routes.dtype:
+            _, layers, topk = source.routes.shape
+            raise InputError(
+                f"the rollouts have routes to {topk} experts in {layers} layers ({source.routes.dtype}), and the model "
+                f"has {routes.topk} of {routes.experts} in {routes.layers}; use rollouts of this model, or set "
+                "rollout.router_replay to false"
+            )
+        return source
+
+    def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool, routed: bool = True) -> None:
+        """Sends micro-batches through the pipeline; `on_hidden(micro_batch, hidden rows) -> loss` on the last stage.
+        `routed`: routes are counted and replayed."""
         if not micro_batches:
             return
+        routing = self.routing if routed else None
 
         def forward_step(iterator, chunk):
             micro_batch = next(iterator)
-            output = chunk.module.forward_packed(micro_batch)
+            given = routing and routing.of(micro_batch, self.config.parallel.sequence_parallel)
+            output = chunk.module.forward_packed(micro_batch, given)
 
             def loss_function(hidden):
                 loss = on_hidden(micro_batch, hidden.index_select(0, micro_batch.rows))
@@ -198,9 +221,10 @@ class Policy:
     ) -> TokenStats:
         """Statistics of all response tokens of `source`, from which `mini_batches` are packed.
 
-        `model`: whose weights are in place, for messages. `temperature` None: the rollouts' temperature. `method`: of
-        Policy, which calls this, for `replay --step`. Raises, on every rank, NonFiniteError, and ValueError for a token
-        outside the vocabulary, whose embedding would be zeros or a row of padding."""
+        `model`: whose weights are in place, for messages, and other ones than the policy's route by themselves.
+        `temperature` None: the rollouts' temperature. `method`: of Policy, which calls this, for `replay --step`.
+        Raises, on every rank, NonFiniteError, and ValueError for a token outside the vocabulary, whose embedding would
+        be zeros or a row of padding."""
         source.check_tokens(self.spec.vocab_size)
         found: list[Measured] = []
         head = self._head if temperature is None else {**self._head, "temperature": temperature}
@@ -210,7 +234,8 @@ class Policy:
             found.append((micro_batch.slots, torch.stack(stats)))
             return hidden.new_zeros(())
 
-        self._run([m for mini in mini_batches for m in mini.micro_batches], collect, forward_only=True)
+        micro_batches = [m for mini in mini_batches for m in mini.micro_batches]
+        self._run(micro_batches, collect, forward_only=True, routed=model == "policy")
         given = {} if temperature is None or method != "token_stats" else {"temperature": temperature}
         return self._gathered(found, PassInputs(method, source, [m.members for m in mini_batches], given), model)
 

@@ -29,6 +29,8 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Incomplete responses", "share", {f"rollout/{s}": s for s in ("truncated", "aborted", "failed", "rejected")}),
     ("Gradient norm", "norm, before clipping", {"policy/grad_norm": "gradient"}),
     ("Clipped tokens", "share", {"policy/clip_share": "clipped", "policy/clip_c_share": "by the dual clip"}),
+    ("Load of experts", "tokens of the busiest / mean", {"moe/load_mean": "mean of layers", "moe/load_max": "worst"}),
+    ("Routes that differ", "share of tokens and layers", {"moe/route_mismatch": "own choice, rollout"}),
     ("Modulated tokens", "share", {"policy/boosted_share": "above 1.1", "policy/damped_share": "below 0.9"}),
     ("Throughput", "tokens per second", {"throughput/tokens_per_second": "all tokens"}),
     ("Utilisation", "share of all time", {"fleet/idle_share": "servers idle", "resources/cpu": "cores busy"}),

@@ -9,6 +9,7 @@ caused it.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -16,18 +17,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
+import numpy as np
 from pydantic_core import from_json
 
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.validation import response_fault
+from dynamo_megatron.types import RouteShape, no_route
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
 ANY_TOKEN = 1 << 31  # more than any vocabulary has
 KEEP_ALIVE = 2.0  # seconds: less than SGLang's 5, since a request on a connection that it is closing is lost
 LARGEST = 256  # requests in one list: a server starts them together
 SMALLEST_LIMIT = 1 << 20  # bytes of a reply that has no tokens
+WIRE = 6  # bytes of the number of an expert in a reply, int32 in base64
 BYTES_A_TOKEN = 1024  # more for each token of a reply: a logprob and id take 50, the text in JSON at most some hundreds
 ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
@@ -54,6 +58,8 @@ class Response:
     `weight_versions`: (version, start, end) spans over the response. `finish_reason`: "stop" (the end token, if that is
     what stopped it, is the last token), "length", or, with `error` saying why, "abort" (timed out, or ended by the
     engine, with the tokens until then where `rollout.max_staleness` is above 0) and "error" (refused by the server).
+    `routes`: as `RolloutBatch.routes`, of the last tokens of the prompt that were asked for and then of the response;
+    None: not asked for, or the server returned none.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -61,6 +67,7 @@ class Response:
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
     finish_reason: str = "error"
     error: str = ""
+    routes: np.ndarray | None = field(default=None, compare=False)
 
     def continued(self, rest: Response) -> Response:
         """This response and then `rest`, which was sampled after it."""
@@ -69,9 +76,9 @@ class Response:
             if spans and spans[-1][0] == version:
                 first = spans.pop()[1] - start
             spans.append((version, start + first, start + end))
-        return replace(
-            rest, tokens=self.tokens + rest.tokens, logprobs=self.logprobs + rest.logprobs, weight_versions=spans
-        )
+        known = None if self.routes is None or rest.routes is None else np.concatenate([self.routes, rest.routes])
+        joined = {"tokens": self.tokens + rest.tokens, "logprobs": self.logprobs + rest.logprobs, "routes": known}
+        return replace(rest, **joined, weight_versions=spans)
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -88,7 +95,8 @@ def open_session() -> aiohttp.ClientSession:
 class SGLangClient:
     """Of the server at `endpoint`. Every method is safe to run many times at once; calls of `generate` from tasks that
     start together share HTTP requests. `vocab_size`: rows of the model's embedding; a reply with other token ids is
-    nonsense. `eos_token_ids` may come into the list after the client is made, but before its first request."""
+    nonsense. `routes`: what the server can be asked for; None: nothing. `eos_token_ids` may come into the list after
+    the client is made, but before its first request."""
 
     def __init__(
         self,
@@ -97,9 +105,10 @@ class SGLangClient:
         config: RolloutConfig,
         eos_token_ids: Sequence[int],
         vocab_size: int = ANY_TOKEN,
+        routes: RouteShape | None = None,
     ):
         self.url, self._own_words = endpoint.url, endpoint.own_words
-        self._session, self._config, self._vocab_size = session, config, vocab_size
+        self._session, self._config, self._vocab_size, self.routes = session, config, vocab_size, routes
         self._headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         self._batches = Batches(self._post)
         # Everything that reshapes the distribution is said here, so that no default of server or model can.
@@ -156,17 +165,21 @@ class SGLangClient:
         max_new_tokens: int | None = None,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        routes_from: int | None = None,
     ) -> Response:
         """One response. What goes wrong with this request alone is in the Response.
 
         temperature (0: greedy), max_new_tokens and timeout (seconds): None for the config's. `seed`: of the sampling,
         in [0, 2**63); SGLang uses it on a CPU and in its deterministic mode (docs/concepts.md). `stop`: texts that
-        end it besides the config's. Raises ServerLost where the server is the reason.
+        end it besides the config's. `routes_from`: the first token of the prompt whose route is asked for; None: those
+        of the response are not, either. Raises ServerLost where the server is the reason.
         """
         given = {"temperature": temperature, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
         sampling = self._sampling | {name: value for name, value in given.items() if value is not None}
         sampling["stop"] = [*sampling["stop"], *stop]
         request = GenerateRequest(request_id, prompt_tokens, sampling)
+        if self.routes is not None and routes_from is not None:
+            request.routes_from, request.route_bytes = routes_from, WIRE * self.routes.layers * self.routes.topk
         limit = self._config.timeout_of(max_new_tokens)
         try:
             async with asyncio.timeout(limit if timeout is None else timeout):
@@ -295,7 +308,26 @@ class SGLangClient:
         }
         if fault := response_fault(given, vocab_size=self._vocab_size, max_new_tokens=most):
             raise MalformedReply(fault)
-        return Response(**given)
+        return Response(**given, routes=self._routes(request, meta, len(given["tokens"])))
+
+    def _routes(self, request: GenerateRequest, meta: dict[str, Any], response: int) -> np.ndarray | None:
+        """The routes that were asked for, of which SGLang names that of a token after the token itself. `response`:
+        tokens of it. Raises MalformedReply."""
+        first, text = request.routes_from, meta.get("routed_experts")
+        if first is None or text is None:
+            return None
+        layers, topk, experts = self.routes
+        found, whole = np.frombuffer(base64.b64decode(text), np.int32), len(request.tokens) + response
+        expected = whole - 1 - request.routes_start
+        if found.size != expected * layers * topk:
+            raise MalformedReply(f"{found.size} routed experts, {expected * layers * topk} were expected")
+        known, each = found.astype(self.routes.dtype), np.ascontiguousarray(found.reshape(-1, topk).T)
+        repeated = any((each[i] == each[j]).any() for i in range(topk) for j in range(i))  # sorting takes 20 times that
+        if repeated or found.min(initial=0) < 0 or found.max(initial=0) >= experts:
+            raise MalformedReply(f"routed experts that are not {topk} different ones of {experts}")
+        known = known.reshape(expected, layers, topk)[max(first, 1) - 1 - request.routes_start :]
+        nothing = np.full((whole - first - len(known), layers, topk), no_route(known.dtype), known.dtype)
+        return np.concatenate([nothing, known])  # nothing: of the prompt's first token
 
 
 def _version(text: str) -> int:
@@ -312,6 +344,9 @@ class GenerateRequest:
     name: str
     tokens: Sequence[int]
     sampling: dict[str, Any]
+    routes_from: int | None = None  # as in `SGLangClient.generate`
+    routes_start: int = 0  # the first token after which the server names a route
+    route_bytes: int = 0  # of each token in a reply
     reply: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # status, body
 
     def __post_init__(self) -> None:
@@ -320,7 +355,8 @@ class GenerateRequest:
     @property
     def largest_reply(self) -> int:
         """The size of the largest valid reply, in bytes."""
-        return SMALLEST_LIMIT + BYTES_A_TOKEN * self.sampling["max_new_tokens"]
+        most = self.sampling["max_new_tokens"]
+        return SMALLEST_LIMIT + BYTES_A_TOKEN * most + self.route_bytes * (len(self.tokens) + most)
 
 
 class Batches:
@@ -364,6 +400,7 @@ class Batches:
             "input_ids": list(request.tokens),
             "return_logprob": True,
             "sampling_params": request.sampling,
+            **_asks_for_routes([request]),
         }
         try:
             async with self._post("/generate", payload) as reply:
@@ -385,6 +422,7 @@ class Batches:
             "return_logprob": True,
             "sampling_params": [r.sampling | {"stream_interval": ONLY_WHEN_FINISHED} for r in requests],
             "stream": True,
+            **_asks_for_routes(requests),
         }
         largest = max(request.largest_reply for request in requests)
         begun = True  # SGLang may have started them, and abort them by their ids later
@@ -398,6 +436,17 @@ class Batches:
             if not request.reply.done():
                 request.id = f"alone-{request.id}" if begun else request.id
                 self._start([request])
+
+
+def _asks_for_routes(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """SGLang has one first token for all requests of a list."""
+    asked = [request.routes_from for request in requests if request.routes_from is not None]
+    if not asked:
+        return {}
+    start = max(0, min(asked) - 1)
+    for request in requests:
+        request.routes_start = start
+    return {"return_routed_experts": True, "routed_experts_start_len": start}
 
 
 def _answer(left: dict[str, GenerateRequest], event: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ class Siblings:
 class Request:
     """`expected`: expected tokens of the response. `seed`: as in `SGLangClient.generate`; the same for every server and
     every attempt. `temperature` and `max_new_tokens`: None for the config's. `stop`: in addition to the config's.
-    `order`: which of the waiting requests is sent first. The fields below `order` are the state of the request."""
+    `routes_from`: as in `SGLangClient.generate`. `order`: which of the waiting requests is sent first. The fields below
+    `order` are the state of the request."""
 
     name: str
     group: str
@@ -32,6 +33,7 @@ class Request:
     temperature: float | None = None
     max_new_tokens: int | None = None
     stop: Sequence[str] = ()
+    routes_from: int | None = None
     siblings: Siblings = field(default_factory=Siblings)
     order: tuple[int, int] = (0, 0)
     lost: list[str] = field(default_factory=list)  # servers that it was lost with

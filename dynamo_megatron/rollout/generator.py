@@ -43,7 +43,7 @@ from dynamo_megatron.rollout.step_session import Dispatched, StepSession, wanted
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
 from dynamo_megatron.runtime.threads import first_error
-from dynamo_megatron.types import ProblemResult, Prompt, Rollout
+from dynamo_megatron.types import ProblemResult, Prompt, Rollout, RouteShape
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,8 +61,9 @@ class Generator:
         vocab_size: int,
         stack: contextlib.AsyncExitStack,
         decoder: Tokenizer | None = None,
+        routes: RouteShape | None = None,
     ):
-        self._config, self._stack = config, stack
+        self._config, self._stack, self._routes = config, stack, routes
         self._eos_token_ids, self._vocab_size = list(eos_token_ids), vocab_size
         self._thread = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
         self._tokenizer = decoder  # None: loaded in `open`
@@ -89,7 +90,7 @@ class Generator:
         rewards = RewardServers(config, session) if config.reward.servers is not None else None
         self._pool = RewardPool(config.reward, rewards and rewards.addresses)
         self._stack.callback(self._pool.close)
-        self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size)
+        self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size, self._routes)
         self._fleets = [self._fleet, *([rewards] if rewards is not None else [])]
         self._fleet_run = asyncio.create_task(self._run_servers())
         self._stack.push_async_callback(self._end_fleet)

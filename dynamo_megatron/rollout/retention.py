@@ -8,14 +8,17 @@ from pathlib import Path
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
 from dynamo_megatron.rollout.store import step_files, tokens_file
+from dynamo_megatron.types import RouteShape
 
 SHARE = 0.5  # of the free disk space and rollouts/ together: above it, without keep_last, the oldest are removed
 STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes for each response token, and for the rest of a rollout
 
 
-def stored_step(rollouts: int, response_tokens: float) -> float:
-    """Returns an allowance, in bytes, for a step's rollouts on disk with `response_tokens` tokens each on average."""
-    return rollouts * (STORED_ROLLOUT + response_tokens * STORED_TOKEN)
+def stored_step(rollouts: int, response_tokens: float, routes: RouteShape | None = None) -> float:
+    """Returns an allowance, in bytes, for a step's rollouts on disk with `response_tokens` tokens each on average, and
+    their `routes`."""
+    token = STORED_TOKEN + (0 if routes is None else routes.token_bytes)
+    return rollouts * (STORED_ROLLOUT + response_tokens * token)
 
 
 def after_a_stop(output: Path) -> str:

@@ -85,7 +85,9 @@ def _begun(rollout: Rollout, versions: range) -> Response:
             break
         spans.append(span)
     end = spans[-1][2] if spans else 0
-    return Response(rollout.tokens[prompt : prompt + end], rollout.engine_logprobs[:end], spans, "abort")
+    tokens, routes = rollout.tokens[prompt : prompt + end], rollout.routes
+    routes = None if routes is None else routes[: prompt + end]
+    return Response(tokens, rollout.engine_logprobs[:end], spans, "abort", routes=routes)
 
 
 def _unwanted(rollout: Rollout, prompt: Prompt | None, versions: range, max_new_tokens: int) -> str:

@@ -100,7 +100,7 @@ async def _outcome(fleet: Fleet, request: Request, server: Server) -> Response |
         for name in request.refused:
             fleet.refused(name, f"it refused {request.name}, which {server.name} answered")
     if response.error:
-        return replace(response, tokens=[], logprobs=[], weight_versions=[])
+        return replace(response, tokens=[], logprobs=[], weight_versions=[], routes=None)
     return response if request.begun is None else request.begun.continued(response)
 
 
@@ -110,6 +110,8 @@ async def _response(fleet: Fleet, request: Request, server: Server) -> Response:
     request.limit = request.limit or now + config.timeout_of(request.max_new_tokens)
     attempts = len(request.lost) + len(request.refused) + request.syncs
     most, begun = request.max_new_tokens, request.begun.tokens if request.begun else []
+    known = len(request.tokens) + len(begun)  # tokens whose routes are those of the weights that sampled them
+    routes_from = known if begun and request.routes_from is not None else request.routes_from
     asked = asyncio.create_task(
         server.client.generate(
             f"{request.name}-{attempts}" if attempts else request.name,
@@ -119,6 +121,7 @@ async def _response(fleet: Fleet, request: Request, server: Server) -> Response:
             max_new_tokens=(most or config.max_new_tokens) - len(begun) if begun else most,
             seed=request.seed,
             stop=request.stop,
+            routes_from=routes_from,
         )
     )
     try:
@@ -131,6 +134,8 @@ async def _response(fleet: Fleet, request: Request, server: Server) -> Response:
     server.use.tokens += len(response.tokens)
     if not response.error:
         server.heard = time.monotonic()
+    if response.tokens and response.routes is None and routes_from is not None:
+        fleet.returned_no_routes(server)
     return response
 
 

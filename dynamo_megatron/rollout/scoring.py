@@ -75,6 +75,7 @@ class Scoring:
             response="",
             answer=plain_data(prompt.answer),
             episode=None if episode is None else episode.record,
+            routes=response.routes,
         )
 
 

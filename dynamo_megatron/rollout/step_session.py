@@ -36,7 +36,7 @@ def wanted_rollouts(
         group, expected = group_id(step, position), lengths(prompt.prompt_id)
         for name in (rollout_id(group, k) for k in range(n)):
             own = derived_seed(seed, "rollout", name)
-            wanted[name] = Request(name, group, prompt, prompt.tokens, expected, own)
+            wanted[name] = Request(name, group, prompt, prompt.tokens, expected, own, routes_from=0)
     return wanted
 
 

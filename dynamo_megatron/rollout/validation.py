@@ -61,6 +61,8 @@ def rollout_fault(rollout: Rollout, *, vocab_size: int, max_new_tokens: int) -> 
     mask, tokens, prompt = rollout.response_mask, rollout.tokens, rollout.response_mask.count(0)
     if len(mask) != len(tokens):
         return "tokens and response_mask are no lists of one length"
+    if rollout.routes is not None and (rollout.routes.ndim != 3 or len(rollout.routes) != len(tokens)):
+        return f"routes of shape {rollout.routes.shape} for {len(tokens)} tokens"
     if rollout.episode is not None:
         starts = rollout.episode.starts
         if not set(mask) <= {0, 1}:

@@ -36,7 +36,7 @@ from dynamo_megatron.runtime.arena import receive, send
 from dynamo_megatron.runtime.log_files import log_to
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
-from dynamo_megatron.types import ProblemResult, Prompt
+from dynamo_megatron.types import ProblemResult, Prompt, RouteShape
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,15 +61,21 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, config: Config, eos_token_ids: Sequence[int] | None, vocab_size: int, decoder: Tokenizer | None = None
+        self,
+        config: Config,
+        eos_token_ids: Sequence[int] | None,
+        vocab_size: int,
+        decoder: Tokenizer | None = None,
+        routes: RouteShape | None = None,
     ):
-        """`vocab_size`: rows of the model's embedding; a response with other token ids is refused.
+        """`vocab_size`: rows of the model's embedding; a response with other token ids is refused. `routes`: which the
+        servers are asked for with each rollout; None: none.
 
         `decoder`: decodes responses (`decoder_of` the tokenizer). None: the process loads the tokenizer of model.path,
         and torch with it. With `eos_token_ids` None the servers can start before there is a tokenizer: `read_with`
         brings both, after `start`.
         """
-        self._config, self._vocab_size = config, vocab_size
+        self._config, self._vocab_size, self._routes = config, vocab_size, routes
         self._reading = None if eos_token_ids is None else (tuple(eos_token_ids), decoder)
         self.log = Path(config.output_dir) / "logs" / "rollout.log"
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -80,7 +86,7 @@ class RolloutWorker:
         """Returns at once. Call it from the main thread: the child ends when the thread that started it does."""
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
-        given = self._config, self._reading, self._vocab_size
+        given = self._config, self._reading, self._vocab_size, self._routes
         self._process = context.Process(target=_child, args=(child_end, given, self.log, os.getpid()), name="rollout")
         with keeping(*ASK_TO_STOP):
             self._process.start()
@@ -234,7 +240,9 @@ def _child(connection: Connection, given: tuple, log: Path, parent: int) -> None
         asyncio.run(_serve(connection, *given))
 
 
-async def _serve(connection: Connection, config: Config, reading: tuple | None, vocab_size: int) -> None:
+async def _serve(
+    connection: Connection, config: Config, reading: tuple | None, vocab_size: int, routes: RouteShape | None
+) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     inbox: asyncio.Queue = asyncio.Queue()
 
@@ -257,7 +265,7 @@ async def _serve(connection: Connection, config: Config, reading: tuple | None, 
     loop.add_reader(connection.fileno(), read)
     async with contextlib.AsyncExitStack() as stack:
         ends, decoder = reading or ((), None)
-        generator = Generator(config, ends, vocab_size, stack, decoder)
+        generator = Generator(config, ends, vocab_size, stack, decoder, routes)
         opened = await _answer(connection, generator, generator.open(inbox.get if reading is None else None))
         gc.freeze()  # else each reply's thousands of lists start collections over all imports: 4 times as slow
         stack.callback(gc.unfreeze)  # else libraries report a hundred lines of leaks at the exit

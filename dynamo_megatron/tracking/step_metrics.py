@@ -4,6 +4,8 @@
 was trained on, the gap about its tokens of the newest weights, and absent without any. `policy/grad_norm` and
 `policy/loss` are means over the updates that had a gradient, those that `optimizer.spike` skipped included.
 
+`moe/`, of a mixture of experts: its passes with the policy's weights (policy/routing.py).
+
 Of each reward function: `reward/FUNCTION/mean` of its scores, where it gave any, and as shares of what was requested
 its states. `agent/`, with an agent: means over the requested episodes (docs/agents.md). `time/generate`, `logprobs`,
 `update`, `weight_sync`, `evaluate`, `save` and `other` (with a critic also its `values` and `critic`, its updates) add

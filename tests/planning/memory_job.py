@@ -54,7 +54,8 @@ def saved_bytes(policy: Policy, tokens: int = 256) -> int:
     here = torch.cat([places[:, policy.layout.cp.rank()], places[:, -1 - policy.layout.cp.rank()]], 1).view(1, -1)
     none = torch.zeros(0, dtype=torch.int64)
     bounds = torch.arange(0, tokens * cp + 1, tokens * cp // 4, dtype=torch.int32)
-    batch = MicroBatch(torch.zeros_like(here), here, bounds, none, none, none, 0 * bounds, bounds.diff().numpy())
+    lengths, real = bounds.diff().numpy(), torch.ones_like(here[0], dtype=torch.bool)
+    batch = MicroBatch(torch.zeros_like(here), here, bounds, none, none, none, 0 * bounds, lengths, real)
     backend._mode._slow_bfloat16 = False
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         chunk.forward_packed(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import runpy
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from rank_cases import settings
 from safetensors import safe_open
 
-from dynamo_megatron.types import RolloutBatch
+from dynamo_megatron.types import RolloutBatch, no_route
 
 ROOT = Path(__file__).parents[2]
 BAR = {"float32": 1e-5, "bfloat16": 1e-1}
@@ -78,7 +79,7 @@ FAMILIES: dict[str, dict] = {
     "olmo3": {"model": {}, "algorithm": {}},
     "gemma3_text": {"model": {"tied": True}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
     "phi3": {"model": {}, "algorithm": {}},
-    "olmo2": {"model": {}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
+    "olmo2": {"model": {}, "algorithm": {"loss": {"entropy_coef": 0.01}, "kl": {"coef": 0.1}}},
     "granite": {"model": {"tied": True}, "algorithm": {}},
     # Keys' biases have no gradient where RoPE leaves them, and Adam would divide rounding by rounding.
     "glm4": {"model": {"unbiased": True}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
@@ -232,6 +233,11 @@ def on_rank(case: dict, config, layout) -> dict:
     with overlapping(case.get("overlap", False)):
         policy = Policy(spec, config, layout)
     source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
+    if (routed := spec.replayed(config.rollout)) is not None:  # random ones, that of every fifth token unknown
+        order = np.random.default_rng(0).random((spec.vocab_size, routed.layers, routed.experts)).argsort()
+        routes = order[..., : routed.topk].astype(routed.dtype)
+        routes[::5] = no_route(routed.dtype)
+        source = dataclasses.replace(source, routes=routes[source.tokens])
     each = np.ones(len(source.rewards))
     batch = TrainBatch.build(source, config, baseline=Baseline(0.4 * each, 3 * each, score_ratio=2.0))
     prepare = policy.optimizer.prepare_grads
@@ -260,7 +266,7 @@ def on_rank(case: dict, config, layout) -> dict:
         for s, rollout in enumerate(source.rollout_ids)
     }
     write_huggingface(policy, out / "hf")
-    return {"updates": updates, "tokens": tokens}
+    return {"updates": updates, "tokens": tokens, "routing": policy.routing.take() if policy.routing else {}}
 
 
 def result(folder: Path) -> dict:
@@ -304,6 +310,7 @@ def gaps(reference: Path, other: Path) -> dict[str, float]:
         x, y = tensors_of(reference / kind), tensors_of(other / kind)
         assert x.keys() == y.keys(), sorted(x.keys() ^ y.keys())
         found[name] = max(float((t - y[n]).norm() / t.norm().clamp(min=1e-12)) for n, t in x.items())
+    found["routing"] = max((abs(x - b["routing"][name]) for name, x in a["routing"].items()), default=0.0)
     sums = ("kl", "clipped", "clipped_dual", "damped", "boosted", "selected")
     found["metrics"] = max(abs(x[n] - y[n]) / max(1.0, abs(x[n])) for x, y in pairs for n in sums)
     return found

@@ -14,7 +14,7 @@ QUICK = [
     Row("llama", "TP2xPP2+SP"),
     Row("qwen3", "VPP2xPP2"),
     Row("qwen2", "CP2xTP2"),
-    Row("qwen3_moe", "EP2xPP2"),
+    Row("qwen3_moe", "EP2xPP2", recompute="full"),
     Row("qwen3_moe", "TP2+SP"),
     Row("gemma3_text", "CP2xTP2+SP"),
     Row("olmo2", "TP2xPP2+SP"),
@@ -74,7 +74,7 @@ def check(found: dict[Row, dict[str, float]]) -> None:
 
 def test_layouts_equal_one_process(tmp_path):
     check(apart(tmp_path, QUICK))
-    tokens = result(tmp_path / QUICK[3].name)["tokens"].values()  # the reference policy stays the start of the run
+    tokens = result(tmp_path / QUICK[-1].name)["tokens"].values()  # the reference policy stays the start of the run
     start = [t["logprobs"][0] for t in tokens]
     assert [t["reference"][0] for t in tokens] == start and [t["reference"][1] for t in tokens] == start
     assert [t["logprobs"][1] for t in tokens] != start

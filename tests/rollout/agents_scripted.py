@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import numpy as np
 from agents_chat import make_tokenizer
 
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
@@ -20,7 +21,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call
 
 
 class Scripted:
-    """Answers with texts in turn, each cut to the tokens asked for."""
+    """Answers with texts in turn, each cut to the tokens asked for. A token's route names the turn and its position."""
 
     def __init__(self, *texts: str, **limits):
         self.texts, self.asked = list(texts), []
@@ -28,7 +29,7 @@ class Scripted:
         self.session = Session(Episode(chat), Limits(**{**LIMITS, **limits}), self.sample, self.parse)
         self.delay, self.cancelled = 0.0, 0
 
-    async def sample(self, ids, most, stop, number):
+    async def sample(self, ids, most, stop, number, known):
         self.asked.append((ids, most, stop, number))
         text = self.texts.pop(0)
         try:
@@ -43,7 +44,8 @@ class Scripted:
         tokens = tokens if stopped else [*tokens, END]
         finish = "stop" if len(tokens) <= most else "length"
         tokens = tokens[:most]
-        return Response(tokens, [-1.0] * len(tokens), [(0, 0, len(tokens))], finish)
+        routes = np.array([[[number, place]] for place in range(known, len(ids) + len(tokens))], np.uint8)
+        return Response(tokens, [-1.0] * len(tokens), [(0, 0, len(tokens))], finish, routes=routes)
 
     async def parse(self, text, tools):
         if "<tool_call>" not in text:

@@ -26,7 +26,7 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "generator_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
 
-    async def go(work, servers, rollout, reward, seed, samples, end, data):
+    async def go(work, servers, rollout, reward, seed, samples, end, data, routes):
         async with contextlib.AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(listening(server)) for server in servers]
             config = external(urls, output=tmp_path, **rollout)
@@ -36,7 +36,7 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
             update = {"reward": config.reward.model_copy(update=own), "model": model, "seed": seed, "eval": evaluation}
             update["data"] = config.data.model_copy(update=data)
             decoder = decoder_of(load_tokenizer(str(tiny_model)))
-            generator = Generator(config.model_copy(update=update), end, VOCABULARY, stack, decoder)
+            generator = Generator(config.model_copy(update=update), end, VOCABULARY, stack, decoder, routes)
 
             async def push(version):
                 await generator.end_sync(version, dict.fromkeys(await generator.begin_sync(version)))
@@ -44,9 +44,9 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
             await generator.open()
             return await work(generator, push)
 
-    def run(
-        work, *servers, reward=MappingProxyType({}), seed=0, samples=1, end=(), data=MappingProxyType({}), **rollout
-    ):
-        return asyncio.run(go(work, servers, rollout, reward, seed, samples, end, data))
+    none = MappingProxyType({})
+
+    def run(work, *servers, reward=none, seed=0, samples=1, end=(), data=none, routes=None, **rollout):
+        return asyncio.run(go(work, servers, rollout, reward, seed, samples, end, data, routes))
 
     return run

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
 from agents_scripted import CALL, QUESTION, TOKENIZER, TOOLS, Scripted, endpoint
@@ -178,6 +179,26 @@ def test_parallel_requests_never_get_more_tokens_than_there_are():
     sampled = sum(len(turn.response.tokens) for turn in session.episode.turns)
     assert sampled <= 12 and len(session.episode.turns) > 1
     assert all(isinstance(a, dict | ChatError) for a in answers)
+
+
+def test_the_routes_of_a_segment_are_those_of_the_turns_that_its_tokens_are_from():
+    async def work(client, own, scripted):
+        messages = [*QUESTION, await own.chat(QUESTION)]
+        again = [{"role": "user", "content": "and now?"}]
+        for _ in range(2):  # the second one begins a segment with the ids of the first turn
+            await own.chat(messages + again)
+        return scripted.session.episode
+
+    episode = run(work, "seven", "eight", "nine")
+    first, second, third = (turn.response.routes for turn in episode.turns)
+    trained = episode.trained
+    assert trained.starts == [0, len(first) + len(second)] and len(trained.token_routes) == len(trained.tokens)
+    np.testing.assert_array_equal(trained.token_routes, np.concatenate([first, second, first, third]))
+    for turn in episode.turns:
+        start, end = trained.spans[turn]
+        assert {number for number, _ in trained.token_routes[start:end, 0].tolist()} == {episode.turns.index(turn)}
+    places = trained.token_routes[:, 0, 1].tolist()
+    assert places == [*range(trained.starts[1]), *range(len(places) - trained.starts[1])]
 
 
 def test_an_answer_that_nobody_waits_for_ends_and_is_not_trained():

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.messages import Message
 from dynamo_megatron.rollout.client import Response
@@ -121,6 +123,8 @@ class Episode:
             trained.starts.append(len(trained.tokens))
             parent = segment[0].place.parent
             trained.add_context([] if parent is None else parent.ids)
+            turns = segment if parent is None else [*parent.chain, *segment]
+            trained.routes += [turn.response.routes for turn in turns]
             for turn in segment:
                 trained.add_context(turn.place.context)
                 trained.spans[turn] = len(trained.tokens), len(trained.tokens) + len(turn.response.tokens)
@@ -131,13 +135,21 @@ class Episode:
 @dataclass
 class TrainedTokens:
     """Segments one after another. `mask`: 1 on what was sampled; `sampled` has its tokens, logprobs and versions.
-    `starts`: of the segments, in `tokens`. `spans`: (start, end) of what was sampled for a turn, in `tokens`."""
+    `starts`: of the segments, in `tokens`. `spans`: (start, end) of what was sampled for a turn, in `tokens`.
+    `routes`: of the turns, in the order of `tokens`."""
 
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     spans: dict[Turn, tuple[int, int]] = field(default_factory=dict)
     sampled: Response = field(default_factory=Response)
+    routes: list[np.ndarray | None] = field(default_factory=list)
+
+    @property
+    def token_routes(self) -> np.ndarray | None:
+        """As a Rollout's."""
+        known = [routes for routes in self.routes if routes is not None]
+        return np.concatenate(known) if known and len(known) == len(self.routes) else None
 
     def add_context(self, tokens: list[int]) -> None:
         self.tokens += tokens

@@ -227,6 +227,7 @@ class _Attempt:
             sampled.logprobs,
             sampled.weight_versions,
             "length" if session.reached else "stop",
+            routes=trained.token_routes,
             sequence=trained.tokens,
             mask=trained.mask,
             record=EpisodeRecord(trained.starts, self._counts, *self._said, turns),
@@ -263,7 +264,7 @@ class _Attempt:
         limit = self._agents.config.rollout.timeout_of(self._request.max_new_tokens)
         return f"{self._request.name}: no end of the episode within rollout.timeout ({limit:g} s)"
 
-    async def _sample(self, ids: list[int], most: int, stop: tuple[str, ...], number: int) -> Response:
+    async def _sample(self, ids: list[int], most: int, stop: tuple[str, ...], number: int, known: int) -> Response:
         request = self._request
         turn = Request(
             f"{request.name}.{self._number}.{number}",
@@ -276,6 +277,7 @@ class _Attempt:
             request.temperature,
             most,
             stop,
+            None if request.routes_from is None else known,
             siblings=self._turns,
             limit=self._until,
         )

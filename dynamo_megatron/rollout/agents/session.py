@@ -24,7 +24,7 @@ USED = {"model", "messages", "prompt", "tools", "tool_choice", "stop", "stream",
 # With these the answer would not be a sample of the policy, or not of the form asked for.
 REFUSED = ("response_format", "logit_bias", "logprobs", "top_logprobs", "functions", "function_call", "audio")
 
-Sample = Callable[[list[int], int, tuple[str, ...], int], Awaitable[Response]]
+Sample = Callable[[list[int], int, tuple[str, ...], int, int], Awaitable[Response]]
 ParseTools = Callable[[str, list[Message]], Awaitable[tuple[str, list[Message]]]]
 
 
@@ -44,8 +44,8 @@ class Limits:
 
 @dataclass
 class Session:
-    """`sample(token ids, most new tokens, stop texts, number of the turn)` asks a server; `parse_tools(text, tools)`
-    gives the text without tool calls, and these in OpenAI's form."""
+    """`sample(token ids, most new tokens, stop texts, number of the turn, how many of the ids a turn before had)` asks
+    a server; `parse_tools(text, tools)` gives the text without tool calls, and these in OpenAI's form."""
 
     episode: Episode
     limits: Limits
@@ -194,7 +194,8 @@ class Session:
         self._under_way += 1
         unused = new + most  # where the agent does not wait any more
         try:
-            response = await self.sample(place.ids, most, stop, number)
+            ids = place.ids
+            response = await self.sample(ids, most, stop, number, len(ids) - len(place.context))
             unused = most - len(response.tokens)
             return response
         finally:

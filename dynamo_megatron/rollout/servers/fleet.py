@@ -30,6 +30,7 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.external import External
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
 from dynamo_megatron.runtime.gpu_usage import GpuUse
+from dynamo_megatron.types import RouteShape
 
 HEALTH_EVERY = 2.0  # seconds
 ABORT_EVERY = 0.5  # seconds
@@ -99,8 +100,16 @@ class Fleet:
 
     kind = "rollout server"  # in messages
 
-    def __init__(self, config: Config, session: aiohttp.ClientSession, eos_token_ids: Sequence[int], vocab_size: int):
-        self.config, self._session = config, session
+    def __init__(
+        self,
+        config: Config,
+        session: aiohttp.ClientSession,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        routes: RouteShape | None = None,
+    ):
+        self.config, self._session, self._routes = config, session, routes
+        self._without_routes: set[str] = set()  # servers that have been noted for it
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self._servers: dict[str, Server] = {}
         self._missing: dict[str, str] = {}  # name -> why it is out; only servers that were up or failed to start
@@ -142,7 +151,7 @@ class Fleet:
             self._leave(endpoint.name, "it was restarted")
         self._final.discard(endpoint.name)  # another node may have taken it over
         rollout = self.config.rollout
-        client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size)
+        client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size, self._routes)
         gone = asyncio.get_running_loop().create_future()
         self._servers[endpoint.name] = Server(
             endpoint, client, 0 if self.version is None else None, gone, self.uses[endpoint.name]
@@ -362,6 +371,15 @@ class Fleet:
             if server.refusals >= REFUSALS:
                 why = f"it took none of {server.refusals} requests in a row; the last: {error}"
                 self.mark_failed(server.endpoint, why)
+
+    def returned_no_routes(self, server: Server) -> None:
+        """Notes it, once for each server: one of somebody else's may have been started without them."""
+        if self._routes is not None and server.name not in self._without_routes:
+            self._without_routes.add(server.name)
+            self.notes.append(
+                f"{server.name} returns no routed experts, and what it samples is trained without router replay; start "
+                "it with --enable-return-routed-experts, or set rollout.router_replay to false"
+            )
 
     def rejected(self, shares: Mapping[str, float]) -> None:
         """`shares`: the share of each server's rollouts that were rejected, since they were not sampled from the

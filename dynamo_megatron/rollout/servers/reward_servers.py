@@ -115,6 +115,7 @@ def supervisor(config: Config, names: list[str], listener: Listener, after: int 
             "memory_fraction": servers.memory_fraction,
             "api_key_env": None,
             "quantization": None,
+            "router_replay": False,
             "server_args": [*seed, *servers.server_args],
         }
     )

@@ -1,0 +1,101 @@
+"""Router replay, beside a mixture of experts of transformers that is made to route as the rollouts did."""
+
+import json
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rank_cases import run_cases, settings
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dynamo_megatron.types import Rollout, RolloutBatch
+
+PROMPT, RESPONSES = 5, (21, 1, 30, 12, 17)
+
+
+def sampled(path) -> RolloutBatch:
+    """Random rollouts with the routes and logprobs of the model in bfloat16, as a server has it."""
+    model, generator = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16),
+        torch.Generator().manual_seed(0),
+    )
+    chosen, made = [], []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+    for k, length in enumerate(RESPONSES):
+        tokens = torch.randint(0, 100, (PROMPT + length,), generator=generator)
+        chosen.clear()
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0].float().log_softmax(-1)
+        own = logprobs[PROMPT - 1 : -1].gather(1, tokens[PROMPT:, None])[:, 0].tolist()
+        routes = torch.stack(chosen, 1).numpy().astype(np.uint8)
+        routes = np.concatenate(
+            [np.full_like(routes[:1], 255), routes[:-1]]
+        )  # as rollouts have them, by the next token
+        identity, mask, spans = (f"g-{k}", "g", "p", 1), [0] * PROMPT + [1] * length, [(0, 0, length)]
+        made.append(Rollout(*identity, tokens.tolist(), mask, own, spans, "stop", 0.0, False, {}, routes=routes))
+    return RolloutBatch.from_rollouts(made)
+
+
+def forced(path, batch: RolloutBatch) -> tuple[np.ndarray, list[torch.Tensor]]:
+    """The response's logprobs in float32 along the routes of `batch`, and the gradient of their sum by each router."""
+    model, found, given = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), [], {}
+    gates = [layer.mlp.gate for layer in model.model.layers]
+
+    def force(gate, layer):
+        def forward(hidden):
+            logits, chosen = F.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight), given["routes"][:, layer]
+            scores = logits.softmax(-1).gather(1, chosen)
+            return logits, scores / scores.sum(-1, keepdim=True) if gate.norm_topk_prob else scores, chosen
+
+        gate.forward = forward
+
+    for layer, gate in enumerate(gates):
+        force(gate, layer)
+    for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        tokens = torch.from_numpy(batch.tokens[start:end])
+        given["routes"] = torch.from_numpy(batch.routes[start + 1 : end]).long()
+        logprobs = model(tokens[None, :-1]).logits[0].log_softmax(-1).gather(1, tokens[1:, None])[PROMPT - 1 :, 0]
+        logprobs.sum().backward()
+        found.append(logprobs.detach())
+    return torch.cat(found).numpy(), [gate.weight.grad for gate in gates]
+
+
+def on_rank(case: dict, config, layout) -> dict[str, float]:
+    from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy.policy import Policy
+
+    found, batch, path = {}, sampled(config.model.path), config.model.path
+    for replay in (False, True):
+        rollout = config.rollout.model_copy(update={"router_replay": replay})
+        policy = Policy(load_model_config(path), config.model_copy(update={"rollout": rollout}), layout)
+        own = policy.token_stats(batch, policy.pack(batch, [np.arange(len(RESPONSES))])).logprobs.numpy()
+        gap = float(np.abs(own - batch.engine_logprobs).mean())
+        found["with" if replay else "without"] = {"gap": gap, **policy.routing.take()}
+    policy.fit(batch, np.ones(len(RESPONSES)), 0.0)
+    logprobs, slopes = forced(path, batch)
+    gradients = [layer.mlp.router.weight.main_grad for layer in policy.chunks[0].decoder.layers]
+    errors = [float((a + b).norm() / b.norm()) for a, b in zip(gradients, slopes, strict=True)]
+    return found | {"logprobs": float(np.abs(own - logprobs).max()), "gradient": max(errors)}
+
+
+def test_the_gap_of_near_tied_routers_falls_to_that_of_rounding(make_tiny_model, tmp_path):
+    """Of these routers, whose rows are nearly alike, two choices in five are rounding. Layers are recomputed."""
+    cases = []
+    for norm in (True, False):  # of the chosen experts' probabilities
+        folder = make_tiny_model(tmp_path / str(norm), family="qwen3_moe", dtype="float32", experts=8, layers=3)
+        tensors = {name: t.bfloat16().float() for name, t in load_file(folder / "model.safetensors").items()}
+        for name in (n for n in tensors if n.endswith("mlp.gate.weight")):
+            tensors[name] = (tensors[name][:1] + tensors[name] / 256).bfloat16().float()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"norm_topk_prob": norm}))
+        one = settings(folder, {}, trainer={"micro_batch_tokens": 60, "recompute": "full"})
+        cases.append({"config": one | {"optimizer": {"clip_grad": 1e9, "warmup_steps": 0}}, "ranks": 1})
+    for ((found,),) in zip(run_cases(__file__, cases, tmp_path), strict=True):
+        print(found)
+        without, replayed = found["without"], found["with"]
+        assert replayed["moe/route_mismatch"] > 0.1 and replayed["moe/replayed"] == 1 and without["moe/replayed"] == 0
+        assert replayed["gap"] < without["gap"] / 5
+        assert found["logprobs"] < 1e-5 and found["gradient"] < 1e-4
