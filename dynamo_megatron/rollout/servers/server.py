@@ -364,7 +364,7 @@ class SGLangServer:
         ours = [str(ALONE), *([str(CPU_STAND_INS)] if on_cpu else [])]
         if self._config.quantization is not None:
             ours.append(str(FP8_PLUGINS))
-        if (file := str(self._model_config().get("model_type", ""))).isidentifier():
+        if on_cpu and (file := str(self._model_config().get("model_type", ""))).isidentifier():
             ours.append(str(MODELS))
             environment["SERVED_MODEL_FILE"] = file
             environment.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "served_models")
