@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from dynamo_megatron.algorithm.gae import value_loss
 from dynamo_megatron.models.mapping import is_finite
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch, to_device
+from dynamo_megatron.policy.head import HeadLoss
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs
-from dynamo_megatron.policy.policy import HeadLoss, Policy
+from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.types import Sequences
 
 BeginPhase = Callable[[str], object]  # of the run: moves to the device what the phase needs (weight_sync/memory.py)

@@ -8,27 +8,20 @@ of 0 Megatron does not scale them: the upstream gradient of every micro-batch is
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynamo_megatron import kernels
-from dynamo_megatron.algorithm.losses import kl_estimate, response_log_ratios
-from dynamo_megatron.algorithm.modulation import ModulationRanges
-from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
-from dynamo_megatron.algorithm.shaping import Shaped, shape_tokens
-from dynamo_megatron.algorithm.user_functions import LossInputs, custom_losses, load_loss
+from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.checkpoint.weights import model_digest
-from dynamo_megatron.config import Config, PolicyLossConfig
+from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.kernels.self_check import check_backend, check_layers
+from dynamo_megatron.kernels.self_check import check_layers
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_finite
 from dynamo_megatron.policy.batch import (
@@ -37,9 +30,9 @@ from dynamo_megatron.policy.batch import (
     SequenceCost,
     TrainBatch,
     assign_micro_batches,
-    to_device,
 )
 from dynamo_megatron.policy.frozen_models import FrozenModels
+from dynamo_megatron.policy.head import LossOfHidden, PolicyHead
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.lora import add_adapters
 from dynamo_megatron.policy.model import build_chunks
@@ -52,31 +45,12 @@ from dynamo_megatron.types import Sequences, TokenStats
 Measured = tuple[torch.Tensor, torch.Tensor]  # slots of tokens, on the CPU, and their statistics, [4, r] on the device
 
 
-class HeadLoss(NamedTuple):
-    """The loss of one micro-batch."""
-
-    loss: torch.Tensor  # scalar, whose backward pass gives the gradient of the model
-    metrics: dict[str, torch.Tensor]  # sums; `broken`: tokens whose loss by the user's function is not finite
-    stats: torch.Tensor | None = None  # [4, r], TokenStats of the rows; None: not asked for
-
-
-LossOfHidden = Callable[[MicroBatch, torch.Tensor], HeadLoss]  # from a micro-batch and its hidden rows, [r, h]
-
-
 class Gradient(NamedTuple):
     """The gradient of a mini-batch, in the policy's gradient buffers, before the optimizer's step."""
 
     inputs: PassInputs
     found: dict[str, float]  # what `Policy.update` returns; `skipped` 1: there is no gradient
     stats: TokenStats | None = None  # of the same forward pass, float32 [R]; None: they were known before
-
-
-# Values of all response tokens of a step, float32 [R] on the CPU, by their names in LossInputs, which describes them.
-StepTokens = dict[str, torch.Tensor | None]
-
-
-def _finite(*values: torch.Tensor) -> torch.Tensor:
-    return torch.stack([torch.isfinite(v) for v in values]).all(0)
 
 
 class Policy:
@@ -102,8 +76,7 @@ class Policy:
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
-        self.loss_config = config.policy_loss()
-        self.loss_function = load_loss(function) if (function := config.algorithm.loss.function) else None
+        self.head = PolicyHead(self.chunks[-1], spec, config, layout)
         if layout.device.type == "cuda":
             check_layers(layout.device, self.chunks[0].config.params_dtype)
         if layout.is_last_stage:
@@ -113,31 +86,7 @@ class Policy:
         """Once the weights are loaded, before the chunks are wrapped: a critic has another head."""
 
     def _check_head(self) -> None:
-        config, head = self.config, {name: self._head[name] for name in ("backend", "temperature", "tp_group")}
-        check_backend(
-            self._head_weight,
-            self.loss_config,
-            gradient="recompute" if self.loss_function is not None else config.kernels.gradient,
-            kl_cov=config.algorithm.loss.kl_cov is not None,
-            response_ratio=config.algorithm.loss.ratio != "token",
-            **head,
-        )
-
-    @property
-    def _head_weight(self) -> torch.Tensor:
-        """[padded vocab / tp, h], on the last stage."""
-        return self.chunks[-1].head_weight
-
-    @property
-    def _head(self) -> dict:
-        """The arguments of all head functions besides the data."""
-        return {
-            "temperature": self.config.rollout.temperature,
-            "vocab_size": self.spec.vocab_size,
-            "tp_group": self.layout.tp if self.layout.tp.size() > 1 else None,
-            "backend": self.config.kernels.backend,
-            "chunk_tokens": self.config.kernels.chunk_tokens,
-        }
+        self.head.check()
 
     def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> list[MiniBatch]:
         """Packs this rank's part of each of `mini_batches` (indices of sequences, ascending) into micro-batches."""
@@ -227,10 +176,9 @@ class Policy:
         be zeros or a row of padding."""
         source.check_tokens(self.spec.vocab_size)
         found: list[Measured] = []
-        head = self._head if temperature is None else {**self._head, "temperature": temperature}
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            stats = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **head)
+            stats = self.head.token_stats(hidden, micro_batch.labels, temperature)
             found.append((micro_batch.slots, torch.stack(stats)))
             return hidden.new_zeros(())
 
@@ -335,125 +283,11 @@ class Policy:
         given = {"batch": batch, "stats": stats, "reference_logprobs": reference_logprobs}
         given["learning_rate"] = learning_rate
         inputs = PassInputs("update", batch.rollouts, [mini_batch.members], given)
-        if self.loss_function is not None:
-            head_loss = functools.partial(self._custom_loss, tokens)
-        elif (head_loss := self._fused_loss(tokens, shaped, measures)) is None:
+        if (head_loss := self.head.loss_of(tokens, shaped, measures)) is None:
             measured = self.token_stats(batch.rollouts, [mini_batch]) if measures else None
             return Gradient(inputs, {"skipped": 1.0}, measured)
         gradient = self._gradient(inputs, mini_batch, head_loss, measures)
         return gradient._replace(found={**gradient.found, "selected": float(shaped.selected.sum())})
-
-    def _fused_loss(self, tokens: StepTokens, shaped: Shaped, measures: bool) -> LossOfHidden | None:
-        """The built-in loss of a micro-batch, with the statistics of all rows if it `measures`; None if no token can
-        give a gradient."""
-        loss, device = self.loss_config, self.layout.device
-        every_token_counts, trained = bool(loss.kl_coef or loss.entropy_coef), shaped.trained
-        if not (shaped.weights != 0 if every_token_counts else trained).any():
-            return None
-        ranges = shaped.ranges and ModulationRanges(*(to_device(r, device) for r in shaped.ranges))
-        whole_sequences = loss.modulation is not None and (
-            loss.modulation.scope == "micro_batch" or loss.modulation.expectation == "sequence_mean"
-        )
-
-        def policy_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
-            slots, labels, every, log_ratios = micro_batch.slots, micro_batch.labels, hidden, None
-            if tokens["old_logprobs"] is not None:
-                log_ratios = self._response_log_ratios(micro_batch, hidden, tokens["old_logprobs"][slots])
-            taken, rows, here = slice(None), slice(None), slots
-            if not every_token_counts and not whole_sequences:
-                taken = trained[slots].nonzero()[:, 0]  # tokens without gradient never reach the head's GEMM
-                rows, here = to_device(taken, device), slots[taken]
-                hidden = hidden[rows]
-            names = ("advantages", "old_logprobs", "weights", "reference_logprobs")
-            *constants, reference, old_kl_coef = (
-                None if v is None else to_device(v[here], device)
-                for v in (*(tokens[name] for name in names), shaped.old_kl_coef)
-            )
-            measured, correction = None, self.config.algorithm.rollout_correction
-            if measures and correction is not None:
-                measured = kernels.token_stats(every, self._head_weight, labels, **self._head)
-                engine = to_device(tokens["engine_logprobs"][slots], device)
-                gap, of_rows = measured.logprobs.double() - engine, self._responses(micro_batch)
-                ratios = importance_ratios(gap, level=correction.level, **of_rows)
-                constants[2] = constants[2] * correction_weights(ratios, correction)[rows].to(constants[2].dtype)
-            output = kernels.policy_loss(
-                hidden,
-                self._head_weight,
-                labels[taken],
-                *constants,
-                loss,
-                ref_logprobs=reference,
-                old_kl_coef=old_kl_coef,
-                log_ratios=None if log_ratios is None else log_ratios[rows],
-                ranges=ranges,
-                cu_seqlens=micro_batch.response_bounds if whole_sequences else None,
-                gradient=self.config.kernels.gradient,
-                **self._head,
-            )
-            if not measures:
-                return HeadLoss(output.loss, output.metrics)
-            stats = torch.stack(output.stats if measured is None else measured)
-            if stats.shape[1] < len(slots):
-                left = (~trained[slots]).nonzero()[:, 0]
-                others = to_device(left, device)
-                rest = kernels.token_stats(every[others], self._head_weight, labels[left], **self._head)
-                found = stats.new_empty(len(stats), len(slots))
-                found[:, rows], found[:, others] = stats, torch.stack(rest)
-                stats = found
-            return HeadLoss(output.loss, output.metrics, stats)
-
-        return policy_loss
-
-    def _custom_loss(self, tokens: StepTokens, micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
-        """The user's function's loss of all response tokens; it need not be 0 for tokens whose advantage is 0. Adds the
-        KL term unless kl.where is `function`. Raises UserCodeError."""
-        kl, slots = self.config.algorithm.kl, micro_batch.slots
-        head = kernels.token_logprobs(hidden, self._head_weight, micro_batch.labels, **self._head)
-        logprobs = head.logprobs.detach().requires_grad_()
-        here = {name: None if t is None else to_device(t[slots], logprobs.device) for name, t in tokens.items()}
-        inputs = LossInputs(
-            logprobs=logprobs,
-            entropy=head.entropy.detach(),
-            response=micro_batch.response,
-            kl_coef=kl.coef if kl.where == "function" else 0.0,
-            **here,
-        )
-        given = _finite(*(v for v in vars(inputs).values() if isinstance(v, torch.Tensor)))
-        weights, reference = inputs.weights.clone(), inputs.reference_logprobs
-        loss = gradient = logprobs.detach()
-        if len(loss):
-            loss, gradient = custom_losses(self.loss_function, inputs)
-        metrics = {"broken": (given & ~_finite(loss, gradient)).sum()}
-        if reference is not None:
-            with torch.enable_grad():
-                estimate = kl_estimate(logprobs, reference, kl.kind)
-                (slope,) = torch.autograd.grad((weights * estimate).sum(), logprobs)
-            metrics["kl"] = estimate.detach().sum()
-            if kl.where == "loss":
-                loss, gradient = loss + kl.coef * estimate.detach(), gradient + kl.coef * slope
-        metrics["loss"] = (weights * loss).sum().to(logprobs.dtype)
-        # The value is metrics["loss"]; the derivative with respect to head.logprobs is `gradient`.
-        return HeadLoss(metrics["loss"] + (gradient * (head.logprobs - logprobs.detach())).sum(), metrics)
-
-    @torch.no_grad()
-    def _response_log_ratios(
-        self, micro_batch: MicroBatch, hidden: torch.Tensor, old_logprobs: torch.Tensor
-    ) -> torch.Tensor | None:
-        """[r] the log ratio of each row's response, over all context-parallel ranks; None with `loss.ratio: token`.
-
-        One more pass through the head (a GEMM), since no token's loss is known before its whole response's logprobs.
-        """
-        ratio = self.config.algorithm.loss.ratio
-        if ratio == "token":
-            return None
-        logprobs = kernels.token_stats(hidden, self._head_weight, micro_batch.labels, **self._head).logprobs
-        difference = logprobs - to_device(old_logprobs, logprobs.device)
-        return response_log_ratios(difference, ratio=ratio, **self._responses(micro_batch))
-
-    def _responses(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """The rows of each of the micro-batch's responses here, and what adds up over context-parallel ranks."""
-        add_up = functools.partial(dist.all_reduce, group=self.layout.cp) if self.layout.cp.size() > 1 else None
-        return {"lengths": micro_batch.response_bounds.diff().long(), "add_up": add_up}
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
         """One optimizer step on the cross-entropy of the responses. `weights`: float [S], of each token of a response.
@@ -465,25 +299,7 @@ class Policy:
         rows = [np.arange(len(weights))]
         (mini_batch,) = self.pack(sequences, rows)
         inputs = PassInputs("fit", sequences, rows, {"weights": weights, "learning_rate": learning_rate})
-        per_token = torch.from_numpy(sequences.per_token(weights)).float()
-        head = {**self._head, "temperature": 1.0}
-
-        def cross_entropy(micro_batch: MicroBatch, hidden: torch.Tensor) -> HeadLoss:
-            weight = to_device(per_token[micro_batch.slots], self.layout.device)
-            # On-policy with an advantage of 1, the policy gradient is the cross-entropy's.
-            output = kernels.policy_loss(
-                hidden,
-                self._head_weight,
-                micro_batch.labels,
-                torch.ones_like(weight),
-                None,
-                weight,
-                PolicyLossConfig(),
-                gradient=self.config.kernels.gradient,
-                **head,
-            )
-            return HeadLoss(output.loss, {"loss": -(weight * output.stats.logprobs).sum()})
-
+        cross_entropy = self.head.cross_entropy(torch.from_numpy(sequences.per_token(weights)).float())
         return self.step(self._gradient(inputs, mini_batch, cross_entropy))
 
     def _gradient(
@@ -520,10 +336,10 @@ class Policy:
             what = f"loss {result['loss']:g}, gradient norm {grad_norm:g} before the optimizer step"
             if result["broken"]:
                 tokens = f"{result['broken']:g} tokens a loss or derivative that is NaN or infinite"
-                what = f"{self.loss_function.name} gave {tokens}: {what}"
+                what = f"{self.head.loss_function.name} gave {tokens}: {what}"
             raise self._non_finite("; ".join([what, *inputs.faults()]), inputs)
         corrected = measures and self.config.algorithm.rollout_correction is not None  # all weights may be 0
-        if grad_norm == 0 and (corrected or self.loss_function is not None):
+        if grad_norm == 0 and (corrected or self.head.loss_function is not None):
             result["skipped"] = 1.0
         return Gradient(inputs, result, stats)
 

@@ -132,7 +132,7 @@ def wrong_functions(config: dict, layout) -> dict[str, str]:
     before, found = weights_of(policy), {}
 
     def update(name: str, function: str, advantages: np.ndarray) -> None:
-        policy.loss_function = load_loss(f"test_custom_functions:{function}")
+        policy.head.loss_function = load_loss(f"test_custom_functions:{function}")
         given = TrainBatch(batch.rollouts, advantages, batch.mini_batch, batch.weights)
         try:
             found[name] = str(policy.update(given, mini, stats, None, 1e-3)["skipped"])
