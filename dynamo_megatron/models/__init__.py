@@ -166,7 +166,7 @@ def olmo3(config: Mapping[str, Any]) -> ModelSpec:
     """OLMo 3: OLMo 2 with a window in three of four layers, to which scaled RoPE does not apply."""
     _require(config, "rms_norm_eps")
     if config.get("rope_parameters") is not None or config.get("rope_theta") != OLMO3_THETA:
-        raise InputError(  # SGLang would take 10000 for the first, transformers its default for the second
+        raise InputError(  # SGLang reads no rope_parameters, and transformers no rope_theta for layers with a window
             f"rope_parameters: SGLang and transformers agree on an OLMo 3's RoPE only with rope_theta {OLMO3_THETA:g} "
             "and, where it is scaled, rope_scaling; write those, as the published models have them"
         )

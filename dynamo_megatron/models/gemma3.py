@@ -23,6 +23,7 @@ LAYER = {
     "mlp_bda.norm.weight": ("post_feedforward_layernorm.weight",),
 }
 ACTIVATION = "gelu_pytorch_tanh"
+KINDS = ("full_attention", "sliding_attention")
 ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq")
 
 
@@ -31,9 +32,7 @@ def gemma3_text(config: Mapping[str, Any]) -> ModelSpec:
     if config.get("hidden_activation", ACTIVATION) != ACTIVATION:
         raise InputError(f"hidden_activation: {config['hidden_activation']!r} is not supported, only {ACTIVATION!r}")
     pattern, layers = integer(config, "sliding_window_pattern", 6), integer(config, "num_hidden_layers")
-    windows = read_windows(
-        config, ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
-    )
+    windows = read_windows(config, [KINDS[(i + 1) % pattern > 0] for i in range(layers)])
     everywhere, local = _ropes(config)
     theta, scaling = read_rope(local, 1)
     spec = decoder_spec(
@@ -51,7 +50,7 @@ def gemma3_text(config: Mapping[str, Any]) -> ModelSpec:
     return replace(
         spec,
         attention_scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
-        embedding_scale=spec.hidden_size**0.5,
+        embedding_scale=spec.hidden_size**0.5,  # as SGLang has it; transformers rounds it to the weights' dtype
         local_rope_theta=theta if windows else None,
         zero_centered_norms=True,
     )
@@ -66,10 +65,10 @@ def _ropes(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         scaling = config.get("rope_scaling")
         old = {"rope_theta": number(config, "rope_theta", 1e6)} | ({"rope_scaling": scaling} if scaling else {})
         return others | old, {"rope_theta": number(config, "rope_local_base_freq", 1e4)}
-    kinds = {"full_attention", "sliding_attention"}
-    if not isinstance(both, dict) or both.keys() != kinds or any("rope_theta" not in (p or ()) for p in both.values()):
-        raise InputError(f"rope_parameters: {both!r} is not a set with rope_theta for each of {', '.join(kinds)}")
+    sets = [both.get(kind) for kind in KINDS] if isinstance(both, dict) and len(both) == len(KINDS) else []
+    if not sets or not all(isinstance(one, dict) and "rope_theta" in one for one in sets):
+        raise InputError(f"rope_parameters: {both!r} is not a set with rope_theta for each of {', '.join(KINDS)}")
     for key in ROPE[1:]:
         if config.get(key) is not None:
             raise InputError(f"{key}: given beside rope_parameters, which has one for each kind of layer; remove it")
-    return others | {"rope_parameters": both["full_attention"]}, {"rope_parameters": both["sliding_attention"]}
+    return others | {"rope_parameters": sets[0]}, {"rope_parameters": sets[1]}
