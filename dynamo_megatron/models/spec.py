@@ -266,8 +266,8 @@ def read_rope(config: Mapping[str, Any], max_positions: int, share: float = 1.0)
             "remove one of them"
         )
     for holder in (config, part):
-        if (given := holder.get("partial_rotary_factor")) not in (None, share):
-            raise InputError(f"partial_rotary_factor: {given!r} is not supported, only {share}")
+        if (factor := holder.get("partial_rotary_factor")) not in (None, share):
+            raise InputError(f"partial_rotary_factor: {factor!r} is not supported, only {share}")
     kind = part.get("rope_type", part.get("type", "default"))
     if part.get("type", kind) != kind:
         raise InputError(f"{where}: type {part['type']!r} contradicts rope_type {kind!r}; remove one of them")
