@@ -271,7 +271,8 @@ class Sequences:
     # int64 [G], ascending: indices in `tokens` where segments begin; None: one segment per sequence
     segment_starts: np.ndarray | None = field(default=None, kw_only=True)
     # uint8 or uint16 [T, layers, topk]: the experts that the token before was routed to, from which this one was
-    # predicted; `no_route` for the first token of a segment, and where they are not known; None: nowhere known
+    # predicted; `no_route` for the first token of a segment, and where they are not known; one expert several times, as
+    # SGLang has it for a layer without a router, is no route either; None: nowhere known
     routes: np.ndarray | None = field(default=None, kw_only=True)
 
     @property

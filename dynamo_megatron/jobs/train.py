@@ -65,14 +65,13 @@ class TrainJob(Job):
         spec = load_model_config(config.model.path, config.model.family)
         limit = max_prompt_length(config, spec)
         check_served(spec, config.model.max_length or spec.max_positions)
-        transport, routes = check_node(config), spec.replayed(config.rollout)
-        replay = {"router replay": "off" if routes is None else f"on, {routes.token_bytes} bytes a token"}
+        transport = check_node(config)
         return {
             **derived,
-            **(replay if spec.num_experts else {}),
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
             "weights to servers": f"{transport}, buckets of {config.rollout.sync.bucket_bytes / 2**20:g} MiB",
             **self._servers(),
+            **self._router_replay(spec),
             "rollouts a step": f"{config.rollout_budget} for {config.batch_prompts} prompts, "
             f"{config.algorithm.loss.mini_batches} updates",
         }
@@ -85,6 +84,12 @@ class TrainJob(Job):
         here = max(1, rollout.servers // training_nodes())
         threads = "" if cuda_available() else f", threads of each rank: {cpu_threads(rollout, here)}"
         return {"servers": f"{rollout.servers} of {rollout.tp} ranks, {rollout.placement}{weights}{threads}"}
+
+    def _router_replay(self, spec: ModelSpec) -> dict[str, str]:
+        if not spec.num_experts:
+            return {}
+        routes = spec.replayed(self.config.rollout)
+        return {"router replay": "off" if routes is None else f"on, {routes.token_bytes} bytes a token"}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config

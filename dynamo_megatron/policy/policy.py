@@ -66,12 +66,12 @@ class Policy:
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
         self.chunks = build_chunks(spec, config, layout)
-        self.routing = ExpertRouting(self.chunks, spec, layout) if spec.num_experts else None
         self._frozen = FrozenModels(self.chunks, spec, config, layout)
         self.base_digest: str | None = None  # of the weights that adapters are beside
         if config.model.lora is not None:
             self.base_digest = model_digest(config.model.path, spec, layout)
             add_adapters(self.chunks, config.model.lora, config.seed)
+        self.routing = ExpertRouting(self.chunks, spec, layout) if spec.num_experts else None
         self._prepare_head()
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)

@@ -80,6 +80,8 @@ class ExpertRouting:
         self._counts = torch.zeros(shape, dtype=torch.int64, device=layout.device)
         for chunk in chunks:
             for number, layer in enumerate(chunk.decoder.layers, chunk.layer_offset):
+                if not hasattr(layer.mlp, "router"):  # a mixture of experts may begin with dense layers
+                    continue
                 layer.mlp.router.router_replay = replay = Replay(number, self._counts[number])
                 layer.register_forward_pre_hook(replay.before_layer, with_kwargs=True)
 
@@ -100,9 +102,11 @@ class ExpertRouting:
         counts = self._counts.to("cpu", copy=True)
         self._counts.zero_()
         dist.all_reduce(counts, group=self._layout.host)
-        load = counts[:, :MISMATCHED].double()
-        peak = load.amax(1) / load.mean(1).clamp(min=1)
         mismatched, replayed, tokens = (int(counts[:, column].sum()) for column in (MISMATCHED, REPLAYED, TOKENS))
+        if not tokens:
+            return {}
+        load = counts[counts[:, TOKENS] > 0, :MISMATCHED].double()
+        peak = load.amax(1) / load.mean(1)
         metrics = {"moe/load_max": float(peak.max()), "moe/load_mean": float(peak.mean())}
-        metrics["moe/replayed"] = replayed / max(1, tokens)
+        metrics["moe/replayed"] = replayed / tokens
         return metrics | ({"moe/route_mismatch": mismatched / replayed} if replayed else {})

@@ -233,10 +233,10 @@ def on_rank(case: dict, config, layout) -> dict:
     with overlapping(case.get("overlap", False)):
         policy = Policy(spec, config, layout)
     source = rollouts(spec.vocab_size, case["seed"], case.get("order_seed"))
-    if (routed := spec.replayed(config.rollout)) is not None:  # random ones, that of every fifth token unknown
+    if (routed := spec.replayed(config.rollout)) is not None:  # random ones, those of two tokens in five unknown
         order = np.random.default_rng(0).random((spec.vocab_size, routed.layers, routed.experts)).argsort()
         routes = order[..., : routed.topk].astype(routed.dtype)
-        routes[::5] = no_route(routed.dtype)
+        routes[::5], routes[1::5] = no_route(routed.dtype), 0
         source = dataclasses.replace(source, routes=routes[source.tokens])
     each = np.ones(len(source.rewards))
     batch = TrainBatch.build(source, config, baseline=Baseline(0.4 * each, 3 * each, score_ratio=2.0))
