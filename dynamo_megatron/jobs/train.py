@@ -62,7 +62,7 @@ class TrainJob(Job):
     def check(self, ranks: int) -> dict[str, Any]:
         config = self.config
         derived = super().check(ranks)
-        spec = load_model_config(config.model.path, config.model.family)
+        spec = load_model_config(config.model.path, config.model.family, config.model.source)
         limit = max_prompt_length(config, spec)
         check_served(spec)
         transport = check_node(config)

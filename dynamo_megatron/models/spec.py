@@ -30,6 +30,16 @@ DENSE_LAYER = {
 
 
 @dataclass(frozen=True)
+class Bridged:
+    """Of a model that Megatron-Bridge builds: the folder's tensors, and what a rank learns when it builds its part."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    # Megatron's parameters of the whole model -> the tensors that each is made of; empty before the model is built
+    parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sharded: set[str] = field(default_factory=set)  # of these, those that tensor-parallel ranks cut
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder: SwiGLU (or experts of it), RMSNorm, RoPE, grouped-query attention."""
 
@@ -60,10 +70,11 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of the output of attention and MLP, before it is added to the residual
     logit_scale: float = 1.0
+    bridged: Bridged | None = field(default=None, repr=False, hash=False)  # None: a family of ours
 
     def dimensions(self) -> dict[str, Any]:
         """The fields that determine what the model computes, as plain data that survives JSON."""
-        plain = {key: value for key, value in vars(self).items() if key != "layer_names"}
+        plain = {key: value for key, value in vars(self).items() if key not in ("layer_names", "bridged")}
         return plain | {"rope_scaling": dict(self.rope_scaling)}
 
     def padded_vocab(self, tp: int) -> int:

@@ -26,7 +26,7 @@ def model_spec(config: Config) -> tuple[ModelSpec, str]:
     shape = published_config(path)
     if Path(path).is_dir() or shape is None:
         try:
-            return load_model_config(path, family), f"{path}/config.json"
+            return load_model_config(path, family, config.model.source), f"{path}/config.json"
         except ValueError as error:
             known = "" if Path(path).is_dir() else f"; shapes known without a folder: {', '.join(PUBLISHED)}"
             raise ConfigError(f"{error}{known}") from None

@@ -40,7 +40,7 @@ from dynamo_megatron.policy.batch import (
 from dynamo_megatron.policy.frozen_models import FrozenModels
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.lora import add_adapters
-from dynamo_megatron.policy.model import build_chunks
+from dynamo_megatron.policy.model import PolicyModel, build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.spikes import Spikes
@@ -57,6 +57,7 @@ class HeadLoss(NamedTuple):
     stats: torch.Tensor | None = None  # [4, r], TokenStats of the rows; None: not asked for
 
 
+Build = Callable[[ModelSpec, Config, Layout], list[PolicyModel]]
 LossOfHidden = Callable[[MicroBatch, torch.Tensor], HeadLoss]  # from a micro-batch and its hidden rows, [r, h]
 
 
@@ -80,15 +81,15 @@ class Policy:
     """One rank's part of the policy. Raises ValueError if model folder and layout do not fit each other.
 
     `chunks`: the layers that this rank holds; with interleaved pipeline stages `parallel.vpp` chunks, which are not
-    adjacent in the model. `ddp` wraps the chunks, in the same order.
+    adjacent in the model. `ddp` wraps the chunks, in the same order. `build` makes them.
     """
 
     settings = "optimizer"  # the configuration's section of the optimizer, for messages
 
-    def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
+    def __init__(self, spec: ModelSpec, config: Config, layout: Layout, build: Build = build_chunks):
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
-        self.chunks = build_chunks(spec, config, layout)
+        self.chunks = build(spec, config, layout)
         self._frozen = FrozenModels(self.chunks, spec, config, layout)
         self.base_digest: str | None = None  # of the weights that adapters are beside
         if config.model.lora is not None:

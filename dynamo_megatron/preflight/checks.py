@@ -87,7 +87,7 @@ class Subject:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return load_model_config(self.config.model.path, self.config.model.family)
+        return load_model_config(self.config.model.path, self.config.model.family, self.config.model.source)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
