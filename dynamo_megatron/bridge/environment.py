@@ -52,8 +52,13 @@ def prepare() -> None:
     if "transformer_engine" in absent:
         _put_in_place()
     logging.getLogger("megatron.bridge").setLevel(logging.ERROR)  # it tells of every tensor that has no place
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
     import megatron.bridge  # noqa: F401
 
+    root.setLevel(before[0])  # Bridge has everything logged
+    root.handlers[:] = before[1]
     for name in absent:
         del sys.modules[name]
 

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -87,6 +88,7 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, **option
         "moe_shared_expert_overlap": False,
         "moe_grouped_gemm": True,
         "moe_permute_fusion": cuda,
+        "bias_activation_fusion": provider.activation_func is not F.gelu,  # the fused one is an approximation
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from dynamo_megatron.config.contradictions import (
+    bridge_faults,
     critic_faults,
     quantization_faults,
     sequential_faults,
@@ -392,6 +393,7 @@ class Config(Section):
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.rollout.agent is not None and self.data.template != "chat":
             yield "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
+        yield from bridge_faults(self)
         if not training:
             return
         yield from staleness_faults(self)
