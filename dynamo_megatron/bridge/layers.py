@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -119,6 +120,7 @@ class _GroupedLinear(torch.nn.Module):
     def __init__(self, num_gemms, input_size, output_size, *, config, bias, skip_bias_add, pg_collection, **_):
         super().__init__()
         assert get_pg_size(pg_collection.expt_tp) == 1, "experts are not cut"
+        self.groups = pg_collection
         self.num_gemms, self.config, self.use_bias, self.skip_bias_add = num_gemms, config, bias, skip_bias_add
         for e in range(num_gemms):
             weight = torch.empty(output_size, input_size, dtype=config.params_dtype)
@@ -134,6 +136,27 @@ class _GroupedLinear(torch.nn.Module):
         parts = x.split([int(n) for n in m_splits])
         outputs = [F.linear(part, getattr(self, f"weight{e}"), added[e]) for e, part in enumerate(parts)]
         return torch.cat(outputs), biases if self.skip_bias_add else None
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
+        """By the names that experts have when they are not grouped, as TransformerEngine's."""
+        result = {}
+        count = self.groups.ep.size() * self.num_gemms
+        for e in range(self.num_gemms):
+            kinds = ("weight", "bias") if self.use_bias else ("weight",)
+            place = (len(sharded_offsets), self.groups.ep.rank() * self.num_gemms + e, count)
+            sharded = make_sharded_tensors_for_checkpoint(
+                {f"{e}.{kind}": getattr(self, f"{kind}{e}") for kind in kinds},
+                "",
+                {},
+                (*sharded_offsets, place),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(sharded, f"{e}.", prefix)
+            for tensor in sharded.values():
+                tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
+            result |= {f"{prefix}{kind}{e}": sharded[f"{e}.{kind}"] for kind in kinds}
+        return result
 
 
 class TEColumnParallelGroupedLinear(_GroupedLinear):

@@ -88,7 +88,7 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, **option
         "moe_shared_expert_overlap": False,
         "moe_grouped_gemm": True,
         "moe_permute_fusion": cuda,
-        "bias_activation_fusion": provider.activation_func is not F.gelu,  # the fused one is an approximation
+        "bias_activation_fusion": provider.bias_activation_fusion and provider.activation_func is not F.gelu,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
