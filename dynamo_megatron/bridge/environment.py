@@ -99,7 +99,7 @@ def _put_in_place() -> None:
     from dynamo_megatron.bridge import layers
 
     megatron.core.utils._te_version = Version("2.9.0")
-    put = {name: getattr(layers, name) for name in layers.__all__} | {"HAVE_TE": True, "FP8GlobalStateManager": None}
+    put = {**layers.STAND_INS, "HAVE_TE": True, "FP8GlobalStateManager": None}
     for name, value in put.items():
         setattr(extension, name, value)
     import megatron.core.models.gpt.gpt_layer_specs as specs

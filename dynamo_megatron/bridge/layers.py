@@ -6,109 +6,75 @@ import math
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
-from megatron.core.utils import get_pg_size
-
-__all__ = [
-    "TEColumnParallelGroupedLinear",
-    "TEColumnParallelLinear",
-    "TEDotProductAttention",
-    "TELayerNormColumnParallelLinear",
-    "TELinear",
-    "TENorm",
-    "TERowParallelGroupedLinear",
-    "TERowParallelLinear",
-]
 
 
-def _sharded(module: torch.nn.Module, axes: dict[str, int], prefix, sharded_offsets, metadata) -> dict:
+def _sharded(module, axes: dict[str, int], prefix: str, offsets: tuple, metadata, group=None) -> dict:
+    values = module if isinstance(module, dict) else module.state_dict(prefix="", keep_vars=True)
+    groups = {"tp_group": group or parallel_state.get_tensor_model_parallel_group()}
     return make_sharded_tensors_for_checkpoint(
-        module.state_dict(prefix="", keep_vars=True),
-        prefix,
-        axes,
-        sharded_offsets,
-        tp_group=module.tp_group,
-        dp_cp_group=metadata["dp_cp_group"],
+        values, prefix, axes, offsets, **groups, dp_cp_group=metadata["dp_cp_group"]
     )
 
 
-def _normalize(x, weight, bias, config, eps: float) -> torch.Tensor:
-    if config.layernorm_zero_centered_gamma:
-        weight = weight + 1
-    if config.normalization == "LayerNorm":
-        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).type_as(x)
-    return (F.rms_norm(x.float(), weight.shape, None, eps) * weight.float()).type_as(x)
+def _norm_weight(size: int, config) -> torch.nn.Parameter:
+    assert config.normalization == "RMSNorm", f"{config.normalization} has no stand-in"
+    weight = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype))
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
 
 
-class _Norm(torch.nn.Module):
-    def __init__(self, config, hidden_size: int, eps: float):
+def _normalize(x: torch.Tensor, weight: torch.Tensor, config, eps: float) -> torch.Tensor:
+    weight = weight.float() + 1 if config.layernorm_zero_centered_gamma else weight.float()
+    return (F.rms_norm(x.float(), weight.shape, None, eps) * weight).type_as(x)
+
+
+class TENorm(torch.nn.Module):
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
-        self.config, self.eps = config, eps
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.bias = None
-        if config.normalization == "LayerNorm":
-            self.bias = torch.nn.Parameter(torch.empty_like(self.weight))
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+        self.config, self.eps, self.weight = config, eps, _norm_weight(hidden_size, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _normalize(x, self.weight, self.bias, self.config, self.eps)
-
-
-class TENorm:
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> _Norm:
-        assert config.normalization in ("LayerNorm", "RMSNorm")
-        return _Norm(config, hidden_size, eps)
+        return _normalize(x, self.weight, self.config, self.eps)
 
 
 class TELinear(torch.nn.Module):
     """Not cut: every tensor-parallel rank has all of it."""
 
-    def __init__(self, input_size, output_size, *, parallel_mode, config, init_method, bias, skip_bias_add, **_):
+    parallel_mode = None
+
+    def __init__(self, input_size, output_size, *, parallel_mode, config, bias, **_):
         super().__init__()
         assert parallel_mode in (None, "duplicated") and not bias
-        self.config, self.parallel_mode = config, None
-        self.tp_group = None
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.weight.tensor_model_parallel = False
+        self.weight.sequence_parallel, self.weight.tensor_model_parallel = config.sequence_parallel, False
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-
-        self.tp_group = get_tensor_model_parallel_group()
         return _sharded(self, {}, prefix, sharded_offsets, metadata)
 
 
 class TEColumnParallelLinear(ColumnParallelLinear):
-    def __init__(self, *args, name=None, **options):
-        super().__init__(*args, **options)
+    pass
 
 
 class TERowParallelLinear(RowParallelLinear):
-    def __init__(self, *args, name=None, **options):
-        super().__init__(*args, **options)
+    pass
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
-    def __init__(self, input_size, output_size, *, config, name=None, **options):
+    def __init__(self, input_size, output_size, *, config, **options):
         super().__init__(input_size, output_size, config=config, **options)
-        self.layer_norm_weight = torch.nn.Parameter(torch.empty(input_size, dtype=config.params_dtype))
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
-        self.layer_norm_bias = None
-        if config.normalization == "LayerNorm":
-            self.layer_norm_bias = torch.nn.Parameter(torch.empty_like(self.layer_norm_weight))
-            self.layer_norm_bias.sequence_parallel = config.sequence_parallel
+        self.layer_norm_weight = _norm_weight(input_size, config)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        norm = self.layer_norm_weight, self.layer_norm_bias, self.config, self.config.layernorm_epsilon
-        return super().forward(_normalize(x, *norm))
+        return super().forward(_normalize(x, self.layer_norm_weight, self.config, self.config.layernorm_epsilon))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
         return _sharded(self, {"weight": 0, "bias": 0}, prefix, sharded_offsets, metadata)
@@ -119,39 +85,30 @@ class _GroupedLinear(torch.nn.Module):
 
     def __init__(self, num_gemms, input_size, output_size, *, config, bias, skip_bias_add, pg_collection, **_):
         super().__init__()
-        assert get_pg_size(pg_collection.expt_tp) == 1, "experts are not cut"
-        self.groups = pg_collection
-        self.num_gemms, self.config, self.use_bias, self.skip_bias_add = num_gemms, config, bias, skip_bias_add
-        for e in range(num_gemms):
+        assert pg_collection.expt_tp.size() == 1, "experts are not cut"
+        self.experts, self.bias, self.skip_bias_add, self.groups = range(num_gemms), bias, skip_bias_add, pg_collection
+        for e in self.experts:
             weight = torch.empty(output_size, input_size, dtype=config.params_dtype)
             self.register_parameter(f"weight{e}", torch.nn.Parameter(weight))
             if bias:
                 self.register_parameter(f"bias{e}", torch.nn.Parameter(weight.new_empty(output_size)))
-        for parameter in self.parameters():
-            parameter.allreduce = False
 
     def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        biases = [getattr(self, f"bias{e}") for e in range(self.num_gemms)] if self.use_bias else None
-        added = [None] * self.num_gemms if biases is None or self.skip_bias_add else biases
-        parts = x.split([int(n) for n in m_splits])
-        outputs = [F.linear(part, getattr(self, f"weight{e}"), added[e]) for e, part in enumerate(parts)]
-        return torch.cat(outputs), biases if self.skip_bias_add else None
+        biases = [getattr(self, f"bias{e}", None) for e in self.experts]
+        parts = zip(self.experts, x.split([int(n) for n in m_splits]), strict=True)
+        outputs = [
+            F.linear(part, getattr(self, f"weight{e}"), None if self.skip_bias_add else biases[e]) for e, part in parts
+        ]
+        return torch.cat(outputs), biases if self.bias and self.skip_bias_add else None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
         """By the names that experts have when they are not grouped, as TransformerEngine's."""
-        result = {}
-        count = self.groups.ep.size() * self.num_gemms
-        for e in range(self.num_gemms):
-            kinds = ("weight", "bias") if self.use_bias else ("weight",)
-            place = (len(sharded_offsets), self.groups.ep.rank() * self.num_gemms + e, count)
-            sharded = make_sharded_tensors_for_checkpoint(
-                {f"{e}.{kind}": getattr(self, f"{kind}{e}") for kind in kinds},
-                "",
-                {},
-                (*sharded_offsets, place),
-                tp_group=self.groups.expt_tp,
-                dp_cp_group=metadata["dp_cp_group"],
-            )
+        result, here = {}, len(self.experts)
+        kinds = ("weight", "bias") if self.bias else ("weight",)
+        for e in self.experts:
+            place = (len(sharded_offsets), self.groups.ep.rank() * here + e, self.groups.ep.size() * here)
+            values = {f"{e}.{kind}": getattr(self, f"{kind}{e}") for kind in kinds}
+            sharded = _sharded(values, {}, "", (*sharded_offsets, place), metadata, self.groups.expt_tp)
             replace_prefix_for_sharding(sharded, f"{e}.", prefix)
             for tensor in sharded.values():
                 tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
@@ -168,51 +125,34 @@ class TERowParallelGroupedLinear(_GroupedLinear):
 
 
 class TEDotProductAttention(torch.nn.Module):
-    """Causal attention, packed (thd) or not (sbhd), with a window and with sinks."""
+    """Causal attention of packed sequences, with a window and with sinks: query [t, heads, d] -> [t, heads * d]."""
 
-    def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        softmax_scale=None,
-        k_channels=None,
-        v_channels=None,
-        pg_collection=None,
-        **_,
-    ):
+    def __init__(self, config, layer_number, *_, softmax_scale=None, k_channels=None, pg_collection=None, **__):
         super().__init__()
         assert config.attention_dropout == 0.0 and config.context_parallel_size == 1
-        self.config, self.tp_group = config, pg_collection.tp
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
-        self.window = None  # keys before a query's own that it sees
+        self.window = math.inf  # keys before a query's own that it sees
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = config.window_size[0]
         self.softmax_offset = None
+        assert config.softmax_type in ("vanilla", "learnable"), f"softmax_type {config.softmax_type} has no stand-in"
         if config.softmax_type == "learnable":
-            heads = config.num_attention_heads // get_pg_size(pg_collection.tp)
+            heads = config.num_attention_heads // pg_collection.tp.size()
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-        else:
-            assert config.softmax_type == "vanilla"
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_):
-        if packed_seq_params is None:  # [s, b, heads, d]
-            sequences = [self._attend(*(x[:, b] for x in (query, key, value))) for b in range(query.shape[1])]
-            return torch.stack(sequences, dim=1)
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, *, packed_seq_params, **_):
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         packed = (x.reshape(x.shape[0], *x.shape[-2:]).split(lengths) for x in (query, key, value))
         return torch.cat([self._attend(*segment) for segment in zip(*packed, strict=True)])
 
     def _attend(self, query, key, value) -> torch.Tensor:
-        """[s, heads, d] -> [s, heads * d] of one sequence."""
         length, heads, _ = query.shape
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(heads // x.shape[0], dim=0) for x in (k, v))
         distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        seen = distance >= 0 if self.window is None else (distance >= 0) & (distance <= self.window)
-        scores = (q @ k.transpose(1, 2) * self.scale).float().masked_fill(~seen, -math.inf)
+        hidden = (distance < 0) | (distance > self.window)
+        scores = (q @ k.transpose(1, 2) * self.scale).float().masked_fill(hidden, -math.inf)
         if self.softmax_offset is not None:
             sinks = self.softmax_offset.float()[:, None, None].expand(-1, length, 1)
             scores = torch.cat([scores, sinks], dim=-1)
@@ -227,7 +167,7 @@ def causal_conv1d(x, weight, bias, activation, cu_seqlens=None, **_) -> tuple[to
     """x [b, s, d], weight [d, w]: of each sequence for itself, as FLA's."""
     assert activation in ("silu", "swish")
     parts = []
-    for part in _sequences(x, cu_seqlens):
+    for part in x.split(cu_seqlens.diff().tolist(), dim=1):
         padded = F.pad(part.transpose(1, 2), (weight.shape[1] - 1, 0))
         parts.append(F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).transpose(1, 2))
     return torch.cat(parts, dim=1), None
@@ -237,7 +177,8 @@ def chunk_gated_delta_rule(q, k, v, *, g, beta, cu_seqlens=None, **_) -> tuple[t
     """[b, s, heads, d]: of each sequence for itself, as FLA's."""
     from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 
-    parts = zip(*(_sequences(x, cu_seqlens) for x in (q, k, v, g, beta)), strict=True)
+    lengths = cu_seqlens.diff().tolist()
+    parts = zip(*(x.split(lengths, dim=1) for x in (q, k, v, g, beta)), strict=True)
     outputs = [torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0] for q, k, v, g, beta in parts]
     return torch.cat(outputs, dim=1), None
 
@@ -246,5 +187,16 @@ def unit_norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _sequences(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return (x,) if cu_seqlens is None else x.split(cu_seqlens.diff().tolist(), dim=1)
+STAND_INS = {
+    layer.__name__: layer
+    for layer in (
+        TEColumnParallelGroupedLinear,
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TELayerNormColumnParallelLinear,
+        TELinear,
+        TENorm,
+        TERowParallelGroupedLinear,
+        TERowParallelLinear,
+    )
+}

@@ -124,7 +124,7 @@ def prove(raw: Mapping[str, Any]) -> dict[str, Any]:
         return {"difference": gap}
     what = f"logits differ by {gap:.2g} from transformers'" if isinstance(gap, float) else f"Bridge fails ({gap})"
     defaults = type(read_config(small))(num_hidden_layers=small["num_hidden_layers"]).to_dict()
-    sizes = {key: value for key, value in small.items() if key in shrink.SIZES}
+    sizes = {key: value for key, value in small.items() if key in shrink.SIZES and value is not None}
     field = shrink.differing_field(small, {**shrink.shrink(defaults, defaults), **sizes}, passes)
     if field is None:
         return {"refused": f"{what}, for model_type {raw.get('model_type')!r} as such, also with its default config"}

@@ -393,7 +393,7 @@ class Config(Section):
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.rollout.agent is not None and self.data.template != "chat":
             yield "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
-        yield from bridge_faults(self)
+        yield from bridge_faults(self, training)
         if not training:
             return
         yield from staleness_faults(self)

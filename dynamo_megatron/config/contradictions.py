@@ -97,7 +97,7 @@ def quantization_faults(config: Config) -> Iterator[str]:
         )
 
 
-def bridge_faults(config: Config) -> Iterator[str]:
+def bridge_faults(config: Config, training: bool) -> Iterator[str]:
     if config.model.source != "bridge":
         return
     others = {key: folder for key, folder in config.frozen_models.items() if folder != config.model.path}
@@ -112,7 +112,7 @@ def bridge_faults(config: Config) -> Iterator[str]:
     for key, asked in unsupported.items():
         if asked:
             yield f"{key}: not supported with model.source: bridge; leave it out"
-    if config.rollout.engine == "sglang" and config.rollout.proof.checksums:
+    if training and config.rollout.engine == "sglang" and config.rollout.proof.checksums:
         yield (
             "rollout.proof.checksums: how a server holds a model of Bridge's is not known; set it to false with "
             "model.source: bridge"

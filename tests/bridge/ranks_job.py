@@ -1,5 +1,5 @@
 """Run by test_bridge.py in the bridge environment: ranks_job.py CASES.json RANKS compares Bridge's models with
-transformers, in each layout: logprobs, gradient, and what a weight sync sends. A case has `folder` and `parallel`."""
+transformers: logprobs, gradient, what a weight sync sends, a checkpoint. A case has `folder`, `parallel`, `out`."""
 
 import json
 import sys
@@ -23,6 +23,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from dynamo_megatron.bridge.source import build_chunks  # noqa: E402
+from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
@@ -67,12 +68,22 @@ def check_sent(policy, folder):
     assert everything == sorted(spec.bridged.shapes), set(spec.bridged.shapes) ^ set(everything)
 
 
+def check_checkpoint(policy, root):
+    state = {} if policy.layout.rank == 0 else None
+    begin_save(policy, root, 1, state, background=False).complete(1, 60, print)
+    kept = [parameter.detach().clone() for parameter in policy.chunks[0].parameters()]
+    policy.fit(sequences(policy.spec.vocab_size), np.full(len(LENGTHS), 0.01), 1e-2)
+    load_checkpoint(policy, root / "step-000001")
+    assert all(torch.equal(a, b) for a, b in zip(kept, policy.chunks[0].parameters(), strict=True))
+
+
 def compare(case, store):
     folder = case["folder"]
     spec = load_model_config(folder, source="bridge")
     config = Config(
         model={"path": folder, "dtype": "float32", "source": "bridge"},
         data={"source": "none"},
+        rollout={"proof": {"checksums": False}},
         output_dir="none",
         parallel=case["parallel"],
         trainer={"timeout": 120, "micro_batch_tokens": 80},
@@ -87,6 +98,7 @@ def compare(case, store):
     gap = (stats.logprobs - expected).abs().max().item()
     responses = sum(LENGTHS) - 2 * len(LENGTHS)
     found = policy.fit(data, np.full(len(LENGTHS), 1 / responses), 1e-5)
+    check_checkpoint(policy, Path(case["out"]))
     if layout.rank == 0:
         loss = abs(found["loss"] + expected.mean().item())
         result = {"gap": gap, "loss": loss, "gradient": abs(found["grad_norm"] / norm - 1), "norm": norm}
