@@ -1,8 +1,7 @@
 """Makes Megatron-Bridge importable in an interpreter of requirements/bridge.txt, on the CPU too.
 
 Without TransformerEngine, which Bridge imports and whose layers its models are made of, layers of torch stand in: they
-have TransformerEngine's names and arguments, as megatron-core 0.19 gives them, because Bridge tells by a layer's name
-how it is cut.
+have TransformerEngine's names and arguments, because Bridge tells by a layer's name how it is cut.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.late import torch
 
 PINS = {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2"}
-# What Bridge imports and what is not used of it here.
-ABSENT = ("transformer_engine", "transformer_engine.pytorch", "modelopt", "nvidia_resiliency_ext")
+# What Bridge imports and is not used of it here.
+UNUSED = ("transformer_engine", "transformer_engine.pytorch", "modelopt", "nvidia_resiliency_ext")
 
 
 def check_versions() -> None:
@@ -31,14 +30,13 @@ def check_versions() -> None:
             found = "not installed"
         if found != version:
             raise InputError(
-                f"model.source: bridge needs {package} {version}, which is {found} here; `make bridge` sets up "
-                ".venv-bridge, whose dynamo-megatron has it"
+                f"model.source: bridge needs {package} {version}, here: {found}; `make bridge` sets up .venv-bridge: "
+                "start .venv-bridge/bin/dynamo-megatron"
             )
 
 
 def prepare() -> None:
-    """Imports Bridge, once, in a rank or in the proof's process: after `enable_cpu`, before models are built. Raises
-    InputError as `check_versions`."""
+    """Imports Bridge, once a process: after `enable_cpu`, before models are built. Raises as `check_versions`."""
     check_versions()
     if "megatron.bridge" in sys.modules:
         return
@@ -46,52 +44,45 @@ def prepare() -> None:
         import typing_extensions
 
         typing.override = typing_extensions.override
-    absent = [name for name in ABSENT if not _installed(name)]
+    absent = [name for name in UNUSED if importlib.util.find_spec(name.partition(".")[0]) is None]
     for name in absent:
         sys.modules[name] = _Absent(name)
     if "transformer_engine" in absent:
-        _put_in_place()
-    logging.getLogger("megatron.bridge").setLevel(logging.ERROR)  # it tells of every tensor that has no place
-    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+        _stand_in()
+    for name in ("megatron.bridge", "megatron.core.transformer.transformer_layer"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # what has no place is an error of ours
     root = logging.getLogger()
-    before = root.level, list(root.handlers)
+    level, handlers = root.level, list(root.handlers)
     import megatron.bridge  # noqa: F401
 
-    root.setLevel(before[0])  # Bridge has everything logged
-    root.handlers[:] = before[1]
+    root.setLevel(level)  # Bridge has everything logged
+    root.handlers[:] = handlers
     for name in absent:
         del sys.modules[name]
 
 
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name.partition(".")[0]) is not None
-
-
 class _AnyAttribute(type):
-    def __getattr__(cls, name: str):
+    """The kind of a class that has a class for every name."""
+
+    def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
         return _AnyAttribute(name, (torch.nn.Module,), {})
 
 
 class _Absent(types.ModuleType):
-    """Has a class for every name, which serves for `isinstance` and to derive from."""
-
     def __init__(self, name: str):
         super().__init__(name)
         self.__spec__ = importlib.util.spec_from_loader(name, None)
-        self.__path__ = []
-        self.__version__ = "2.9.0"
+        self.__path__, self.__version__ = [], "2.9.0"
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        if (module := f"{self.__name__}.{name}") in ABSENT:
-            return sys.modules[module]
-        return _AnyAttribute(name, (torch.nn.Module,), {})
+        return sys.modules.get(f"{self.__name__}.{name}") or _AnyAttribute(name, (torch.nn.Module,), {})
 
 
-def _put_in_place() -> None:
+def _stand_in() -> None:
     import megatron.core.extensions.transformer_engine as extension
     import megatron.core.utils
     from packaging.version import Version
@@ -102,19 +93,15 @@ def _put_in_place() -> None:
     put = {**layers.STAND_INS, "HAVE_TE": True, "FP8GlobalStateManager": None}
     for name, value in put.items():
         setattr(extension, name, value)
-    import megatron.core.models.gpt.gpt_layer_specs as specs
+    import megatron.core.models.gpt.gpt_layer_specs  # chooses by HAVE_TE when it is imported
     import megatron.core.ssm.gated_delta_net.common as delta
+    import megatron.core.ssm.gated_delta_net.gdn as gdn
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     put["TESpecProvider"] = TESpecProvider
-    # Modules that were imported before have copied the names.
-    for module in [m for name, m in sys.modules.items() if name.startswith("megatron.core.") and m is not extension]:
-        for name, value in put.items():
-            if hasattr(module, name) and module.__name__ != "megatron.core.extensions.transformer_engine":
-                setattr(module, name, value)
-    assert specs.HAVE_TE
+    for module in [module for name, module in sys.modules.items() if name.startswith("megatron.core.")]:
+        for name in put.keys() & vars(module).keys():  # copied when it was imported
+            setattr(module, name, put[name])
     if not delta.HAVE_FLA:
-        import megatron.core.ssm.gated_delta_net.gdn as gdn
-
         delta.HAVE_FLA, delta.l2norm = True, layers.unit_norm
         gdn.causal_conv1d, gdn.chunk_gated_delta_rule = layers.causal_conv1d, layers.chunk_gated_delta_rule

@@ -70,9 +70,7 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, **option
         "sequence_parallel": parallel.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "autocast_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        "fp16": False,
         "vocab_size": -(-hf_config.vocab_size // (16 * parallel.tp)) * 16 * parallel.tp,
         "should_pad_vocab": False,
         "calculate_per_token_loss": True,
@@ -86,17 +84,12 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, **option
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
         "moe_shared_expert_overlap": False,
-        "moe_grouped_gemm": True,
         "moe_permute_fusion": cuda,
         "bias_activation_fusion": provider.bias_activation_fusion and provider.activation_func is not F.gelu,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
-        "cross_entropy_loss_fusion": False,
-        "persist_layer_norm": False,
-        "masked_softmax_fusion": False,
         "use_cpu_initialization": not cuda,
-        "perform_initialization": False,
         "init_method": _leave_unset,
         "output_layer_init_method": _leave_unset,
         "embedding_init_method": _leave_unset,
@@ -106,7 +99,7 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, **option
         **options,
     }
     for name, value in settings.items():
-        assert hasattr(provider, name) or name == "autocast_dtype", f"megatron-core moved {name}"
+        assert hasattr(provider, name), f"megatron-core moved {name}"
         setattr(provider, name, value)
     provider.finalize()
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):  # what Megatron set for another model
