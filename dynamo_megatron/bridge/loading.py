@@ -22,7 +22,7 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> set
     mappings, done = model.mappings, set()
     if mappings.unmapped:
         raise InputError(f"Bridge has no tensor for Megatron's parameter {mappings.unmapped[0]}")
-    for name, unit in mappings.units.items():
+    for name, unit in (mappings.units | mappings.copies).items():
         parameters = [task.parameter for task in unit.tasks]
         shares = range(mappings.tp_size) if unit.sharded else [mappings.tp_rank]
         try:
@@ -38,10 +38,10 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> set
         for tensor, value in back.items():
             if tensor not in state:
                 raise InputError(f"{name}: Bridge writes it to a tensor {tensor}, which the folder does not have")
-            if value.shape != state[tensor].shape or not torch.equal(value.cpu(), state[tensor].to(value.dtype)):
-                raise InputError(f"tensor {tensor}: what Bridge writes back is not what it read")
             if not is_finite(value):
                 raise InputError(f"tensor {tensor} holds NaN or infinity; download or convert the model again")
+            if value.shape != state[tensor].shape or not torch.equal(value.cpu(), state[tensor].to(value.dtype)):
+                raise InputError(f"tensor {tensor}: what Bridge writes back is not what it read")
         done |= set(back)
     left = [name for name, parameter in model.named_parameters() if not is_finite(parameter)]
     if left:

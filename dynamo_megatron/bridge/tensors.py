@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
+from dynamo_megatron.models.mapping import EMBEDDING, OUTPUT_LAYER
+
 EXPERT = re.compile(r"(.*\bmlp)\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
@@ -65,10 +67,10 @@ class Unit:
 
 
 class Mappings:
-    """Of this rank's parameters. Raises InputError for one that Bridge has no mapping of."""
+    """Of this rank's parameters. `unmapped`: those that Bridge has no mapping of."""
 
     def __init__(self, bridge: Any, model: torch.nn.Module):
-        self._bridge, self._config = bridge._model_bridge, model.config
+        self._bridge = bridge._model_bridge
         groups = model.pg_collection
         self.tp_rank, self.tp_size = groups.tp.rank(), groups.tp.size()
         self._bridge.hf_pretrained = bridge._config_only_pretrained  # GPT-OSS's asks it for `config`
@@ -78,12 +80,11 @@ class Mappings:
         grouped: dict[str, list[Task]] = {}
         self.unmapped: list[str] = []
         for local, module, parameter in _tensors(model):
-            if local == "output_layer.weight" and model.share_embeddings_and_output_weights:
-                continue
+            tied = local == OUTPUT_LAYER and model.share_embeddings_and_output_weights
             name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(int(m[0]) + offset), local)
             if expert := EXPERT.fullmatch(name):
                 name = f"{expert[1]}.experts.{expert[2]}.{expert[3]}{int(expert[4]) + experts}"
-            mapping = registry.megatron_to_hf_lookup(name)
+            mapping = registry.megatron_to_hf_lookup(EMBEDDING if tied else name)
             if mapping is None:
                 self.unmapped.append(name)
                 continue
@@ -92,13 +93,16 @@ class Mappings:
             key = mapping.group_key + "|" if getattr(mapping, "is_grouped_export", False) else name
             grouped.setdefault(key, []).append(Task(name, mapping, module, parameter))
         self.units: dict[str, Unit] = {}
+        self.copies: dict[str, Unit] = {}  # of the embedding, a tied head on another stage: not sent
+        embedding = (registry.megatron_to_hf_lookup(EMBEDDING).hf_param,)
         for key, tasks in grouped.items():
             first = tasks[0]
             fused = key.endswith("|")
             of = first.mapping.hf_param
             names = tuple(of.values()) if isinstance(of, dict) else (of,)
             cut = getattr(first.parameter, "tensor_model_parallel", False) and not first.mapping.is_expert
-            self.units[_unit_name(first.global_param_name, fused)] = Unit(tuple(tasks), names, fused, cut)
+            of_kind = self.copies if first.global_param_name == OUTPUT_LAYER and names == embedding else self.units
+            of_kind[_unit_name(first.global_param_name, fused)] = Unit(tuple(tasks), names, fused, cut)
 
     def value(self, name: str) -> torch.Tensor:
         """What this rank holds of a unit; of a fused one [experts, ...]."""
@@ -114,10 +118,8 @@ class Mappings:
 
     def load(self, unit: Unit, state: Mapping[str, torch.Tensor], share: int) -> list[torch.Tensor]:
         """Tensor-parallel rank `share`'s values of the unit's parameters from the folder's tensors."""
-        weights, values = None, []
+        weights, values = self._bridge.maybe_modify_loaded_hf_weight(unit.tasks[0].mapping.hf_param, state), []
         for task in unit.tasks:
-            if weights is None:
-                weights = self._bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, state)
             _put_groups(task.mapping, _Group(self.tp_size, share))
             values.append(task.mapping.hf_to_megatron(weights, task.module))
         return values

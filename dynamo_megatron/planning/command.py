@@ -23,10 +23,12 @@ UNNEEDED = {"data": {"source": "none"}, "output_dir": "none"}
 def model_spec(config: Config) -> tuple[ModelSpec, str]:
     """(the model's shape, a text that says where it comes from). Raises ConfigError."""
     path, family = config.model.path, config.model.family
+    if config.model.source == "bridge":
+        raise ConfigError("model.source: bridge builds models whose memory and time are not planned")
     shape = published_config(path)
     if Path(path).is_dir() or shape is None:
         try:
-            return load_model_config(path, family, config.model.source), f"{path}/config.json"
+            return load_model_config(path, family), f"{path}/config.json"
         except ValueError as error:
             known = "" if Path(path).is_dir() else f"; shapes known without a folder: {', '.join(PUBLISHED)}"
             raise ConfigError(f"{error}{known}") from None
