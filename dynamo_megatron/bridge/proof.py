@@ -128,7 +128,7 @@ def prove(raw: Mapping[str, Any]) -> dict[str, Any]:
     field = shrink.differing_field(small, {**shrink.shrink(defaults, defaults), **sizes}, passes)
     if field is None:
         return {"refused": f"{what}, for model_type {raw.get('model_type')!r} as such, also with its default config"}
-    return {"refused": f"{field}: {what}, and do not without it"}
+    return {"refused": f"{field}: {what}; without it the logits agree"}
 
 
 def start() -> None:

@@ -51,7 +51,7 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str  # Hugging Face folder: config.json, safetensors, tokenizer
-    # own: the families of dynamo_megatron/models. bridge: Megatron-Bridge's, in its own environment (docs/models.md)
+    # own: the families of docs/checkpoints.md. bridge: those of Megatron-Bridge, in an environment of its own
     source: Literal["own", "bridge"] = "own"
     family: str | None = None  # None: from config.json's model_type, which it cannot contradict
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # float16 needs loss scaling, which the policy head lacks
