@@ -47,7 +47,7 @@ def prepare() -> None:
     absent = [name for name in UNUSED if importlib.util.find_spec(name.partition(".")[0]) is None]
     for name in absent:
         sys.modules[name] = _Absent(name)
-    if "transformer_engine" in absent:
+    if "transformer_engine" in absent or not torch.cuda.is_available():
         _stand_in()
     for name in ("megatron.bridge", "megatron.core.transformer.transformer_layer"):
         logging.getLogger(name).setLevel(logging.ERROR)  # what has no place is an error of ours

@@ -1,5 +1,6 @@
-"""Run as `python -P -m dynamo_megatron.bridge.proof FOLDER`, on the CPU, by one process: does Bridge's model of this
-config.json compute what transformers' does? Prints one JSON object: {"difference": ...} or {"refused": why}.
+"""Run as `python -P -m dynamo_megatron.bridge.proof FOLDER`, without GPUs (bridge/start.py), by one process: does
+Bridge's model of this config.json compute what transformers' does? Prints one JSON object: {"difference": ...} or
+{"refused": why}.
 
 A small random model of the same config.json (bridge/shrink.py) is saved as transformers saves it, loaded through
 Bridge's mappings, and its logits of packed sequences are compared in float32.
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ def best_gap(raw: Mapping[str, Any], seeds: Sequence[int] = SEEDS) -> float | st
         try:
             gaps.append(logits_gap(raw, seed))
         except Exception as error:  # of Bridge, Megatron or transformers, whatever it is
-            return error_line(error)
+            return error_line(error, 160)
         finally:
             gc.collect()  # Megatron's modules are in cycles
         if gaps[-1] <= TOLERANCE:
@@ -115,10 +115,11 @@ def passes(raw: Mapping[str, Any]) -> bool:
 def prove(raw: Mapping[str, Any]) -> dict[str, Any]:
     """{"difference": ...}, or {"refused": ...}, which names the field of config.json that makes the difference."""
     try:
-        full = read_config(raw).to_dict()
-    except (ValueError, KeyError, TypeError) as error:
+        small = shrink.shrink(raw, read_config(raw).to_dict())
+    except KeyError as error:
+        return {"refused": f"{error.args[0]}: missing; only models of text with a plain config.json are supported"}
+    except (ValueError, TypeError) as error:
         return {"refused": f"transformers does not read it: {error_line(error)}"}
-    small = shrink.shrink(raw, full)
     gap = best_gap(small)
     if isinstance(gap, float) and gap <= TOLERANCE:
         return {"difference": gap}
@@ -144,9 +145,4 @@ def main(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        outcome = main(sys.argv[1])
-    except InputError as error:
-        outcome = {"refused": str(error)}
-    print(json.dumps(outcome), flush=True)
+    print(json.dumps(main(sys.argv[1])), flush=True)

@@ -103,7 +103,11 @@ def test_a_model_is_loaded_and_proved():
         (toy_model(load=lambda w: w.flip(0)), STATE, "hf.weight: what Bridge writes back is not what it read"),
         (toy_model(export=lambda w: w.T), STATE, "hf.weight: what Bridge writes back is not what it read"),
         (toy_model(load=lambda w: w if w.ndim == 2 else None), STATE, "parameter bias was not loaded"),
-        (toy_model(load=lambda w: w.mT if w.ndim == 2 else w), STATE, r"weight: \[3, 2\] in the model, \[2, 3\] from the folder"),
+        (
+            toy_model(load=lambda w: w.mT if w.ndim == 2 else w),
+            STATE,
+            r"weight: \[3, 2\] in the model, \[2, 3\] from the folder",
+        ),
         (toy_model(), {"hf.weight": STATE["hf.weight"]}, "tensor hf.bias is missing: Bridge makes bias of it"),
         (toy_model(), {**STATE, "hf.bias": torch.full((3,), torch.nan)}, "hf.bias holds NaN or infinity"),
     ],
