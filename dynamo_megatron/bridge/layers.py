@@ -60,12 +60,8 @@ class TELinear(torch.nn.Module):
         return _sharded(self, {}, prefix, sharded_offsets, metadata)
 
 
-class TEColumnParallelLinear(ColumnParallelLinear):
-    pass
-
-
-class TERowParallelLinear(RowParallelLinear):
-    pass
+TEColumnParallelLinear = type("TEColumnParallelLinear", (ColumnParallelLinear,), {})
+TERowParallelLinear = type("TERowParallelLinear", (RowParallelLinear,), {})
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -116,12 +112,8 @@ class _GroupedLinear(torch.nn.Module):
         return result
 
 
-class TEColumnParallelGroupedLinear(_GroupedLinear):
-    pass
-
-
-class TERowParallelGroupedLinear(_GroupedLinear):
-    pass
+TEColumnParallelGroupedLinear = type("TEColumnParallelGroupedLinear", (_GroupedLinear,), {})
+TERowParallelGroupedLinear = type("TERowParallelGroupedLinear", (_GroupedLinear,), {})
 
 
 class TEDotProductAttention(torch.nn.Module):
@@ -187,16 +179,4 @@ def unit_norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-STAND_INS = {
-    layer.__name__: layer
-    for layer in (
-        TEColumnParallelGroupedLinear,
-        TEColumnParallelLinear,
-        TEDotProductAttention,
-        TELayerNormColumnParallelLinear,
-        TELinear,
-        TENorm,
-        TERowParallelGroupedLinear,
-        TERowParallelLinear,
-    )
-}
+STAND_INS = {name: layer for name, layer in globals().items() if name.startswith("TE")}

@@ -34,7 +34,7 @@ def bridged_spec(config: Mapping[str, Any], folder: Path) -> ModelSpec:
     )
     width = integer(config, "intermediate_size", 4 * hidden)
     return ModelSpec(
-        family=f"bridge:{config['model_type']}",
+        family=f"bridge:{config.get('model_type')}",
         num_layers=integer(config, "num_hidden_layers"),
         hidden_size=hidden,
         ffn_hidden_size=width,
@@ -79,12 +79,12 @@ def _refuse(config: Mapping[str, Any]) -> None:
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Of the tensors in the folder's headers; without a tied model's head, and without rotary buffers."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob("model*.safetensors")):
         try:
             with safe_open(file, framework="numpy") as opened:
                 shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file.name}: corrupt or truncated ({error})") from None
     if not shapes:
-        raise InputError("no *.safetensors beside it; model.source: bridge needs the weights at once")
+        raise InputError("no model*.safetensors beside it; model.source: bridge needs the weights at once")
     return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
