@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-LAYERS = 6  # the longest repeated pattern of layers that is seen whole
+LAYERS = 6  # of a model whose config.json has no list of its layers' kinds; else all
 PROBE = 96  # tokens of the longest sequence that is compared; windows and position limits are made shorter
 WINDOW = 24
+KINDS = "layer_types"
 VOCABULARY = 160
 HIDDEN = 64
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "moe_ffn_hidden_size")
@@ -36,7 +37,8 @@ def shrink(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
     """config.json's content `raw`, made small. `full`: with what transformers adds to it, its own defaults."""
     has = {key: value for key, value in full.items() if value is not None}
     layers, hidden = has["num_hidden_layers"], has["hidden_size"]
-    few = min(layers, LAYERS)
+    lists = {k: v for k, v in has.items() if isinstance(v, list) and len(v) == layers and (k in raw or k == KINDS)}
+    few = layers if any(kind != kinds[0] for kinds in lists.values() for kind in kinds) else min(layers, LAYERS)
     small: dict[str, Any] = {"num_hidden_layers": few, "hidden_size": HIDDEN, "vocab_size": VOCABULARY}
     wider = iter(range(96, 1000, 32))
     sizes = {hidden: HIDDEN}
@@ -58,11 +60,10 @@ def shrink(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
     small |= {key: min(has[key], WINDOW) for key in SHORT if isinstance(has.get(key), int)}
     for key in ("first_k_dense_replace", "max_window_layers"):
         if key in has:
-            small[key] = few if has[key] >= layers else min(has[key], max(1, few // 2))
+            small[key] = has[key] if few == layers else few if has[key] >= layers else min(has[key], few // 2)
+    small |= {key: kinds[:few] for key, kinds in lists.items() if key in raw}
     for key, value in has.items():
-        if isinstance(value, list) and len(value) == layers and key in raw:
-            small[key] = _cut(value, few)
-        elif key == "mlp_only_layers" and value:
+        if key == "mlp_only_layers" and value:
             small[key] = [n for n in value if n < few] or [0]
         elif key.endswith("_token_id") and key in raw:
             small[key] = None
@@ -95,13 +96,6 @@ def _experts(has: Mapping[str, Any]) -> dict[str, int]:
     if small and "num_experts_per_tok" in has:
         small["num_experts_per_tok"] = min(has["num_experts_per_tok"], 4)
     return small
-
-
-def _cut(of_layers: list[Any], few: int) -> list[Any]:
-    """The first layers, and at their end the kinds that come later alone."""
-    cut = of_layers[:few]
-    later = [kind for n, kind in enumerate(of_layers) if kind not in of_layers[:n] and kind not in cut]
-    return cut[: few - len(later)] + later if later else cut
 
 
 def differing_field(

@@ -46,9 +46,14 @@ def test_a_small_model_keeps_every_switch():
     assert small["topk_group"] < small["n_group"] and small["n_routed_experts"] % small["n_group"] == 0
     assert small["num_experts_per_tok"] <= small["topk_group"] * small["n_routed_experts"] // small["n_group"]
     assert small["max_position_embeddings"] < shrink.PROBE
-    layers = ["sliding_attention"] * 28 + ["full_attention"] * 33  # the second kind beyond what is seen whole
-    small = shrink.shrink({**CONFIG, "layer_types": layers}, {**CONFIG, "layer_types": layers})
-    assert small["layer_types"] == ["sliding_attention"] * (shrink.LAYERS - 1) + ["full_attention"]
+
+
+def test_a_list_of_kinds_of_layers_is_kept_whole():
+    """A constant of Bridge's may agree with its beginning."""
+    mixed = {**CONFIG, "layer_types": ["sliding_attention"] * 28 + ["full_attention"] * 33}
+    assert shrink.shrink(mixed, mixed)["layer_types"] == mixed["layer_types"]
+    uniform = {**CONFIG, "layer_types": ["full_attention"] * 61}
+    assert shrink.shrink(uniform, uniform)["layer_types"] == ["full_attention"] * shrink.LAYERS
 
 
 @pytest.mark.parametrize(
