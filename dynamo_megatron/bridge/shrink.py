@@ -84,17 +84,18 @@ def _head_sizes(has: Mapping[str, Any], plain: bool) -> dict[str, int]:
 
 def _experts(has: Mapping[str, Any]) -> dict[str, int]:
     small: dict[str, int] = {}
-    groups, count = has.get("n_group", 1), 8
-    if groups > 1:
+    groups, count, chosen = has.get("n_group", 1), 8, min(has.get("num_experts_per_tok", 1), 4)
+    if groups > 1:  # Megatron scores a group by as many experts as are chosen of each: their ratio matters
         small["n_group"] = min(groups, 4)
-        chosen = has.get("topk_group", groups)
-        small["topk_group"] = small["n_group"] if chosen == groups else min(chosen, small["n_group"] - 1)
-        count = 3 * small["n_group"]
+        of = has.get("topk_group", groups)
+        small["topk_group"] = max(1, of * small["n_group"] // groups)
+        chosen = max(1, has.get("num_experts_per_tok", 1) * small["topk_group"] // of)
+        count = small["n_group"] * max(3, -(-chosen // small["topk_group"]))
     for key in EXPERTS:
         if isinstance(has.get(key), int) and has[key] > 0:
             small[key] = min(has[key], count)
     if small and "num_experts_per_tok" in has:
-        small["num_experts_per_tok"] = min(has["num_experts_per_tok"], 4)
+        small["num_experts_per_tok"] = chosen
     return small
 
 

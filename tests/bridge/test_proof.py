@@ -44,6 +44,7 @@ def test_a_small_model_keeps_every_switch():
     assert small["moe_intermediate_size"] < small["hidden_size"] < small["intermediate_size"] < 200
     assert small["num_key_value_heads"] == small["num_attention_heads"] == 4
     assert small["topk_group"] < small["n_group"] and small["n_routed_experts"] % small["n_group"] == 0
+    assert small["num_experts_per_tok"] / small["topk_group"] == 2  # as in the whole model
     assert small["num_experts_per_tok"] <= small["topk_group"] * small["n_routed_experts"] // small["n_group"]
     assert small["max_position_embeddings"] < shrink.PROBE
 
