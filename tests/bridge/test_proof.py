@@ -53,6 +53,8 @@ def test_a_list_of_kinds_of_layers_is_kept_whole():
     """A constant of Bridge's may agree with its beginning."""
     mixed = {**CONFIG, "layer_types": ["sliding_attention"] * 28 + ["full_attention"] * 33}
     assert shrink.shrink(mixed, mixed)["layer_types"] == mixed["layer_types"]
+    linear = {**CONFIG, "layer_types": (["linear_attention"] * 9 + ["full_attention"]) * 6 + ["linear_attention"]}
+    assert shrink.shrink(linear, linear)["layer_types"] == linear["layer_types"][:10]  # each kind once
     uniform = {**CONFIG, "layer_types": ["full_attention"] * 61}
     assert shrink.shrink(uniform, uniform)["layer_types"] == ["full_attention"] * shrink.LAYERS
 
