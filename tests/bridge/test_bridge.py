@@ -60,6 +60,11 @@ def test_an_altered_config_is_exact_or_refused_by_its_field(outcomes, name):
         assert outcome["direct"] <= TOLERANCE, "admitted, and wrong"
 
 
+@pytest.mark.parametrize("name", CONFIGS["published"])
+def test_published_models_without_multi_token_prediction_are_exact(outcomes, name):
+    assert outcomes[name].get("difference", 1.0) <= TOLERANCE, outcomes[name]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """family -> a tiny model's folder."""
