@@ -136,6 +136,8 @@ class Mappings:
         return {name: whole}
 
     def _convert(self, task: Task, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A mapping asks all ranks for their parts of what it has: the first calls note what it asks of each shard, the
+        last one is answered. Most ask for the shard itself, once: then one call is enough to know."""
         mapping, asked = task.mapping, []
         if len(shards) == 1:
             _put_groups(mapping, _Group())
