@@ -19,10 +19,11 @@
 #                 Python 3.12 with its torch, here; TransformerEngine is built for it in a quarter of an hour
 # make extra      .venv-extra: nemo-run and verifiers, whose pins conflict with SGLang's, for `launch nemo` and agents of
 #                 verifiers environments; and the other supported megatron-core, whose code tests put in front of .venv's
+# make bridge     .venv-bridge: .venv with Megatron-Bridge and its megatron-core in front, for `model.source: bridge`
 # make peers      .venv-peers, an interpreter for the comparison with verl and TRL
 # make te         .venv-te, the packages of the GPU trainer, TransformerEngine among them, for tests on a CPU: 7 GB
 #                 (TE=skip leaves it out of test-all)
-# The first call sets up .venv from the package registries, the first test-all .venv-extra, .venv-peers and .venv-te;
+# The first call sets up .venv from the package registries, the first test-all the other environments;
 # later calls set up nothing.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -44,7 +45,7 @@ export OMP_NUM_THREADS ?= 1
 # That is for ranks and tests: a server of a run takes the cores that are idle, unless the user has set it.
 demo demo-figures compare: export DYNAMO_MEGATRON_RANK_THREADS := $(if $(filter file,$(origin OMP_NUM_THREADS)),1)
 
-.PHONY: setup demo demo-figures compare test test-all lint docs gpu-setup gpu-check gpu-kit extra peers te clean
+.PHONY: setup demo demo-figures compare test test-all lint docs gpu-setup gpu-check gpu-kit extra bridge peers te clean
 setup: $(INSTALLED)
 
 GPU_REQUIREMENTS := requirements/gpu_server.txt requirements/gpu_trainer.txt
@@ -74,6 +75,18 @@ extra: .venv-extra/.installed
 	@rm -rf .venv-extra/megatron
 	@$(PIP) --retries 1 --no-deps --only-binary=:all: --ignore-requires-python \
 		--python-version 3.12 --target .venv-extra/megatron -r requirements/megatron.txt
+	@touch $@
+
+bridge: .venv-bridge/.installed
+.venv-bridge/.installed: requirements/bridge.txt | $(INSTALLED)
+	@rm -rf .venv-bridge
+	@.venv/bin/python -m venv --without-pip .venv-bridge
+	@site() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+		$(PIP) --retries 1 --no-deps --only-binary=:all: --ignore-requires-python --python-version 3.12 \
+		--target "$$(site .venv-bridge)" -r $< && \
+		echo "import site; site.addsitedir('$$(site .venv)')" >"$$(site .venv-bridge)/base.pth"
+	@sed "1s|.*|#!$(CURDIR)/.venv-bridge/bin/python|" .venv/bin/dynamo-megatron >.venv-bridge/bin/dynamo-megatron
+	@chmod +x .venv-bridge/bin/dynamo-megatron
 	@touch $@
 
 peers: .venv-peers/.installed
@@ -139,6 +152,7 @@ test: lint
 
 test-all: lint $(MODEL)/config.json
 	@$(MAKE) --no-print-directory extra || echo "no .venv-extra (above): its tests are skipped" >&2
+	@$(MAKE) --no-print-directory bridge || echo "no .venv-bridge (above): its tests are skipped" >&2
 	@test "$(TE)" = skip || $(MAKE) --no-print-directory te || echo \
 		"no .venv-te (above): the tests with TransformerEngine itself are skipped" >&2
 	@test "$(PEERS)" = skip || $(MAKE) --no-print-directory peers || \
@@ -171,4 +185,4 @@ gpu-kit:
 	@$(KIT_PYTHON) -P benchmarks/gpu/prepare.py
 
 clean:
-	rm -rf .venv .venv-extra .venv-peers .venv-sglang .venv-te .kit models runs
+	rm -rf .venv .venv-bridge .venv-extra .venv-peers .venv-sglang .venv-te .kit models runs

@@ -31,6 +31,11 @@ def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, l
     """Loads the weights of a Hugging Face or Megatron folder into a policy's chunks; collective over all ranks of its
     `layout` (policy/layout.py; the policy calls this, so that it is not imported here). Raises ValueError, the same on
     every rank, also where only one rank reads the faulty tensor."""
+    if spec.bridged is not None:
+        loaded = layout.gather(_on_every_rank(layout, lambda: [chunk.load(path, spec) for chunk in chunks]))
+        if left := huggingface_shapes(spec).keys() - set().union(*(names for of_rank in loaded for names in of_rank)):
+            raise InputError(f"{path}: {len(left)} tensors have no place in Bridge's model, the first: {min(left)}")
+        return
     if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
         print(f"{path}: {UNVERIFIED}", flush=True)
     tp = {"tp_rank": layout.tp.rank(), "tp_size": layout.tp.size()}

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dynamo_megatron.config.contradictions import (
+    bridge_faults,
     critic_faults,
     quantization_faults,
     sequential_faults,
@@ -50,6 +51,8 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str  # Hugging Face folder: config.json, safetensors, tokenizer
+    # own: the families of docs/checkpoints.md. bridge: those of Megatron-Bridge, in an environment of its own
+    source: Literal["own", "bridge"] = "own"
     family: str | None = None  # None: from config.json's model_type, which it cannot contradict
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # float16 needs loss scaling, which the policy head lacks
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
@@ -324,6 +327,7 @@ class Config(Section):
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.rollout.agent is not None and self.data.template != "chat":
             yield "rollout.agent: an agent sends messages, so each problem must be a chat; set data.template to chat"
+        yield from bridge_faults(self, training)
         if not training:
             return
         yield from staleness_faults(self)

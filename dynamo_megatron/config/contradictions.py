@@ -95,3 +95,25 @@ def quantization_faults(config: Config) -> Iterator[str]:
             f"rollout.quantization: {quantization} samples from rounded weights, and the loss has to correct that; set "
             "algorithm.rollout_correction to {level: token} or {level: sequence}, or algorithm.loss.old to engine"
         )
+
+
+def bridge_faults(config: Config, training: bool) -> Iterator[str]:
+    if config.model.source != "bridge":
+        return
+    others = {key: folder for key, folder in config.frozen_models.items() if folder != config.model.path}
+    unsupported = {
+        "model.lora": config.model.lora is not None,
+        "parallel.cp": config.parallel.cp > 1,
+        "parallel.vpp": config.parallel.vpp > 1,
+        "algorithm.advantage.kind": config.algorithm.advantage.kind == "gae",
+        "rollout.quantization": config.rollout.quantization is not None,
+        **dict.fromkeys(others, True),
+    }
+    for key, asked in unsupported.items():
+        if asked:
+            yield f"{key}: not supported with model.source: bridge; leave it out"
+    if training and config.rollout.engine == "sglang" and config.rollout.proof.checksums:
+        yield (
+            "rollout.proof.checksums: how a server holds a model of Bridge's is not known; set it to false with "
+            "model.source: bridge"
+        )

@@ -200,7 +200,7 @@ def _prepared(
         progress.phase("converting checkpoint")
         mcore2hf(config.model.path, converted)
         config = with_model(config, converted)
-    spec = load_model_config(config.model.path, config.model.family)
+    spec = load_model_config(config.model.path, config.model.family, config.model.source)
     progress.phase("loading tokenizer")
     if subject.url is None:
         check_served(spec, config.model.max_length or spec.max_positions)

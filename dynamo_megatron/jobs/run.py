@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynamo_megatron.bridge import environment
+from dynamo_megatron.bridge.start import prove_folder
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError, StatedError
@@ -137,7 +139,7 @@ def run_rank(job: Job) -> int:
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout)
         job.show("loading model")
-        job.set_up(Policy(spec, config, layout), coordinator)
+        job.set_up(Policy(spec, config, layout, **_source(config)), coordinator)
         running = True
         stop.catch_signals()
         dist.barrier(group=layout.host)  # until here a signal that one rank gets ends it, and with it the start
@@ -170,15 +172,28 @@ def run_rank(job: Job) -> int:
 def _prepare(job: Job, rank: int) -> ModelSpec:
     """What a rank does before it meets the others; Megatron can be imported afterwards."""
     model = job.config.model
-    spec = load_model_config(model.path, model.family)
+    spec = load_model_config(model.path, model.family, model.source)
     if rank == 0:
         job.check(int(os.environ["WORLD_SIZE"]))
+        if model.source == "bridge":
+            print(prove_folder(model.path), flush=True)
         job.prepare(spec)
     elif os.environ.get("LOCAL_RANK") == "0":
         job.prepare_node()
     job.show("loading packages")
     _set_up_backend(job.config.trainer.deterministic)
+    if model.source == "bridge":
+        environment.prepare()
     return spec
+
+
+def _source(config: Config) -> dict[str, Any]:
+    """The argument of Policy that makes it a model of Bridge's, or none."""
+    if config.model.source == "own":
+        return {}
+    from dynamo_megatron.bridge.source import build_chunks
+
+    return {"build": build_chunks}
 
 
 def _set_up_backend(deterministic: bool) -> None:

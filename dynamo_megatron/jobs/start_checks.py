@@ -32,7 +32,7 @@ MOST_ON_A_CORE = 8  # ranks of servers, where there are no GPUs
 
 def check_layout(config: Config, world_size: int) -> ModelSpec:
     """Raises InputError where model, layout and the number of ranks do not fit."""
-    spec = load_model_config(config.model.path, config.model.family)
+    spec = load_model_config(config.model.path, config.model.family, config.model.source)
     others = dict(config.frozen_models)
     if config.critic.path is not None:
         others["critic.path"] = config.critic.path

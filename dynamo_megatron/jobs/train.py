@@ -62,7 +62,7 @@ class TrainJob(Job):
     def check(self, ranks: int) -> dict[str, Any]:
         config = self.config
         derived = super().check(ranks)
-        spec = load_model_config(config.model.path, config.model.family)
+        spec = load_model_config(config.model.path, config.model.family, config.model.source)
         limit = max_prompt_length(config, spec)
         check_served(spec, config.model.max_length or spec.max_positions)
         transport = check_node(config)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.models.bridged import bridged_spec
 from dynamo_megatron.models.config_fields import flag, integer, number
 from dynamo_megatron.models.gemma3 import gemma3_text
 from dynamo_megatron.models.spec import DENSE_LAYER, ModelSpec, decoder_spec, read_windows
@@ -234,8 +235,9 @@ __all__ = ["FAMILIES", "ModelSpec", "load_model_config"]
 ALIASES = {"mistral": "llama"}  # model_type -> the family that computes the same from the fields that it knows
 
 
-def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
-    """Reads `path`/config.json. `family`: None, or the family that the file's model_type belongs to. Raises ValueError,
+def load_model_config(path: str | Path, family: str | None = None, source: str = "own") -> ModelSpec:
+    """Reads `path`/config.json. `family`: None, or the family that the file's model_type belongs to. `source`: as
+    model.source. Raises ValueError,
     one line with the path, if there is no config.json, or if it is malformed, has a field that cannot be mapped or an
     unknown model_type: a model with Llama's fields may compute something else."""
     file = Path(path) / "config.json"
@@ -247,6 +249,10 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
         raise InputError(f"{file}: no such file; give a folder with config.json, weights and tokenizer")
     config = plain_json.read_object(file)
     kind = config.get("model_type")
+    if source == "bridge":
+        if family is not None:
+            raise InputError(f"model.family: {family!r} is of model.source: own; leave it out")
+        return _of(file, lambda: bridged_spec(config, file.parent))
     name = ALIASES.get(kind, kind) if isinstance(kind, str) else None
     if name not in FAMILIES:
         raise InputError(
@@ -255,7 +261,11 @@ def load_model_config(path: str | Path, family: str | None = None) -> ModelSpec:
         )
     if family not in (None, name):
         raise InputError(f"{file}: model_type {kind!r} is of family {name}, model.family is {family!r}; leave it out")
+    return _of(file, lambda: FAMILIES[name](config))
+
+
+def _of(file: Path, read: Callable[[], ModelSpec]) -> ModelSpec:
     try:
-        return FAMILIES[name](config)
+        return read()
     except ValueError as error:
         raise InputError(f"{file}: {on_one_line(str(error), 1000)}") from None

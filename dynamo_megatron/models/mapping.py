@@ -75,6 +75,9 @@ def is_expert(name: str) -> bool:
 
 def parameter_names(spec: ModelSpec) -> Iterator[str]:
     """Yields the names of Megatron's parameters of the whole model, without the copy of a tied head."""
+    if spec.bridged is not None:
+        yield from spec.bridged.parameters
+        return
     yield EMBEDDING
     for layer in range(spec.num_layers):
         yield from (f"decoder.layers.{layer}.{part}" for part in spec.layer_names)
@@ -88,6 +91,8 @@ def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
 
     The output layer of a tied model is made of the embedding. Raises ValueError for a name the family does not have.
     """
+    if spec.bridged is not None:
+        return spec.bridged.parameters.get(name, (name,))
     layer = LAYER.fullmatch(name)
     if layer is None:
         tied = name == OUTPUT_LAYER and spec.tied
@@ -102,6 +107,8 @@ def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
 
 def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of the Hugging Face folder and its shape; a tied model's `lm_head.weight` is left out."""
+    if spec.bridged is not None:
+        return dict(spec.bridged.shapes)
     hidden, head = spec.hidden_size, spec.kv_channels
     q, kv = spec.num_attention_heads * head, spec.num_query_groups * head
     shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (spec.vocab_size, hidden)}
@@ -150,8 +157,11 @@ def cut(names: Sequence[str], sizes: Mapping[str, int], most: int) -> list[tuple
     return parts
 
 
-def is_sharded(name: str) -> bool:
-    """Whether tensor-parallel ranks hold different parts of parameter `name` (else each holds all of it)."""
+def is_sharded(name: str, spec: ModelSpec | None = None) -> bool:
+    """Whether tensor-parallel ranks hold different parts of parameter `name` (else each holds all of it). `spec`: of a
+    model that may be Bridge's."""
+    if spec is not None and spec.bridged is not None:
+        return name in spec.bridged.sharded
     return layout_of(name) != "replicated" and not is_expert(name)
 
 

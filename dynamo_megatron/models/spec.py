@@ -32,6 +32,16 @@ DENSE_LAYER = {
 
 
 @dataclass(frozen=True)
+class Bridged:
+    """Of a model that Megatron-Bridge builds: the folder's tensors, and what a rank learns when it builds its part."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    # Megatron's parameters of the whole model -> the tensors that each is made of; empty before the model is built
+    parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sharded: set[str] = field(default_factory=set)  # of these, those that tensor-parallel ranks cut
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder: a gated MLP (or experts of it), RMSNorm, RoPE, grouped-query attention."""
 
@@ -70,10 +80,11 @@ class ModelSpec:
     rotary_share: float = 1.0  # of a head's elements, the first ones, that RoPE turns
     rotary_interleaved: bool = False  # it turns neighbours, not an element of each half
     no_rope_layers: tuple[int, ...] = ()  # layers without RoPE
+    bridged: Bridged | None = field(default=None, repr=False, hash=False)  # None: a family of ours
 
     def dimensions(self) -> dict[str, Any]:
         """The fields that determine what the model computes, as plain data that survives JSON."""
-        plain = {key: value for key, value in vars(self).items() if key != "layer_names"}
+        plain = {key: value for key, value in vars(self).items() if key not in ("layer_names", "bridged")}
         lists = {"windows": list(self.windows), "no_rope_layers": list(self.no_rope_layers)}
         return plain | {"rope_scaling": dict(self.rope_scaling), **lists}
 
@@ -84,7 +95,7 @@ class ModelSpec:
 
     def replayed(self, config: RolloutConfig) -> RouteShape | None:
         """The routes that training takes from the servers; None: none."""
-        if not (self.num_experts and config.router_replay):
+        if not (self.num_experts and config.router_replay and self.bridged is None):
             return None
         return RouteShape(self.num_layers, self.router_topk, self.num_experts)
 

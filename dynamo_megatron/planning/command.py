@@ -23,6 +23,8 @@ UNNEEDED = {"data": {"source": "none"}, "output_dir": "none"}
 def model_spec(config: Config) -> tuple[ModelSpec, str]:
     """(the model's shape, a text that says where it comes from). Raises ConfigError."""
     path, family = config.model.path, config.model.family
+    if config.model.source == "bridge":
+        raise ConfigError("model.source: bridge builds models whose memory and time are not planned")
     shape = published_config(path)
     if Path(path).is_dir() or shape is None:
         try:

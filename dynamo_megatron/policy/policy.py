@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from dynamo_megatron.policy.frozen_models import FrozenModels
 from dynamo_megatron.policy.head import LossOfHidden, PolicyHead
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.lora import add_adapters
-from dynamo_megatron.policy.model import build_chunks
+from dynamo_megatron.policy.model import PolicyModel, build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.routing import ExpertRouting
@@ -43,6 +43,7 @@ from dynamo_megatron.policy.spikes import Spikes
 from dynamo_megatron.types import Sequences, TokenStats
 
 Measured = tuple[torch.Tensor, torch.Tensor]  # slots of tokens, on the CPU, and their statistics, [4, r] on the device
+Build = Callable[[ModelSpec, Config, Layout], list[PolicyModel]]
 
 
 class Gradient(NamedTuple):
@@ -57,21 +58,22 @@ class Policy:
     """One rank's part of the policy. Raises ValueError if model folder and layout do not fit each other.
 
     `chunks`: the layers that this rank holds; with interleaved pipeline stages `parallel.vpp` chunks, which are not
-    adjacent in the model. `ddp` wraps the chunks, in the same order.
+    adjacent in the model. `ddp` wraps the chunks, in the same order. `build` makes them.
     """
 
     settings = "optimizer"  # the configuration's section of the optimizer, for messages
 
-    def __init__(self, spec: ModelSpec, config: Config, layout: Layout):
+    def __init__(self, spec: ModelSpec, config: Config, layout: Layout, build: Build = build_chunks):
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
-        self.chunks = build_chunks(spec, config, layout)
+        self.chunks = build(spec, config, layout)
         self._frozen = FrozenModels(self.chunks, spec, config, layout)
         self.base_digest: str | None = None  # of the weights that adapters are beside
         if config.model.lora is not None:
             self.base_digest = model_digest(config.model.path, spec, layout)
             add_adapters(self.chunks, config.model.lora, config.seed)
-        self.routing = ExpertRouting(self.chunks, spec, layout) if spec.num_experts else None
+        own = spec.bridged is None  # a model of Megatron-Bridge has routers of its own
+        self.routing = ExpertRouting(self.chunks, spec, layout) if spec.num_experts and own else None
         self._prepare_head()
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)

@@ -88,7 +88,7 @@ class Subject:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return load_model_config(self.config.model.path, self.config.model.family)
+        return load_model_config(self.config.model.path, self.config.model.family, self.config.model.source)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -131,6 +131,9 @@ def plan(subject: Subject) -> Iterator[Finding]:
     """Plans memory, servers and times of the whole run, on the assumption that all its nodes are like this one."""
     if not torch.cuda.is_available():
         yield skipped("no GPU here to reckon with: dynamo-megatron plan takes --gpu and --gpus")
+        return
+    if subject.config.model.source == "bridge":
+        yield skipped("models of Megatron-Bridge are not planned")
         return
     name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
     if (gpu := gpu_named(name, memory)) is None:
@@ -303,6 +306,9 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
     """What the ranks here keep in host memory against what is available, the job's own limit included."""
     config, spec = subject.config, subject.spec
     check_layout(config, subject.ranks)
+    if config.model.source == "bridge":
+        yield skipped("of models of Megatron-Bridge, not planned")
+        return
     tokens, cuda = planning.workload(config, spec).mean, torch.cuda.is_available()
     parts = planning.host_memory(config, spec, subject.ranks, subject.ranks_here, tokens, cuda=cuda)
     needed, available = sum(parts.values()), min(psutil.virtual_memory().available, _cgroup_room())

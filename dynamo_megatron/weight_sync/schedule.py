@@ -178,8 +178,9 @@ class BucketSource:
         assert self._joins == (within < layout.tp.size()), "not Megatron's rank order"
         # By the Hugging Face tensors they are made of, with the adapter that is merged into what is sent.
         self._held: dict[tuple[str, ...], tuple[torch.nn.Parameter, Adapter | None]] = {}
+        self._bridged = policy.chunks[0].mappings if spec.bridged is not None else None  # bridge/tensors.py
         experts = spec.experts_of(layout.ep.rank(), layout.ep.size()).start
-        for chunk in policy.chunks:
+        for chunk in policy.chunks if self._bridged is None else ():
             adapters = chunk.adapters
             for local, parameter in chunk.named_parameters():
                 if is_adapter(local):
@@ -204,7 +205,9 @@ class BucketSource:
             return None
         tensors: dict[str, torch.Tensor] = {}
         for name in bucket.parameters:
-            tensors |= to_huggingface(self._spec, name, shards.get(name) or [self._parameter(name)])
+            parts = shards.get(name) or [self._parameter(name)]
+            bridged = self._bridged
+            tensors |= to_huggingface(self._spec, name, parts) if bridged is None else bridged.whole(name, parts)
         if self.schedule.quantization is not None:
             tensors = quantize_tensors(tensors)
         assert tuple(tensors) == bucket.names, "not the schedule's tensors"
@@ -212,7 +215,7 @@ class BucketSource:
 
     def _collect(self, bucket: Bucket) -> dict[str, list[torch.Tensor]]:
         """Of every sharded parameter the shards, on the bucket's sender: one gather for all of them."""
-        names = [name for name in bucket.parameters if is_sharded(name)]
+        names = [name for name in bucket.parameters if is_sharded(name, self._spec)]
         if not names:
             return {}
         group = self._layout.tp
@@ -228,5 +231,7 @@ class BucketSource:
         return {n: [s.view(p.shape) for s in shards] for n, p, shards in zip(names, own, pieces, strict=True)}
 
     def _parameter(self, name: str) -> torch.Tensor:
+        if self._bridged is not None:
+            return self._bridged.value(name)
         parameter, adapter = self._held[huggingface_names(self._spec, name)]
         return parameter.detach() if adapter is None else adapter.merged(parameter.detach())

@@ -1,0 +1,149 @@
+"""Run as `python -P -m dynamo_megatron.bridge.proof FOLDER`, without GPUs (bridge/start.py), by one process: does
+Bridge's model of this config.json compute what transformers' does? Prints one JSON object: {"difference": ...} or
+{"refused": why}.
+
+A small random model of the same config.json (bridge/shrink.py) is saved as transformers saves it, loaded through
+Bridge's mappings, and its logits of packed sequences are compared in float32.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamo_megatron.policy import backend
+
+backend.enable_cpu()
+
+from dynamo_megatron.bridge import environment  # noqa: E402
+
+environment.prepare()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig  # noqa: E402
+from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
+
+from dynamo_megatron.bridge import shrink  # noqa: E402
+from dynamo_megatron.bridge.loading import load_model  # noqa: E402
+from dynamo_megatron.bridge.source import build  # noqa: E402
+from dynamo_megatron.config import ParallelConfig  # noqa: E402
+from dynamo_megatron.errors import InputError  # noqa: E402
+from dynamo_megatron.models.mapping import HF_HEAD  # noqa: E402
+from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
+from dynamo_megatron.runtime import plain_json  # noqa: E402
+from dynamo_megatron.runtime.plain_text import error_line  # noqa: E402
+from dynamo_megatron.types import Sequences  # noqa: E402
+
+TOLERANCE = 1e-5  # of logits whose standard deviation is about 0.5
+SEEDS = (0, 1)  # a tie between experts that rounding decides may spoil one
+LENGTHS = (7, shrink.PROBE, 33)
+
+
+def read_config(raw: Mapping[str, Any]) -> PretrainedConfig:
+    """As transformers reads a folder with this config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(raw))
+        return AutoConfig.from_pretrained(folder)
+
+
+@torch.no_grad()
+def random_model(config: PretrainedConfig, seed: int) -> torch.nn.Module:
+    """transformers' model with weights that let no misplaced one pass, and rounding not grow from layer to layer."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    lasting = set(model.state_dict())
+    width = 0.25 if "linear_attention" in (getattr(config, shrink.KINDS, None) or ()) else 0.5
+    for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n in lasting)]:
+        if tensor.ndim >= 2:
+            tensor.normal_(0, width / tensor.shape[-1] ** 0.5)
+        else:
+            tensor.add_(torch.randn_like(tensor) * 0.3)
+    return model
+
+
+@torch.no_grad()
+def logits_gap(raw: Mapping[str, Any], seed: int) -> float:
+    """The largest difference of a logit. Raises what Bridge and transformers raise."""
+    reference = random_model(read_config(raw), seed)
+    state = revert_weight_conversion(reference, dict(reference.state_dict()))
+    model = build(read_config(raw), torch.float32, ParallelConfig())
+    loaded = load_model(model, state)
+    if reference.config.tie_word_embeddings:
+        loaded.add(HF_HEAD)
+    if left := sorted(state.keys() - loaded):
+        raise InputError(f"no parameter is made of {left[0]}")
+    vocabulary = reference.config.vocab_size
+    tokens = torch.randint(0, vocabulary, (sum(LENGTHS) + len(LENGTHS),), generator=torch.Generator().manual_seed(seed))
+    ends = np.cumsum([0, *(length + 1 for length in LENGTHS)])
+    of = Sequences([str(n) for n in range(len(LENGTHS))], tokens.numpy(), ends, np.ones(len(LENGTHS), np.int64))
+    here = {"device": tokens.device, "cp_rank": 0, "cp_size": 1}
+    hidden = model.forward_packed(MicroBatch.pack(of, list(range(len(LENGTHS))), multiple=1, **here))
+    ours = (hidden @ model.head_weight.T)[:, :vocabulary]
+    parts = zip(ends, LENGTHS, strict=False)
+    theirs = torch.cat([reference(tokens[None, start : start + n]).logits[0] for start, n in parts])
+    gap = (ours - theirs).abs().max().item()
+    return gap if gap == gap else float("inf")
+
+
+def best_gap(raw: Mapping[str, Any], seeds: Sequence[int] = SEEDS) -> float | str:
+    """Over the seeds until one passes; or why there is no model."""
+    gaps = []
+    for seed in seeds:
+        try:
+            gaps.append(logits_gap(raw, seed))
+        except Exception as error:  # of Bridge, Megatron or transformers, whatever it is
+            return error_line(error, 160)
+        finally:
+            gc.collect()  # Megatron's modules are in cycles
+        if gaps[-1] <= TOLERANCE:
+            break
+    return min(gaps)
+
+
+def passes(raw: Mapping[str, Any]) -> bool:
+    gap = best_gap(raw, SEEDS[:1])
+    return isinstance(gap, float) and gap <= TOLERANCE
+
+
+def prove(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """{"difference": ...}, or {"refused": ...}, which names the field of config.json that makes the difference."""
+    try:
+        small = shrink.shrink(raw, read_config(raw).to_dict())
+    except KeyError as error:
+        return {"refused": f"{error.args[0]}: missing; only models of text with a plain config.json are supported"}
+    except (ValueError, TypeError) as error:
+        return {"refused": f"transformers does not read it: {error_line(error)}"}
+    gap = best_gap(small)
+    if isinstance(gap, float) and gap <= TOLERANCE:
+        return {"difference": gap}
+    what = f"logits differ by {gap:.2g} from transformers'" if isinstance(gap, float) else f"Bridge fails ({gap})"
+    defaults = type(read_config(small))(num_hidden_layers=small["num_hidden_layers"]).to_dict()
+    sizes = {key: value for key, value in small.items() if key in shrink.SIZES and value is not None}
+    field = shrink.differing_field(small, {**shrink.shrink(defaults, defaults), **sizes}, passes)
+    if field is None:
+        return {"refused": f"{what}, for model_type {raw.get('model_type')!r} as such, also with its default config"}
+    return {"refused": f"{field}: {what}; without it the logits agree"}
+
+
+def start() -> None:
+    """Megatron's groups, of this one process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
+def main(folder: str) -> dict[str, Any]:
+    start()
+    return prove(plain_json.read_object(Path(folder) / "config.json"))
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])), flush=True)

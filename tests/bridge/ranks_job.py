@@ -1,0 +1,109 @@
+"""Run by test_bridge.py in the bridge environment: ranks_job.py CASES.json RANKS compares Bridge's models with
+transformers: logprobs, gradient, what a weight sync sends, a checkpoint. A case has `folder`, `parallel`, `out`."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parents[1] / "policy")]
+
+from forked_ranks import run_in_turn
+
+from dynamo_megatron.policy import backend
+
+backend.enable_cpu()
+
+from dynamo_megatron.bridge import environment  # noqa: E402
+
+environment.prepare()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from dynamo_megatron.bridge.source import build_chunks  # noqa: E402
+from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint  # noqa: E402
+from dynamo_megatron.config import Config  # noqa: E402
+from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
+from dynamo_megatron.policy.policy import Policy  # noqa: E402
+from dynamo_megatron.types import Sequences  # noqa: E402
+from dynamo_megatron.weight_sync.schedule import BucketSource, make_schedule  # noqa: E402
+
+LENGTHS = (9, 70, 33, 21)
+
+
+def sequences(vocabulary):
+    tokens = torch.randint(0, vocabulary, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).numpy()
+    ends = np.cumsum([0, *LENGTHS])
+    return Sequences([str(n) for n in range(len(LENGTHS))], tokens, ends, np.full(len(LENGTHS), 2))
+
+
+def reference(folder, data):
+    """(logprobs of the responses, norm of the gradient of their mean)"""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    parts = []
+    for start, end in zip(data.offsets, data.offsets[1:], strict=False):
+        tokens = torch.from_numpy(data.tokens[start:end])
+        logits = model(tokens[None]).logits[0, 1:-1]
+        parts.append(logits.log_softmax(-1).gather(1, tokens[2:, None])[:, 0])
+    logprobs = torch.cat(parts)
+    logprobs.mean().neg().backward()
+    gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    return logprobs.detach(), torch.stack(gradients).norm().item()
+
+
+def check_sent(policy, folder):
+    """What the senders send is the folder's tensors, each once, bit by bit."""
+    layout, spec = policy.layout, policy.spec
+    schedule = make_schedule(spec, policy.config.parallel, layout.world_size, bucket_bytes=1 << 16, itemsize=4)
+    source, stored = BucketSource(policy, schedule), load_file(Path(folder, "model.safetensors"))
+    sent = []
+    for number in range(len(schedule.rounds)):
+        for name, tensor in (source.gather(number) or {}).items():
+            assert torch.equal(tensor, stored[name]), name
+            sent.append(name)
+    everything = sorted(n for names in layout.gather(sent) for n in names)
+    assert everything == sorted(spec.bridged.shapes), set(spec.bridged.shapes) ^ set(everything)
+
+
+def check_checkpoint(policy, root):
+    state = {} if policy.layout.rank == 0 else None
+    begin_save(policy, root, 1, state, background=False).complete(1, 60, print)
+    kept = [parameter.detach().clone() for parameter in policy.chunks[0].parameters()]
+    policy.fit(sequences(policy.spec.vocab_size), np.full(len(LENGTHS), 0.01), 1e-2)
+    load_checkpoint(policy, root / "step-000001")
+    assert all(torch.equal(a, b) for a, b in zip(kept, policy.chunks[0].parameters(), strict=True))
+
+
+def compare(case, store):
+    folder = case["folder"]
+    spec = load_model_config(folder, source="bridge")
+    config = Config(
+        model={"path": folder, "dtype": "float32", "source": "bridge"},
+        data={"source": "none"},
+        rollout={"proof": {"checksums": False}},
+        output_dir="none",
+        parallel=case["parallel"],
+        trainer={"timeout": 120, "micro_batch_tokens": 80},
+    )
+    layout = join_ranks(config, store)
+    policy = Policy(spec, config, layout, build=build_chunks)
+    check_sent(policy, folder)
+    data = sequences(spec.vocab_size)
+    packed = policy.pack(data, [np.arange(len(LENGTHS))])
+    stats = policy.token_stats(data, packed)
+    expected, norm = reference(folder, data)
+    gap = (stats.logprobs - expected).abs().max().item()
+    responses = sum(LENGTHS) - 2 * len(LENGTHS)
+    found = policy.fit(data, np.full(len(LENGTHS), 1 / responses), 1e-5)
+    check_checkpoint(policy, Path(case["out"]))
+    if layout.rank == 0:
+        loss = abs(found["loss"] + expected.mean().item())
+        result = {"gap": gap, "loss": loss, "gradient": abs(found["grad_norm"] / norm - 1), "norm": norm}
+        print(json.dumps({"name": Path(folder).name, "parallel": case["parallel"], **result}), flush=True)
+
+
+if __name__ == "__main__":
+    run_in_turn(sys.argv[1], int(sys.argv[2]), compare)

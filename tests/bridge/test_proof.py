@@ -1,0 +1,174 @@
+"""What a model of Megatron-Bridge is refused for, as far as that needs no Bridge."""
+
+import importlib.metadata
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dynamo_megatron.bridge import shrink
+from dynamo_megatron.bridge.loading import load_model
+from dynamo_megatron.bridge.start import prove_folder
+from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
+from dynamo_megatron.models import load_model_config
+from dynamo_megatron.models.mapping import huggingface_shapes
+
+CONFIG = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "norm_topk_prob": True,
+    "rope_scaling": {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+}
+
+
+def test_a_small_model_keeps_every_switch():
+    small = shrink.shrink(CONFIG, CONFIG)
+    assert small["rope_scaling"] == CONFIG["rope_scaling"] and small["norm_topk_prob"] is True
+    assert small["num_hidden_layers"] > small["first_k_dense_replace"] > 0
+    assert small["moe_intermediate_size"] < small["hidden_size"] < small["intermediate_size"] < 200
+    assert small["num_key_value_heads"] == small["num_attention_heads"] == 4
+    assert small["topk_group"] < small["n_group"] and small["n_routed_experts"] % small["n_group"] == 0
+    assert small["num_experts_per_tok"] / small["topk_group"] == 2  # as in the whole model
+    assert small["num_experts_per_tok"] <= small["topk_group"] * small["n_routed_experts"] // small["n_group"]
+    assert small["max_position_embeddings"] < shrink.PROBE
+
+
+def test_a_list_of_kinds_of_layers_is_kept_whole():
+    """A constant of Bridge's may agree with its beginning."""
+    mixed = {**CONFIG, "layer_types": ["sliding_attention"] * 28 + ["full_attention"] * 33}
+    assert shrink.shrink(mixed, mixed)["layer_types"] == mixed["layer_types"]
+    linear = {**CONFIG, "layer_types": (["linear_attention"] * 9 + ["full_attention"]) * 6 + ["linear_attention"]}
+    assert shrink.shrink(linear, linear)["layer_types"] == linear["layer_types"][:10]  # each kind once
+    uniform = {**CONFIG, "layer_types": ["full_attention"] * 61}
+    assert shrink.shrink(uniform, uniform)["layer_types"] == ["full_attention"] * shrink.LAYERS
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda c: c.get("clip") == 1, "clip: 1"),
+        (lambda c: c["rope"].get("limit") == 64, "rope.limit: 64"),
+        (lambda c: c.get("clip") == 1 or c["bias"], "bias: True, clip: 1"),
+        (lambda c: True, None),
+    ],
+)
+def test_the_field_that_makes_the_difference_is_named(wrong, found):
+    config = {"width": 64, "bias": True, "clip": 1, "rope": {"rope_type": "yarn", "limit": 64}, "torch_dtype": "x"}
+    defaults = {"width": 64, "bias": False, "rope": {"rope_type": "yarn", "limit": 4096}}
+    assert shrink.differing_field(config, defaults, lambda c: not wrong(c)) == found
+
+
+def toy_model(export=lambda w: w, load=lambda w: w):
+    """Two parameters of one module, and Bridge's mappings of the first, or of both where `load` gives a value."""
+    model = torch.nn.Linear(2, 3)
+    torch.nn.init.constant_(model.weight, torch.nan)
+    torch.nn.init.constant_(model.bias, torch.nan)
+    units = {
+        n: SimpleNamespace(tasks=(SimpleNamespace(parameter=p),), names=(f"hf.{n}",), sharded=False)
+        for n, p in model.named_parameters()
+        if n == "weight" or load(p) is not None
+    }
+    model.mappings = SimpleNamespace(
+        unmapped=[],
+        units=units,
+        copies={},
+        tp_rank=0,
+        tp_size=1,
+        load=lambda unit, state, share: [load(state[unit.names[0]])],
+        export=lambda unit, shards: {unit.names[0]: export(shards[0][0])},
+    )
+    return model
+
+
+STATE = {"hf.weight": torch.arange(6.0).view(3, 2), "hf.bias": torch.ones(3)}
+
+
+def test_a_model_is_loaded_and_proved():
+    model = toy_model()
+    assert load_model(model, STATE) == set(STATE)
+    assert torch.equal(model.weight, STATE["hf.weight"]) and torch.equal(model.bias, STATE["hf.bias"])
+
+
+@pytest.mark.parametrize(
+    ("model", "state", "why"),
+    [
+        (toy_model(load=lambda w: w.flip(0)), STATE, "hf.weight: what Bridge writes back is not what it read"),
+        (toy_model(export=lambda w: w.T), STATE, "hf.weight: what Bridge writes back is not what it read"),
+        (toy_model(load=lambda w: w if w.ndim == 2 else None), STATE, "parameter bias was not loaded"),
+        (
+            toy_model(load=lambda w: w.mT if w.ndim == 2 else w),
+            STATE,
+            r"weight: \[3, 2\] in the model, \[2, 3\] from the folder",
+        ),
+        (toy_model(), {"hf.weight": STATE["hf.weight"]}, "tensor hf.bias is missing: Bridge makes bias of it"),
+        (toy_model(), {**STATE, "hf.bias": torch.full((3,), torch.nan)}, "hf.bias holds NaN or infinity"),
+    ],
+)
+def test_a_wrong_model_is_refused(model, state, why):
+    with pytest.raises(InputError, match=why):
+        load_model(model, state)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_file({"lm_head.weight": torch.ones(4, 2), "model.x.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_names_and_shapes_are_the_folders(folder):
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    spec = load_model_config(folder, source="bridge")
+    assert huggingface_shapes(spec) == {"lm_head.weight": (4, 2), "model.x.weight": (2,)}
+    assert (spec.family, spec.num_experts, spec.tied) == ("bridge:deepseek_v3", 256, False)
+
+
+@pytest.mark.parametrize(
+    "field", [{"num_nextn_predict_layers": 1}, {"final_logit_softcapping": 30.0}, {"logits_scaling": 8}]
+)
+def test_what_the_head_cannot_do_is_refused(folder, field):
+    (folder / "config.json").write_text(json.dumps(CONFIG | field))
+    with pytest.raises(InputError, match=next(iter(field))):
+        load_model_config(folder, source="bridge")
+
+
+def test_another_environment_is_refused(folder):
+    if any(package.name == "megatron-bridge" for package in importlib.metadata.distributions()):
+        pytest.skip("this is the bridge environment")
+    with pytest.raises(InputError, match=r"megatron-bridge 0\.6\.2, here: not installed; `make bridge`"):
+        prove_folder(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "key"),
+    [
+        ("parallel", {"cp": 2}, "parallel.cp"),
+        ("model", {"lora": {"rank": 4}}, "model.lora"),
+        ("rollout", {}, "rollout.proof.checksums"),
+    ],
+)
+def test_what_is_not_supported_beside_it_is_refused(section, value, key):
+    given = {
+        "model": {"path": "m", "source": "bridge"},
+        "data": {"source": "d"},
+        "output_dir": "o",
+        "rollout": {"proof": {"checksums": False}},
+    }
+    given[section] = {**(given.get(section, {}) if value else {}), **value}
+    with pytest.raises(ValueError, match=key):
+        Config(**given)
