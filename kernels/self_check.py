@@ -101,11 +101,14 @@ def check_layers(device: torch.device, dtype: torch.dtype) -> None:
     table = layers.rotary_table(torch.arange(TOKENS, device="cpu"), torch.rand(8, **made))
     x, y, gradient = (t.to(dtype).float() for t in (x, y, gradient))
     here = [t.to(device, dtype) for t in (x, y, gradient)]
-    found = [layer_kernels.rotated(here[0], table.to(device), 1.0), layer_kernels.swiglu(here[1], None)]
+    found = [layer_kernels.rotated(here[0], table.to(device), 1.0, interleaved) for interleaved in (False, True)]
+    found.append(layer_kernels.swiglu(here[1], None))
     found += layer_kernels.swiglu_gradient(here[2], here[1], weights.to(device))
-    wanted = [layers.rotate(x, table), layers.swiglu(y), *layers.swiglu_gradient(gradient, y, weights)]
+    wanted = [layers.rotate(x, table), layers.rotate(x, table, True), layers.swiglu(y)]
+    wanted += layers.swiglu_gradient(gradient, y, weights)
     limit = LIMIT if dtype == torch.float32 else BFLOAT16_GRADIENT_LIMIT
-    for name, got, want in zip(("RoPE", "SwiGLU", "SwiGLU's gradient", "its weights'"), found, wanted, strict=True):
+    names = ("RoPE", "interleaved RoPE", "SwiGLU", "SwiGLU's gradient", "its weights'")
+    for name, got, want in zip(names, found, wanted, strict=True):
         if not (got.float().cpu() - want).norm() <= limit * want.norm():
             raise InputError(
                 f"the Triton kernel of {name} and PyTorch differ on this machine: report it with its versions"

@@ -2,7 +2,8 @@
 
 The steps of a rollout are its R response tokens in order, of an agent's episode those of all its turns: what the
 environment wrote between them is no step. The value of a step is the critic's before the token is sampled; after a
-rollout's last token it is 0, whether the response is finished or truncated. Or its steps are its turns.
+rollout's last token it is 0, whether the response is finished or truncated. Or its steps are its turns
+(`turn_advantages`): a response without an agent is then one step, in which gamma and lambda do nothing.
 """
 
 from __future__ import annotations

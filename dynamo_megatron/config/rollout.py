@@ -25,7 +25,7 @@ class SyncConfig(Section):
     """How weights get to the servers after every step (docs/rollouts.md)."""
 
     transport: Literal["auto", "ipc", "nccl", "gloo", "tensor", "disk"] = "auto"
-    bucket_bytes: Positive = 512 << 20  # sent at once; a sending rank needs three or four times that of memory
+    bucket_bytes: Positive = 512 << 20  # sent at once; a sending rank needs three times that of memory, ipc five
 
 
 class ProofConfig(Section):

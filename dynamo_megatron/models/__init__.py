@@ -171,6 +171,10 @@ def olmo3(config: Mapping[str, Any]) -> ModelSpec:
             f"rope_parameters: SGLang and transformers agree on an OLMo 3's RoPE only with rope_theta {OLMO3_THETA:g} "
             "and, where it is scaled, rope_scaling; write those, as the published models have them"
         )
+    if (scaling := config.get("rope_scaling")) and "rope_type" not in scaling:
+        raise InputError(
+            "rope_scaling: no rope_type, without which transformers does not scale an OLMo 3's RoPE; give it"
+        )
     types = ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(integer(config, LAYERS))]
     windows = read_windows({"sliding_window": 4096, **config}, types)
     spec = decoder_spec(config, "olmo3", OLMO2_LAYER, ("Olmo3ForCausalLM",), windows=windows)

@@ -22,7 +22,8 @@ from dynamo_megatron.config import Config, LoraConfig, ParallelConfig
 from dynamo_megatron.kernels.chunked import chunk_size
 from dynamo_megatron.models.adapters import adapted_linears, adapter_elements
 from dynamo_megatron.models.fp8 import QUANTIZED_BYTES, is_quantized
-from dynamo_megatron.models.mapping import huggingface_shapes, is_expert, is_sharded
+from dynamo_megatron.models.mapping import HF_EMBEDDING, huggingface_shapes, is_expert, is_sharded
+from dynamo_megatron.models.server_layout import WHOLE_EMBEDDING
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GPU, Cluster
 from dynamo_megatron.planning.rates import rate
@@ -269,9 +270,10 @@ def server_bytes(spec: ModelSpec, tp: int, dtype: str, quantization: str | None)
         quantized = quantization is not None and is_quantized(name)
         nbytes = math.prod(shape) * (QUANTIZED_BYTES if quantized else WIDTH[dtype])
         module = name.split(".")[-2]
+        whole = module == "gate" or "norm" in module or (name == HF_EMBEDDING and spec.family in WHOLE_EMBEDDING)
         if module in ("k_proj", "v_proj"):
             nbytes /= min(tp, spec.num_query_groups)
-        elif module != "gate" and "norm" not in module:
+        elif not whole:
             nbytes /= tp
         total += nbytes
     return round(total)

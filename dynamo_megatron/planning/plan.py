@@ -24,7 +24,7 @@ RESERVED = 4 * GIB
 # more than 60 GiB at least where it chooses --mem-fraction-static itself (srt/arg_groups/memory_hook.py).
 SERVER_WORKING = 10 * GIB
 SERVER_REMAINS = 2 * GIB  # of that, once it has released graphs and activations: an allowance as well
-SYNC_BUCKETS, IPC_BUCKETS = 3, 4  # of rollout.sync.bucket_bytes, that a sender needs in a sync: docs/rollouts.md
+SYNC_BUCKETS, IPC_BUCKETS = 3, 5  # of rollout.sync.bucket_bytes, that a sender needs in a sync
 # Bytes for each element of an FP8 weight: a sender's copies in bfloat16 and float32; in SGLang's checksum values,
 # scales and products in float32, and these in bfloat16 (block_quant_dequant of layers/quantization/fp8_utils.py).
 QUANTIZING, CHECKING = 6, 14

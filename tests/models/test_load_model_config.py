@@ -133,6 +133,7 @@ def test_gemma_270m(tmp_path):
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window: missing"),
+        ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_scaling: no rope_type"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "a Gemma 3 with scaled RoPE"),
         ("gemma3_text", {"rope_parameters": TWO_ROPES}, "rope_theta: given beside rope_parameters"),
         ("gemma3_text", {"rope_theta": None, "rope_parameters": {"rope_theta": 1e6}}, "is not a set with rope_theta"),

@@ -93,6 +93,14 @@ def test_30b_a3b_by_hand():
     assert formulas.server_bytes(spec, 1, "bfloat16", "fp8") == in_fp8
 
 
+def test_every_rank_of_a_gemma_server_has_the_whole_embedding():
+    spec = spec_of("gemma-3-270m")
+    embedding, keys_and_values = 2 * 262_144 * 640, 2 * 18 * 2 * 640 * 256  # one key/value head, on both ranks
+    one, two = (formulas.server_bytes(spec, tp, "bfloat16", None) for tp in (1, 2))
+    whole = embedding + keys_and_values
+    assert two == pytest.approx(whole + (one - whole) / 2, rel=1e-3)  # norms are whole, too
+
+
 def test_the_interleaved_schedule_holds_more():
     """Korthikanti et al., section 4.2.3: L (1 + (pp - 1) / (pp vpp)) layers on the first stage."""
     p = ParallelConfig(pp=4, vpp=5)
@@ -167,7 +175,7 @@ def test_a_plan_adds_up():
     saved = formulas.saved_activations(plan.spec, plan.config.parallel, "bfloat16", "full", 10240, 48, 1)
     assert stage.training["activations"] == saved and stage.training["reserved"] == RESERVED
     assert plan.peak == max(sum(stage.training.values()), *stage.others.values())
-    weights, state, buckets = plan.servers.weights, stage.state.total, 4 * 512 * 2**20
+    weights, state, buckets = plan.servers.weights, stage.state.total, 5 * 512 * 2**20
     held = weights + plan.servers.pool + 10 * GIB
     assert held == pytest.approx(0.4 * 79.1 * GIB + 10 * GIB) and stage.training["server"] == 2 * GIB
     sync = stage.state.parameters + weights + buckets + 2 * GIB
@@ -178,8 +186,8 @@ def test_a_plan_adds_up():
     assert plan.servers.tokens == plan.servers.pool / (196_608 / 2)
     disk = planned("Qwen2.5-14B", "h100-80", 16, None, rollout={**rollout, "sync": {"transport": "disk"}}, **parts)
     assert (
-        disk.stages[0].others["weight sync"] == sync - 512 * 2**20 + RESERVED
-    )  # without the copy that the servers read
+        disk.stages[0].others["weight sync"] == sync - 2 * 512 * 2**20 + RESERVED
+    )  # without the two copies that the servers read
     times = plan.times
     assert times.step == pytest.approx(times.generate + times.logprobs + times.update + times.weight_sync)
     ahead = dataclasses.replace(times, overlap=True)

@@ -93,7 +93,9 @@ class IpcTransport(Transport):
     def __init__(self, layout: Layout):
         self._layout = layout
         self._staged = FlatBuffer(self._allocate)
-        self._copy: torch.Tensor | None = None  # what servers read: it must not move as long as they do
+        # What servers read, and what they read in the turn before: ranks of a server besides the first may still copy
+        # from that after the server's reply.
+        self._copies: list[torch.Tensor | None] = [None, None]
         self._ranks: dict[Endpoint, list[int]] = {}  # the training rank on the GPU of each of a server's ranks
         self._handles: list[str] = []  # by training rank, of the bucket of this turn
         self._failed: set[Endpoint] = set()  # in this weight sync
@@ -108,9 +110,11 @@ class IpcTransport(Transport):
         """Collective over all ranks: in turn t every server receives bucket t."""
         self._locate(endpoints)
         bucket = buckets[turn]
-        if self._copy is None or self._copy.numel() < bucket.nbytes:
-            self._copy = self._allocate(bucket.nbytes)
-        here, self._size = self._copy[: bucket.nbytes], bucket.nbytes
+        _, copy = self._copies
+        if copy is None or copy.numel() < bucket.nbytes:
+            copy = self._allocate(bucket.nbytes)
+        self._copies = [copy, self._copies[0]]
+        here, self._size = copy[: bucket.nbytes], bucket.nbytes
         if own is bucket:
             here.copy_(self._staged.used)
         dist.broadcast(here, src=bucket.sender)
@@ -133,7 +137,7 @@ class IpcTransport(Transport):
         self._failed.add(endpoint)
 
     def end(self) -> None:
-        self._staged, self._copy = FlatBuffer(self._allocate), None
+        self._staged, self._copies = FlatBuffer(self._allocate), [None, None]
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()  # servers use the same GPUs
         self._failed.clear()
