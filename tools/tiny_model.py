@@ -44,7 +44,7 @@ def make_tiny_model(
     ffn: int = 128,
     experts: int = 4,
     experts_per_token: int = 2,
-    expert_ffn: int = 48,
+    expert_ffn: int = 64,
     vocab: int = 128,
     max_positions: int = 2048,
     tied: bool = False,
@@ -94,7 +94,7 @@ def make_tiny_model(
         num_key_value_heads=kv_heads,
         head_dim=head_dim or hidden // heads,
         max_position_embeddings=max_positions,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=tied or family == "gemma3_text",  # SGLang serves no other
         rms_norm_eps=1e-6,
         # at the usual 0.02 so narrow a model is nearly uniform, and a misplaced weight would hardly show
         initializer_range=hidden**-0.5,

@@ -20,7 +20,7 @@ from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.start_checks import check_node, check_vocabulary
 from dynamo_megatron.models import ModelSpec, load_model_config
-from dynamo_megatron.models.server_layout import check_served
+from dynamo_megatron.models.server_layout import check_served, check_server_parallel
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.serve import NodeServers
@@ -65,6 +65,9 @@ class TrainJob(Job):
         spec = load_model_config(config.model.path, config.model.family, config.model.source)
         limit = max_prompt_length(config, spec)
         check_served(spec, config.model.max_length or spec.max_positions)
+        rollout = config.rollout
+        if rollout.engine == "sglang" and rollout.placement != "external" and rollout.proof.checksums:
+            check_server_parallel(spec, rollout.tp, "cuda" if cuda_available() else "cpu")
         transport = check_node(config)
         return {
             **derived,
@@ -89,6 +92,8 @@ class TrainJob(Job):
         if not spec.num_experts:
             return {}
         routes = spec.replayed(self.config.rollout)
+        if spec.bridged is not None:
+            return {"router replay": "off with model.source: bridge"}
         return {"router replay": "off" if routes is None else f"on, {routes.token_bytes} bytes a token"}
 
     def prepare(self, spec: ModelSpec) -> None:

@@ -261,7 +261,7 @@ def load_model_config(path: str | Path, family: str | None = None, source: str =
     if name not in FAMILIES:
         raise InputError(
             f"{file}: model_type {kind!r:.80} is not supported, and model.family does not change that; supported are "
-            f"{', '.join([*FAMILIES, *ALIASES])}"
+            f"{', '.join([*FAMILIES, *ALIASES])}, and others with model.source: bridge (docs/checkpoints.md)"
         )
     if family not in (None, name):
         raise InputError(f"{file}: model_type {kind!r} is of family {name}, model.family is {family!r}; leave it out")

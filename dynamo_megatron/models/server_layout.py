@@ -76,9 +76,10 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
     kv_fits = groups % tp_size == 0 or (tp_size % groups == 0 and not on_cpu and spec.family not in UNFUSED)
     if heads % tp_size or not kv_fits or width % (tp_size * (CPU_WIDTH if on_cpu else 1)):
         multiple = f"a multiple of {CPU_WIDTH} times it" if on_cpu else "a multiple of it"
+        other = "use another rollout.tp or " if tp_size > 1 else ""
         raise InputError(
             f"rollout.tp: {tp_size} server ranks cannot be proved to hold a model of {heads} attention and {groups} "
-            f"key/value heads and an MLP width of {width}, which must be {multiple}; use another rollout.tp or set "
+            f"key/value heads and an MLP width of {width}, which must be {multiple}; {other}set "
             "rollout.proof.checksums=false"
         )
 
@@ -92,8 +93,10 @@ def check_served(spec: ModelSpec, longest: int) -> None:
             f"sliding_window: SGLang ignores this model's window of {spec.window} tokens and would sample from another "
             f"model in longer sequences; set model.max_length to {spec.window} or less (it is {longest})"
         )
+    if spec.family in WHOLE_EMBEDDING and not spec.tied:
+        raise InputError("tie_word_embeddings: false, and SGLang serves a Gemma 3 with its embedding as the head")
     if spec.wide_qk_norm and spec.kv_channels * spec.num_attention_heads != spec.hidden_size:
-        raise InputError("head_dim: SGLang serves OLMo 2 with heads of hidden_size / num_attention_heads alone")
+        raise InputError("head_dim: SGLang serves OLMo with heads of hidden_size / num_attention_heads alone")
     given = dict(spec.rope_scaling).get("attention_factor")
     if given is not None:
         raise InputError(

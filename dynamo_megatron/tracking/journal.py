@@ -35,7 +35,9 @@ def last_line(config: Config, step: int, *, evaluated: bool, supervised: bool = 
             words = ["train", "CONFIG.yaml", *keys]
         elif not evaluated:
             data = [] if config.eval.data else ["eval.data=FILE"]
-            words = ["eval", "--model", str(output), "--out", str(output / "scores"), *data]
+            bridged = config.model.source == "bridge"  # `eval` converts a run's checkpoint, and `convert` knows none
+            of = [str(model), "model.source=bridge"] if bridged else [str(output)]
+            words = ["eval", "--model", *of, "--out", str(output / "scores"), *data]
     return f"model: {where}; next: {shlex.join(['dynamo-megatron', *words])}"
 
 
