@@ -399,7 +399,7 @@ class Batches:
             "input_ids": list(request.tokens),
             "return_logprob": True,
             "sampling_params": request.sampling,
-            **_asks_for_routes([request]),
+            **_ask_for_routes([request]),
         }
         try:
             async with self._post("/generate", payload) as reply:
@@ -421,7 +421,7 @@ class Batches:
             "return_logprob": True,
             "sampling_params": [r.sampling | {"stream_interval": ONLY_WHEN_FINISHED} for r in requests],
             "stream": True,
-            **_asks_for_routes(requests),
+            **_ask_for_routes(requests),
         }
         largest = max(request.largest_reply for request in requests)
         begun = True  # SGLang may have started them, and abort them by their ids later
@@ -437,12 +437,12 @@ class Batches:
                 self._start([request])
 
 
-def _asks_for_routes(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
-    """SGLang has one first token for all requests of a list."""
-    asked = [request.routes_from for request in requests if request.routes_from is not None]
-    if not asked:
+def _ask_for_routes(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """Sets `routes_start` and returns what asks for the routes. SGLang has one first token for all requests of a list,
+    and refuses those with a shorter prompt, whether anybody wants their routes or not."""
+    if all(request.routes_from is None for request in requests):
         return {}
-    start = max(0, min(asked) - 1)
+    start = min(len(r.tokens) if r.routes_from is None else max(0, r.routes_from - 1) for r in requests)
     for request in requests:
         request.routes_start = start
     return {"return_routed_experts": True, "routed_experts_start_len": start}
