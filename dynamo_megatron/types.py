@@ -81,6 +81,10 @@ class RouteShape(NamedTuple):
     def token_bytes(self) -> int:
         return self.layers * self.topk * np.dtype(self.dtype).itemsize
 
+    def unknown(self, tokens: int) -> np.ndarray:
+        """The routes of so many tokens where none is known."""
+        return np.full((tokens, self.layers, self.topk), no_route(self.dtype), self.dtype)
+
 
 def no_route(dtype: np.dtype | type[np.unsignedinteger]) -> int:
     """What stands in routes where there is no expert's number."""
@@ -414,7 +418,7 @@ class RolloutBatch(Sequences):
             steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
             fields["step_rewards"] = concatenate(steps)
         if any(b.routes is not None for b in batches):
-            fields["routes"] = concatenate(_routes([(b.routes, len(b.tokens)) for b in batches]))
+            fields["routes"] = concatenate(filled_routes([(b.routes, len(b.tokens)) for b in batches]))
         known = [b.answers for b in batches if b.answers is not None]
         if len(known) == len(batches):
             fields["answers"] = [answer for answers in known for answer in answers]
@@ -480,12 +484,12 @@ class RolloutBatch(Sequences):
             servers=[r.server for r in rollouts],
             step_rewards=_at_their_ends(rollouts),
             answers=[r.answer_id for r in rollouts],
-            routes=np.concatenate(_routes([(r.routes, len(r.tokens)) for r in rollouts])) if routed else None,
+            routes=np.concatenate(filled_routes([(r.routes, len(r.tokens)) for r in rollouts])) if routed else None,
             **_of_episodes(rollouts, offsets),
         )
 
 
-def _routes(parts: Sequence[tuple[np.ndarray | None, int]]) -> list[np.ndarray]:
+def filled_routes(parts: Sequence[tuple[np.ndarray | None, int]]) -> list[np.ndarray]:
     """The routes of each part, (its routes, its tokens), where at least one has some. Raises InputError."""
     known = {(routes.dtype, routes.shape[1:]) for routes, _ in parts if routes is not None}
     if len(known) > 1:
