@@ -326,6 +326,8 @@ class SGLangClient:
             raise MalformedReply(f"{found.size} routed experts, {expected * layers * topk} were expected")
         if found.min(initial=0) < 0 or found.max(initial=0) >= experts:
             raise MalformedReply(f"routed experts from {found.min()} to {found.max()}, and there are {experts}")
+        if not found.any():  # its kernel routes by itself and names none, as flashinfer_trtllm does
+            return None
         known = found.astype(self.routes.dtype).reshape(expected, layers, topk)
         known = known[max(first, 1) - 1 - request.routes_start :]
         return np.concatenate([self.routes.unknown(whole - first - len(known)), known])  # unknown: of the first token

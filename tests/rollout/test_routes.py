@@ -140,8 +140,9 @@ def one_rollout(with_generator, engine, **options):
     return with_generator(work, engine, routes=SHAPE, **options)
 
 
-def test_a_server_without_them_is_noted_and_its_rollouts_are_used(with_generator):
-    result = one_rollout(with_generator, Engine(length, 0.004))
+@pytest.mark.parametrize("engine", [Engine, lambda *given: Routed(*given, damage=np.zeros_like)])
+def test_a_server_without_them_is_noted_and_its_rollouts_are_used(with_generator, engine):
+    result = one_rollout(with_generator, engine(length, 0.004))
     assert result.counts["completed"] + result.counts["truncated"] == 1 and result.batch.routes is None
     (note,) = (note for note in result.notes if "routed experts" in note)
     assert "server-0 returns no routed experts" in note and "--enable-return-routed-experts" in note
