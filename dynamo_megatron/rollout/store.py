@@ -86,15 +86,15 @@ class RolloutStore:
         """Appends rollouts, at least one, all of one step. Raises RolloutError where the disk does not take all their
         lines."""
         step = rollouts[0].step
-        frames = b"".join(map(_frame, rollouts))
-        try:
-            written = os.write(self._open(step), frames)
-        except OSError as error:
-            self.close()
-            raise self._cannot_write(step, error.strerror) from error
-        if written < len(frames):
-            self.close()  # the next append cuts the torn frame off
-            raise self._cannot_write(step, "the disk is full; free some space and resume")
+        for frame in map(_frame, rollouts):  # one at a time: Linux takes at most 2 GiB
+            try:
+                written = os.write(self._open(step), frame)
+            except OSError as error:
+                self.close()
+                raise self._cannot_write(step, error.strerror) from error
+            if written < len(frame):
+                self.close()  # the next append cuts the torn frame off
+                raise self._cannot_write(step, "the disk is full; free some space and resume")
 
     def lines(self, step: int) -> Iterator[Rollout]:
         """Yields the rollouts in the file of this step, as `read_lines` does; none without a file."""
