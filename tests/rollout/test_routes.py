@@ -127,6 +127,7 @@ def test_damaged_routes_in_a_file_are_refused(change):
         routes = np.arange(math.prod(shape), dtype=np.uint16).reshape(shape)
         line = json.loads(rollout("000001-0000-000", routes=routes).to_json())
         assert (Rollout.from_json(json.dumps(line)).routes == routes).all()
+        assert Rollout.from_json(json.dumps(line), routes=False).routes is None
         with pytest.raises(InputError, match="not a rollout: routes"):
             Rollout.from_json(json.dumps(line | {"routes": line["routes"] | change}))
 
