@@ -89,7 +89,8 @@ class TrainJob(Job):
         if not spec.num_experts:
             return {}
         routes = spec.replayed(self.config.rollout)
-        return {"router replay": "off" if routes is None else f"on, {routes.token_bytes} bytes a token"}
+        where = " that has them" if self.config.rollout.engine == "recorded" else ""
+        return {"router replay": "off" if routes is None else f"on, {routes.token_bytes} bytes a token{where}"}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
