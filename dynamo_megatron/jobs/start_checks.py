@@ -195,7 +195,7 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     exports = {"every": saves, "never": 0}.get(export, 1)
     generates = generates and config.rollout.engine == "sglang"
     stored = config.rollout_budget, config.rollout.max_new_tokens, spec.replayed(config.rollout)
-    step = stored_step(*stored) if generates else 0
+    step = stored_step(*stored, config.data.max_prompt_length or 0) if generates else 0
     lora = config.model.lora
     saved = elements if lora is None else spec.num_layers * adapter_elements(spec, lora)
     with_optimizer = config.trained_models * saved * (width + 12)  # float32 weights and two moments

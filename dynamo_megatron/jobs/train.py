@@ -94,7 +94,8 @@ class TrainJob(Job):
         routes = spec.replayed(self.config.rollout)
         if spec.bridged is not None:
             return {"router replay": "off with model.source: bridge"}
-        return {"router replay": "off" if routes is None else f"on, {routes.token_bytes} bytes a token"}
+        where = " that has them" if self.config.rollout.engine == "recorded" else ""
+        return {"router replay": "off" if routes is None else f"on, {routes.token_bytes} bytes a token{where}"}
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config

@@ -308,6 +308,8 @@ def host_memory(
     serves = rollout.engine == "sglang" and rollout.placement == "colocated"
     offloads = shares_memory(rollout, gpus=cuda)
     saved = formulas.WIDTH[dtype] + 12 if config.checkpoint.async_save else 0  # else a tensor at a time
+    routes = spec.replayed(rollout)
+    token = ROLLOUT_TOKEN + (0 if routes is None else routes.token_bytes)
     frozen, trained, nodes = len(config.copied_models), config.trained_models, []
     for first in range(0, ranks, ranks_per_node):
         here = [states[rank * p.pp // ranks] for rank in range(first, min(first + ranks_per_node, ranks))]
@@ -323,7 +325,7 @@ def host_memory(
             * trained
             * sum(s.pinned if cuda else s.parameters + s.optimizer for s in here),
             "the reference policy": frozen * sum(s.reference if cuda else s.parameters for s in here),
-            "a step's rollouts": (first == 0) * 2 * config.rollout_budget * tokens * ROLLOUT_TOKEN,
+            "a step's rollouts": (first == 0) * 2 * config.rollout_budget * tokens * token,
         }
         loading = {"loading a checkpoint": 12 * sum(sum(s.trained) for s in here)}
         parts |= max(training, loading, key=_total)  # the two never coincide

@@ -63,7 +63,8 @@ def _servers(plan: Plan) -> list[str]:
 
 def _host_and_disk(plan: Plan) -> list[str]:
     config, nodes = plan.config, plan.cluster.nodes
-    step = stored_step(config.rollout_budget, plan.work.response, plan.spec.replayed(config.rollout))
+    routes = plan.spec.replayed(config.rollout)
+    step = stored_step(config.rollout_budget, plan.work.response, routes, plan.work.prompt)
     parts = ", ".join(f"{what} {_gib(size)}" for what, size in plan.host.items())
     return [
         f"host memory of the fullest node: {_gib(sum(plan.host.values()))} GiB at the peak ({parts})",

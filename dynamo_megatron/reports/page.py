@@ -131,7 +131,7 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
     of_asked = {int(name.split("-")[0]) for name in asked if name.split("-")[0].isdecimal()} & files.keys()
     found = []
     for step in dict.fromkeys([*of_asked, *(list(files)[place] for place in places)]):
-        rollouts = sorted(read_rollouts(files[step]), key=lambda r: r.rollout_id)
+        rollouts = sorted(read_rollouts(files[step], routes=False), key=lambda r: r.rollout_id)
         rows = read_token_rows(tokens_file(run.folder, step))
         scored = sorted((r for r in rollouts if r.status == "ok"), key=lambda r: r.reward)
         kinds = {

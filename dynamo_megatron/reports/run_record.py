@@ -98,7 +98,7 @@ def trained_outcomes(path: Path, changed: int) -> dict[tuple[str, int], tuple[in
     `changed`: the file's st_mtime_ns, part of the cache's key. So a report that is written repeatedly reads each step
     once. Raises ValueError as `read_rollouts`."""
     found: dict[tuple[str, int], tuple[int, int]] = {}
-    for rollout in read_rollouts(path):
+    for rollout in read_rollouts(path, routes=False):
         if rollout.status not in NOT_TRAINED:
             key = rollout.prompt_id, int(rollout.group_id.rpartition("-")[2])
             trials, successes = found.get(key, (0, 0))

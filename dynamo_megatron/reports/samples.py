@@ -47,7 +47,7 @@ def read_samples(
         raise InputError(f"--step: {source} has no rollouts of step {step}, only of {min(files)} to {max(files)}")
     found: list[Rollout] = []
     for each in [step] if step is not None else reversed(files):
-        found += [r for r in read_rollouts(files[each]) if prompt_id in (None, r.prompt_id)]
+        found += [r for r in read_rollouts(files[each], routes=False) if prompt_id in (None, r.prompt_id)]
         if found and prompt_id is None:
             break  # the newest step with a complete rollout
     if not found:
@@ -71,7 +71,7 @@ def read_pairs(folder: Path) -> Iterator[str]:
     _, files = _files(folder)
     for step in sorted(files):
         groups: dict[str, list[Rollout]] = {}
-        for rollout in read_rollouts(files[step]):
+        for rollout in read_rollouts(files[step], routes=False):
             whole = rollout.finish_reason == "stop" and rollout.episode is None  # the end token was sampled
             if rollout.status == "ok" and whole and None not in (rollout.prompt, rollout.response):
                 groups.setdefault(rollout.group_id, []).append(rollout)

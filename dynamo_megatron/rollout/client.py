@@ -24,7 +24,7 @@ from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.validation import response_fault
-from dynamo_megatron.types import RouteShape, no_route
+from dynamo_megatron.types import RouteShape
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
 ANY_TOKEN = 1 << 31  # more than any vocabulary has
@@ -178,7 +178,7 @@ class SGLangClient:
         sampling = self._sampling | {name: value for name, value in given.items() if value is not None}
         sampling["stop"] = [*sampling["stop"], *stop]
         request = GenerateRequest(request_id, prompt_tokens, sampling)
-        if self.routes is not None and routes_from is not None:
+        if self.routes is not None:
             request.routes_from, request.route_bytes = routes_from, WIRE * self.routes.layers * self.routes.topk
         limit = self._config.timeout_of(max_new_tokens)
         try:
@@ -314,19 +314,23 @@ class SGLangClient:
         """The routes that were asked for, of which SGLang names that of a token after the token itself. `response`:
         tokens of it. Raises MalformedReply."""
         first, text = request.routes_from, meta.get("routed_experts")
-        if first is None or text is None:
+        if first is None:
             return None
+        whole = len(request.tokens) + response
+        if text is None:  # SGLang names none of what it has retracted, once that is aborted
+            return self.routes.unknown(whole - first) if meta["finish_reason"]["type"] == "abort" else None
         layers, topk, experts = self.routes
-        found, whole = np.frombuffer(base64.b64decode(text), np.int32), len(request.tokens) + response
+        found = np.frombuffer(base64.b64decode(text), np.int32)
         expected = whole - 1 - request.routes_start
         if found.size != expected * layers * topk:
             raise MalformedReply(f"{found.size} routed experts, {expected * layers * topk} were expected")
         if found.min(initial=0) < 0 or found.max(initial=0) >= experts:
             raise MalformedReply(f"routed experts from {found.min()} to {found.max()}, and there are {experts}")
+        if not found.any():  # its kernel routes by itself and names none, as flashinfer_trtllm does
+            return None
         known = found.astype(self.routes.dtype).reshape(expected, layers, topk)
         known = known[max(first, 1) - 1 - request.routes_start :]
-        nothing = np.full((whole - first - len(known), layers, topk), no_route(known.dtype), known.dtype)
-        return np.concatenate([nothing, known])  # nothing: of the prompt's first token
+        return np.concatenate([self.routes.unknown(whole - first - len(known)), known])  # unknown: of the first token
 
 
 def _version(text: str) -> int:
@@ -345,7 +349,7 @@ class GenerateRequest:
     sampling: dict[str, Any]
     routes_from: int | None = None  # as in `SGLangClient.generate`
     routes_start: int = 0  # the first token after which the server names a route
-    route_bytes: int = 0  # of each token in a reply
+    route_bytes: int = 0  # of each token in a reply, which others of its list may have asked for
     reply: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # status, body
 
     def __post_init__(self) -> None:
@@ -399,7 +403,7 @@ class Batches:
             "input_ids": list(request.tokens),
             "return_logprob": True,
             "sampling_params": request.sampling,
-            **_asks_for_routes([request]),
+            **_ask_for_routes([request]),
         }
         try:
             async with self._post("/generate", payload) as reply:
@@ -421,7 +425,7 @@ class Batches:
             "return_logprob": True,
             "sampling_params": [r.sampling | {"stream_interval": ONLY_WHEN_FINISHED} for r in requests],
             "stream": True,
-            **_asks_for_routes(requests),
+            **_ask_for_routes(requests),
         }
         largest = max(request.largest_reply for request in requests)
         begun = True  # SGLang may have started them, and abort them by their ids later
@@ -437,12 +441,12 @@ class Batches:
                 self._start([request])
 
 
-def _asks_for_routes(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
-    """SGLang has one first token for all requests of a list."""
-    asked = [request.routes_from for request in requests if request.routes_from is not None]
-    if not asked:
+def _ask_for_routes(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """Sets `routes_start` and returns what asks for the routes. SGLang has one first token for all requests of a list,
+    and refuses those with a shorter prompt, whether anybody wants their routes or not."""
+    if all(request.routes_from is None for request in requests):
         return {}
-    start = max(0, min(asked) - 1)
+    start = min(len(r.tokens) if r.routes_from is None else max(0, r.routes_from - 1) for r in requests)
     for request in requests:
         request.routes_start = start
     return {"return_routed_experts": True, "routed_experts_start_len": start}

@@ -14,11 +14,13 @@ SHARE = 0.5  # of the free disk space and rollouts/ together: above it, without 
 STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes for each response token, and for the rest of a rollout
 
 
-def stored_step(rollouts: int, response_tokens: float, routes: RouteShape | None = None) -> float:
+def stored_step(
+    rollouts: int, response_tokens: float, routes: RouteShape | None = None, prompt_tokens: float = 0
+) -> float:
     """Returns an allowance, in bytes, for a step's rollouts on disk with `response_tokens` tokens each on average, and
-    their `routes`."""
-    token = STORED_TOKEN + (0 if routes is None else routes.token_bytes)
-    return rollouts * (STORED_ROLLOUT + response_tokens * token)
+    with the `routes` of these and of `prompt_tokens`."""
+    routed = 0 if routes is None else (prompt_tokens + response_tokens) * routes.token_bytes
+    return rollouts * (STORED_ROLLOUT + response_tokens * STORED_TOKEN + routed)
 
 
 def after_a_stop(output: Path) -> str:

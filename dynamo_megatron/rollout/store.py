@@ -39,21 +39,21 @@ def step_files(folder: str | os.PathLike, of: str = "rollouts") -> dict[int, Pat
     return dict(sorted((int(match[1]), files / name) for name in names if (match := STEP_FILE.fullmatch(name))))
 
 
-def read_rollouts(path: Path) -> list[Rollout]:
+def read_rollouts(path: Path, routes: bool = True) -> list[Rollout]:
     """Returns the rollouts of a file in the order of their first line; of two lines with one rollout_id the later one
     counts.
 
-    Partial responses are left out. Raises ValueError as `read_lines`.
+    Partial responses are left out. `routes`: as in `Rollout.from_json`. Raises ValueError as `read_lines`.
     """
-    return list({r.rollout_id: r for r in read_lines(path) if r.status != "partial"}.values())
+    return list({r.rollout_id: r for r in read_lines(path, routes) if r.status != "partial"}.values())
 
 
-def read_lines(path: Path) -> Iterator[Rollout]:
+def read_lines(path: Path, routes: bool = True) -> Iterator[Rollout]:
     """Yields the rollout of each line, one in memory at a time, without a last line that a kill has torn. Raises
     ConfigError (path:line) for any other line that is not a rollout of a step, and where bytes are damaged."""
     for number, line in enumerate(read_raw_lines(path), 1):
         try:
-            rollout = Rollout.from_json(line)
+            rollout = Rollout.from_json(line, routes)
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
         name, group = rollout.rollout_id, rollout.group_id
@@ -86,15 +86,15 @@ class RolloutStore:
         """Appends rollouts, at least one, all of one step. Raises RolloutError where the disk does not take all their
         lines."""
         step = rollouts[0].step
-        frames = b"".join(map(_frame, rollouts))
-        try:
-            written = os.write(self._open(step), frames)
-        except OSError as error:
-            self.close()
-            raise self._cannot_write(step, error.strerror) from error
-        if written < len(frames):
-            self.close()  # the next append cuts the torn frame off
-            raise self._cannot_write(step, "the disk is full; free some space and resume")
+        for frame in map(_frame, rollouts):  # one at a time: Linux takes at most 2 GiB
+            try:
+                written = os.write(self._open(step), frame)
+            except OSError as error:
+                self.close()
+                raise self._cannot_write(step, error.strerror) from error
+            if written < len(frame):
+                self.close()  # the next append cuts the torn frame off
+                raise self._cannot_write(step, "the disk is full; free some space and resume")
 
     def lines(self, step: int) -> Iterator[Rollout]:
         """Yields the rollouts in the file of this step, as `read_lines` does; none without a file."""

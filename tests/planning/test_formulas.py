@@ -308,6 +308,8 @@ def test_the_host_s_peak_by_hand():
     assert on_cpu["the servers' weights"] == 4 * 2 * formulas.model_elements(plan.spec)
     one_a_node = host_memory(plan.config, plan.spec, 8, 1, 1256)
     assert one_a_node["processes"] == 3 * 2 * GIB and one_a_node["saving a checkpoint"] == 14 * state.owned
+    routed = host_memory(plan.config, spec_of("Qwen3-30B-A3B"), 8, 8, 10**7)  # 48 layers x 8 experts, a byte each
+    assert routed["a step's rollouts"] == 2 * 512 * 10**7 * (76 + 384)
 
 
 def test_an_optimizer_in_host_memory_by_hand():

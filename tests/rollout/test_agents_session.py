@@ -9,8 +9,10 @@ import openai
 import pytest
 from agents_scripted import CALL, QUESTION, TOKENIZER, TOOLS, Scripted, endpoint
 
+from dynamo_megatron.rollout.agents.episode import Episode, Place
 from dynamo_megatron.rollout.agents.worker import ChatError
 from dynamo_megatron.rollout.agents.worker import Session as AgentSession
+from dynamo_megatron.rollout.client import Response
 
 
 @contextlib.asynccontextmanager
@@ -199,6 +201,13 @@ def test_the_routes_of_a_segment_are_those_of_the_turns_that_its_tokens_are_from
         assert {number for number, _ in trained.token_routes[start:end, 0].tolist()} == {episode.turns.index(turn)}
     places = trained.token_routes[:, 0, 1].tolist()
     assert places == [*range(trained.starts[1]), *range(len(places) - trained.starts[1])]
+
+
+def test_a_turn_without_routes_leaves_the_others_theirs():
+    episode, known = Episode(None), np.ones((3, 1, 2), np.uint8)
+    first = episode.record(Place(None, [1, 2]), Response([3], [-1.0], [(0, 0, 1)], "stop"), None)
+    episode.record(Place(first, [4]), Response([5, 6], [-1.0] * 2, [(0, 0, 2)], "stop", routes=known), None)
+    np.testing.assert_array_equal(episode.trained.token_routes, np.concatenate([0 * known + 255, known]))
 
 
 def test_an_answer_that_nobody_waits_for_ends_and_is_not_trained():

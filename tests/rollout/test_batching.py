@@ -8,6 +8,7 @@ from stand_ins import Server, event, listening, open_stream, reply
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.client import LARGEST, SGLangClient, open_session
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.types import RouteShape
 
 
 def run(server: Server, work, **options):
@@ -103,3 +104,21 @@ def test_a_list_whose_requests_are_all_cancelled_closes_its_connection():
     server = Server(lists=lists)
     run(server, work)
     assert server.asked == [["a", "b", "c"]]
+
+
+def test_routes_of_a_long_prompt_do_not_get_a_shorter_one_of_its_list_refused():
+    async def lists(request, rids):
+        payload, stream = await request.json(), await open_stream(request)
+        for rid, tokens in zip(rids, payload["input_ids"], strict=True):
+            too_far = payload["routed_experts_start_len"] > len(tokens)  # SGLang's own check
+            finish = {"type": "abort", "message": "start_len", "status_code": 400} if too_far else None
+            await stream.write(event(reply(rid, finish=finish)))
+        return stream
+
+    async def work(client):
+        client.routes = RouteShape(layers=2, topk=3, experts=8)
+        continued = client.generate("continued", [1] * 600, routes_from=600)
+        return await asyncio.gather(client.generate("evaluation", [1] * 50), continued)
+
+    server = Server(lists=lists)
+    assert [r.error for r in run(server, work)] == ["", ""] and server.asked == [["evaluation", "continued"]]

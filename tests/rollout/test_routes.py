@@ -92,6 +92,33 @@ def test_a_killed_run_continues_with_the_routes_of_what_it_has_begun(with_genera
     assert any(again.begun.values()) and sum(check(result.batch) for result in results.values()) > 0
 
 
+class Retracting(Routed):
+    """Aborted, SGLang returns no routes of a request that it had sent back to its queue for want of memory."""
+
+    def _reply(self, rid, made, aborted, left):
+        sent = super()._reply(rid, made, aborted, left)
+        if aborted:
+            del sent["meta_info"]["routed_experts"]
+        return sent
+
+
+def test_what_is_sampled_after_an_abort_without_routes_keeps_its_own(with_generator):
+    async def work(generator, push):
+        return await run_steps(generator, [engine], PROMPTS, COUNTS, 4, 2)
+
+    engine, known = Retracting(length, 0.004), []
+    results = with_generator(work, engine, routes=SHAPE, max_staleness=2, max_new_tokens=40)
+    for result in results.values():
+        assert not any("routed experts" in note for note in result.notes)
+        versions = np.split(result.batch.weight_versions, result.batch.response_offsets[1:-1])
+        for own, routes in zip(versions, np.split(result.batch.routes, result.batch.offsets[1:-1]), strict=True):
+            last = (own == own[-1]).tolist()
+            known += last
+            for t, there in enumerate(last, len(routes) - len(own)):
+                assert (routes[t] == (route(own[-1], t - 1) if there else 255)).all()
+    assert True in known and False in known
+
+
 @pytest.mark.parametrize(
     "change", [{"shape": [4, 4]}, {"shape": [-1, 3]}, {"shape": [1 << 40]}, {"bytes": 8}, {"data": "?"}, {"data": None}]
 )
@@ -100,6 +127,7 @@ def test_damaged_routes_in_a_file_are_refused(change):
         routes = np.arange(math.prod(shape), dtype=np.uint16).reshape(shape)
         line = json.loads(rollout("000001-0000-000", routes=routes).to_json())
         assert (Rollout.from_json(json.dumps(line)).routes == routes).all()
+        assert Rollout.from_json(json.dumps(line), routes=False).routes is None
         with pytest.raises(InputError, match="not a rollout: routes"):
             Rollout.from_json(json.dumps(line | {"routes": line["routes"] | change}))
 
@@ -113,8 +141,9 @@ def one_rollout(with_generator, engine, **options):
     return with_generator(work, engine, routes=SHAPE, **options)
 
 
-def test_a_server_without_them_is_noted_and_its_rollouts_are_used(with_generator):
-    result = one_rollout(with_generator, Engine(length, 0.004))
+@pytest.mark.parametrize("engine", [Engine, lambda *given: Routed(*given, damage=np.zeros_like)])
+def test_a_server_without_them_is_noted_and_its_rollouts_are_used(with_generator, engine):
+    result = one_rollout(with_generator, engine(length, 0.004))
     assert result.counts["completed"] + result.counts["truncated"] == 1 and result.batch.routes is None
     (note,) = (note for note in result.notes if "routed experts" in note)
     assert "server-0 returns no routed experts" in note and "--enable-return-routed-experts" in note

@@ -16,6 +16,7 @@ import numpy as np
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.messages import Message
 from dynamo_megatron.rollout.client import Response
+from dynamo_megatron.types import filled_routes
 
 # Why a turn begins a segment. branched: another turn has continued the same one already (parallel requests, an answer
 # asked for again). history: the messages do not begin with those of any turn (edited, dropped, compacted, or of another
@@ -124,7 +125,7 @@ class Episode:
             parent = segment[0].place.parent
             trained.add_context([] if parent is None else parent.ids)
             turns = segment if parent is None else [*parent.chain, *segment]
-            trained.routes += [turn.response.routes for turn in turns]
+            trained.routes += [(t.response.routes, len(t.place.context) + len(t.response.tokens)) for t in turns]
             for turn in segment:
                 trained.add_context(turn.place.context)
                 trained.spans[turn] = len(trained.tokens), len(trained.tokens) + len(turn.response.tokens)
@@ -136,20 +137,21 @@ class Episode:
 class TrainedTokens:
     """Segments one after another. `mask`: 1 on what was sampled; `sampled` has its tokens, logprobs and versions.
     `starts`: of the segments, in `tokens`. `spans`: (start, end) of what was sampled for a turn, in `tokens`.
-    `routes`: of the turns, in the order of `tokens`."""
+    `routes`: of the turns, in the order of `tokens`, with the number of these."""
 
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     spans: dict[Turn, tuple[int, int]] = field(default_factory=dict)
     sampled: Response = field(default_factory=Response)
-    routes: list[np.ndarray | None] = field(default_factory=list)
+    routes: list[tuple[np.ndarray | None, int]] = field(default_factory=list)
 
     @property
     def token_routes(self) -> np.ndarray | None:
         """As a Rollout's."""
-        known = [routes for routes in self.routes if routes is not None]
-        return np.concatenate(known) if known and len(known) == len(self.routes) else None
+        if all(routes is None for routes, _ in self.routes):
+            return None
+        return np.concatenate(filled_routes(self.routes))
 
     def add_context(self, tokens: list[int]) -> None:
         self.tokens += tokens

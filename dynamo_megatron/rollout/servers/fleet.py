@@ -378,7 +378,8 @@ class Fleet:
             self._without_routes.add(server.name)
             self.notes.append(
                 f"{server.name} returns no routed experts, and what it samples is trained without router replay; start "
-                "it with --enable-return-routed-experts, or set rollout.router_replay to false"
+                "it with --enable-return-routed-experts, on Blackwell GPUs also --moe-runner-backend triton (in "
+                "rollout.server_args, where this run starts it), or set rollout.router_replay to false"
             )
 
     def rejected(self, shares: Mapping[str, float]) -> None:
