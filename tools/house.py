@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 CODE = r"\.(py|js|css|html|sh)$"
 # what is counted: (the most, unit, pattern of a path)
 BUDGETS = {
-    "product": (40_260, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
-    "tests": (31_440, "lines", r"^tests/.*\.py$"),
+    "product": (40_300, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
+    "tests": (31_500, "lines", r"^tests/.*\.py$"),
     "benchmarks": (4_450, "lines", r"^benchmarks/.*\.py$"),
     "docs": (38_000, "words", r"^(docs/.*|README|CONTRIBUTING|CHANGELOG)\.md$|^(README|CONTRIBUTING|CHANGELOG)\.md$"),
 }
