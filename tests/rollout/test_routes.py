@@ -30,11 +30,11 @@ def length(prompt: list[int]) -> int:
 
 class Routed(Engine):
     """Returns the routes of all positions by its present weights, as SGLang does after it has read a beginning again.
-    `damage(routes)`: what it returns instead."""
+    `damage(routes)`: what it returns instead. `retracts`: none with an abort, as of what SGLang has retracted."""
 
-    def __init__(self, *given, damage=lambda routes: routes):
+    def __init__(self, *given, damage=lambda routes: routes, retracts=False):
         super().__init__(*given)
-        self.damage, self.inputs = damage, {}
+        self.damage, self.inputs, self.retracts = damage, {}, retracts
 
     async def generate(self, request: web.Request) -> web.Response:
         payload = await request.json()
@@ -45,6 +45,8 @@ class Routed(Engine):
 
     def _reply(self, rid, made, aborted, left):
         sent, (given, start) = super()._reply(rid, made, aborted, left), self.inputs[rid]
+        if aborted and self.retracts:
+            return sent
         routes = np.array([route(self.version, p) for p in range(start, given + len(made) - 1)], np.int32)
         sent["meta_info"]["routed_experts"] = base64.b64encode(self.damage(routes).tobytes()).decode()
         return sent
@@ -92,21 +94,11 @@ def test_a_killed_run_continues_with_the_routes_of_what_it_has_begun(with_genera
     assert any(again.begun.values()) and sum(check(result.batch) for result in results.values()) > 0
 
 
-class Retracting(Routed):
-    """Aborted, SGLang returns no routes of a request that it had sent back to its queue for want of memory."""
-
-    def _reply(self, rid, made, aborted, left):
-        sent = super()._reply(rid, made, aborted, left)
-        if aborted:
-            del sent["meta_info"]["routed_experts"]
-        return sent
-
-
 def test_what_is_sampled_after_an_abort_without_routes_keeps_its_own(with_generator):
     async def work(generator, push):
         return await run_steps(generator, [engine], PROMPTS, COUNTS, 4, 2)
 
-    engine, known = Retracting(length, 0.004), []
+    engine, known = Routed(length, 0.004, retracts=True), []
     results = with_generator(work, engine, routes=SHAPE, max_staleness=2, max_new_tokens=40)
     for result in results.values():
         assert not any("routed experts" in note for note in result.notes)
