@@ -98,8 +98,8 @@ def serve_with_transformers(config: dict[str, Any], late: int) -> None:
 def lost_micro_batch(policy) -> None:
     run = policy.Policy._run
 
-    def short(self, micro_batches, on_hidden, *, forward_only):
-        run(self, micro_batches if forward_only else micro_batches[:-1], on_hidden, forward_only=forward_only)
+    def short(self, micro_batches, on_hidden, *, forward_only, **given):
+        run(self, micro_batches if forward_only else micro_batches[:-1], on_hidden, forward_only=forward_only, **given)
 
     policy.Policy._run = short
 
