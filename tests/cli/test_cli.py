@@ -166,7 +166,7 @@ def test_print_config_shows_who_set_what(base, capsys):
     ("keys", "servers"),
     [
         ([], 8),
-        (["rollout.tp=3"], 2),
+        (["rollout.tp=3", "rollout.proof.checksums=false"], 2),
         (["rollout.servers=2"], 2),
         (["rollout.placement=split"], 1),
     ],
