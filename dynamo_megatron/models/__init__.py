@@ -132,7 +132,7 @@ def smollm3(config: Mapping[str, Any]) -> ModelSpec:
     if flag(config, "use_sliding_window"):
         raise InputError(WINDOW)
     fields = ("mlp_bias", "no_rope_layer_interval", "no_rope_layers")
-    tied = {"tie_word_embeddings": True, **config}  # published files leave it out
+    tied = {"tie_word_embeddings": True, **config}  # transformers' default
     spec = decoder_spec(tied, "smollm3", DENSE_LAYER, ("SmolLM3ForCausalLM",), fields)
     if "rope_theta" not in (config.get("rope_parameters") or {}):
         _require(config, "rope_theta")

@@ -134,3 +134,8 @@ def test_published_models_that_can_be_quantised(name, tp, says):
     with pytest.raises(ValueError, match=f"rollout.quantization: fp8 .*rollout.tp {tp} .*{says}; use another") as error:
         check_fp8_shapes(spec, tp)
     assert "\n" not in str(error.value)
+
+
+def test_what_sglang_runs_as_transformers_modules_is_not_quantised(spec_of):
+    with pytest.raises(ValueError, match="SGLang has no smollm3 model of its own"):
+        check_fp8_shapes(spec_of("smollm3"), 1)
