@@ -16,7 +16,7 @@ from pydantic import PlainValidator, TypeAdapter, ValidationError, ValidationInf
 from pydantic_core import to_json
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.runtime.packed_arrays import packed, unpacked
+from dynamo_megatron.runtime.routes import filled_routes, packed, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,32 +64,6 @@ def plain_data(value: Any) -> Any:
     """`value` as JSON can hold it: what it has no form for becomes text, half a surrogate pair becomes "?"."""
     text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
     return json.loads(text.encode("utf-8", "replace"))
-
-
-class RouteShape(NamedTuple):
-    """The routes of a mixture of experts: each token is routed to `topk` of `experts` experts in each of `layers`."""
-
-    layers: int
-    topk: int
-    experts: int
-
-    @property
-    def dtype(self) -> type[np.unsignedinteger]:
-        """Holds the numbers of the experts, and `no_route`."""
-        return np.uint8 if self.experts < 256 else np.uint16
-
-    @property
-    def token_bytes(self) -> int:
-        return self.layers * self.topk * np.dtype(self.dtype).itemsize
-
-    def unknown(self, tokens: int) -> np.ndarray:
-        """The routes of so many tokens where none is known."""
-        return np.full((tokens, self.layers, self.topk), no_route(self.dtype), self.dtype)
-
-
-def no_route(dtype: np.dtype | type[np.unsignedinteger]) -> int:
-    """What stands in routes where there is no expert's number."""
-    return int(np.iinfo(dtype).max)
 
 
 class TurnRecord(NamedTuple):
@@ -493,15 +467,6 @@ class RolloutBatch(Sequences):
             routes=np.concatenate(filled_routes([(r.routes, len(r.tokens)) for r in rollouts])) if routed else None,
             **_of_episodes(rollouts, offsets),
         )
-
-
-def filled_routes(parts: Sequence[tuple[np.ndarray | None, int]]) -> list[np.ndarray]:
-    """The routes of each part, (its routes, its tokens), where at least one has some. Raises InputError."""
-    known = {(routes.dtype, routes.shape[1:]) for routes, _ in parts if routes is not None}
-    if len(known) > 1:
-        raise InputError(f"routes of several models: {', '.join(f'{dtype} {shape}' for dtype, shape in known)}")
-    ((dtype, shape),) = known
-    return [np.full((n, *shape), no_route(dtype), dtype) if routes is None else routes for routes, n in parts]
 
 
 def _of_episodes(rollouts: Sequence[Rollout], offsets: np.ndarray) -> dict[str, np.ndarray]:

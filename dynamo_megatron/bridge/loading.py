@@ -16,9 +16,8 @@ from dynamo_megatron.models.mapping import is_finite
 
 @torch.no_grad()
 def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
-    """Returns the names of the folder's tensors that went into this rank's parameters, proved. `model`:
-    BridgeModel. `state`: the folder's
-    tensors by name, in any dtype. Raises InputError naming the parameter or the tensor."""
+    """Returns the names of the folder's tensors that went into this rank's parameters, proved. `model`: BridgeModel.
+    `state`: the folder's tensors by name, in any dtype. Raises InputError naming the parameter or the tensor."""
     mappings, done = model.mappings, set()
     if mappings.unmapped:
         raise InputError(f"Bridge has no tensor for Megatron's parameter {mappings.unmapped[0]}")

@@ -67,7 +67,7 @@ class DataConfig(Section):
             yield from self.unused(["few_shot"], "goes with a plain template; put chat examples into the messages")
             return
         if "{prompt}" not in self.template:
-            yield "template: give 'chat' or a text that contains {prompt}"
+            yield "template: give 'chat' or a string that contains {prompt}"
         yield from self.unused(["system_prompt", "chat_template", "template_args"], "goes with template 'chat'")
 
     @property

@@ -204,7 +204,7 @@ def _lines(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
         message = " or ".join([fault["msg"], *(other["msg"] for other in others)]).removeprefix("Value error, ")
         given = "" if fault["type"] == "value_error" else f", got {reprlib.repr(fault['input'])}"
         if fault["type"] == "string_type" and fault["input"] is not None:
-            given += f"; put a text that YAML takes for something else in quotes, as in {key}='\"...\"'"
+            given += f"; put a string that YAML takes for something else in quotes, as in {key}='\"...\"'"
         for one in message.split("\n"):  # a check across keys may have found several faults
             named = one.partition(":")[0]  # by a check across keys
             at = (key, key.rpartition(".")[0], f"{key}.{named}", named)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.config_fields import DECODER, check_fields, flag, integer, number
-from dynamo_megatron.types import RouteShape
+from dynamo_megatron.runtime.routes import RouteShape
 
 if TYPE_CHECKING:
     import torch

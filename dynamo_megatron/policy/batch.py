@@ -27,7 +27,8 @@ from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_adv
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.types import RolloutBatch, Sequences, no_route
+from dynamo_megatron.runtime.routes import no_route
+from dynamo_megatron.types import RolloutBatch, Sequences
 
 
 @dataclass(frozen=True)

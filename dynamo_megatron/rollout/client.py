@@ -24,7 +24,7 @@ from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.validation import response_fault
-from dynamo_megatron.types import RouteShape
+from dynamo_megatron.runtime.routes import RouteShape
 
 CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
 ANY_TOKEN = 1 << 31  # more than any vocabulary has

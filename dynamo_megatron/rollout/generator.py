@@ -42,8 +42,9 @@ from dynamo_megatron.rollout.servers.reward_servers import RewardServers
 from dynamo_megatron.rollout.step_session import Dispatched, StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
+from dynamo_megatron.runtime.routes import RouteShape
 from dynamo_megatron.runtime.threads import first_error
-from dynamo_megatron.types import ProblemResult, Prompt, Rollout, RouteShape
+from dynamo_megatron.types import ProblemResult, Prompt, Rollout
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

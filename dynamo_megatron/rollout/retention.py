@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
 from dynamo_megatron.rollout.store import step_files, tokens_file
-from dynamo_megatron.types import RouteShape
+from dynamo_megatron.runtime.routes import RouteShape
 
 SHARE = 0.5  # of the free disk space and rollouts/ together: above it, without keep_last, the oldest are removed
 STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes for each response token, and for the rest of a rollout

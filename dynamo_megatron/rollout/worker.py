@@ -36,7 +36,8 @@ from dynamo_megatron.runtime.arena import receive, send
 from dynamo_megatron.runtime.log_files import log_to
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, END, die_with_parent, keeping
-from dynamo_megatron.types import ProblemResult, Prompt, RouteShape
+from dynamo_megatron.runtime.routes import RouteShape
+from dynamo_megatron.types import ProblemResult, Prompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -61,7 +61,7 @@ def test_checks_across_sections_report_all_they_find():
         ("a: 1\n\tb: 2\n", ":2: not YAML (found character '\\t' that cannot start any token)"),
         ("seed: 2026-99-99\n", ": not YAML (month must be in 1..12"),
         ("seed: !!python/object:os.system x\n", ":1: not YAML (could not determine a constructor"),
-        ("tracking: {name: 7}\n", ": tracking.name: Input should be a valid string, got 7; put a text"),
+        ("tracking: {name: 7}\n", ": tracking.name: Input should be a valid string, got 7; put a string"),
         ("rollout: {offload: 3}\n", ": rollout.offload: Input should be 'auto' or Input should be a valid boolean"),
         ('"a\\e[31mb": 1\n', ": unknown key a b; --print-config shows all keys"),
         ("base: my.yaml\n", ": base: my.yaml has this file as its own base"),

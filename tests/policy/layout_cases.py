@@ -16,7 +16,8 @@ import torch
 from rank_cases import settings
 from safetensors import safe_open
 
-from dynamo_megatron.types import RolloutBatch, no_route
+from dynamo_megatron.runtime.routes import no_route
+from dynamo_megatron.types import RolloutBatch
 
 ROOT = Path(__file__).parents[2]
 BAR = {"float32": 1e-5, "bfloat16": 1e-1}

@@ -8,7 +8,7 @@ from stand_ins import Server, event, listening, open_stream, reply
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.client import LARGEST, SGLangClient, open_session
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.types import RouteShape
+from dynamo_megatron.runtime.routes import RouteShape
 
 
 def run(server: Server, work, **options):

@@ -12,7 +12,8 @@ from stand_ins import rollout
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.store import read_rollouts, step_file
-from dynamo_megatron.types import Prompt, Rollout, RouteShape
+from dynamo_megatron.runtime.routes import RouteShape
+from dynamo_megatron.types import Prompt, Rollout
 
 SHAPE = RouteShape(layers=2, topk=3, experts=8)
 PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]

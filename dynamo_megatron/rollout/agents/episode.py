@@ -16,7 +16,7 @@ import numpy as np
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.messages import Message
 from dynamo_megatron.rollout.client import Response
-from dynamo_megatron.types import filled_routes
+from dynamo_megatron.runtime.routes import filled_routes
 
 # Why a turn begins a segment. branched: another turn has continued the same one already (parallel requests, an answer
 # asked for again). history: the messages do not begin with those of any turn (edited, dropped, compacted, or of another

@@ -126,7 +126,7 @@ class Session:
         if isinstance(prompt, str) and prompt:
             return self.episode.chat.encode_text(prompt)
         if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
-            raise BadRequest("prompt: give a text or a list of token ids")
+            raise BadRequest("prompt: give a string or a list of token ids")
         if min(prompt) < 0 or max(prompt) >= self.limits.vocab_size:
             raise BadRequest(f"prompt: a token id that is not in the vocabulary (0 to {self.limits.vocab_size - 1})")
         return prompt

@@ -30,7 +30,7 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.external import External
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
 from dynamo_megatron.runtime.gpu_usage import GpuUse
-from dynamo_megatron.types import RouteShape
+from dynamo_megatron.runtime.routes import RouteShape
 
 HEALTH_EVERY = 2.0  # seconds
 ABORT_EVERY = 0.5  # seconds
