@@ -95,7 +95,6 @@ def _train(options: argparse.Namespace) -> int:
     if (why := job.nothing_left()) is not None:
         print(why)
         return 0
-    job.output.check_start()
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RANKS)  # until the launcher handles them

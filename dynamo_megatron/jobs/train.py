@@ -118,8 +118,6 @@ class TrainJob(Job):
         with open_weights(config.model.path, spec):
             pass  # opening checks every header
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-        if config.data.chat_template is not None:
-            self.output.check_chat_template(tokenizer.chat_template)
         check_vocabulary(config.model.path, spec, tokenizer)
         ends, decoder = end_token_ids(config.model.path, tokenizer) if serves else (), decoder_of(tokenizer)
         if self._rollout is not None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.jobs.checkpoints import Checkpoints
-from dynamo_megatron.jobs.training_run import TrainingRun
+from dynamo_megatron.jobs.training_run import Checkpoints, TrainingRun
 from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.spikes import GradientSpike
 from dynamo_megatron.runtime.coordination import StopRequested

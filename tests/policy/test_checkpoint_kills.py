@@ -74,7 +74,7 @@ def on_rank(config, victim: int, change: int) -> None:
     """Resumes, checks what was found against the notes of earlier rounds, trains and saves two steps."""
     from checkpoint_cases import train
 
-    from dynamo_megatron.jobs.checkpoints import Checkpoints
+    from dynamo_megatron.jobs.training_run import Checkpoints
     from dynamo_megatron.models import load_model_config
     from dynamo_megatron.policy.critic import Critic
     from dynamo_megatron.policy.layout import join_ranks
