@@ -234,7 +234,6 @@ class Generator:
         for name, begun in reuse.begun.items():
             wanted[name].begun = begun
         session = StepSession(step, wanted, reuse.outcomes, reuse.kept, notes)
-        await asyncio.to_thread(session.arena.grow, sum(batch.nbytes for batch in reuse.kept.values()))
         return session
 
     async def _take(self, session: StepSession, request: Request, response: Response, server: str) -> None:
