@@ -52,12 +52,6 @@ def connect_store(timeout: float) -> dist.TCPStore:
         raise InputError(f"MASTER_PORT: rank 0 cannot listen at port {port}; name one that is free there") from None
 
 
-def _of_this_start(store: dist.Store) -> dist.Store:
-    """Returns a view of the store for this start: torchrun's store outlives a restart of the ranks, and keys of an
-    earlier start must not be taken for those of this one."""
-    return dist.PrefixStore(f"coordination-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
 def _value(store: dist.Store, key: str) -> str | None:
     """Returns the value of a key; None where no rank has set it."""
     return store.get(key).decode() if store.check([key]) else None
@@ -100,16 +94,15 @@ class Coordinator:
     """This rank's end of the store. `step_timeout`: seconds from one `begin_step` to the next (None: any number)."""
 
     def __init__(self, store: dist.TCPStore, rank: int, stop: StopFlag, step_timeout: float | None = None):
-        self.rank, self.stop, self._step_timeout = rank, stop, step_timeout
-        self._store = _of_this_start(store)
+        self.rank, self.stop, self._store, self._step_timeout = rank, stop, store, step_timeout
         self.step, self._step_began = 0, None  # the step under way; 0 before the first one
         # Held while a step's time is checked, and until the process ends where it has passed.
         self._ending = threading.Lock()
         self._calls = 0  # of `on_rank_0`
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
-        watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
-        self._watch_store = _of_this_start(watch)
+        timeout = datetime.timedelta(seconds=30)
+        self._watch_store = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def end_step(self) -> None:
