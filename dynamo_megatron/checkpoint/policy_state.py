@@ -50,9 +50,7 @@ from dynamo_megatron.checkpoint.adapters import check_base, read_lora
 from dynamo_megatron.checkpoint.folder import (
     ChecksumWriter,
     check_model,
-    fault,
     publish,
-    read_manifest,
     unfinished_folder,
     write_state,
 )
@@ -136,9 +134,7 @@ class _PlannedSave(TorchDistSaveShardedStrategy):
 class Save:
     """A save under way. All ranks have begun it together, each writes its own file, and all complete it together."""
 
-    def __init__(
-        self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool, critic: bool
-    ):
+    def __init__(self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
         self.step, self._state = step, state
         self._layout, self._folder, self._writer = policy.layout, folder, writer
         saved_by = {"ranks": policy.layout.world_size, **policy.config.parallel.model_dump()}
@@ -149,8 +145,6 @@ class Save:
         }
         if (lora := policy.config.model.lora) is not None:
             self._contents["lora"] = {**lora.model_dump(), "base": policy.base_digest}
-        if critic:
-            self._contents["critic"] = True
         self._thread = threading.Thread(target=writer.write, name=f"checkpoint of step {step}", daemon=True)
         if background:
             self._thread.start()
@@ -227,7 +221,7 @@ def begin_save(
         if layout.rank == 0 and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise OSError(_not_saved(root, step, _cause(error))) from error
-    return Save(policy, folder, step, state, writer, background, critic is not None)
+    return Save(policy, folder, step, state, writer, background)
 
 
 def _cause(error: BaseException) -> str:
@@ -245,20 +239,11 @@ def _not_saved(root: Path, step: int, why: str) -> str:
 
 def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True, critic: Any | None = None) -> None:
     """Loads the weights and, with `optimizer`, the optimizer's state, and both of a `critic`; collective over all
-    ranks. Any layout may have saved them. Raises ValueError for a checkpoint that is not complete, is damaged or
-    belongs to another model."""
-    if (why := fault(folder)) is not None:
-        raise InputError(f"{folder} is not a complete checkpoint: {why}")
+    ranks. Any layout may have saved them. Raises ValueError for a checkpoint that is damaged or belongs to another
+    model."""
     check_model(folder, policy.spec.dimensions())
-    saved, digest = read_lora(folder), policy.base_digest
-    if (saved is None) != (digest is None):
-        raise InputError(f"{folder} has {'no' if saved is None else 'LoRA'} adapters: it is of another model.lora")
-    if saved is not None:
-        if (had := saved[0]) != (lora := policy.config.model.lora):
-            raise InputError(f"{folder}: its model.lora is {had.model_dump()}, not {lora.model_dump()}")
-        check_base(folder, saved[1], digest, policy.config.model.path)
-    if critic is not None and "critic" not in read_manifest(folder):
-        raise InputError(f"{folder} has no critic: it is of another algorithm.advantage.kind")
+    if (lora := read_lora(folder)) is not None:
+        check_base(folder, lora[1], policy.base_digest, policy.config.model.path)
     verify_bytes(folder, policy.layout, resume=True)
     _load(policy, _sharded_state(policy, loading=True, optimizer=optimizer)[0], folder)
     if critic is not None:
