@@ -118,24 +118,7 @@ def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, An
         "device": "CUDA" if cuda_available() else "CPU",
         "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
         f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
-        **_describe_lora(config, spec),
-        **_describe_critic(config),
     }
-
-
-def _describe_critic(config: Config) -> dict[str, str]:
-    if (own := config.of_critic) is None:
-        return {}
-    alone = f", trained alone for {n} steps" if (n := config.critic.warmup_steps) else ""
-    return {"critic": f"a second model of the policy's size with an optimizer, from {own.model.path}{alone}"}
-
-
-def _describe_lora(config: Config, spec: ModelSpec) -> dict[str, str]:
-    if (lora := config.model.lora) is None:
-        return {}
-    trained, targets = spec.num_layers * adapter_elements(spec, lora), " and ".join(lora.targets)
-    how = f"of rank {lora.rank}, alpha {lora.alpha:g}, beside Megatron's own linears"
-    return {"adapters": f"{trained:,} parameters {how} ({targets}); all others are frozen"}
 
 
 def on_this_machine(config: Config, ranks: int) -> Config:

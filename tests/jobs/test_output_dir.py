@@ -64,22 +64,6 @@ def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
             OutputDir(settings(tmp_path)).claim()
 
 
-def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
-    config = settings(tmp_path)
-    OutputDir(config).take_over(0)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    plain = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    del plain["algorithm"]["allocation"]["static"]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
-    OutputDir(config).check()
-    with pytest.raises(ConfigError, match=r"another algorithm\.allocation\.static"):
-        OutputDir(settings(tmp_path, algorithm={"allocation": {"static": True}})).check()
-    plain["algorithm"]["allocation"]["of_old"] = 1
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
-    with pytest.raises(ConfigError, match=r"another .*allocation\.of_old"):
-        OutputDir(config).check()
-
-
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
