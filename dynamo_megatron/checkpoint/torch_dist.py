@@ -245,12 +245,6 @@ class MegatronFolder:
         self._held: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._check()
 
-    def __enter__(self) -> MegatronFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held = ("", {})
-
     @property
     def names(self) -> list[str]:
         return list(self._parameter_of)

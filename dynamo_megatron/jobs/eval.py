@@ -204,8 +204,7 @@ def _prepared(
     progress.phase("loading tokenizer")
     if subject.url is None:
         check_served(spec, config.model.max_length or spec.max_positions)
-        with open_weights(config.model.path, spec):
-            pass  # opening checks every header
+        open_weights(config.model.path, spec)  # checks every header
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     progress.phase("loading data")
     longest = max_prompt_length(config, spec, evaluation=True)

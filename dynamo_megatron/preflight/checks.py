@@ -158,8 +158,8 @@ def model_config(subject: Subject) -> Iterator[Finding]:
 
 def weights(subject: Subject) -> Iterator[Finding]:
     """Checks every file of the index, and every tensor's name and shape by the files' headers."""
-    with open_weights(subject.config.model.path, subject.spec) as folder:
-        yield ok(f"{len(folder.names)} tensors, every name and shape as Megatron needs it")
+    folder = open_weights(subject.config.model.path, subject.spec)
+    yield ok(f"{len(folder.names)} tensors, every name and shape as Megatron needs it")
 
 
 def vocabulary(subject: Subject) -> Iterator[Finding]:
