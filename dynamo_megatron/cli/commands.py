@@ -92,7 +92,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(describe(config, origins, derived))
         return 0
-    if (why := job.nothing_left()) is not None:
+    if (why := job.output.finished()) is not None:
         print(why)
         return 0
     for name, value in derived.items():
