@@ -108,10 +108,10 @@ def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     folder = SafetensorsFolder(source, spec)
     kinds = _kinds(folder, dtype)
     with _aside(out) as unfinished:
-        checksums = write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
+        write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
         stored = ", ".join(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
         contents = {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None}
-        write_manifest(unfinished, contents, checksums)
+        write_manifest(unfinished, contents)
         _copy_companions(source, unfinished, dtype)  # not in the manifest: users edit them
 
 

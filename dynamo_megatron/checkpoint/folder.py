@@ -5,14 +5,14 @@ all files with their sizes and checksums, and has the model, layout and step of 
 under a hidden name. Its data is on disk before the manifest is written, and the manifest before the folder gets its
 final name.
 
-Checksums are XXH3 of 128 bits over a whole file, as `xxhsum -H2` prints them: a save hashes its files while it writes
-them, and a load reads every file once more. They detect flipped bits and mixed-up files, but not an attacker's changes.
+Checksums are XXH3 of 128 bits over a whole file, as `xxhsum -H2` prints them: each rank hashes its files
+once they are written, and a load reads every file once more. They detect flipped bits and mixed-up files, but not an
+attacker's changes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -39,18 +39,6 @@ MANIFEST = {"step", "model", "dtype", "layout", "files", "checksums"}
 def is_torch_dist(path: str | Path) -> bool:
     """Returns True where the folder has a checkpoint in Megatron's torch_dist format."""
     return (Path(path) / METADATA_FILE).is_file()
-
-
-class ChecksumWriter(io.BufferedWriter):
-    """A binary file that is written from beginning to end and hashed meanwhile."""
-
-    def __init__(self, file: Path, mode: str = "wb"):
-        super().__init__(io.FileIO(file, mode))
-        self.digest = xxhash.xxh3_128()
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        self.digest.update(data)
-        return super().write(data)
 
 
 def file_checksum(file: Path) -> str:
@@ -157,7 +145,7 @@ def write_manifest(
 ) -> None:
     """Writes manifest.json with `contents` and the folder's files, which are synced to disk before.
 
-    `checksums`: those of the files that were hashed when they were written; the other files are read and hashed here.
+    `checksums`: those of the files that ranks have hashed; the other files are hashed here.
     Raises OSError, also where a file of `checksums` is not in the folder."""
     files = sync_folder(folder)
     if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show others' files late

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -48,8 +48,8 @@ from torch.futures import Future
 
 from dynamo_megatron.checkpoint.adapters import check_base, read_lora
 from dynamo_megatron.checkpoint.folder import (
-    ChecksumWriter,
     check_model,
+    file_checksum,
     publish,
     unfinished_folder,
     write_state,
@@ -72,19 +72,6 @@ def _host_copy(plan: SavePlan, planner: SavePlanner) -> Any:
     return SimpleNamespace(resolve_data=lambda item: data[item.index])
 
 
-class _HashedFiles(FileSystem):
-    """Hashes files as they are written. `checksums`: file name -> checksum."""
-
-    def __init__(self) -> None:
-        self.checksums: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[ChecksumWriter]:
-        with ChecksumWriter(Path(path), mode) as stream:
-            yield stream
-        self.checksums[Path(path).name] = stream.digest.hexdigest()
-
-
 class _Writer(FileSystemWriter):
     """torch's writer in two halves: all ranks make the plan, and `write` writes this rank's file later."""
 
@@ -92,9 +79,9 @@ class _Writer(FileSystemWriter):
         # No copies ahead in the background: their CUDA stream would be on the thread's device, not on this rank's.
         ahead = 0 if background else 10_000_000
         super().__init__(folder, thread_count=1, per_thread_copy_ahead=ahead, sync_files=True)
-        self.fs = _HashedFiles()
         self._background = background
         self.results: list[WriteResult] = []
+        self.checksums: dict[str, str] = {}  # of this rank's file, by its name
         self.error: str | None = "its writer ended without a result"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
@@ -109,6 +96,8 @@ class _Writer(FileSystemWriter):
     def write(self) -> None:
         try:
             self.results = super().write_data(self._plan, self._source).value()
+            files = {result.storage_data.relative_path for result in self.results}
+            self.checksums = {name: file_checksum(Path(self.path, name)) for name in files}
             self.error = None
         except (OSError, RuntimeError) as error:
             self.error = _cause(error)
@@ -165,7 +154,7 @@ class Save:
             raise TimeoutError(f"waited {timeout:g} s for the checkpoint of step {self.step} to be written")
         layout, first = self._layout, self._layout.rank == 0
         parts: list | None = [None] * layout.world_size if first else None
-        mine = self._writer.results, self._writer.fs.checksums, self._writer.error
+        mine = self._writer.results, self._writer.checksums, self._writer.error
         dist.gather_object(mine, parts, dst=0, group=layout.host)
         failed = [self._publish(parts, keep_last, say) if first else None]
         dist.broadcast_object_list(failed, src=0, group=layout.host)
