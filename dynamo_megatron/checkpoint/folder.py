@@ -1,9 +1,9 @@
 """The checkpoint folders of a run. Whether one is complete is decided by its content, not by a pointer file.
 
-`checkpoints/step-NNNNNN` has Megatron's torch_dist files, rank 0's `state.json`, and `manifest.json`. The manifest lists
-all files with their sizes and checksums, and has the model, layout and step of the checkpoint. A checkpoint is written
-under a hidden name. Its data is on disk before the manifest is written, and the manifest before the folder gets its
-final name.
+`checkpoints/step-NNNNNN` has Megatron's torch_dist files, rank 0's `state.json`, and `manifest.json`. The manifest
+lists all files with their sizes and checksums, and has the model, layout and step of the checkpoint. A checkpoint is
+written under a hidden name. Its data is on disk before the manifest is written, and the manifest before the folder gets
+its final name.
 
 Checksums are XXH3 of 128 bits over a whole file, as `xxhsum -H2` prints them: each rank hashes its files
 once they are written, and a load reads every file once more. They detect flipped bits and mixed-up files, but not an

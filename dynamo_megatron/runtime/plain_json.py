@@ -33,8 +33,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path, limit: int) -> bytes:
-    """Returns all of a file. Raises InputError, one line with the path, where it cannot be read or has more than `limit`
-    bytes."""
+    """Returns all of a file. Raises InputError, one line with the path, where it cannot be read or has more than
+    `limit` bytes."""
     try:
         with open(file, "rb") as stream:
             content = stream.read(limit + 1)

@@ -3,7 +3,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.config import Config

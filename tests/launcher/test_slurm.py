@@ -10,7 +10,6 @@ import pytest
 from background_run import FAILS_ON_RANK_1
 from living_processes import living, shared_memory_of
 
-
 # A step that takes a moment longer, so that what happens to a job happens to it before its last one.
 SLOW = """
 import time
