@@ -66,13 +66,16 @@ class Child:
     def run(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> int | str:
         """Runs `command` in `folder`, its output appended to `log`. Returns its exit code, or why it cannot start."""
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", guard.NAME, "--log", log, "--", *command],
-                cwd=folder,
-                env={**os.environ, **environment},
-                stdin=subprocess.PIPE,  # held open as long as this process lives
-                start_new_session=True,
-            )
+            with open(log, "ab") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", guard.NAME, "--", *command],
+                    cwd=folder,
+                    env={**os.environ, **environment},
+                    stdin=subprocess.PIPE,  # held open as long as this process lives
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         except OSError as error:
             return f"{type(error).__name__}: {error}"
         return self._process.wait()

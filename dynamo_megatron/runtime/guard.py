@@ -1,6 +1,6 @@
 """Runs a command. When the command or the parent of this process ends, ends all that the command has started.
 
-    python -P -m dynamo_megatron.runtime.guard [--log FILE] [FOLDER...] -- COMMAND...
+    python -P -m dynamo_megatron.runtime.guard [FOLDER...] -- COMMAND...
 
 stdin is a pipe that the parent holds open; a parent-death signal would reach one process only, and a process that calls
 setsid leaves its group. Orphans become children of this process, so that all that the command has started is below it.
@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import resource
 import select
 import shutil
 import signal
 import sys
-import threading
 import time
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
@@ -32,17 +29,14 @@ STDIN = 0
 LOOK_EVERY = 2.0  # seconds: a command that ended before this process could be woken
 KILL_EVERY = 0.02  # seconds
 KILLS = 400  # 8 s for killed processes to end; one in an uninterruptible system call may not
-COPIED_WITHIN = 1.0  # seconds for the last output to reach the log
-LOG_BYTES = 32 << 20  # a longer log becomes FILE.1
 SHARED_MEMORY = "/dev/shm/"
 
 
-def main(log: str | None, folders: list[str], command: list[str]) -> int:
+def main(folders: list[str], command: list[str]) -> int:
     """Returns the command's exit code; a signal that killed the command kills this process too.
 
     The command inherits the descriptors that this process was given. SIGUSR1 is passed on to it; SIGINT and SIGTERM are
-    for the ranks alone. `log`: the command's output is appended to this file (mode 0600); a full disk does not affect
-    the command.
+    for the ranks alone.
     """
     adopt_orphans()
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -51,23 +45,17 @@ def main(log: str | None, folders: list[str], command: list[str]) -> int:
             signal.signal(number, lambda *_: None)
     listed = os.listdir("/proc/self/fd")  # through a descriptor that is closed again
     inherited = [int(number) for number in listed if int(number) > 2 and os.path.lexists(f"/proc/self/fd/{number}")]
-    output = os.pipe() if log is not None else None
     own = os.getpid()
     if (child := os.fork()) == 0:
         die_with_parent(signal.SIGKILL, own)
         os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)
-        for number in (1, 2) if output else ():
-            os.dup2(output[1], number)
         os.execvp(command[0], command)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGUSR1, functools.partial(_pass_on, child))
-    for number in [*inherited, *(output[1:] if output else ())]:
+    for number in inherited:
         os.close(number)
-    copying = threading.Thread(target=_copy, args=(output[0], log), daemon=True) if output else None
-    if copying:
-        copying.start()
     ready, status = [], None
     while status is None and STDIN not in ready:
         ready = select.select([STDIN, woken], [], [], LOOK_EVERY)[0]
@@ -75,8 +63,6 @@ def main(log: str | None, folders: list[str], command: list[str]) -> int:
             os.read(woken, 4096)
         status = _reap().get(child)
     end_below()
-    if copying:
-        copying.join(COPIED_WITHIN)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     if status is not None and os.WIFSIGNALED(status):
@@ -131,19 +117,6 @@ def _reap() -> dict[int, int]:
     return ended
 
 
-def _copy(output: int, log: str) -> None:
-    """Writes to `log` what comes through the pipe `output`, until all its writers have ended."""
-    os.umask(0o077)
-    logging.raiseExceptions = False
-    handler = RotatingFileHandler(log, maxBytes=LOG_BYTES, backupCount=1, errors="backslashreplace", delay=True)
-    handler.terminator = ""
-    with open(output, encoding="utf-8", errors="replace", newline="\n") as lines:
-        for line in lines:
-            handler.emit(logging.makeLogRecord({"msg": line}))
-
-
 if __name__ == "__main__":
     end = sys.argv.index("--")
-    options, given = sys.argv[1:end], sys.argv[end + 1 :]
-    named = options[1] if options[:1] == ["--log"] else None
-    sys.exit(main(named, options[2:] if named else options, given))
+    sys.exit(main(sys.argv[1:end], sys.argv[end + 1 :]))
