@@ -14,14 +14,14 @@ from multiprocessing.connection import Connection
 
 from dynamo_megatron.reward.answers import extracted
 from dynamo_megatron.reward.functions import FunctionResult, checked_steps, load_function
-from dynamo_megatron.runtime.log_files import never_fail
+from dynamo_megatron.runtime.log_files import print_printable
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
 from dynamo_megatron.runtime.user_code import failure
 from dynamo_megatron.types import Prompt
 
 
 def main(descriptor: int) -> None:
-    never_fail()  # the user's function may print responses
+    print_printable()  # the user's function may print responses
     for number in FOR_THE_RANKS:
         # A handler, not SIG_IGN: programs that a reward function starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)
