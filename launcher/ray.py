@@ -242,7 +242,7 @@ class RayRun:
         placed.ended = placed.actor.run.remote(words, dict(environment), os.getcwd(), str(log))
 
     def _watch(self) -> int:
-        deadline, first_bad, stopping = None, None, False
+        deadline, bad, stopping = None, [], False
         trains = self._placed[: self._ranks]
         while any(p.code is None for p in trains):
             if self._asked.is_set() and not stopping:
@@ -250,16 +250,16 @@ class RayRun:
                 for placed in trains:
                     placed.actor.stop.remote()
             self._poll()
-            if first_bad is None:
-                needed = trains if stopping else self._placed  # saving needs no servers
-                first_bad = next((p for p in needed if p.code not in (None, 0, 75)), None)
-                if first_bad is not None:
-                    refused = first_bad is trains[0] and first_bad.code == 2
-                    deadline = time.monotonic() + (0.0 if refused else GRACE)
+            needed = trains if stopping else self._placed  # saving needs no servers
+            bad = [p for p in needed if p.code not in (None, 0, 75)]
+            if bad and deadline is None:
+                refused = bad[0] is trains[0] and bad[0].code == 2
+                deadline = time.monotonic() + (0.0 if refused else GRACE)
             if deadline is not None and time.monotonic() > deadline:
                 break
-        if first_bad is None:
+        if not bad:
             return max(p.code or 0 for p in trains)
+        first_bad = min(bad, key=lambda p: p.code > 0)  # a signal before the failures that it caused
         if first_bad.code < 0 and not (stopping and -first_bad.code == signal.SIGUSR1):
             raise RunFailed(
                 f"{first_bad.name} on {first_bad.address} was ended by {signal.Signals(-first_bad.code).name}; "
