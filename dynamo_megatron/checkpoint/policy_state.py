@@ -156,10 +156,9 @@ class Save:
         parts: list | None = [None] * layout.world_size if first else None
         mine = self._writer.results, self._writer.checksums, self._writer.error
         dist.gather_object(mine, parts, dst=0, group=layout.host)
-        failed = [self._publish(parts, keep_last, say) if first else None]
-        dist.broadcast_object_list(failed, src=0, group=layout.host)
-        if failed[0] is not None:
-            raise OSError(_not_saved(self._folder.parent, self.step, failed[0]))
+        failed = layout.gather(self._publish(parts, keep_last, say) if first else None)[0]
+        if failed is not None:
+            raise OSError(_not_saved(self._folder.parent, self.step, failed))
 
     def _publish(self, parts: list[tuple], keep_last: int, say: Callable[[str], None]) -> str | None:
         """`parts`: results, checksums and error of every rank. Returns why the checkpoint was not made."""
@@ -193,9 +192,7 @@ def begin_save(
     disk."""
     layout, folder = policy.layout, None
     try:
-        box = [unfinished_folder(root, step) if layout.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=layout.host)
-        folder = box[0]
+        folder = layout.gather(unfinished_folder(root, step) if layout.rank == 0 else None)[0]
         writer = _Writer(folder, background=background)
         sharded, metadata = _sharded_state(policy, loading=False, optimizer=optimizer)
         if critic is not None:
