@@ -22,7 +22,6 @@ from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import Round, RoundRules, RoundsAhead, Selection
 from dynamo_megatron.runtime.coordination import Coordinator
-from dynamo_megatron.runtime.user_code import forks_exit
 from dynamo_megatron.tracking.journal import Journal
 from dynamo_megatron.tracking.progress import LEGEND, step_line
 from dynamo_megatron.tracking.step_metrics import StepRecord
@@ -121,8 +120,7 @@ class Controller:
             budget, origin = further.budget, further.prompts
         elif sequential := self.config.algorithm.sequential:
             budget = sequential.round_n * len(prompts)
-        with forks_exit():  # the allocator may be the user's
-            allocation, baseline = self._allocator.decide(ids, budget, step=step), None
+        allocation, baseline = self._allocator.decide(ids, budget, step=step), None
         if not self._said_even and (why := self._allocator.why_even(allocation)) is not None:
             self._journal.say(f"allocation of step {step}: {why}")
             self._said_even = True

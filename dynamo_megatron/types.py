@@ -367,12 +367,6 @@ class RolloutBatch(Sequences):
     step_rewards: np.ndarray | None = None
     answers: list[str] | None = None  # `Rollout.answer_id` of each; None: not known
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what there is one of for each token, which is nearly all."""
-        some = sum(array.nbytes for array in (self.step_rewards, self.trained, self.routes) if array is not None)
-        return self.tokens.nbytes + self.engine_logprobs.nbytes + self.weight_versions.nbytes + some
-
     def name(self, sequence: int) -> str:
         return f"rollout {self.rollout_ids[sequence]} of {super().name(sequence)}"
 

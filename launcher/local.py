@@ -8,6 +8,7 @@ once. They die with this process (PR_SET_PDEATHSIG), even when it is killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,65 +19,52 @@ from functools import partial
 from pathlib import Path
 
 from dynamo_megatron.runtime.cores import choose_threads, usable_cores
-from dynamo_megatron.runtime.guard import below, end_below
+from dynamo_megatron.runtime.guard import below
 from dynamo_megatron.runtime.listening import free_port
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
 GRACE = 6.0  # seconds the other ranks have to end on their own once one has failed or Ctrl-C came
-START_GRACE = 2.0  # seconds until a rank 0 that has not come to the first step gets SIGTERM
 ORPHANS_GRACE = 18.0  # seconds for servers and workers of a killed rank: they are to be gone within half a minute
 
 
 def run_ranks(arguments: Sequence[str], ranks: int, output_dir: Path) -> int:
     """Runs `dynamo-megatron ARGUMENTS`, a run in `output_dir`, in `ranks` local processes; returns its exit code.
 
-    SIGTERM and SIGUSR1 are passed on (the ranks save and exit with 75), Ctrl-C too (exit code 130). A rank 0 that has
-    not come to the first step ends within START_GRACE seconds whatever it does: it does not catch SIGTERM, and gets it
-    after other signals. The other ranks get SIGTERM once rank 0 has ended.
+    SIGTERM and SIGUSR1 are passed on (the ranks save and exit with 75), Ctrl-C too (exit code 130). Before the
+    first step they end a rank: there is nothing to save.
     """
     adopt_orphans()  # of a killed rank: this process ends them
-    received: dict[int, float] = {}  # signal -> when, time.monotonic
-
-    def send(number: int, ranks: Sequence[subprocess.Popen]) -> None:
-        for p in ranks:
-            if p.poll() is None:
-                p.send_signal(number)
+    received: list[int] = []  # signals, in the order in which they came
 
     def pass_on(number: int, _frame) -> None:
-        received.setdefault(number, time.monotonic())
+        received.append(number)
         # Rank 0 stops all; others that wait for it in torch's store would print a stack at a signal that they catch.
-        send(number, processes[:1] if number == signal.SIGUSR1 else processes)
+        for p in processes[:1] if number == signal.SIGUSR1 else processes:
+            p.send_signal(number)
 
     processes: list[subprocess.Popen] = []
     for number in FOR_THE_RANKS:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_RANKS)  # blocked by the process that this one has replaced
     if received:
-        print(stopped_early(next(iter(received)), output_dir), file=sys.stderr, flush=True)
+        print(stopped_early(received[0], output_dir), file=sys.stderr, flush=True)
         return 130 if signal.SIGINT in received else 75
     port = free_port()
     for rank in range(ranks):
         processes.append(_start(arguments, rank, ranks, port))
     deadline = first_bad = None
-    insisted: list[subprocess.Popen] = []
     while any(p.poll() is None for p in processes):
         bad = [(p.returncode, rank) for rank, p in enumerate(processes) if p.poll() not in (None, 0, 75)]
         if first_bad is None and bad:
             first_bad = min(bad)  # a signal, a negative code, before the failures that it caused
         if deadline is None and (bad or signal.SIGINT in received):
             deadline = time.monotonic() + (0.0 if first_bad == (2, 0) else GRACE)  # rank 0 refused, and has said why
-        if received:
-            late = time.monotonic() > min(received.values()) + START_GRACE
-            due = processes if processes[0].poll() is not None else processes[:1] if late else []
-            send(signal.SIGTERM, [p for p in due if p not in insisted])
-            insisted += due
         if deadline is not None and time.monotonic() > deadline:
             for p in processes:
-                if p.poll() is None:
-                    p.kill()
+                p.kill()
         time.sleep(0.05)
     _end_orphans()
-    return _exit_code([p.returncode for p in processes], first_bad, list(received), output_dir)
+    return _exit_code([p.returncode for p in processes], first_bad, received, output_dir)
 
 
 def _start(arguments: Sequence[str], rank: int, ranks: int, port: int) -> subprocess.Popen:
@@ -137,7 +125,9 @@ def _end_orphans() -> None:
     deadline = time.monotonic() + ORPHANS_GRACE
     while time.monotonic() < deadline and any(map(_will_end, below(os.getpid()))):
         time.sleep(0.05)
-    end_below()
+    for pid in below(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _will_end(pid: int) -> bool:

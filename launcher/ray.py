@@ -9,7 +9,6 @@ with `reward.placement: ray` the rollout process joins the cluster, and has rewa
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import signal
@@ -17,10 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -35,7 +35,6 @@ from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard
 from dynamo_megatron.runtime.cores import choose_threads
 from dynamo_megatron.runtime.listening import free_port
-from dynamo_megatron.runtime.log_files import open_log
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
@@ -49,7 +48,6 @@ PASSED_ON = re.compile(
 )
 POLL_EVERY = 0.25  # seconds
 SILENCE = 60.0  # seconds that an actor may take to answer
-LAST_LINES = 5.0  # seconds for the last output of a child that has ended
 GRACE = 10.0  # seconds the others have to end on their own once a rank has failed
 
 
@@ -58,44 +56,29 @@ class RunFailed(Exception):
 
 
 class Child:
-    """An actor: a rank, or one server's `serve`, is its child process under the guard, and ends with it."""
+    """An actor: a rank, or one server's `serve`, is its child process under the guard, and ends with it. `stop` may be
+    called while `run` waits for the child."""
 
     def node(self) -> tuple[str, list[str], int, int]:
         """Returns (address, GPUs that Ray gave to this actor, a free port, cores)."""
         return ray.util.get_node_ip_address(), [str(i) for i in ray.get_gpu_ids()], free_port(), os.cpu_count() or 1
 
-    def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> str | None:
-        """Runs `command` in `folder`, its output appended to `log`. Returns why it cannot be started, or None."""
+    def run(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> int | str:
+        """Runs `command` in `folder`, its output appended to `log`. Returns its exit code, or why it cannot start."""
         try:
-            descriptor = open_log(Path(log), 0o644)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", guard.NAME, "--", *command],
-                cwd=folder,
-                env={**os.environ, **environment},
-                stdin=subprocess.PIPE,  # held open as long as this process lives
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with open(log, "ab") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", guard.NAME, "--", *command],
+                    cwd=folder,
+                    env={**os.environ, **environment},
+                    stdin=subprocess.PIPE,  # held open as long as this process lives
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         except OSError as error:
             return f"{type(error).__name__}: {error}"
-        self._lines: deque[bytes] = deque()
-        self._copying = threading.Thread(target=self._copy, args=(descriptor,), daemon=True)
-        self._copying.start()
-        return None
-
-    def _copy(self, log: int) -> None:
-        for line in self._process.stdout:
-            with contextlib.suppress(OSError):  # a full disk
-                os.write(log, line)
-            self._lines.append(line)
-
-    def poll(self) -> tuple[int | None, str]:
-        """Returns (exit code or None, what the child has written since the last call)."""
-        code = self._process.poll()
-        if code is not None:
-            self._copying.join(LAST_LINES)
-        return code, b"".join(self._lines.popleft() for _ in range(len(self._lines))).decode(errors="replace")
+        return self._process.wait()
 
     def stop(self) -> None:
         """Asks the child to save and end."""
@@ -113,7 +96,9 @@ class Placed:
     gpus: tuple[str, ...] = ()
     port: int = 0
     cores: int = 1
+    ended: ray.ObjectRef | None = None  # what `run` returns
     code: int | None = None  # of its child, once that has ended
+    output: TextIO | None = field(default=None, repr=False)  # its child's log, as far as it has been printed
 
 
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
@@ -211,6 +196,7 @@ class RayRun:
                 num_cpus=resources["CPU"],
                 num_gpus=resources.get("GPU", 0),
                 max_restarts=0,
+                max_concurrency=2,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             )
             self._placed.append(Placed(name, actor.remote(), node_of[bundle]))
@@ -248,15 +234,15 @@ class RayRun:
 
     def _begin(self, placed: Placed, command: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         log = self._output / "logs" / "ray" / f"{placed.name}.log"
-        arguments = (program(sys.executable, command, words), dict(environment), os.getcwd(), str(log))
-        if (error := self._get(placed, placed.actor.start.remote(*arguments))) is not None:
-            raise RunFailed(
-                f"{placed.name} on {placed.address} cannot start: {error}; all nodes must see the current folder, "
-                "output_dir and the interpreter"
-            )
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        placed.output = log.open(errors="replace")
+        placed.output.seek(0, os.SEEK_END)
+        words = program(sys.executable, command, words)
+        placed.ended = placed.actor.run.remote(words, dict(environment), os.getcwd(), str(log))
 
     def _watch(self) -> int:
-        deadline, first_bad, stopping = None, None, False
+        deadline, bad, stopping = None, [], False
         trains = self._placed[: self._ranks]
         while any(p.code is None for p in trains):
             if self._asked.is_set() and not stopping:
@@ -264,17 +250,16 @@ class RayRun:
                 for placed in trains:
                     placed.actor.stop.remote()
             self._poll()
-            if first_bad is None:
-                needed = trains if stopping else self._placed  # saving needs no servers
-                first_bad = next((p for p in needed if p.code not in (None, 0, 75)), None)
-                if first_bad is not None:
-                    refused = first_bad is trains[0] and first_bad.code == 2
-                    deadline = time.monotonic() + (0.0 if refused else GRACE)
+            needed = trains if stopping else self._placed  # saving needs no servers
+            bad = [p for p in needed if p.code not in (None, 0, 75)]
+            if bad and deadline is None:
+                refused = bad[0] is trains[0] and bad[0].code == 2
+                deadline = time.monotonic() + (0.0 if refused else GRACE)
             if deadline is not None and time.monotonic() > deadline:
                 break
-            time.sleep(POLL_EVERY)
-        if first_bad is None:
+        if not bad:
             return max(p.code or 0 for p in trains)
+        first_bad = min(bad, key=lambda p: p.code > 0)  # a signal before the failures that it caused
         if first_bad.code < 0 and not (stopping and -first_bad.code == signal.SIGUSR1):
             raise RunFailed(
                 f"{first_bad.name} on {first_bad.address} was ended by {signal.Signals(-first_bad.code).name}; "
@@ -283,21 +268,22 @@ class RayRun:
         return 75 if first_bad.code < 0 else first_bad.code
 
     def _poll(self) -> None:
-        """Prints what the children have written and notes which have ended. Raises RunFailed for an actor that is
-        gone."""
-        asked = [(p, p.actor.poll.remote()) for p in self._placed if p.code is None]
-        dead: list[RunFailed] = []
-        for placed, reference in asked:
-            try:
-                placed.code, text = self._get(placed, reference)
-            except RunFailed as failure:
-                dead.append(failure)
-                continue
+        """Waits a moment, prints what the children have written, and notes which have ended. Raises RunFailed for an
+        actor that is gone or could not start its child."""
+        running = {p.ended: p for p in self._placed if p.code is None}
+        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=POLL_EVERY)
+        for placed in self._placed:
             prefix = "" if placed is self._placed[0] else f"[{placed.name}] "
-            for line in text.splitlines():
-                print(prefix + line, flush=True)
-        for failure in dead[:1]:
-            raise failure
+            for line in placed.output:
+                print(prefix + line.rstrip("\n"), flush=True)
+        for reference in ended:
+            placed, code = running[reference], self._get(running[reference], reference)
+            if isinstance(code, str):
+                raise RunFailed(
+                    f"{placed.name} on {placed.address} cannot start: {code}; all nodes must see the current folder, "
+                    "output_dir and the interpreter"
+                )
+            placed.code = code
 
     def _get(self, placed: Placed, reference: ray.ObjectRef) -> object:
         where = f"{placed.name} on {placed.address or placed.node}"

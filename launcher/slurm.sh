@@ -137,21 +137,12 @@ if ((code != 2)) && ! timeout --signal=KILL 60 srun --mpi=none --cpu-bind=none -
   go_on_later "failed (exit code $code), and not all nodes answer"
 fi
 
-# What went wrong. A rank that was killed could tell nobody; otherwise rank 0's last line names the first to fail, unless
-# srun has ended rank 0 before it could hear of it.
-ended=$first
-if [[ -n $lost ]]; then
-  first='' ended=''
-elif [[ $how == Exited* ]]; then
-  named=$(grep -v '^slurmstepd' "$logs/rank-0.log" 2>/dev/null | tail -n 1 | sed -n 's/^rank \([0-9]*\)[,:].*/\1/p')
-  first=${named:-$first}
-fi
-say "failed (exit code $code)${first:+; the first to fail was rank $first}"
+say "failed (exit code $code)"
 grep '^srun: error: .*: tasks\{0,1\} ' "$logs/srun.log"
-last_words() { # WHOSE FILE
-  echo "---- the last words of $1 ($2)"
-  grep -v '^[[:space:]]*$' "$2" 2>/dev/null | tail -n 15
-}
-for rank in $(printf '%s\n' 0 "$first" "$ended" | sort -nu); do last_words "rank $rank" "$logs/rank-$rank.log"; done
-[[ -z $servers ]] || for file in "$logs"/servers-*.log; do last_words "a node of servers" "$file"; done
+# Rank 0's last line names the first rank to fail. One that was killed has told nobody.
+((first)) || first=''
+for log in "$logs/rank-0.log" ${first:+"$logs/rank-$first.log"} ${servers:+"$logs"/servers-*.log}; do
+  echo "---- $log"
+  grep -v '^[[:space:]]*$' "$log" | tail -n 15
+done
 exit "$code"

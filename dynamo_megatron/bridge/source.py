@@ -35,11 +35,11 @@ class BridgeModel(PolicyModel):
 
     def load(self, path: str, spec: ModelSpec) -> set[str]:
         """As `load_model`, from a folder, whose tensors a rank reads as far as it needs them."""
-        with SafetensorsFolder(path, spec) as folder:
-            try:
-                return load_model(self, LazyTensors(folder))
-            except InputError as error:
-                raise InputError(f"{path}: {error}") from None
+        folder = SafetensorsFolder(path, spec)
+        try:
+            return load_model(self, LazyTensors(folder))
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
 
     def forward_packed(self, micro_batch: MicroBatch, routing: None = None) -> torch.Tensor:
         longest, bounds = int(micro_batch.lengths.max()), micro_batch.cu_seqlens

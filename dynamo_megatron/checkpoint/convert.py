@@ -105,14 +105,14 @@ def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
     tokenizer beside it; `dtype` None: each tensor keeps its own. Raises ConfigError or ValueError if it cannot be
     converted or `out` cannot be used, OSError if writing fails."""
     spec = load_model_config(source)
-    with SafetensorsFolder(source, spec) as folder:
-        kinds = _kinds(folder, dtype)
-        with _aside(out) as unfinished:
-            checksums = write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
-            stored = ", ".join(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
-            contents = {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None}
-            write_manifest(unfinished, contents, checksums)
-            _copy_companions(source, unfinished, dtype)  # not in the manifest: users edit them
+    folder = SafetensorsFolder(source, spec)
+    kinds = _kinds(folder, dtype)
+    with _aside(out) as unfinished:
+        write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
+        stored = ", ".join(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
+        contents = {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None}
+        write_manifest(unfinished, contents)
+        _copy_companions(source, unfinished, dtype)  # not in the manifest: users edit them
 
 
 def mcore2hf(

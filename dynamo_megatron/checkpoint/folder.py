@@ -1,18 +1,18 @@
 """The checkpoint folders of a run. Whether one is complete is decided by its content, not by a pointer file.
 
-`checkpoints/step-NNNNNN` has Megatron's torch_dist files, rank 0's `state.json` with the state's arrays in
-`state.safetensors`, and `manifest.json`. The manifest lists all files with their sizes and checksums, and has the
-model, layout and step of the checkpoint. A checkpoint is written under a hidden name. Its data is on disk before the
-manifest is written, and the manifest before the folder gets its final name.
+`checkpoints/step-NNNNNN` has Megatron's torch_dist files, rank 0's `state.json`, and `manifest.json`. The manifest
+lists all files with their sizes and checksums, and has the model, layout and step of the checkpoint. A checkpoint is
+written under a hidden name. Its data is on disk before the manifest is written, and the manifest before the folder gets
+its final name.
 
-Checksums are XXH3 of 128 bits over a whole file, as `xxhsum -H2` prints them: a save hashes its files while it writes
-them, and a load reads every file once more. They detect flipped bits and mixed-up files, but not an attacker's changes.
+Checksums are XXH3 of 128 bits over a whole file, as `xxhsum -H2` prints them: each rank hashes its files
+once they are written, and a load reads every file once more. They detect flipped bits and mixed-up files, but not an
+attacker's changes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -31,7 +31,7 @@ from dynamo_megatron.runtime.whole_files import replacing, sync_to_disk
 UNVERIFIED = "saved without checksums, so that its bytes are not verified"
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"  # of the torch_dist format
-STATE_FILE, ARRAYS_FILE = "state.json", "state.safetensors"
+STATE_FILE = "state.json"
 LARGEST_STATE = 8 << 30  # bytes
 MANIFEST = {"step", "model", "dtype", "layout", "files", "checksums"}
 
@@ -39,18 +39,6 @@ MANIFEST = {"step", "model", "dtype", "layout", "files", "checksums"}
 def is_torch_dist(path: str | Path) -> bool:
     """Returns True where the folder has a checkpoint in Megatron's torch_dist format."""
     return (Path(path) / METADATA_FILE).is_file()
-
-
-class ChecksumWriter(io.BufferedWriter):
-    """A binary file that is written from beginning to end and hashed meanwhile."""
-
-    def __init__(self, file: Path, mode: str = "wb"):
-        super().__init__(io.FileIO(file, mode))
-        self.digest = xxhash.xxh3_128()
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        self.digest.update(data)
-        return super().write(data)
 
 
 def file_checksum(file: Path) -> str:
@@ -157,7 +145,7 @@ def write_manifest(
 ) -> None:
     """Writes manifest.json with `contents` and the folder's files, which are synced to disk before.
 
-    `checksums`: those of the files that were hashed when they were written; the other files are read and hashed here.
+    `checksums`: those of the files that ranks have hashed; the other files are hashed here.
     Raises OSError, also where a file of `checksums` is not in the folder."""
     files = sync_folder(folder)
     if missing := sorted(checksums.keys() - files.keys()):  # a network file system may show others' files late
@@ -187,33 +175,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_state(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes rank 0's state of a checkpoint: parts whose values are plain data or arrays. Raises OSError."""
-    import numpy as np  # not at the top: `launch nemo` may run on an interpreter without these packages
-    import safetensors.numpy
-
-    kept = {p: {k: v for k, v in part.items() if not isinstance(v, np.ndarray)} for p, part in state.items()}
-    arrays = {f"{p}.{k}": v for p, part in state.items() for k, v in part.items() if isinstance(v, np.ndarray)}
+    """Writes rank 0's state of a checkpoint: parts whose values are plain data or arrays, which become lists. Raises
+    OSError."""
     with replacing(folder / STATE_FILE) as file:
-        file.write(json.dumps(kept).encode())
-    if arrays:
-        with replacing(folder / ARRAYS_FILE) as file:
-            file.write(safetensors.numpy.save(arrays))
+        file.write(json.dumps(state, default=lambda array: array.tolist()).encode())
 
 
 def read_state(folder: Path) -> dict[str, dict[str, Any]]:
     """The state that `write_state` has written. Raises ValueError where it cannot be read."""
-    import safetensors.numpy
-
-    file, arrays_file = folder / STATE_FILE, folder / ARRAYS_FILE
-    state = plain_json.parse(plain_json.read_bytes(file, LARGEST_STATE), str(file), nan=True)  # statistics may be NaN
-    try:
-        arrays = safetensors.numpy.load_file(arrays_file) if arrays_file.is_file() else {}
-    except (safetensors.SafetensorError, OSError) as error:
-        raise InputError(f"{arrays_file}: {error}") from None
-    for name, array in arrays.items():
-        part, _, key = name.partition(".")
-        state.setdefault(part, {})[key] = array
-    return state
+    file = folder / STATE_FILE
+    return plain_json.parse(plain_json.read_bytes(file, LARGEST_STATE), str(file), nan=True)  # statistics may be NaN
 
 
 def unfinished_folder(root: Path, step: int) -> Path:

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -48,11 +48,9 @@ from torch.futures import Future
 
 from dynamo_megatron.checkpoint.adapters import check_base, read_lora
 from dynamo_megatron.checkpoint.folder import (
-    ChecksumWriter,
     check_model,
-    fault,
+    file_checksum,
     publish,
-    read_manifest,
     unfinished_folder,
     write_state,
 )
@@ -74,19 +72,6 @@ def _host_copy(plan: SavePlan, planner: SavePlanner) -> Any:
     return SimpleNamespace(resolve_data=lambda item: data[item.index])
 
 
-class _HashedFiles(FileSystem):
-    """Hashes files as they are written. `checksums`: file name -> checksum."""
-
-    def __init__(self) -> None:
-        self.checksums: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[ChecksumWriter]:
-        with ChecksumWriter(Path(path), mode) as stream:
-            yield stream
-        self.checksums[Path(path).name] = stream.digest.hexdigest()
-
-
 class _Writer(FileSystemWriter):
     """torch's writer in two halves: all ranks make the plan, and `write` writes this rank's file later."""
 
@@ -94,9 +79,9 @@ class _Writer(FileSystemWriter):
         # No copies ahead in the background: their CUDA stream would be on the thread's device, not on this rank's.
         ahead = 0 if background else 10_000_000
         super().__init__(folder, thread_count=1, per_thread_copy_ahead=ahead, sync_files=True)
-        self.fs = _HashedFiles()
         self._background = background
         self.results: list[WriteResult] = []
+        self.checksums: dict[str, str] = {}  # of this rank's file, by its name
         self.error: str | None = "its writer ended without a result"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
@@ -111,6 +96,8 @@ class _Writer(FileSystemWriter):
     def write(self) -> None:
         try:
             self.results = super().write_data(self._plan, self._source).value()
+            files = {result.storage_data.relative_path for result in self.results}
+            self.checksums = {name: file_checksum(Path(self.path, name)) for name in files}
             self.error = None
         except (OSError, RuntimeError) as error:
             self.error = _cause(error)
@@ -136,9 +123,7 @@ class _PlannedSave(TorchDistSaveShardedStrategy):
 class Save:
     """A save under way. All ranks have begun it together, each writes its own file, and all complete it together."""
 
-    def __init__(
-        self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool, critic: bool
-    ):
+    def __init__(self, policy: Any, folder: Path, step: int, state: dict | None, writer: _Writer, background: bool):
         self.step, self._state = step, state
         self._layout, self._folder, self._writer = policy.layout, folder, writer
         saved_by = {"ranks": policy.layout.world_size, **policy.config.parallel.model_dump()}
@@ -149,8 +134,6 @@ class Save:
         }
         if (lora := policy.config.model.lora) is not None:
             self._contents["lora"] = {**lora.model_dump(), "base": policy.base_digest}
-        if critic:
-            self._contents["critic"] = True
         self._thread = threading.Thread(target=writer.write, name=f"checkpoint of step {step}", daemon=True)
         if background:
             self._thread.start()
@@ -171,12 +154,11 @@ class Save:
             raise TimeoutError(f"waited {timeout:g} s for the checkpoint of step {self.step} to be written")
         layout, first = self._layout, self._layout.rank == 0
         parts: list | None = [None] * layout.world_size if first else None
-        mine = self._writer.results, self._writer.fs.checksums, self._writer.error
+        mine = self._writer.results, self._writer.checksums, self._writer.error
         dist.gather_object(mine, parts, dst=0, group=layout.host)
-        failed = [self._publish(parts, keep_last, say) if first else None]
-        dist.broadcast_object_list(failed, src=0, group=layout.host)
-        if failed[0] is not None:
-            raise OSError(_not_saved(self._folder.parent, self.step, failed[0]))
+        failed = layout.gather(self._publish(parts, keep_last, say) if first else None)[0]
+        if failed is not None:
+            raise OSError(_not_saved(self._folder.parent, self.step, failed))
 
     def _publish(self, parts: list[tuple], keep_last: int, say: Callable[[str], None]) -> str | None:
         """`parts`: results, checksums and error of every rank. Returns why the checkpoint was not made."""
@@ -210,9 +192,7 @@ def begin_save(
     disk."""
     layout, folder = policy.layout, None
     try:
-        box = [unfinished_folder(root, step) if layout.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=layout.host)
-        folder = box[0]
+        folder = layout.gather(unfinished_folder(root, step) if layout.rank == 0 else None)[0]
         writer = _Writer(folder, background=background)
         sharded, metadata = _sharded_state(policy, loading=False, optimizer=optimizer)
         if critic is not None:
@@ -227,7 +207,7 @@ def begin_save(
         if layout.rank == 0 and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise OSError(_not_saved(root, step, _cause(error))) from error
-    return Save(policy, folder, step, state, writer, background, critic is not None)
+    return Save(policy, folder, step, state, writer, background)
 
 
 def _cause(error: BaseException) -> str:
@@ -245,20 +225,11 @@ def _not_saved(root: Path, step: int, why: str) -> str:
 
 def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True, critic: Any | None = None) -> None:
     """Loads the weights and, with `optimizer`, the optimizer's state, and both of a `critic`; collective over all
-    ranks. Any layout may have saved them. Raises ValueError for a checkpoint that is not complete, is damaged or
-    belongs to another model."""
-    if (why := fault(folder)) is not None:
-        raise InputError(f"{folder} is not a complete checkpoint: {why}")
+    ranks. Any layout may have saved them. Raises ValueError for a checkpoint that is damaged or belongs to another
+    model."""
     check_model(folder, policy.spec.dimensions())
-    saved, digest = read_lora(folder), policy.base_digest
-    if (saved is None) != (digest is None):
-        raise InputError(f"{folder} has {'no' if saved is None else 'LoRA'} adapters: it is of another model.lora")
-    if saved is not None:
-        if (had := saved[0]) != (lora := policy.config.model.lora):
-            raise InputError(f"{folder}: its model.lora is {had.model_dump()}, not {lora.model_dump()}")
-        check_base(folder, saved[1], digest, policy.config.model.path)
-    if critic is not None and "critic" not in read_manifest(folder):
-        raise InputError(f"{folder} has no critic: it is of another algorithm.advantage.kind")
+    if (lora := read_lora(folder)) is not None:
+        check_base(folder, lora[1], policy.base_digest, policy.config.model.path)
     verify_bytes(folder, policy.layout, resume=True)
     _load(policy, _sharded_state(policy, loading=True, optimizer=optimizer)[0], folder)
     if critic is not None:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -73,7 +73,7 @@ def set_dtype(folder: Path, dtype: str, quantization: Mapping[str, object] | Non
 class SafetensorsFiles:
     """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names, whatever they are.
 
-    Opening reads the headers only. Use as a context manager, or let it go out of scope, to close the files. Raises
+    Opening reads the headers only. The files are closed when the object goes out of scope. Raises
     ValueError, one line naming the file: nothing there, a malformed index, a file missing, corrupt or truncated.
     """
 
@@ -99,12 +99,6 @@ class SafetensorsFiles:
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{file}: corrupt or truncated ({error})") from None
             self._file_of |= dict.fromkeys(self._files[file].keys(), file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.clear()
 
     @property
     def names(self) -> list[str]:

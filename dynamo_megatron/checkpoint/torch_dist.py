@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dynamo_megatron.checkpoint.folder import (
     MANIFEST_FILE,
     METADATA_FILE,
-    ChecksumWriter,
     check_model,
     instead_of,
     is_torch_dist,
@@ -169,7 +168,7 @@ class TorchDistWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stream = ChecksumWriter(path / DATA_FILE)
+        self._stream = open(path / DATA_FILE, "wb")  # noqa: SIM115 (closed by `close`)
         self._tensors: dict[str, Any] = {}
         self._results: list[WriteResult] = []
 
@@ -196,15 +195,13 @@ class TorchDistWriter:
         length = self._stream.tell() - start
         self._results.append(WriteResult(index, length, _StorageInfo(DATA_FILE, start, length)))
 
-    def close(self) -> dict[str, str]:
-        """Writes the metadata files. Returns the checksums of the data files, by name. Does not sync to disk. Raises
-        OSError."""
+    def close(self) -> None:
+        """Writes the metadata files. Does not sync to disk. Raises OSError."""
         self._stream.close()
         write_common(self.path, {"content_metadata": {}})
         writer = FileSystemWriter(self.path, sync_files=False)
         writer.set_up_storage_writer(is_coordinator=True)
         writer.finish(Metadata(self._tensors), [self._results])
-        return {DATA_FILE: self._stream.digest.hexdigest()}
 
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:
@@ -244,12 +241,6 @@ class MegatronFolder:
         self._parameter_of = {tensor: name for name in self._stored for tensor in huggingface_names(spec, name)}
         self._held: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._check()
-
-    def __enter__(self) -> MegatronFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held = ("", {})
 
     @property
     def names(self) -> list[str]:
@@ -332,11 +323,10 @@ def _stored_parameters(spec: ModelSpec) -> Iterator[tuple[str, _Stored]]:
 
 def write_megatron(
     spec: ModelSpec, get: Callable[[str], torch.Tensor], path: Path, dtype: torch.dtype | None = None
-) -> dict[str, str]:
+) -> None:
     """Writes a model into the empty folder `path`, one parameter at a time. `get` returns its Hugging Face tensors by
-    name; they are converted to `dtype` (None: not converted). Returns the checksums of the data files, by name. Raises
-    OSError, and ValueError where a parameter's tensors differ in dtype, or a value is not finite or too large for
-    `dtype`."""
+    name; they are converted to `dtype` (None: not converted). Raises OSError, and ValueError where a parameter's
+    tensors differ in dtype, or a value is not finite or too large for `dtype`."""
     writer = TorchDistWriter(path)
     stateful: dict[str, tuple[int, ...]] = {}
     for name, where in _stored_parameters(spec):
@@ -359,7 +349,7 @@ def write_megatron(
         for index in product(*map(range, sizes)):
             shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
             writer.add_object(f"{key}_extra_state/{shard}", [None])
-    return writer.close()
+    writer.close()
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

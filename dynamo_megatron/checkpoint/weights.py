@@ -42,9 +42,9 @@ def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, l
     ep = {"ep_rank": layout.ep.rank(), "ep_size": layout.ep.size()}
 
     def load() -> None:
-        with open_weights(path, spec) as folder:
-            for chunk in chunks:
-                load_weights(chunk, spec, folder, layer_offset=chunk.layer_offset, **tp, **ep)
+        folder = open_weights(path, spec)
+        for chunk in chunks:
+            load_weights(chunk, spec, folder, layer_offset=chunk.layer_offset, **tp, **ep)
 
     _on_every_rank(layout, load)
 
@@ -121,8 +121,8 @@ def model_digest(path: str | Path, spec: ModelSpec, layout: Any = None) -> str:
     own = names[len(names) * rank // ranks : len(names) * (rank + 1) // ranks]
 
     def read() -> list[str]:
-        with open_weights(path, spec) as folder:
-            return [_digest_line(name, folder.get(name)) for name in own]
+        folder = open_weights(path, spec)
+        return [_digest_line(name, folder.get(name)) for name in own]
 
     shares = [read()] if layout is None else layout.gather(_on_every_rank(layout, read))
     return xxhash.xxh3_128_hexdigest("\n".join(line for share in shares for line in share).encode())

@@ -10,16 +10,14 @@ import os
 import re
 import signal
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dynamo_megatron.cli.options import parser
 from dynamo_megatron.config import shipped
 from dynamo_megatron.config.files import ConfigError, compose, describe
 from dynamo_megatron.config.peer_keys import ours
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.launcher.local import stopped_early
 from dynamo_megatron.launcher.slurm import adopt_rank
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
@@ -73,13 +71,6 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError(
             is_null if pairs else f"dpo: is for the command dpo; take it out of what {options.command} reads"
         )
-    import dynamo_megatron.rollout.retention  # noqa: F401  the handler uses it, and must not find it half imported
-
-    # There is nothing to save yet. A rank keeps the default action of SIGTERM: launchers also send SIGTERM because
-    # another rank has failed, and it has to end even a rank whose interpreter is busy in C code.
-    asked = (signal.SIGINT, signal.SIGUSR1) if "RANK" in os.environ else FOR_THE_RANKS
-    for number in asked:
-        signal.signal(number, partial(_end_start, Path(config.output_dir)))
     if "RANK" in os.environ:
         os.environ |= {**config.rank_variables(), **os.environ}  # before anything uses CUDA
     with _loading_packages():
@@ -93,7 +84,6 @@ def _train(options: argparse.Namespace) -> int:
         from dynamo_megatron.jobs.start_checks import default_ranks, on_this_machine
 
     if "RANK" in os.environ and not options.print_config:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         return run_rank(Job(on_this_machine(config, int(os.environ["WORLD_SIZE"]))))
     ranks = options.ranks or default_ranks(config)
     config = on_this_machine(config, ranks)
@@ -102,20 +92,13 @@ def _train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(describe(config, origins, derived))
         return 0
-    if (why := job.nothing_left()) is not None:
+    if (why := job.output.finished()) is not None:
         print(why)
         return 0
-    job.output.check_start()
     for name, value in derived.items():
         print(f"{name}: {value}", flush=True)
-    signal.pthread_sigmask(signal.SIG_BLOCK, asked)  # until the launcher handles them
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RANKS)  # until the launcher handles them
     _become_launcher(ranks, config.output_dir, options)
-
-
-def _end_start(output_dir: Path, number: int, _frame: Any) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"{stopped_early(number, output_dir)}\n".encode())
-    os._exit(130 if number == signal.SIGINT else 75)
 
 
 def _become_launcher(ranks: int, output_dir: str, options: argparse.Namespace) -> NoReturn:

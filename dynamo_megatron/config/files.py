@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import reprlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import yaml
 from pydantic import ValidationError
@@ -16,10 +18,16 @@ from pydantic import ValidationError
 from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.config.peer_keys import PREFIX, ours
 from dynamo_megatron.errors import ConfigError
-from dynamo_megatron.runtime.credentials import in_urls
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 Layer = tuple[str, Mapping[str, Any]]  # what messages call it, and the sections that it sets
+# A user alone is a token for HTTP; docker://USER@REGISTRY and the like take the password from elsewhere.
+USER_IN_URL = re.compile(r"\b([\w.+-]*https?://[^/?#\s@]*|[a-z][a-z0-9+.-]*://[^/?#\s@:]*:[^/?#\s@]*)@", re.IGNORECASE)
+SECRET_PARAMETER = re.compile(  # by their whole names: max_token, cache_key and sort_key are not secrets
+    r"(https?://|datasets:)\S*[?&;](key|token|auth|pass|sig|([\w-]+[-_])?(secret|password|passwd|passphrase|signature"
+    r"|(api|access|secret|private|account|auth)[-_]?key|(access|auth|security|refresh|id|bearer|hf)[-_]?token))=",
+    re.IGNORECASE,
+)
 
 
 def _sections(kind: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[str]]]:
@@ -59,7 +67,7 @@ def compose(
     origins: dict[str, str] = {}
     for origin, sections in layers:
         faults += _merge(tree, sections, (), origin, origins)
-    if secrets := [f"{origins.get(key, '')}: {key}: {text}".lstrip(": ") for key, text in in_urls(tree)]:
+    if secrets := list(_secrets(tree, origins)):
         raise ConfigError("\n".join(dict.fromkeys(secrets)))  # before anything else shows the value
     try:
         config = Config.model_validate(tree, context=context)
@@ -102,6 +110,19 @@ def _leaves(value: Any, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
             yield from _leaves(inner, (*at, str(name)))
     else:
         yield at, value
+
+
+def _secrets(tree: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """A line for every string that is a URL with a user, a password or a key in it, which it does not show."""
+    for path, value in _leaves(tree, ()):
+        for text in map(str, value if isinstance(value, list) else [value]):
+            if USER_IN_URL.search(text) or SECRET_PARAMETER.search(unquote(text)):
+                key = ".".join(path)
+                yield (
+                    f"{origins.get(key, '')}: {key}: the URL has a user, password or key in it, which would be written "
+                    "to config.yaml, logs and messages; give it to the job's environment: HF_TOKEN for datasets, a "
+                    "variable that api_key_env names for services"
+                ).lstrip(": ")
 
 
 def _file_layers(word: str) -> list[Layer]:

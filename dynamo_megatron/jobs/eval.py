@@ -37,7 +37,6 @@ from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
-from dynamo_megatron.runtime.coordination import StopFlag, StopRequested
 from dynamo_megatron.runtime.plain_text import show
 from dynamo_megatron.runtime.run_folder import NewFolder, model_file
 from dynamo_megatron.tracking.progress import Progress
@@ -84,8 +83,6 @@ def evaluate(
         why, code = str(error), 1
     except KeyboardInterrupt:
         why, code = "interrupted", 130
-    except StopRequested as stopped:
-        why, code = f"stopped by {stopped}", 1
     show(f"{why}; {f'the responses of {finished} finished sets' if finished else 'nothing'} can be found in {out}")
     return code
 
@@ -104,18 +101,16 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path) -> It
             _prepared(subject, problems, Path(folder) / str(number), progress)
             for number, subject in enumerate(subjects.values())
         ]
-        stop = StopFlag()
-        stop.catch_signals()
         for name, (worker, prompts) in zip(subjects, prepared, strict=True):
             own: dict[str, SetScores] = {}
             try:
                 worker.start()
                 progress.phase("starting server")
-                worker.wait_ready(stop.check)
+                worker.wait_ready()
                 for set_name, each in prompts.items():
                     what = f"evaluate {set_name}" if len(prompts) > 1 else "evaluate"
                     progress.phase(what, len(each) * config.eval.samples)
-                    results = worker.evaluate(each, stop.check, progress.count)
+                    results = worker.evaluate(each, on_count=progress.count)
                     write_results(out / name / f"{set_name}.jsonl", results)
                     own[set_name] = SetScores.of(results, config.eval.k)
                     yield set_name
@@ -204,8 +199,7 @@ def _prepared(
     progress.phase("loading tokenizer")
     if subject.url is None:
         check_served(spec, config.model.max_length or spec.max_positions)
-        with open_weights(config.model.path, spec):
-            pass  # opening checks every header
+        open_weights(config.model.path, spec)  # checks every header
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     progress.phase("loading data")
     longest = max_prompt_length(config, spec, evaluation=True)

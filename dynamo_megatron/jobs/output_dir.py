@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_state
-from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE, best_step, every_export, exported_step
+from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
 from dynamo_megatron.rollout.store import step_files
+from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import on_one_line
-from dynamo_megatron.runtime.run_folder import LOCK_FILE, NewFolder, has_results, is_held, refuse_foreign
+from dynamo_megatron.runtime.run_folder import ENDED_FILE, LOCK_FILE, NewFolder, has_results, refuse_foreign
 from dynamo_megatron.runtime.whole_files import replacing
-from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes, read_rows
-from dynamo_megatron.tracking.stopping import StopRule
+from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes
 
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
 _TRAJECTORY = (
@@ -37,57 +35,30 @@ class OutputDir:
     def __init__(self, config: Config):
         self.path = Path(config.output_dir)
         self._config = config
-        self._file = self.path / "config.yaml"
+        self._file, self._ended = self.path / "config.yaml", self.path / ENDED_FILE
         self._claimed: NewFolder | None = None
 
     def finished(self) -> str | None:
-        """Says so where this run has nothing left to do, evaluation and export included. Raises ConfigError: as
-        `check`, and for a stop_when.metric that the run has not."""
+        """Says so where the run in the folder has ended, export included, and is asked for nothing else. Raises
+        ConfigError as `check`."""
         self.check()
-        last = self._last()
-        if last is None:
+        if not self._ended.is_file():
             return None
-        step, trainer, why = last[0], self._config.trainer, None
-        try:
-            evaluations = list(self._rows("evaluations", step))
-            if trainer.stop_when is not None and trainer.stop_when.metric is not None:
-                why = StopRule(trainer.stop_when).replay(self._rows("metrics", step), evaluations)
-        except ValueError as error:
-            raise ConfigError(f"output_dir: {error}") from None
-        if step < trainer.steps and why is None:
-            return None
-        if self._config.eval.every and all(e["step"] != step for e in evaluations):
-            return None
-        if not self._exported(step, evaluations):
-            return None
-        if step >= trainer.steps:
-            return f"{self.path}: already at step {step} of {trainer.steps}"
-        return f"{self.path}: already finished at step {step}: {why}"
+        ended = plain_json.read_object(self._ended)
+        return f"{self.path}: {ended['said']}" if ended["asked"] == self._asked() else None
+
+    def end(self, step: int, why: str | None) -> None:
+        """The run has ended after `step`, for `trainer.steps` or for what `why` says."""
+        said = f"already at step {step} of {self._config.trainer.steps}"
+        said = said if why is None else f"already finished at step {step}: {why}"
+        with replacing(self._ended) as file:
+            file.write(json.dumps({"said": said, "asked": self._asked()}).encode())
+
+    def _asked(self) -> dict[str, Any]:
+        return identity(to_plain(self._config), ("trainer.steps", "trainer.stop_when", "eval", "checkpoint.export_hf"))
 
     def _last(self) -> tuple[int, Path] | None:
         return latest_checkpoint(self.path / "checkpoints")
-
-    def _rows(self, name: str, last: int) -> Iterator[dict[str, Any]]:
-        rows = read_rows(self.path / f"{name}.jsonl", "step")
-        return itertools.takewhile(lambda row: row["step"] <= last, rows)
-
-    def _exported(self, step: int, evaluations: list[dict[str, Any]]) -> bool:
-        match self._config.checkpoint.export_hf:
-            case "final":
-                return exported_step(self.path / "hf") == step
-            case "every":
-                return exported_step(every_export(self.path, step)) == step
-            case "best":
-                return best_step(evaluations, self._config) != step or exported_step(self.path / "hf") == step
-        return True
-
-    def check_start(self) -> None:
-        """Raises ConfigError where another process trains in the folder."""
-        if is_held(self.path):
-            raise ConfigError(self._held())
-
-    def _held(self) -> str:
-        return f"output_dir: another process trains in {self.path}; end it or name another folder"
 
     def claim(self) -> None:
         """Locks the folder for this process. Raises ConfigError: not writable, another process at work, or
@@ -97,7 +68,9 @@ class OutputDir:
             self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(self._held()) from None
+            raise ConfigError(
+                f"output_dir: another process trains in {self.path}; end it or name another folder"
+            ) from None
         except OSError as error:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
         self._claimed = folder  # not before: what is there may be of the process that holds the lock
@@ -139,16 +112,6 @@ class OutputDir:
         except (ValueError, OSError) as error:
             raise ConfigError(f"output_dir: {error}") from None
 
-    def check_chat_template(self, text: str) -> None:
-        """Raises ConfigError where the run began with another one. To be called before the data are opened: problems
-        under another template look like other problems."""
-        file = self.path / CHAT_TEMPLATE_FILE
-        if has_results(self.path) and file.is_file() and file.read_text(encoding="utf-8") != text:
-            raise ConfigError(
-                f"data.chat_template: {self._config.data.chat_template} is not what the run in {self.path} began with, "
-                f"which is in its {CHAT_TEMPLATE_FILE}; resume with that one, or name another output_dir"
-            )
-
     def keep_chat_template(self, text: str) -> None:
         """Writes it where exports and conversions find it."""
         with replacing(self.path / CHAT_TEMPLATE_FILE) as whole:
@@ -164,6 +127,7 @@ class OutputDir:
         that other settings will not give again, and are dropped if such settings have changed. With
         `rollout.max_staleness` they may come from weights up to `step`; the rollout process drops those that do not."""
         plain, ahead = to_plain(self._config), self._config.rollout.max_staleness > 0
+        self._ended.unlink(missing_ok=True)
         if not ahead and self._file.is_file() and self._changes(_TRAJECTORY):
             for later, rollouts in step_files(self.path).items():
                 if later > step + 1:
@@ -172,15 +136,11 @@ class OutputDir:
             file.write(yaml.safe_dump(plain, sort_keys=False).encode())
 
     def _saved(self) -> dict[str, Any]:
-        """config.yaml; keys that came to the config since then have their defaults. Raises ConfigError."""
+        """config.yaml. Raises ConfigError."""
         try:
-            plain = read_yaml(self._file, str(self._file))
+            return read_yaml(self._file, str(self._file))
         except ConfigError as error:
             raise ConfigError(f"output_dir: {error}; restore it from a copy, or name another folder") from None
-        try:
-            return to_plain(Config.model_validate(plain))
-        except ValidationError:  # a key is gone since then: it is named among those that differ
-            return plain
 
 
 def _shown(value: Any) -> str:

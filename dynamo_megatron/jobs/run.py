@@ -67,10 +67,6 @@ class Job:
             derived["disk"] = check_room(self.config, spec, generates=self.generates)
         return derived
 
-    def nothing_left(self) -> str | None:
-        """Says so where an earlier run has done all that is asked for. Raises ConfigError."""
-        return self.output.finished() if self.output is not None else None
-
     def prepare(self, spec: ModelSpec) -> None:
         """Rank 0 alone, before Megatron is imported: opens data, starts processes. Raises InputError for bad input."""
         raise NotImplementedError
@@ -121,7 +117,7 @@ def run_rank(job: Job) -> int:
     coordinator = refusal = None
     running = False
     try:
-        if (why := job.nothing_left()) is not None:
+        if job.output is not None and (why := job.output.finished()) is not None:
             if rank == 0:
                 print(why, flush=True)
             return 0

@@ -69,13 +69,7 @@ class SFTJob(Job):
         self.journal = Journal(config, supervised=True)
         progress = self.journal.progress
         progress.phase("loading tokenizer")
-        from dynamo_megatron.checkpoint.weights import open_weights  # imports torch
-
-        with open_weights(config.model.path, spec):
-            pass  # opening checks every header
         self._tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-        if config.data.chat_template is not None:
-            self.output.check_chat_template(self._tokenizer.chat_template)
         check_vocabulary(config.model.path, spec, self._tokenizer)
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")

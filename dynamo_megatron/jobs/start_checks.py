@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil
@@ -22,6 +21,7 @@ from dynamo_megatron.rollout.retention import stored_step
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.server import cuda_available, gpu_count, listening_address
 from dynamo_megatron.runtime.listening import check_port
+from dynamo_megatron.runtime.run_folder import has_results
 from dynamo_megatron.weight_sync.transports import check_transport
 
 if TYPE_CHECKING:
@@ -118,24 +118,7 @@ def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, An
         "device": "CUDA" if cuda_available() else "CPU",
         "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
         f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",
-        **_describe_lora(config, spec),
-        **_describe_critic(config),
     }
-
-
-def _describe_critic(config: Config) -> dict[str, str]:
-    if (own := config.of_critic) is None:
-        return {}
-    alone = f", trained alone for {n} steps" if (n := config.critic.warmup_steps) else ""
-    return {"critic": f"a second model of the policy's size with an optimizer, from {own.model.path}{alone}"}
-
-
-def _describe_lora(config: Config, spec: ModelSpec) -> dict[str, str]:
-    if (lora := config.model.lora) is None:
-        return {}
-    trained, targets = spec.num_layers * adapter_elements(spec, lora), " and ".join(lora.targets)
-    how = f"of rank {lora.rank}, alpha {lora.alpha:g}, beside Megatron's own linears"
-    return {"adapters": f"{trained:,} parameters {how} ({targets}); all others are frozen"}
 
 
 def on_this_machine(config: Config, ranks: int) -> Config:
@@ -183,7 +166,7 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
 
     Counted are the checkpoints that will be written, at most `keep_last` and one more, the exports, the weights that
     are sent and those of a step that fails, and the rollouts at their longest, of one step and of `rollout.keep_last`
-    more. What an earlier start has left counts as room where it will be replaced. `generates`: not for sft."""
+    more. A run that goes on has written a part of it, and is not refused. `generates`: not for sft."""
     output, keep = Path(config.output_dir), config.rollout.keep_last
     elements, width = (
         sum(map(math.prod, huggingface_shapes(spec).values())),
@@ -205,28 +188,16 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
         "the weights sent and those of a failed step": 2 * elements * width,
         "rollouts": int(step * (1 + (keep or 0))),
     }
-    replaced = ["checkpoints", "hf*", "push", *(["rollouts"] if keep is not None else [])]
-    there = sum(folder_size(folder) for name in replaced for folder in output.glob(name))
     stat = os.statvfs(existing_folder(output))
     free = stat.f_bavail * stat.f_frsize
     told = ", ".join(f"{what} {size_text(size)}" for what, size in needed.items() if size)
-    if sum(needed.values()) > free + there:
+    if sum(needed.values()) > free and not has_results(output):
         raise InputError(
             f"output_dir: {output} has {size_text(free)} free, the run needs {size_text(sum(needed.values()))} "
             f"({told}); free some, name a folder on another disk, or lower checkpoint.keep_last or rollout.keep_last"
         )
     stop = "" if checkpoints else f"; a stop saves a checkpoint, {size_text(with_optimizer)} more"
     return f"{size_text(free)} free for {told}{stop}"
-
-
-def folder_size(folder: Path) -> int:
-    """Bytes of its files; one that another process removes meanwhile has none."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(parent, name)).st_size
-    return total
 
 
 def existing_folder(folder: Path) -> Path:

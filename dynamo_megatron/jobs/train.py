@@ -115,11 +115,8 @@ class TrainJob(Job):
         from dynamo_megatron.checkpoint.weights import open_weights  # imports torch
 
         check_functions(config)
-        with open_weights(config.model.path, spec):
-            pass  # opening checks every header
+        open_weights(config.model.path, spec)  # checks every header
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
-        if config.data.chat_template is not None:
-            self.output.check_chat_template(tokenizer.chat_template)
         check_vocabulary(config.model.path, spec, tokenizer)
         ends, decoder = end_token_ids(config.model.path, tokenizer) if serves else (), decoder_of(tokenizer)
         if self._rollout is not None:

@@ -14,25 +14,24 @@ from multiprocessing.connection import Connection
 
 from dynamo_megatron.reward.answers import extracted
 from dynamo_megatron.reward.functions import FunctionResult, checked_steps, load_function
-from dynamo_megatron.runtime.log_files import never_fail
+from dynamo_megatron.runtime.log_files import print_printable
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
-from dynamo_megatron.runtime.user_code import failure, forks_exit
+from dynamo_megatron.runtime.user_code import failure
 from dynamo_megatron.types import Prompt
 
 
 def main(descriptor: int) -> None:
-    never_fail()  # the user's function may print responses
+    print_printable()  # the user's function may print responses
     for number in FOR_THE_RANKS:
         # A handler, not SIG_IGN: programs that a reward function starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_RANKS)  # else these signals could not end those programs
-    os.set_inheritable(descriptor, False)  # a forked grandchild must not keep the socket open
+    os.set_inheritable(descriptor, False)  # a program that a function starts must not keep the socket open
     connection = Connection(descriptor)
     try:
         names, config = connection.recv()
         try:
-            with forks_exit():
-                functions = {name: load_function(name, config) for name in names}
+            functions = {name: load_function(name, config) for name in names}
         except ValueError as error:
             connection.send(("failed", str(error)))
             return
@@ -48,8 +47,7 @@ def main(descriptor: int) -> None:
 def _result(name: str, function: Callable, prompt: Prompt, response: str) -> FunctionResult:
     state = "crashed"
     try:
-        with forks_exit():
-            value = function(prompt, response)
+        value = function(prompt, response)
         state = "wrong_format"
         score, steps = checked_steps(value, len(response))
         return FunctionResult(name, "scored", score, steps, answer=extracted(name, prompt, response, score))

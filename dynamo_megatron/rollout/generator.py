@@ -233,9 +233,7 @@ class Generator:
         notes += [f"step {step}: {note}" for note in reuse.notes]
         for name, begun in reuse.begun.items():
             wanted[name].begun = begun
-        session = StepSession(step, wanted, reuse.outcomes, reuse.kept, notes)
-        await asyncio.to_thread(session.arena.grow, sum(batch.nbytes for batch in reuse.kept.values()))
-        return session
+        return StepSession(step, wanted, reuse.outcomes, reuse.kept, notes)
 
     async def _take(self, session: StepSession, request: Request, response: Response, server: str) -> None:
         session.answer(request.name, response, server)

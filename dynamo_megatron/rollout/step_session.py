@@ -19,7 +19,7 @@ from dynamo_megatron.rollout.result import (
 )
 from dynamo_megatron.rollout.reuse import UNSCORED
 from dynamo_megatron.rollout.sampling import Sampling, tail_seconds
-from dynamo_megatron.runtime.arena import Arena
+from dynamo_megatron.runtime.array_sharing import concatenate
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
@@ -57,7 +57,6 @@ class StepSession:
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
     finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
-    arena: Arena = field(default_factory=Arena)  # of the batch
 
     def __post_init__(self) -> None:
         self.reused = len(self.outcomes)
@@ -78,7 +77,6 @@ class StepSession:
         self.outcomes[name] = Outcome.of(rollout)
         if rollout.status not in NOT_TRAINED:
             self.batches[name] = RolloutBatch.from_rollouts([rollout])
-            self.arena.grow(self.batches[name].nbytes)
 
     @property
     def all_unscored(self) -> bool:
@@ -103,7 +101,7 @@ class StepSession:
         }
         batches = [self.batches[name] for name in self.wanted if name in self.batches]
         return RolloutResult(
-            RolloutBatch.join(batches, self.arena.concatenate),
+            RolloutBatch.join(batches, concatenate),
             {name: self.outcomes[name] for name in self.wanted},
             times,
             [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],

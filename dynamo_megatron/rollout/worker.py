@@ -32,7 +32,7 @@ from dynamo_megatron.rollout.result import RolloutError, RolloutResult, SyncNeed
 from dynamo_megatron.rollout.servers.announcements import end_run
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.reward_servers import announced_in
-from dynamo_megatron.runtime.arena import receive, send
+from dynamo_megatron.runtime.array_sharing import receive, send
 from dynamo_megatron.runtime.log_files import log_to
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, END, die_with_parent, keeping

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.array_sharing import share
 from dynamo_megatron.runtime.late import dist
-from dynamo_megatron.runtime.listening import serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
 T = TypeVar("T")
@@ -41,23 +40,16 @@ class RemoteFailure(RuntimeError):
 
 def connect_store(timeout: float) -> dist.TCPStore:
     """Returns the job's store at MASTER_ADDR:MASTER_PORT; rank 0 serves it there unless the launcher (torchrun) does.
-    Raises InputError where rank 0's host cannot listen there."""
+    Raises InputError where the port is taken."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 29500))
-    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
+    serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = datetime.timedelta(seconds=timeout)
     try:
-        return serve_store(store_address(), port, timeout)
-    except OSError as error:
-        raise InputError(
-            f"MASTER_ADDR: rank 0 cannot listen at {host}:{port} ({error.strerror}); set it to an address of rank 0's "
-            "host, and MASTER_PORT to a free port there"
-        ) from None
-
-
-def _of_this_start(store: dist.Store) -> dist.Store:
-    """Returns a view of the store for this start: torchrun's store outlives a restart of the ranks, and keys of an
-    earlier start must not be taken for those of this one."""
-    return dist.PrefixStore(f"coordination-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return dist.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)
+    except dist.DistNetworkError:
+        if not serves:
+            raise
+        raise InputError(f"MASTER_PORT: rank 0 cannot listen at port {port}; name one that is free there") from None
 
 
 def _value(store: dist.Store, key: str) -> str | None:
@@ -102,16 +94,15 @@ class Coordinator:
     """This rank's end of the store. `step_timeout`: seconds from one `begin_step` to the next (None: any number)."""
 
     def __init__(self, store: dist.TCPStore, rank: int, stop: StopFlag, step_timeout: float | None = None):
-        self.rank, self.stop, self._step_timeout = rank, stop, step_timeout
-        self._store = _of_this_start(store)
+        self.rank, self.stop, self._store, self._step_timeout = rank, stop, store, step_timeout
         self.step, self._step_began = 0, None  # the step under way; 0 before the first one
         # Held while a step's time is checked, and until the process ends where it has passed.
         self._ending = threading.Lock()
         self._calls = 0  # of `on_rank_0`
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
-        watch = dist.TCPStore(store.host, store.port, is_master=False, timeout=datetime.timedelta(seconds=30))
-        self._watch_store = _of_this_start(watch)
+        timeout = datetime.timedelta(seconds=30)
+        self._watch_store = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def end_step(self) -> None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from dynamo_megatron.runtime.threads import Call
 
 EVERY = 1.0  # seconds between readings
-PATIENCE = 10.0  # seconds for NVML's start
 NOT_MEASURED = "no GPU utilisation is measured"
 
 
@@ -36,20 +35,22 @@ class GpuUse(NamedTuple):
 
 class GpuMonitor:
     """Reads the GPUs `gpus`, indices among those that are visible to this process, every EVERY seconds in a thread of
-    its own, since NVML blocks where a driver hangs. `lacks`: why it cannot, in one line; "" where it can, or `gpus` is
-    empty."""
+    its own. `lacks`: why it cannot, in one line; "" where it can, or `gpus` is empty."""
 
     def __init__(self, gpus: Sequence[int]) -> None:
         self.lacks, self._seen = "", GpuUse()
         self._lock, self._closed = threading.Lock(), threading.Event()
-        if not gpus:
-            return
-        if importlib.util.find_spec("pynvml") is None:
+        if gpus and importlib.util.find_spec("pynvml") is None:
             self.lacks = f"{NOT_MEASURED}: pip install nvidia-ml-py"
-        elif not (first := Call(self._begin, gpus)).wait(PATIENCE):
-            self.lacks = f"{NOT_MEASURED}: NVML did not answer within {PATIENCE:g} s"
-        elif self.lacks == "":
-            Call(self._watch, *first.result())
+        elif gpus:
+            nvml = importlib.import_module("pynvml")
+            try:
+                nvml.nvmlInit()
+                handles = [_handle(nvml, gpu) for gpu in gpus]
+                self._read(nvml, handles)  # a MIG partition has no utilisation
+                Call(self._watch, nvml, handles)
+            except (nvml.NVMLError, ValueError, IndexError) as error:
+                self.lacks = f"{NOT_MEASURED}: NVML: {error}"
 
     def take(self) -> GpuUse:
         """Returns the readings since the last call, each the mean over the GPUs as `busy`."""
@@ -60,28 +61,14 @@ class GpuMonitor:
     def close(self) -> None:
         self._closed.set()
 
-    def _begin(self, gpus: Sequence[int]) -> tuple[Any, list[Any]]:
-        nvml, handles = importlib.import_module("pynvml"), []
-        try:
-            nvml.nvmlInit()
-            handles = [_handle(nvml, gpu) for gpu in gpus]
-        except (nvml.NVMLError, ValueError, IndexError) as error:
-            self.lacks = f"{NOT_MEASURED}: NVML: {error}"
-        else:
-            self._read(nvml, handles)  # a MIG partition has no utilisation
-        return nvml, handles
-
     def _watch(self, nvml: Any, handles: list[Any]) -> None:
-        while not self.lacks and not self._closed.wait(EVERY):
+        """Ends with the first reading that fails."""
+        while not self._closed.wait(EVERY):
             self._read(nvml, handles)
 
     def _read(self, nvml: Any, handles: list[Any]) -> None:
-        try:
-            memory = max(nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)
-            shares = [nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles]
-        except nvml.NVMLError as error:
-            self.lacks = f"{NOT_MEASURED}: NVML: {error}"
-            return
+        memory = max(nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)
+        shares = [nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles]
         with self._lock:
             self._seen = self._seen.plus(GpuUse(1, memory, sum(shares) / len(shares)))
 

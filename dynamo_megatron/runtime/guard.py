@@ -1,47 +1,42 @@
 """Runs a command. When the command or the parent of this process ends, ends all that the command has started.
 
-    python -P -m dynamo_megatron.runtime.guard [--log FILE] [FOLDER...] -- COMMAND...
+    python -P -m dynamo_megatron.runtime.guard [FOLDER...] -- COMMAND...
 
 stdin is a pipe that the parent holds open; a parent-death signal would reach one process only, and a process that calls
 setsid leaves its group. Orphans become children of this process, so that all that the command has started is below it.
-What killed processes leave behind goes too: the FOLDERs, and their segments of shared memory.
+What killed processes leave behind goes too: the FOLDERs, and their shared memory, which processes of Python and torch
+remove once all others have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import resource
 import select
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterable
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
 NAME = "dynamo_megatron.runtime.guard"
+CLEANERS = (NAME, "multiprocessing.resource_tracker", "torch_shm_manager")  # remove what others leave
 STDIN = 0
-LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: a process that has ended maps none
+LOOK_EVERY = 2.0  # seconds: a command that ended before this process could be woken
 KILL_EVERY = 0.02  # seconds
 KILLS = 400  # 8 s for killed processes to end; one in an uninterruptible system call may not
-COPIED_WITHIN = 1.0  # seconds for the last output to reach the log
-LOG_BYTES = 32 << 20  # a longer log becomes FILE.1
 SHARED_MEMORY = "/dev/shm/"
 
 
-def main(log: str | None, folders: list[str], command: list[str]) -> int:
+def main(folders: list[str], command: list[str]) -> int:
     """Returns the command's exit code; a signal that killed the command kills this process too.
 
     The command inherits the descriptors that this process was given. SIGUSR1 is passed on to it; SIGINT and SIGTERM are
-    for the ranks alone. `log`: the command's output is appended to this file (mode 0600); a full disk does not affect
-    the command.
+    for the ranks alone.
     """
     adopt_orphans()
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -50,39 +45,24 @@ def main(log: str | None, folders: list[str], command: list[str]) -> int:
             signal.signal(number, lambda *_: None)
     listed = os.listdir("/proc/self/fd")  # through a descriptor that is closed again
     inherited = [int(number) for number in listed if int(number) > 2 and os.path.lexists(f"/proc/self/fd/{number}")]
-    output = os.pipe() if log is not None else None
     own = os.getpid()
     if (child := os.fork()) == 0:
         die_with_parent(signal.SIGKILL, own)
         os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)
-        for number in (1, 2) if output else ():
-            os.dup2(output[1], number)
         os.execvp(command[0], command)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGUSR1, functools.partial(_pass_on, child))
-    for number in [*inherited, *(output[1:] if output else ())]:
+    for number in inherited:
         os.close(number)
-    copying = threading.Thread(target=_copy, args=(output[0], log), daemon=True) if output else None
-    if copying:
-        copying.start()
-    segments: set[str] = set()
-    look, ready, status = 0.0, [], None
+    ready, status = [], None
     while status is None and STDIN not in ready:
-        if time.monotonic() > look:
-            segments |= shared_memory_of(below(own))
-            look = time.monotonic() + LOOK_EVERY
         ready = select.select([STDIN, woken], [], [], LOOK_EVERY)[0]
         if woken in ready:
             os.read(woken, 4096)
         status = _reap().get(child)
-    segments |= shared_memory_of(below(own))
     end_below()
-    if copying:
-        copying.join(COPIED_WITHIN)
-    for segment in segments - shared_memory_of(processes()):
-        Path(segment).unlink(missing_ok=True)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     if status is not None and os.WIFSIGNALED(status):
@@ -94,15 +74,16 @@ def main(log: str | None, folders: list[str], command: list[str]) -> int:
 
 
 def end_below() -> None:
-    """Kills all processes below this one, and waits until they have ended. Guards among them get half of the time to
-    end by themselves, since they remove what killed processes leave."""
+    """Kills all processes below this one, and waits until they have ended. CLEANERS among them get half of the time
+    to end by themselves."""
     for i in range(KILLS):  # counted, not timed: if this process is itself held up, it has not killed meanwhile
         _reap()
         if not (left := below(os.getpid())):
             return
         for pid in left:
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if i > KILLS / 2 or NAME.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+                if i > KILLS / 2 or not any(name in command for name in CLEANERS):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(KILL_EVERY)
 
@@ -110,38 +91,15 @@ def end_below() -> None:
 def below(pid: int) -> list[int]:
     """Returns the descendants of `pid`, without those that have ended and are not yet reaped."""
     children: dict[int, list[int]] = {}
-    for process in processes():
+    for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             # comm, the second field, may hold anything, but ends with the last parenthesis: state and parent follow.
             state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
             if state not in "ZX":
-                children.setdefault(int(parent), []).append(process)
+                children.setdefault(int(parent), []).append(int(process))
     found = children.get(pid, [])
     for child in found:  # grows
         found += children.get(child, [])
-    return found
-
-
-def processes() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
-
-
-def shared_memory_of(pids: Iterable[int]) -> set[str]:
-    """Returns the files of POSIX shared memory that these processes map; none for another user's processes.
-
-    Files are matched by inode: a semaphore is created under one name, which stays in the maps of the process that
-    created it, and is renamed at once.
-    """
-    mapped = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            mapped |= {int(line.split()[4]) for line in lines if SHARED_MEMORY in line}
-    found = set()
-    for entry in os.scandir(SHARED_MEMORY) if mapped else ():
-        with contextlib.suppress(OSError):  # it may go meanwhile
-            if entry.stat(follow_symlinks=False).st_ino in mapped:
-                found.add(entry.path)
     return found
 
 
@@ -159,19 +117,6 @@ def _reap() -> dict[int, int]:
     return ended
 
 
-def _copy(output: int, log: str) -> None:
-    """Writes to `log` what comes through the pipe `output`, until all its writers have ended."""
-    os.umask(0o077)
-    logging.raiseExceptions = False
-    handler = RotatingFileHandler(log, maxBytes=LOG_BYTES, backupCount=1, errors="backslashreplace", delay=True)
-    handler.terminator = ""
-    with open(output, encoding="utf-8", errors="replace", newline="\n") as lines:
-        for line in lines:
-            handler.emit(logging.makeLogRecord({"msg": line}))
-
-
 if __name__ == "__main__":
     end = sys.argv.index("--")
-    options, given = sys.argv[1:end], sys.argv[end + 1 :]
-    named = options[1] if options[:1] == ["--log"] else None
-    sys.exit(main(named, options[2:] if named else options, given))
+    sys.exit(main(sys.argv[1:end], sys.argv[end + 1 :]))

@@ -1,8 +1,7 @@
-"""Logs of processes, which append to them. Output that cannot be written is dropped; the process continues."""
+"""Logs of processes, which append to them."""
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from pathlib import Path
@@ -23,22 +22,13 @@ def log_to(path: Path) -> None:
     descriptor = open_log(path, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    never_fail()
+    print_printable()
 
 
-class _Lossy(io.FileIO):
-    def write(self, data) -> int:
-        try:
-            return super().write(data)
-        except OSError:  # a full disk, a quota, a file system that is gone: none may end what is being logged
-            return len(data)
-
-
-def never_fail() -> None:
-    """From now on everything that this process prints (tracebacks and warnings too) is made printable, and nothing is
-    raised where its log cannot be written."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = io.BufferedWriter(_Lossy(number, "wb", closefd=False))
+def print_printable() -> None:
+    """From now on everything that this process prints (tracebacks and warnings too) is made printable."""
+    for name in ("stdout", "stderr"):
+        raw = getattr(sys, name).buffer
         setattr(sys, name, PrintableStream(raw, "utf-8", errors="backslashreplace", line_buffering=True))
 
 
@@ -48,11 +38,11 @@ def mark(path: Path) -> int:
 
 
 def text_since(path: Path, begin: int) -> str:
-    """Returns what was written to a log since `mark` returned `begin`, at most its last TAIL_BYTES; all of a log that
-    was replaced meanwhile, "" where there is none."""
+    """Returns what was written to a log since `mark` returned `begin`, at most its last TAIL_BYTES; "" where
+    there is none."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
-        file.seek(max(begin if begin <= end else 0, end - TAIL_BYTES))
+        file.seek(max(begin, end - TAIL_BYTES))
         return file.read().decode(errors="replace")

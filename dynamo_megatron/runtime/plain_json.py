@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +33,9 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path, limit: int) -> bytes:
-    """Returns all of a regular file. Raises InputError, one line with the path, where the file cannot be read, is a
-    pipe or a device, which may never end, or has more than `limit` bytes."""
+    """Returns all of a file. Raises InputError, one line with the path, where it cannot be read or has more than
+    `limit` bytes."""
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):
-            raise InputError(f"{file}: not a regular file")
         with open(file, "rb") as stream:
             content = stream.read(limit + 1)
     except OSError as error:

@@ -24,12 +24,8 @@ def on_one_line(text: str, longest: int | None = None) -> str:
 
 
 def error_line(error: BaseException, longest: int | None = None) -> str:
-    """The type and the message of an error, as `on_one_line`; without a message, or where it cannot be made, the type
-    alone."""
-    try:
-        text = str(error)
-    except BaseException:  # a class of the user's may raise anything
-        text = ""
+    """The type and the message of an error, as `on_one_line`; without a message the type alone."""
+    text = str(error)
     return on_one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__, longest)
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from dynamo_megatron.errors import ConfigError
 
 LOCK_FILE = ".lock"  # flock'd by the process that trains in the folder, until it ends (output_dir.py)
+ENDED_FILE = "ended.json"  # of a run that has nothing left to do (output_dir.py)
 FAILED_STEPS, PASS_FILE = "nonfinite", "pass.pt"  # of steps that ended in NaN or infinity, and a pass's inputs there
 # What a run, its launchers and the commands that report on it write; beside it what its shell may have logged.
 _OF_A_RUN = (
     *("config.yaml", "*.tmp", "metrics.jsonl", "allocation.jsonl", "evaluations.jsonl", "eval", "tokens"),
     *("checkpoints", "rollouts", "logs", "hf", "hf-step-*", "tensorboard", "wandb", "wandb-id", "servers", "push"),
     *("mcore", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
-    *(FAILED_STEPS, "profile", "mlflow-id", "mlflow.db*"),
+    *(FAILED_STEPS, ENDED_FILE, "profile", "mlflow-id", "mlflow.db*"),
 )
 _OF_A_START = {LOCK_FILE, "logs", "rollouts", "servers", "chat_template.jinja"}  # that has not come to training
 

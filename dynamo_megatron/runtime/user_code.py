@@ -57,10 +57,9 @@ class UserFunction:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Raises UserCodeError for whatever the user's code raises inside. Also as `forks_exit`."""
+        """Raises UserCodeError for whatever the user's code raises inside."""
         try:
-            with forks_exit():
-                yield
+            yield
         except (Exception, SystemExit) as error:
             line, frames = failure(error)
             raise UserCodeError(f"{self.name} failed: {line}", frames) from error
@@ -69,19 +68,6 @@ class UserFunction:
         """Raises UserCodeError, "key: module:function `broken`", unless `kept`."""
         if not kept:
             raise UserCodeError(f"{self.name} {broken}")
-
-
-@contextlib.contextmanager
-def forks_exit() -> Iterator[None]:
-    """Around code of the user's, which may fork: a child process that leaves the context exits. It would go on in this
-    process's place, on the same sockets."""
-    process = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != process:
-            error = sys.exception()
-            os._exit(0 if error is None or (isinstance(error, SystemExit) and not error.code) else 1)
 
 
 def spec_fault(spec: str) -> str | None:

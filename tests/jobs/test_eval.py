@@ -32,10 +32,10 @@ class StandIn:
     def start(self):
         StandIn.started.append(self)
 
-    def wait_ready(self, on_poll):
-        on_poll()
+    def wait_ready(self):
+        pass
 
-    def evaluate(self, prompts, on_poll, on_count):
+    def evaluate(self, prompts, on_count):
         self.calls.append([prompt.prompt_id for prompt in prompts])
         if "fails" in self.config.model.path and len(self.calls) == 2:
             raise StandIn.failure

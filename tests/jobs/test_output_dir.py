@@ -1,9 +1,8 @@
-import json
+import fcntl
 import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.config import Config
@@ -31,59 +30,37 @@ def test_rollouts_of_weights_that_will_not_come_again_are_dropped(tmp_path, sect
         assert [name[10:11] for name in names] == steps
 
 
-EVALUATES = {"data": "held-out", "every": 2}
-ENDS = {"metric": "reward/mean", "above": 0.5}
+STOPS = {"trainer": {"steps": 9, "stop_when": {"metric": "reward/mean", "above": 0.5}}}
+STOPPED = "already finished at step 4: reward/mean is 0.6"
 
 
 @pytest.mark.parametrize(
-    ("trainer", "sections", "exports", "says"),
+    ("sections", "why", "now", "says"),
     [
-        ({"steps": 4}, {}, {"hf": 4}, "already at step 4 of 4"),
-        ({"steps": 5}, {}, {"hf": 4}, None),
-        ({"steps": 4}, {}, {"hf": 2}, None),  # of before `trainer.steps` was raised
-        ({"steps": 4}, {"checkpoint": {"export_hf": "never"}}, {}, "already at step 4 of 4"),
-        ({"steps": 4}, {"checkpoint": {"export_hf": "every"}}, {"hf-step-000004": 4}, "already at step 4 of 4"),
-        ({"steps": 4}, {"eval": {**EVALUATES, "every": 3}}, {"hf": 4}, "already at step 4 of 4"),
-        ({"steps": 4}, {"eval": EVALUATES, "checkpoint": {"export_hf": "best"}}, {"hf": 2}, None),
-        ({"steps": 4}, {"eval": EVALUATES, "checkpoint": {"export_hf": "best"}}, {"hf": 4}, "already at step 4 of 4"),
-        ({"steps": 9, "stop_when": ENDS}, {}, {"hf": 4}, "already finished at step 4: reward/mean is 0.6"),
-        ({"steps": 9, "stop_when": {**ENDS, "above": 0.7}}, {}, {"hf": 4}, None),
+        ({"trainer": {"steps": 4}}, None, {}, "already at step 4 of 4"),
+        (STOPS, "reward/mean is 0.6", {"optimizer": {"lr": 2e-6}}, STOPPED),
+        (STOPS, "reward/mean is 0.6", {"trainer": {"steps": 12}}, None),
+        (STOPS, "reward/mean is 0.6", {"checkpoint": {"export_hf": "never"}}, None),
+        (STOPS, "reward/mean is 0.6", {"eval": {"data": "held-out", "every": 2}}, None),
     ],
 )
-def test_a_run_is_finished_with_its_last_evaluation_and_export(tmp_path, trainer, sections, exports, says):
-    """The run stands at step 4; its reward was above .5 at step 2, and is again at step 4, its best evaluation."""
-    config = settings(tmp_path, trainer=trainer, **sections)
-    OutputDir(config).take_over(0)
-    for name, key, values in (
-        ("metrics", "reward/mean", {1: 0.1, 2: 0.6, 3: 0.1, 4: 0.6, 5: 0.1}),  # 5 came after the last checkpoint
-        ("evaluations", "eval/pass@1", {0: 0.1, 2: 0.3, 4: 0.4, 6: 0.9}),
-    ):
-        lines = [json.dumps({"step": step, key: value}) for step, value in values.items()]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    checkpoint = tmp_path / "checkpoints" / "step-000004"
-    checkpoint.mkdir(parents=True)
-    write_manifest(checkpoint, {"step": 4, "model": {}, "dtype": "bfloat16", "layout": None})
-    for name, step in exports.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "export.json").write_text(json.dumps({"step": step}))
-    said = OutputDir(config).finished()
-    assert said is None if says is None else says in said
+def test_a_run_that_has_ended_is_finished_unless_more_is_asked(tmp_path, sections, why, now, says):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n')
+    before = OutputDir(settings(tmp_path, **sections))
+    before.take_over(0)
+    assert before.finished() is None
+    before.end(4, why)
+    said = OutputDir(settings(tmp_path, **{**sections, **now})).finished()
+    assert said == (says and f"{tmp_path}: {says}")
+    before.take_over(4)
+    assert before.finished() is None, "it goes on"
 
 
-def test_a_run_from_before_a_key_was_there_goes_on(tmp_path):
-    config = settings(tmp_path)
-    OutputDir(config).take_over(0)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    plain = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    del plain["algorithm"]["allocation"]["static"]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
-    OutputDir(config).check()
-    with pytest.raises(ConfigError, match=r"another algorithm\.allocation\.static"):
-        OutputDir(settings(tmp_path, algorithm={"allocation": {"static": True}})).check()
-    plain["algorithm"]["allocation"]["of_old"] = 1
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
-    with pytest.raises(ConfigError, match=r"another .*allocation\.of_old"):
-        OutputDir(config).check()
+def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process trains in"):
+            OutputDir(settings(tmp_path)).claim()
 
 
 @pytest.mark.parametrize(
@@ -99,19 +76,6 @@ def test_a_resume_says_what_it_changes(tmp_path, capsys, sections, says):
     OutputDir(settings(tmp_path)).take_over(0)
     OutputDir(settings(tmp_path, **sections)).claim()
     assert capsys.readouterr().out.startswith(f"{tmp_path}: the run there goes on{says}")
-
-
-def test_a_run_keeps_its_chat_template_and_refuses_another(tmp_path):
-    """The key names a file, whose content may change between a run and its resume."""
-    output = OutputDir(settings(tmp_path))
-    output.keep_chat_template("first")
-    output.check_chat_template("second")  # nothing came of the first
-    output.keep_chat_template("second")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    output.check_chat_template("second")
-    with pytest.raises(ConfigError, match=r"^data\.chat_template: .* is not what the run in .* began with"):
-        output.check_chat_template("third")
-    assert (tmp_path / "chat_template.jinja").read_text() == "second"
 
 
 def test_the_seed_of_a_run_may_not_change(tmp_path):

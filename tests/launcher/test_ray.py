@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -164,20 +165,18 @@ def test_rewards_are_on_all_nodes_and_one_without_a_rank_that_is_killed_ends_no_
     assert [row["reward/where_scored:score/scored"] for row in rows(output)] == [1.0] * 6
 
 
-def test_an_actor_hands_on_what_its_child_says_and_asks_it_to_stop(tmp_path):
+def test_an_actor_runs_its_child_to_the_end_and_asks_it_to_stop(tmp_path):
     pytest.importorskip("ray")
     from dynamo_megatron.launcher.ray import Child
 
-    child, log = Child(), tmp_path / "logs" / "rank-0.log"
+    child, log = Child(), tmp_path / "rank-0.log"
     script = "import os, signal\nsignal.pthread_sigmask(0, {10})\nprint(os.environ['NAME'], os.getcwd(), flush=True)\n"
     script += "raise SystemExit(signal.sigwait({10}))"
-    assert "FileNotFoundError" in child.start(["true"], {}, str(tmp_path / "none"), str(log))
-    assert child.start([sys.executable, "-c", script], {"NAME": "one"}, str(tmp_path), str(log)) is None
-    code, said = None, ""
-    while code is None:
-        time.sleep(0.05)
-        code, text = child.poll()
-        said += text
-        if text:
-            child.stop()
-    assert code == signal.SIGUSR1 and said == log.read_text() == f"one {tmp_path}\n"
+    assert "FileNotFoundError" in child.run(["true"], {}, str(tmp_path / "none"), str(log))
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(child.run, [sys.executable, "-c", script], {"NAME": "one"}, str(tmp_path), str(log))
+        while not log.is_file() or not log.read_text():
+            assert not ended.done()
+            time.sleep(0.05)
+        child.stop()
+        assert ended.result() == signal.SIGUSR1 and log.read_text() == f"one {tmp_path}\n"

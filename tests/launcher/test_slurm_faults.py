@@ -166,7 +166,7 @@ def test_servers_that_end_before_the_ranks(run):
     refused = "mkdir -p out/logs/slurm-7; echo rollout.host: no such interface >out/logs/slurm-7/servers-0.log; exit 2"
     code, said, _ = run(job, ranks=f"exec {REAL_SLEEP} 20 >/dev/null", servers=refused)
     assert code == 143 and "the servers have ended, and the ranks have not" in said
-    assert said.endswith("servers-0.log)\nrollout.host: no such interface\n"), said
+    assert said.endswith("servers-0.log\nrollout.host: no such interface\n"), said
     assert run(job, ranks="exit 0")[0] == 0
 
 

@@ -169,10 +169,10 @@ def compare(case, store):
     )
     layout = join_ranks(config, store)
     chunks = build_chunks(spec, config, layout)
-    with open_weights(folder, spec) as files:
-        for chunk in chunks:
-            tp = {"tp_rank": layout.tp.rank(), "tp_size": layout.tp.size()}
-            load_weights(chunk, spec, files, **place(layout, chunk), **tp)
+    files = open_weights(folder, spec)
+    for chunk in chunks:
+        tp = {"tp_rank": layout.tp.rank(), "tp_size": layout.tp.size()}
+        load_weights(chunk, spec, files, **place(layout, chunk), **tp)
     check_round_trip(chunks, spec, case, layout)
     if "mcore" in case:
         check_megatron_loads(chunks, spec, config, case, layout)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,7 +75,7 @@ def on_rank(config, victim: int, change: int) -> None:
     """Resumes, checks what was found against the notes of earlier rounds, trains and saves two steps."""
     from checkpoint_cases import train
 
-    from dynamo_megatron.jobs.checkpoints import Checkpoints
+    from dynamo_megatron.jobs.training_run import TrainingRun
     from dynamo_megatron.models import load_model_config
     from dynamo_megatron.policy.critic import Critic
     from dynamo_megatron.policy.layout import join_ranks
@@ -85,8 +86,11 @@ def on_rank(config, victim: int, change: int) -> None:
     spec, progress = load_model_config(config.model.path), Progress()
     policy, own = Policy(spec, config, layout), config.of_critic
     models = [policy, *([Critic(spec, own, layout)] if own is not None else [])]
-    checkpoints = Checkpoints(policy, config, {"progress": progress}, print, *models[1:])
-    start, output = checkpoints.resume(), Path(config.output_dir)
+    shown = SimpleNamespace(say=print, progress=SimpleNamespace(phase=lambda name: None))
+    journal, folder = shown if layout.rank == 0 else None, SimpleNamespace(take_over=lambda step: None)
+    job = SimpleNamespace(config=config, journal=journal, output=folder)
+    run = TrainingRun(job, policy, None, {"progress": progress}, critic=models[1] if own is not None else None)
+    start, output = run.start, Path(config.output_dir)
     notes = output / f"rank{layout.rank}.jsonl"
     known = dict(map(json.loads, notes.read_text().splitlines())) if notes.exists() else {}
     assert start >= max(known, default=1) - 1, f"two steps were saved before {max(known)}, and {start} was found"
@@ -101,9 +105,9 @@ def on_rank(config, victim: int, change: int) -> None:
     progress.step = start + 1
     with open(notes, "a") as file:
         file.write(json.dumps([start + 1, fingerprint(models)]) + "\n")
-    checkpoints.reached(start + 1)
-    checkpoints.save()
-    checkpoints.settle()
+    run.reached(start + 1)
+    run.save()
+    run.settle()
 
 
 def main(model: str, folder: Path, how: str) -> None:

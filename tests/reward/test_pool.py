@@ -57,13 +57,6 @@ def by_text(prompt, response):
     return values.get(response, 0.25)
 def lines(prompt, response):
     return {"reward": 1.0, "steps": [(0, 99 if response == "beyond" else 2, 0.5)]}
-def forks(prompt, response):
-    # as a library may do it: the child comes back from the function, and the parent waits for it
-    child = os.fork()
-    if child == 0 and response == "raise": raise KeyError
-    if child == 0 and response == "exit": sys.exit()
-    if child == 0: return -1.0
-    return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def modules(prompt, response): return "torch" in sys.modules
 not_callable = 3
 def no_arguments(response): return 1.0
@@ -200,12 +193,6 @@ def test_a_daemon_of_a_function_ends_with_its_worker(started, folder, how):
     if how == "fine":
         p.close()
     wait_until_gone(*pids)
-
-
-def test_a_child_that_a_function_forks_answers_no_sample(started):
-    p = started("my_rewards:forks", LENGTH)
-    for response, code in [("a", 0), ("raise", 1), ("exit", 0), ("four", 0)] * 3:
-        assert scored(p, response)[0].parts == {"my_rewards:forks": code, LENGTH: len(response)}
 
 
 def test_a_failure_shows_the_users_own_frames_the_row_and_the_response(started, folder):

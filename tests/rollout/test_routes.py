@@ -113,7 +113,7 @@ def test_what_is_sampled_after_an_abort_without_routes_keeps_its_own(with_genera
 
 
 @pytest.mark.parametrize(
-    "change", [{"shape": [4, 4]}, {"shape": [-1, 3]}, {"shape": [1 << 40]}, {"bytes": 8}, {"data": "?"}, {"data": None}]
+    "change", [{"shape": [4, 4]}, {"shape": [1 << 40]}, {"bytes": 8}, {"data": "?"}, {"data": None}]
 )
 def test_damaged_routes_in_a_file_are_refused(change):
     for shape in ((4, 2, 3), (0, 2, 3)):

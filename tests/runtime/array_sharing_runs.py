@@ -23,8 +23,7 @@ import torch.distributed as dist  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
-from dynamo_megatron.runtime.arena import Arena, receive, send  # noqa: E402
-from dynamo_megatron.runtime.array_sharing import share  # noqa: E402
+from dynamo_megatron.runtime.array_sharing import concatenate, receive, send, share  # noqa: E402
 from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, StopRequested, connect_store  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
@@ -35,9 +34,9 @@ VALUE = {"large": NUMBERS, "transposed": np.asfortranarray(NUMBERS.reshape(600, 
 
 
 def value() -> dict:
-    """As the rollout process has sent it: the large array is in an arena."""
+    """As the rollout process has sent it: the large array is in memory of its own."""
     here, there = multiprocessing.Pipe()
-    send(there, VALUE | {"large": Arena().concatenate([NUMBERS[:1000], NUMBERS[1000:]])})
+    send(there, VALUE | {"large": concatenate([NUMBERS[:1000], NUMBERS[1000:]])})
     return receive(here)
 
 

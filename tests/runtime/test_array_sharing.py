@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dynamo_megatron.runtime.arena import APART, Arena, dump, receive, send
+from dynamo_megatron.runtime.array_sharing import concatenate, receive, send
 
 LARGE = 2 * 300_000 * 8  # bytes of the two arrays that are apart from the message
 LOCAL_RANKS = [0, 1, 0]  # of ranks of a node of two and a node of one
@@ -25,13 +25,11 @@ def test_a_node_has_one_copy_and_tensors_go_between_nodes(run_script, tmp_path):
     assert seen[0]["memory"] == seen[1]["memory"] != seen[2]["memory"]
 
 
-def test_arrays_in_an_arena_are_sent_without_a_copy():
+def test_joined_arrays_are_sent_without_a_copy():
     here, there = multiprocessing.Pipe()
     parts = [np.arange(i, i + 100_001) for i in range(3)]
     before = len(os.listdir("/proc/self/fd"))
-    arena = Arena()
-    arena.grow(3_000_000)
-    joined, pairs = arena.concatenate(parts), arena.concatenate([np.ones((2, 2)), np.zeros((1, 2))])
+    joined, pairs = concatenate(parts), concatenate([np.ones((2, 2)), np.zeros((1, 2))])
     assert (joined == np.concatenate(parts)).all() and pairs.shape == (3, 2)
     send(there, (joined, pairs, joined[1:], joined[:-1]))
     received = receive(here)
@@ -40,15 +38,5 @@ def test_arrays_in_an_arena_are_sent_without_a_copy():
     joined[0] = 9
     assert received[0][0] == 9, "one memory"
     there.close()
-    del arena, joined, received
+    del joined, received
     assert len(os.listdir("/proc/self/fd")) == before - 1, "the memory goes with the arrays"
-
-
-def test_an_arena_has_its_memory_before_it_is_used_and_small_arrays_have_none():
-    arena = Arena()
-    arena.grow(5_000_000)
-    arena.grow(3_000_000)
-    before = os.fstat(arena.descriptor).st_blocks * 512
-    arena.concatenate([np.ones(1_000_000)])
-    assert os.fstat(arena.descriptor).st_blocks * 512 == before >= 8_000_000
-    assert dump(np.ones(APART // 8 - 1))[1] == [] and len(dump(np.ones(APART // 8))[1]) == 1

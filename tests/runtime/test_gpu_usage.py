@@ -72,20 +72,10 @@ def test_readings_are_added_up_until_they_are_taken(nvml, monkeypatch):
     assert use.samples >= 4 and use.memory == 3 and use.utilisation == pytest.approx(0.2)
 
 
-def test_a_driver_that_hangs_blocks_nobody(nvml, monkeypatch):
-    monkeypatch.setattr(gpu_usage, "PATIENCE", 0.01)
-    hangs = threading.Event()
-    monkeypatch.setattr(nvml, "nvmlInit", hangs.wait)
-    monitor = GpuMonitor([0])
-    assert "did not answer within 0.01 s" in monitor.lacks and monitor.take().samples == 0
-    hangs.set()
-
-
 @pytest.mark.parametrize("why", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUtilizationRates"])
-def test_what_nvml_refuses_is_one_line_and_it_is_not_asked_again(nvml, why):
+def test_what_nvml_refuses_is_one_line(nvml, why):
     nvml.fails = {why}
     monitor = GpuMonitor([0])
-    nvml.fails = set()
     assert monitor.lacks == f"no GPU utilisation is measured: NVML: {why}" and monitor.take().samples == 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_megatron.runtime.credentials import without
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 LONGEST = 300  # characters
@@ -22,9 +21,8 @@ class Endpoint:
     api_key: str = field(repr=False)  # sent as "Authorization: Bearer KEY"; "": the server asks for none
 
     def own_words(self, reply: Any) -> str:
-        """What the server says went wrong, in one line as a terminal may show it, without its key: error replies have
-        several shapes."""
+        """What the server says went wrong, in one line as a terminal may show it: error replies have several shapes."""
         if isinstance(reply, dict):
             error = reply.get("error")
             reply = error.get("message") if isinstance(error, dict) else reply.get("message", reply)
-        return on_one_line(without(str(reply)[: 10 * LONGEST], [self.api_key]), LONGEST)
+        return on_one_line(str(reply)[: 10 * LONGEST], LONGEST)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import yaml
@@ -204,24 +204,26 @@ class SGLangServer:
         """Returns at once. The server ends when this process does, however that happens."""
         self._log_start = mark(self.log)
         try:
-            os.close(open_log(self.log, 0o600))
-            self._process = self._start(on_cpu=not cuda_available())
+            with open(open_log(self.log, 0o600), "ab") as log:
+                self._process = self._start(log, on_cpu=not cuda_available())
         except OSError:
             self._remove_folders()
             raise
 
-    def _start(self, on_cpu: bool) -> subprocess.Popen:
+    def _start(self, log: BinaryIO, on_cpu: bool) -> subprocess.Popen:
         self._folders.append(tempfile.mkdtemp(prefix="dynamo-megatron-"))
         # Its ranks meet under a lock (flock), which the temporary folder's file system may not have.
         self._folders.append(tempfile.mkdtemp(prefix="dynamo-megatron-", dir=guard.SHARED_MEMORY))
         secret = Path(self._folders[0], "server.yaml")
         secret.touch(mode=0o600)
         secret.write_text(yaml.safe_dump({"api-key": self.endpoint.api_key}))  # `ps` shows a command line to all users
-        guarded = [sys.executable, "-P", "-m", guard.NAME, "--log", str(self.log), *self._folders, "--"]
+        guarded = [sys.executable, "-P", "-m", guard.NAME, *self._folders, "--"]
         return subprocess.Popen(
             [*guarded, *self._command(on_cpu), "--config", str(secret)],
             env=self._environment(on_cpu),
             stdin=subprocess.PIPE,  # held open as long as this process lives
+            stdout=log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
