@@ -74,7 +74,7 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
     wanted = dict.fromkeys(("000005-0000-000", "000005-0000-001"), prompt)
     reuse = reusable(RolloutStore(tmp_path).lines(5), wanted, {"000005-0000"}, range(4, 5), 4)
     kept = RolloutBatch.join([reuse.kept[name] for name in wanted])
-    replayed = sampled(RecordedRollouts(tmp_path, vocab_size=100, max_new_tokens=4), 5, [prompt], [2]).batch
+    replayed = sampled(RecordedRollouts(tmp_path), 5, [prompt], [2]).batch
     for batch in (kept, replayed, RolloutBatch.from_rollouts([WITH, WITHOUT])):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
 
