@@ -12,7 +12,6 @@ import asyncio
 import base64
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -36,7 +35,6 @@ ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the firs
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
 MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # raised by a reply of an unexpected shape
 T = TypeVar("T")
-Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 
 
 class ServerLost(Exception):
@@ -102,7 +100,8 @@ class SGLangClient:
         self.url, self._own_words, self._endpoint = endpoint.url, endpoint.own_words, endpoint
         self._session, self._config, self._vocab_size, self.routes = session, config, vocab_size, routes
         self._headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
-        self._batches = Batches(self._post)
+        self._waiting: list[GenerateRequest] = []
+        self._tasks: set[asyncio.Task] = set()
         # Everything that reshapes the distribution is said here, so that no default of server or model can.
         self._sampling = {
             "temperature": config.temperature,
@@ -159,7 +158,7 @@ class SGLangClient:
         limit = self._config.timeout_of(max_new_tokens)
         try:
             async with asyncio.timeout(limit if timeout is None else timeout):
-                status, reply = await self._batches.generate(request)
+                status, reply = await self._answered(request)
         except aiohttp.ClientError as error:  # first: no connection in time is a TimeoutError, too
             raise ServerLost(f"the rollout server {self.url} does not answer: {self._own_words(error)}") from error
         except ValueError as error:
@@ -219,8 +218,8 @@ class SGLangClient:
         """The result of a function of server_api.py for this server. It runs in a thread of its own."""
         return await asyncio.shield(asyncio.wrap_future(Call(function, self._endpoint, *arguments)))
 
-    def _post(self, path: str, payload: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._session.post(self.url + path, json=payload, headers=self._headers, allow_redirects=False)
+    def _post(self, payload: dict[str, Any]) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.post(f"{self.url}/generate", json=payload, headers=self._headers, allow_redirects=False)
 
     def _response(self, request: GenerateRequest, meta: dict[str, Any]) -> Response:
         """Raises one of MALFORMED for what is no response to `request`."""
@@ -288,40 +287,9 @@ class SGLangClient:
         known = known[max(first, 1) - 1 - request.routes_start :]
         return np.concatenate([self.routes.unknown(whole - first - len(known)), known])  # unknown: of the first token
 
-
-def _version(text: str) -> int:
-    """-1 for what somebody else's server calls its weights."""
-    return int(text) if text.isdecimal() else -1
-
-
-@dataclass(eq=False)
-class GenerateRequest:
-    """`id` is the server's name for the request and changes when the request is sent again. SGLang aborts all requests
-    whose id begins with the id in an abort; since every id ends with ";", which `name` does not contain, no id begins
-    with another. Create a GenerateRequest in a running event loop."""
-
-    name: str
-    tokens: Sequence[int]
-    sampling: dict[str, Any]
-    routes_from: int | None = None  # as in `SGLangClient.generate`
-    routes_start: int = 0  # the first token after which the server names a route
-    reply: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # status, body
-
-    def __post_init__(self) -> None:
-        self.id = f"{self.name};"
-
-
-class Batches:
-    """The /generate of one server. `post(path, payload)` opens an HTTP request to it."""
-
-    def __init__(self, post: Post):
-        self._post = post
-        self._waiting: list[GenerateRequest] = []
-        self._tasks: set[asyncio.Task] = set()
-
-    async def generate(self, request: GenerateRequest) -> tuple[int, Any]:
+    async def _answered(self, request: GenerateRequest) -> tuple[int, Any]:
         """Returns the HTTP status and body of one request. Raises aiohttp.ClientError where the server does not answer,
-        ValueError where the answer is too long or is malformed JSON. Once all requests of a list are cancelled, their
+        ValueError where the answer is malformed JSON. Once all requests of a list are cancelled, their
         connection is closed."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send)  # after all tasks that are ready to run
@@ -355,7 +323,7 @@ class Batches:
             **_ask_for_routes([request]),
         }
         try:
-            async with self._post("/generate", payload) as reply:
+            async with self._post(payload) as reply:
                 answer = reply.status, await body(reply)
         except Exception as error:  # `generate` raises it
             if not request.reply.done():
@@ -378,7 +346,7 @@ class Batches:
         }
         begun = True  # SGLang may have started them, and abort them by their ids later
         with contextlib.suppress(aiohttp.ClientError, *MALFORMED):
-            async with self._post("/generate", payload) as reply:
+            async with self._post(payload) as reply:
                 begun = reply.status == 200
                 if begun:
                     async for event in _events(reply):
@@ -387,6 +355,28 @@ class Batches:
             if not request.reply.done():
                 request.id = f"alone-{request.id}" if begun else request.id
                 self._start([request])
+
+
+def _version(text: str) -> int:
+    """-1 for what somebody else's server calls its weights."""
+    return int(text) if text.isdecimal() else -1
+
+
+@dataclass(eq=False)
+class GenerateRequest:
+    """`id` is the server's name for the request and changes when the request is sent again. SGLang aborts all requests
+    whose id begins with the id in an abort; since every id ends with ";", which `name` does not contain, no id begins
+    with another. Create a GenerateRequest in a running event loop."""
+
+    name: str
+    tokens: Sequence[int]
+    sampling: dict[str, Any]
+    routes_from: int | None = None  # as in `SGLangClient.generate`
+    routes_start: int = 0  # the first token after which the server names a route
+    reply: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # status, body
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.name};"
 
 
 def _ask_for_routes(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
