@@ -12,9 +12,8 @@ import asyncio
 import base64
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -23,32 +22,23 @@ from pydantic_core import from_json
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, ServerError, call, call_for, rest
 from dynamo_megatron.rollout.validation import response_fault
 from dynamo_megatron.runtime.routes import RouteShape
+from dynamo_megatron.runtime.threads import Call
 
-CONTROL_TIMEOUT = 30.0  # seconds, for calls that do no work to speak of
+CONNECT_TIMEOUT = 30.0  # seconds
 ANY_TOKEN = 1 << 31  # more than any vocabulary has
 KEEP_ALIVE = 2.0  # seconds: less than SGLang's 5, since a request on a connection that it is closing is lost
 LARGEST = 256  # requests in one list: a server starts them together
-SMALLEST_LIMIT = 1 << 20  # bytes of a reply that has no tokens
-WIRE = 6  # bytes of the number of an expert in a reply, int32 in base64
-BYTES_A_TOKEN = 1024  # more for each token of a reply: a logprob and id take 50, the text in JSON at most some hundreds
 ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
 MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # raised by a reply of an unexpected shape
-Post = Callable[[str, dict[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
-
-
-class MalformedReply(ValueError):
-    """A server's reply is not what was requested."""
+T = TypeVar("T")
 
 
 class ServerLost(Exception):
     """The server did not take a request, or its connection broke: another one may answer it."""
-
-
-class ConnectionLost(ServerLost):
-    """There was no reply, or none to its end."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,7 @@ def open_session() -> aiohttp.ClientSession:
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,  # what is compressed nevertheless is no JSON
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONTROL_TIMEOUT),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
     )
 
 
@@ -107,10 +97,11 @@ class SGLangClient:
         vocab_size: int = ANY_TOKEN,
         routes: RouteShape | None = None,
     ):
-        self.url, self._own_words = endpoint.url, endpoint.own_words
+        self.url, self._own_words, self._endpoint = endpoint.url, endpoint.own_words, endpoint
         self._session, self._config, self._vocab_size, self.routes = session, config, vocab_size, routes
         self._headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
-        self._batches = Batches(self._post)
+        self._waiting: list[GenerateRequest] = []
+        self._tasks: set[asyncio.Task] = set()
         # Everything that reshapes the distribution is said here, so that no default of server or model can.
         self._sampling = {
             "temperature": config.temperature,
@@ -125,35 +116,21 @@ class SGLangClient:
             "stop_token_ids": eos_token_ids,
         }
 
-    async def model_info(self) -> dict[str, Any]:
-        """What the server says of itself. Raises RolloutError where no SGLang server answers at `url`."""
-        status, reply = await self._control("GET", "/model_info", CONTROL_TIMEOUT)
-        if status != 200 or not isinstance(reply, dict):
-            raise RolloutError(
-                f"{self.url} is no SGLang server: /model_info says {status} {self._own_words(reply)!r:.80}"
-            )
-        return reply
-
     async def healthy(self, timeout: float) -> bool:
-        """Whether /health says 200 within `timeout` seconds; infinity: the caller ends the wait. An idle server
-        generates a token for it."""
+        """Whether /health says 200 within `timeout` seconds. An idle server generates a token for it."""
         try:
-            return (await self._control("GET", "/health", timeout))[0] == 200
-        except RolloutError:
+            await self._control(call, "/health", None, timeout)
+        except ServerError:
             return False
+        return True
 
     async def kv_cache_share(self, timeout: float) -> float:
         """Share of the server's KV cache in use, asked for `timeout` seconds. Raises RolloutError."""
-        status, reply = await self._control("GET", "/v1/loads?include=core", timeout)
+        (loads,) = await self._control(call_for, "/v1/loads?include=core", None, timeout, "loads")
         try:
-            share = max((float(load["token_usage"]) for load in reply["loads"]), default=0.0)
-            if not 0 <= share <= 1:
-                raise MalformedReply(f"token_usage {share}")
-            return share
+            return max((float(load["token_usage"]) for load in loads), default=0.0)
         except MALFORMED:
-            raise RolloutError(
-                f"the rollout server {self.url} does not tell its load: {status} {self._own_words(reply)}"
-            ) from None
+            raise RolloutError(f"the rollout server {self.url} does not tell its load: {loads!r:.80}") from None
 
     async def generate(
         self,
@@ -177,15 +154,13 @@ class SGLangClient:
         given = {"temperature": temperature, "max_new_tokens": max_new_tokens, "sampling_seed": seed}
         sampling = self._sampling | {name: value for name, value in given.items() if value is not None}
         sampling["stop"] = [*sampling["stop"], *stop]
-        request = GenerateRequest(request_id, prompt_tokens, sampling)
-        if self.routes is not None:
-            request.routes_from, request.route_bytes = routes_from, WIRE * self.routes.layers * self.routes.topk
+        request = GenerateRequest(request_id, prompt_tokens, sampling, None if self.routes is None else routes_from)
         limit = self._config.timeout_of(max_new_tokens)
         try:
             async with asyncio.timeout(limit if timeout is None else timeout):
-                status, reply = await self._batches.generate(request)
+                status, reply = await self._answered(request)
         except aiohttp.ClientError as error:  # first: no connection in time is a TimeoutError, too
-            raise ConnectionLost(f"the rollout server {self.url} does not answer: {self._own_words(error)}") from error
+            raise ServerLost(f"the rollout server {self.url} does not answer: {self._own_words(error)}") from error
         except ValueError as error:
             raise ServerLost(
                 f"the rollout server {self.url} answers with nonsense: {self._own_words(error)}"
@@ -211,67 +186,47 @@ class SGLangClient:
         """{"normal_text", "calls": [{"name", "parameters"}]} of an answer, by a parser of SGLang. Raises
         RolloutError."""
         payload = {"text": text, "tools": list(tools), "tool_call_parser": parser}
-        status, reply = await self._control("POST", "/parse_function_call", CONTROL_TIMEOUT, payload)
-        if status != 200 or not isinstance(reply, dict) or not isinstance(reply.get("calls"), list):
-            raise RolloutError(f"the rollout server {self.url} parses no tool calls: {status} {self._own_words(reply)}")
-        return reply
+        return await self._control(call, "/parse_function_call", payload, CONTROL_TIMEOUT)
 
     async def classify(self, tokens: Sequence[int], timeout: float) -> Any:
         """What a server of a classifier says of one input, within `timeout` seconds. Raises RolloutError."""
-        status, reply = await self._control("POST", "/classify", timeout, {"input_ids": [list(tokens)]})
-        if status != 200:
-            raise RolloutError(f"the server {self.url} gives no scores: {status} {self._own_words(reply)}")
-        return reply
+        return await self._control(call, "/classify", {"input_ids": [list(tokens)]}, timeout)
 
     async def freeze_gc(self) -> None:
-        """Exempts what the server has allocated so far from its garbage collections. Raises RolloutError.
+        """Exempts what the server has allocated so far from its garbage collections.
 
         A CPU server runs a full collection for every /flush_cache: 0.4 s over the modules it has imported. SGLang makes
-        this call itself, but with --skip-server-warmup before its port listens. Servers without it answer 404.
+        this call itself, but with --skip-server-warmup before its port listens.
         """
-        await self._control("POST", "/freeze_gc", CONTROL_TIMEOUT)
+        with contextlib.suppress(ServerError):
+            await self._control(call, "/freeze_gc", {}, CONTROL_TIMEOUT)
 
     async def abort_all(self) -> None:
         """Ends all requests under way. Raises RolloutError."""
-        await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"abort_all": True})
+        await self._control(call, "/abort_request", {"abort_all": True}, CONTROL_TIMEOUT)
 
     async def rest(self) -> None:
         """Ends all requests under way and drops cached prefixes. Raises RolloutError."""
-        await self.abort_all()
-        status, reply = await self._control("POST", f"/flush_cache?timeout={CONTROL_TIMEOUT:g}", 2 * CONTROL_TIMEOUT)
-        if status != 200:
-            raise RolloutError(f"the rollout server {self.url} cannot come to rest: {status} {self._own_words(reply)}")
+        await self._control(rest)
 
     async def _abort(self, rid: str) -> None:
         """Ends a request that nobody waits for any more."""
-        with contextlib.suppress(RolloutError):
-            await self._control("POST", "/abort_request", CONTROL_TIMEOUT, {"rid": rid})
+        with contextlib.suppress(ServerError):
+            await self._control(call, "/abort_request", {"rid": rid}, CONTROL_TIMEOUT)
 
-    async def _control(self, method: str, path: str, timeout: float, payload: dict | None = None) -> tuple[int, Any]:
-        try:
-            async with (
-                asyncio.timeout(timeout),
-                self._session.request(
-                    method, self.url + path, json=payload, headers=self._headers, allow_redirects=False
-                ) as reply,
-            ):
-                return reply.status, await body(reply, SMALLEST_LIMIT)
-        except (aiohttp.ClientError, ValueError) as error:
-            raise RolloutError(
-                f"the rollout server {self.url} does not answer {path}: {self._own_words(error)}"
-            ) from error
-        except TimeoutError:
-            raise RolloutError(f"the rollout server {self.url} did not answer {path} within {timeout:g} s") from None
+    async def _control(self, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of a function of server_api.py for this server. It runs in a thread of its own."""
+        return await asyncio.shield(asyncio.wrap_future(Call(function, self._endpoint, *arguments)))
 
-    def _post(self, path: str, payload: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._session.post(self.url + path, json=payload, headers=self._headers, allow_redirects=False)
+    def _post(self, payload: dict[str, Any]) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.post(f"{self.url}/generate", json=payload, headers=self._headers, allow_redirects=False)
 
     def _response(self, request: GenerateRequest, meta: dict[str, Any]) -> Response:
         """Raises one of MALFORMED for what is no response to `request`."""
         finish = meta["finish_reason"]
         matched = finish.get("matched")
         if meta["id"] != request.id:
-            raise MalformedReply(f"a response to {self._own_words(meta['id'])!r}, {request.id!r} was asked for")
+            raise ValueError(f"a response to {self._own_words(meta['id'])!r}, {request.id!r} was asked for")
         if finish["type"] == "abort":
             aborted = Response(
                 finish_reason="abort",
@@ -286,7 +241,7 @@ class SGLangClient:
         response = self._sampled(request, meta, finish["type"])
         end = matched[-1] if isinstance(matched, list) and matched else matched  # some ends are several tokens
         if finish["type"] == "stop" and isinstance(end, int) and end != response.tokens[-1]:
-            raise MalformedReply(f"stopped by {self._own_words(matched)}, which the last token is not")
+            raise ValueError(f"stopped by {self._own_words(matched)}, which the last token is not")
         return response
 
     def _until_aborted(self, request: GenerateRequest, response: Response, why: str) -> Response:
@@ -307,12 +262,12 @@ class SGLangClient:
             "finish_reason": finish_reason,
         }
         if fault := response_fault(given, vocab_size=self._vocab_size, max_new_tokens=most):
-            raise MalformedReply(fault)
+            raise ValueError(fault)
         return Response(**given, routes=self._routes(request, meta, len(given["tokens"])))
 
     def _routes(self, request: GenerateRequest, meta: dict[str, Any], response: int) -> np.ndarray | None:
         """The routes that were asked for, of which SGLang names that of a token after the token itself. `response`:
-        tokens of it. Raises MalformedReply."""
+        tokens of it. Raises ValueError."""
         first, text = request.routes_from, meta.get("routed_experts")
         if first is None:
             return None
@@ -323,56 +278,18 @@ class SGLangClient:
         found = np.frombuffer(base64.b64decode(text), np.int32)
         expected = whole - 1 - request.routes_start
         if found.size != expected * layers * topk:
-            raise MalformedReply(f"{found.size} routed experts, {expected * layers * topk} were expected")
+            raise ValueError(f"{found.size} routed experts, {expected * layers * topk} were expected")
         if found.min(initial=0) < 0 or found.max(initial=0) >= experts:
-            raise MalformedReply(f"routed experts from {found.min()} to {found.max()}, and there are {experts}")
+            raise ValueError(f"routed experts from {found.min()} to {found.max()}, and there are {experts}")
         if not found.any():  # its kernel routes by itself and names none, as flashinfer_trtllm does
             return None
         known = found.astype(self.routes.dtype).reshape(expected, layers, topk)
         known = known[max(first, 1) - 1 - request.routes_start :]
         return np.concatenate([self.routes.unknown(whole - first - len(known)), known])  # unknown: of the first token
 
-
-def _version(text: str) -> int:
-    """-1 for what somebody else's server calls its weights."""
-    return int(text) if text.isdecimal() else -1
-
-
-@dataclass(eq=False)
-class GenerateRequest:
-    """`id` is the server's name for the request and changes when the request is sent again. SGLang aborts all requests
-    whose id begins with the id in an abort; since every id ends with ";", which `name` does not contain, no id begins
-    with another. Create a GenerateRequest in a running event loop."""
-
-    name: str
-    tokens: Sequence[int]
-    sampling: dict[str, Any]
-    routes_from: int | None = None  # as in `SGLangClient.generate`
-    routes_start: int = 0  # the first token after which the server names a route
-    route_bytes: int = 0  # of each token in a reply, which others of its list may have asked for
-    reply: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # status, body
-
-    def __post_init__(self) -> None:
-        self.id = f"{self.name};"
-
-    @property
-    def largest_reply(self) -> int:
-        """The size of the largest valid reply, in bytes."""
-        most = self.sampling["max_new_tokens"]
-        return SMALLEST_LIMIT + BYTES_A_TOKEN * most + self.route_bytes * (len(self.tokens) + most)
-
-
-class Batches:
-    """The /generate of one server. `post(path, payload)` opens an HTTP request to it."""
-
-    def __init__(self, post: Post):
-        self._post = post
-        self._waiting: list[GenerateRequest] = []
-        self._tasks: set[asyncio.Task] = set()
-
-    async def generate(self, request: GenerateRequest) -> tuple[int, Any]:
+    async def _answered(self, request: GenerateRequest) -> tuple[int, Any]:
         """Returns the HTTP status and body of one request. Raises aiohttp.ClientError where the server does not answer,
-        ValueError where the answer is too long or is malformed JSON. Once all requests of a list are cancelled, their
+        ValueError where the answer is malformed JSON. Once all requests of a list are cancelled, their
         connection is closed."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send)  # after all tasks that are ready to run
@@ -406,8 +323,8 @@ class Batches:
             **_ask_for_routes([request]),
         }
         try:
-            async with self._post("/generate", payload) as reply:
-                answer = reply.status, await body(reply, request.largest_reply)
+            async with self._post(payload) as reply:
+                answer = reply.status, await body(reply)
         except Exception as error:  # `generate` raises it
             if not request.reply.done():
                 request.reply.set_exception(error)
@@ -427,18 +344,39 @@ class Batches:
             "stream": True,
             **_ask_for_routes(requests),
         }
-        largest = max(request.largest_reply for request in requests)
         begun = True  # SGLang may have started them, and abort them by their ids later
         with contextlib.suppress(aiohttp.ClientError, *MALFORMED):
-            async with self._post("/generate", payload) as reply:
+            async with self._post(payload) as reply:
                 begun = reply.status == 200
                 if begun:
-                    async for event in _events(reply, largest):
+                    async for event in _events(reply):
                         _answer(left, event)
         for request in left.values():
             if not request.reply.done():
                 request.id = f"alone-{request.id}" if begun else request.id
                 self._start([request])
+
+
+def _version(text: str) -> int:
+    """-1 for what somebody else's server calls its weights."""
+    return int(text) if text.isdecimal() else -1
+
+
+@dataclass(eq=False)
+class GenerateRequest:
+    """`id` is the server's name for the request and changes when the request is sent again. SGLang aborts all requests
+    whose id begins with the id in an abort; since every id ends with ";", which `name` does not contain, no id begins
+    with another. Create a GenerateRequest in a running event loop."""
+
+    name: str
+    tokens: Sequence[int]
+    sampling: dict[str, Any]
+    routes_from: int | None = None  # as in `SGLangClient.generate`
+    routes_start: int = 0  # the first token after which the server names a route
+    reply: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # status, body
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.name};"
 
 
 def _ask_for_routes(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
@@ -464,22 +402,18 @@ def _answer(left: dict[str, GenerateRequest], event: dict[str, Any]) -> None:
         future.set_result((200, event) if status is None else (int(status), finish))
 
 
-async def body(reply: aiohttp.ClientResponse, largest: int) -> Any:
-    """Returns the body of the reply: parsed if its content type is JSON, else as text. Raises MalformedReply where it
-    has more than `largest` bytes, ValueError where it should be JSON and is not."""
-    raw = bytearray()
-    async for chunk in reply.content.iter_any():
-        raw += chunk
-        if len(raw) > largest:
-            raise MalformedReply(f"a reply of more than {largest} bytes")
+async def body(reply: aiohttp.ClientResponse) -> Any:
+    """Returns the body of the reply: parsed if its content type is JSON, else as text. Raises ValueError where it
+    should be JSON and is not."""
+    raw = await reply.read()
     if reply.content_type != "application/json":
         return raw.decode(errors="replace")
     return from_json(raw)  # a quarter of json's time
 
 
-async def _events(reply: aiohttp.ClientResponse, largest: int) -> AsyncIterator[Any]:
-    """Yields the JSON of server-sent events, which can be longer than the lines that aiohttp reads. Raises ValueError
-    as `body` does; `largest`: bytes of one event."""
+async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """Yields the JSON of server-sent events, which can be longer than the lines that aiohttp reads. Raises
+    ValueError."""
     read, searched = bytearray(), 0
     async for chunk in reply.content.iter_any():
         read += chunk
@@ -490,5 +424,3 @@ async def _events(reply: aiohttp.ClientResponse, largest: int) -> AsyncIterator[
             if event.startswith(b"data: {"):
                 yield from_json(event[6:])
         searched = max(0, len(read) - 1)
-        if len(read) > largest:
-            raise MalformedReply(f"an event of more than {largest} bytes")

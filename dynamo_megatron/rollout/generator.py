@@ -6,27 +6,23 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.reward import RewardError, RewardPool
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
-from dynamo_megatron.rollout.agents.episodes import Agents, Episodes
+from dynamo_megatron.rollout.agents.episodes import Agents
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
-from dynamo_megatron.rollout.result import Ahead, RolloutError, RolloutResult, group_id
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult
 from dynamo_megatron.rollout.retention import Retention
-from dynamo_megatron.rollout.reuse import Reuse, reusable
 from dynamo_megatron.rollout.sampling import Sampling
 from dynamo_megatron.rollout.scoring import (
     Evaluated,
@@ -39,12 +35,12 @@ from dynamo_megatron.rollout.scoring import (
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers
-from dynamo_megatron.rollout.step_session import Dispatched, StepSession, wanted_rollouts
+from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
 from dynamo_megatron.runtime.routes import RouteShape
 from dynamo_megatron.runtime.threads import first_error
-from dynamo_megatron.types import ProblemResult, Prompt, Rollout
+from dynamo_megatron.types import ProblemResult, Prompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -73,9 +69,9 @@ class Generator:
         self._trimmed = -1  # the step before which old rollouts were last removed
         self._unscored_steps = 0  # in a row, up to the last one
         self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
-        self._dispatched: dict[tuple[int, int], Dispatched] = {}  # by step and position of the first prompt
+        # By step and position of the first prompt
+        self._dispatched: dict[tuple[int, int], tuple[StepSession, Sampling]] = {}
         self._evaluation: asyncio.Task[list[ProblemResult]] | None = None
-        self._waited = 0.0  # seconds that weight syncs have waited for an evaluation, since the last `collect`
         self._first_sync: int | None = None  # the version of this process's first weight sync
         self._counted: StepSession | None = None  # the session whose responses `done` counts
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
@@ -142,25 +138,19 @@ class Generator:
             if staleness := self._config.rollout.max_staleness:
                 await self._in_thread(self._store.remove_after, version + 1 + staleness)
         if self._evaluation is not None:  # it evaluates the weights that the servers still have
-            begun = time.monotonic()
             await asyncio.wait([self._evaluation])
-            self._waited += time.monotonic() - begun
         endpoints = await self._fleet.begin_sync(version)
-        for dispatched in self._dispatched.values():  # a resumed run continues partial responses
-            session = dispatched.session
-            if lines := self._partial(session.step, session.wanted, dispatched.sampling.begun):
-                await self._in_thread(self._store.append, *lines)
+        for session, sampling in self._dispatched.values():  # a resumed run continues partial responses
+            unscored, begun = self._scoring.unscored, sampling.begun.items()
+            lines = [unscored(session.step, session.wanted[name], response, "") for name, response in begun]
+            if partial := [dataclasses.replace(line, status="partial") for line in lines]:
+                await self._in_thread(self._store.append, *partial)
         return endpoints
-
-    def _partial(self, step: int, wanted: Mapping[str, Request], begun: Mapping[str, Response]) -> list[Rollout]:
-        """Returns the lines of the step's file for these partial responses."""
-        lines = [self._scoring.unscored(step, wanted[name], response, "") for name, response in begun.items()]
-        return [dataclasses.replace(line, status="partial") for line in lines]
 
     async def end_sync(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
         await self._fleet.end_sync(version, outcomes)
-        for dispatched in self._dispatched.values() if self._config.rollout.max_staleness else ():
-            dispatched.go_on()
+        for _, sampling in self._dispatched.values() if self._config.rollout.max_staleness else ():
+            sampling.go_on()
         give_back_freed_memory(version)  # altered or very long replies leave holes in the heap
 
     async def condemn(self, lost: dict[Endpoint, str]) -> None:
@@ -182,28 +172,28 @@ class Generator:
             session.notes += notes if removed else []
         requests = [request for name, request in session.wanted.items() if name not in session.outcomes]
         sampling = self._sampling(requests, functools.partial(self._take, session))
-        self._dispatched[step, first] = Dispatched(session, sampling)
+        sampling.start()
+        self._dispatched[step, first] = session, sampling
 
-    def _sampling(self, requests: Sequence[Request], take: Callable, urgent: bool = False) -> Sampling | Episodes:
-        if self._agents is None:
-            return Sampling(self._fleet, requests, take, urgent)
-        return Episodes(self._agents, requests, take, urgent)
+    def _sampling(self, requests: Sequence[Request], take: Callable, urgent: bool = False) -> Sampling:
+        agents = self._agents
+        answer = None if agents is None else functools.partial(agents.episode, urgent=urgent)
+        return Sampling(self._fleet, requests, take, urgent, answer)
 
     async def _end_dispatched(self) -> None:
-        for dispatched in self._dispatched.values():
-            await dispatched.end()
+        for _, sampling in self._dispatched.values():
+            await sampling.end()
         if self._evaluation is not None:
             self._evaluation.cancel()
             await asyncio.wait([self._evaluation])
 
     async def collect(self, step: int, first: int = 0) -> RolloutResult:
         """See RolloutWorker.collect."""
-        dispatched = self._dispatched[step, first]
-        session = dispatched.session
+        session, sampling = self._dispatched[step, first]
         self._answered = session.answered
         self._counted, self.done = session, len(session.outcomes)
-        dispatched.go_on()  # not in `end_sync`: with `rollout.offload` the servers have no KV cache there
-        await dispatched.wait()
+        sampling.go_on()  # not in `end_sync`: with `rollout.offload` the servers have no KV cache there
+        await sampling.wait()
         del self._dispatched[step, first]
         if first == 0:  # a later round only adds to these
             self._check_rewards(session)
@@ -212,28 +202,24 @@ class Generator:
             fleet.notes.clear()
         seconds, uses = self._fleet.take_use()
         result = session.result(said, uses)
-        if not self._config.rollout.max_staleness:
-            return result
-        ready, groups = np.sum([(0, 0), *(d.session.groups for d in self._dispatched.values())], axis=0).tolist()
-        ahead, self._waited = Ahead(ready, groups - ready, seconds, self._waited), 0.0
-        return dataclasses.replace(result, ahead=ahead)
+        return dataclasses.replace(result, seconds_ahead=seconds) if self._config.rollout.max_staleness else result
 
     async def _open_session(
         self, step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int
     ) -> StepSession:
         """Returns a session with the rollouts that are on disk already."""
-        notes = []
-        complete = max(1, step - self._config.rollout.max_staleness)  # the files of earlier steps are complete
+        rollout, version, notes = self._config.rollout, self._fleet.version or 0, []
+        complete = max(1, step - rollout.max_staleness)  # the files of earlier steps are complete
         if self._trimmed != step:
             self._trimmed = step
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
         wanted = wanted_rollouts(step, prompts, counts, first, self._lengths, self._config.seed)
-        groups = {group_id(step, position) for position in range(first, first + len(prompts))}
-        reuse = await self._in_thread(self._reusable, step, wanted, groups)
-        notes += [f"step {step}: {note}" for note in reuse.notes]
-        for name, begun in reuse.begun.items():
-            wanted[name].begun = begun
-        return StepSession(step, wanted, reuse.outcomes, reuse.kept, notes)
+        session, versions = StepSession(step, wanted, notes), range(version, version + 1)
+        if rollout.max_staleness:  # versions after the first weight sync may not come again with the same weights
+            versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_sync or 0) + 1)
+        limits = versions, rollout.max_new_tokens, rollout.max_staleness > 0
+        await self._in_thread(lambda: session.reuse(self._store.lines(step), *limits))
+        return session
 
     async def _take(self, session: StepSession, request: Request, response: Response, server: str) -> None:
         session.answer(request.name, response, server)
@@ -303,16 +289,3 @@ class Generator:
     def _finished(self, response: Response) -> None:
         self.done += 1
         self.tokens += len(response.tokens)
-
-    def _reusable(self, step: int, wanted: dict[str, Request], groups: set[str]) -> Reuse:
-        """Returns what an interrupted run left of these groups, and removes everything else of them from the file."""
-        rollout, version = self._config.rollout, self._fleet.version or 0
-        versions = range(version, version + 1)
-        if rollout.max_staleness:  # versions after the first weight sync may not come again with the same weights
-            versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_sync or 0) + 1)
-        prompts = {name: request.prompt for name, request in wanted.items()}
-        most, continues = rollout.max_new_tokens, rollout.max_staleness > 0
-        reuse = reusable(self._store.lines(step), prompts, groups, versions, most, continues)
-        if gone := reuse.discarded.keys() | reuse.begun.keys():
-            self._store.discard(step, gone, self._partial(step, wanted, reuse.begun))
-        return reuse

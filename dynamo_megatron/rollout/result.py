@@ -68,33 +68,6 @@ class Outcome:
         return cls(kind, rollout.server, rollout.status, scores, episode, sum(rollout.response_mask))
 
 
-@dataclass
-class FunctionScores:
-    """A reward function's results on the responses of a step: the number of responses by state (`types.REWARD_STATES`),
-    and the sum of its scores."""
-
-    states: Counter[str] = field(default_factory=Counter)
-    total: float = 0.0
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """In a run whose servers work ahead of its ranks, the state when a step's rollouts were complete: how many groups
-    of later steps were complete and how many were not. `uses` of the result are then those of the `seconds` since the
-    step before was complete; `waited`: the seconds of these in which a weight sync waited for an evaluation."""
-
-    ready: int
-    under_way: int
-    seconds: float
-    waited: float
-
-    def idle_share(self, uses: Mapping[str, ServerUse]) -> float:
-        """Returns the share of these seconds in which a server had no request under way, averaged over the servers;
-        1.0 without a server."""
-        busy = [use.busy for name, use in uses.items() if name]
-        return 1 - min(1.0, sum(busy) / (max(1e-9, self.seconds) * len(busy))) if busy else 1.0
-
-
 @dataclass(frozen=True)
 class RolloutResult:
     """The rollouts of one step.
@@ -110,7 +83,8 @@ class RolloutResult:
     notes: list[str]
     reused: int = 0
     uses: dict[str, ServerUse] = field(default_factory=dict)
-    ahead: Ahead | None = None  # None: nothing is generated ahead
+    # Where servers work ahead of the ranks: the seconds since the step before was complete, in which `uses` are
+    seconds_ahead: float | None = None
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout], times: dict[str, float], notes: list[str]) -> RolloutResult:
@@ -170,19 +144,24 @@ class RolloutResult:
         return {server: {kind: kinds[server, kind] for kind in KINDS} for server in servers}
 
     @property
+    def idle_share(self) -> float:
+        """The share of `seconds_ahead` in which a server had no request under way, averaged over the servers; 1.0
+        without a server."""
+        busy = [use.busy for name, use in self.uses.items() if name]
+        return 1 - min(1.0, sum(busy) / (max(1e-9, self.seconds_ahead) * len(busy))) if busy else 1.0
+
+    @property
     def rejected_tokens(self) -> int:
         """Tokens of rejected responses."""
         return sum(outcome.tokens for outcome in self.outcomes.values() if outcome.kind == "rejected")
 
     @property
-    def rewards(self) -> dict[str, FunctionScores]:
-        """By reward function."""
-        found: dict[str, FunctionScores] = {}
+    def rewards(self) -> dict[str, list[float | str]]:
+        """By reward function, its score of each response, or its state (`types.REWARD_STATES`) where it gave none."""
+        found: dict[str, list[float | str]] = {}
         for outcome in self.outcomes.values():
             for function, score in outcome.scores.items():
-                own = found.setdefault(function, FunctionScores())
-                own.states[score if isinstance(score, str) else "scored"] += 1
-                own.total += 0.0 if isinstance(score, str) else score
+                found.setdefault(function, []).append(score)
         return found
 
     @property

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import Request, Siblings, dispatch_order
+from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.servers.fleet import Fleet, NoServer, Server
 
 ATTEMPTS = 4  # a request fails once it has been lost with this many servers
+Answer: TypeAlias = Callable[[Request], Awaitable[tuple[Response, str]]]
 
 
 class Sampling:
-    """Gets a response from `fleet` for each of `requests`."""
+    """Gets a response for each of `requests`: by `run`, or by `start` and then `wait` while the ranks do something
+    else (`rollout.max_staleness`)."""
 
     def __init__(
         self,
@@ -24,10 +29,11 @@ class Sampling:
         requests: Sequence[Request],
         take: Callable[[Request, Response, str], Awaitable[None]],
         urgent: bool = False,
+        answer: Answer | None = None,
     ):
         """`take(request, response, server)` is called once for each request as its response arrives. Requests are sent
-        after all of an earlier Sampling; `urgent`: before all others."""
-        self._fleet, self._take = fleet, take
+        after all of an earlier Sampling; `urgent`: before all others. `answer`: as `ask` of `fleet`, the default."""
+        self._fleet, self._take, self._answer = fleet, take, answer or functools.partial(ask, fleet)
         number, groups = fleet.next_number(urgent), defaultdict[str, Siblings](Siblings)
         order = dispatch_order([r.group for r in requests], [r.expected for r in requests])
         self._left = {requests[i]: None for i in order}  # without an outcome
@@ -49,11 +55,27 @@ class Sampling:
 
     async def _one(self, request: Request) -> None:
         try:
-            response, server = await ask(self._fleet, request)
+            response, server = await self._answer(request)
         except NoServer:  # `run` waits for one
             return
         del self._left[request]
         await self._take(request, response, server)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self.run())
+
+    def go_on(self) -> None:
+        """Samples the rest after a weight sync, even one that reached no server, where servers were lost."""
+        if self._task.done() and isinstance(self._task.exception(), SyncNeeded):
+            self.start()
+
+    async def wait(self) -> None:
+        """Waits for the end of what `start` began. Raises what `run` does."""
+        await asyncio.shield(self._task)
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
 
     @property
     def begun(self) -> dict[str, Response]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
-from dynamo_megatron.rollout.agents.episodes import Finished
+from dynamo_megatron.rollout.agents.episode import Finished
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
 from dynamo_megatron.rollout.result import RolloutError

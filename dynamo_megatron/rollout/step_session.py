@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
-from dynamo_megatron.rollout.result import (
-    Outcome,
-    RolloutResult,
-    ServerUse,
-    SyncNeeded,
-    group_id,
-    rollout_id,
-)
-from dynamo_megatron.rollout.reuse import UNSCORED
-from dynamo_megatron.rollout.sampling import Sampling, tail_seconds
+from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse, group_id, rollout_id
+from dynamo_megatron.rollout.sampling import tail_seconds
 from dynamo_megatron.runtime.array_sharing import concatenate
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
 LISTED = 3  # prompts named in a note
+UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose reward function failed: reward 0
+OTHER_VERSION = "of another weight version"
 
 
 def wanted_rollouts(
@@ -49,17 +43,46 @@ class StepSession:
 
     step: int
     wanted: dict[str, Request]  # by rollout_id, in batch order, as the fields below
-    outcomes: dict[str, Outcome]
-    batches: dict[str, RolloutBatch]
     notes: list[str] = field(default_factory=list)  # for the user
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    batches: dict[str, RolloutBatch] = field(default_factory=dict)
+    reused: int = 0  # outcomes that are from an interrupted run
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
     finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
 
-    def __post_init__(self) -> None:
+    def reuse(self, lines: Iterable[Rollout], versions: range, max_new_tokens: int, continues: bool = False) -> None:
+        """Keeps what an interrupted run left of these rollouts, the `lines` of the step's file: those that weights of
+        `versions` sampled. Of several lines with one rollout_id the last one counts. `continues`: of a response that
+        newer weights sampled or that is partial, the leading tokens that these weights sampled are continued."""
+        begun: dict[str, Response] = {}
+        discarded: dict[str, str] = {}
+        for rollout in lines:
+            if (request := self.wanted.get(name := rollout.rollout_id)) is None:
+                continue
+            for earlier in (self.outcomes, self.batches, begun, discarded):
+                earlier.pop(name, None)
+            why = _unwanted(rollout, request.prompt, versions, max_new_tokens)
+            if not why and rollout.status != "partial":
+                self.keep(rollout, "")
+                continue
+            part = _begun(rollout, versions)
+            if continues and why in ("", OTHER_VERSION) and part.tokens and rollout.episode is None:
+                begun[name] = part
+            else:  # an episode starts again
+                discarded[name] = why or OTHER_VERSION
+        for name, part in begun.items():
+            self.wanted[name].begun = part
         self.reused = len(self.outcomes)
+        reasons = ", ".join(f"{count} {why}" for why, count in sorted(Counter(discarded.values()).items()))
+        for note, count in (
+            (f"{self.reused} rollouts of an interrupted run are reused, with their rewards", self.reused),
+            (f"{len(begun)} responses that an interrupted run has begun are continued", len(begun)),
+            (f"discarded rollouts of an interrupted run: {reasons}", len(discarded)),
+        ):
+            self.notes += [f"step {self.step}: {note}"] if count else []
 
     def answer(self, name: str, response: Response, server: str) -> None:
         """Records a response, or the error in its place; it is not scored yet."""
@@ -84,21 +107,9 @@ class StepSession:
         statuses = {outcome.status for outcome in self.outcomes.values()} - set(NOT_TRAINED)
         return bool(statuses) and statuses <= set(UNSCORED)
 
-    @property
-    def groups(self) -> tuple[int, int]:
-        """The number of groups in which every rollout has an outcome, and the number of all groups."""
-        groups = {wanted.group for wanted in self.wanted.values()}
-        under_way = {wanted.group for name, wanted in self.wanted.items() if name not in self.outcomes}
-        return len(groups - under_way), len(groups)
-
     def result(self, said: Sequence[str], uses: dict[str, ServerUse]) -> RolloutResult:
         """`said`: the fleet's notes. `uses`: of servers, by name."""
-        now = time.monotonic()
-        times = {
-            "generate": now - self.started,
-            "reward_tail": now - max(self.finished, default=self.started),
-            "tail": tail_seconds(self.finished),
-        }
+        times = {"generate": time.monotonic() - self.started, "tail": tail_seconds(self.finished)}
         batches = [self.batches[name] for name in self.wanted if name in self.batches]
         return RolloutResult(
             RolloutBatch.join(batches, concatenate),
@@ -129,23 +140,29 @@ def _listed(prompts: Sequence[Prompt]) -> str:
     return f"prompt{'s' * (len(labels) > 1)} {', '.join(labels[:LISTED])}{more}"
 
 
-class Dispatched:
-    """Runs `sampling` for `session` from now on, while the ranks do something else (`rollout.max_staleness`). Create it
-    in a running event loop."""
+def _begun(rollout: Rollout, versions: range) -> Response:
+    """Returns the beginning of the response, up to the first token that was not sampled by weights in `versions`."""
+    spans, prompt = [], rollout.response_mask.count(0)
+    for span in rollout.weight_versions:
+        if span[0] not in versions:
+            break
+        spans.append(span)
+    end = spans[-1][2] if spans else 0
+    tokens, routes = rollout.tokens[prompt : prompt + end], rollout.routes
+    routes = None if routes is None else routes[: prompt + end]
+    return Response(tokens, rollout.engine_logprobs[:end], spans, "abort", routes=routes)
 
-    def __init__(self, session: StepSession, sampling: Sampling):
-        self.session, self.sampling = session, sampling
-        self.task = asyncio.create_task(sampling.run())
 
-    def go_on(self) -> None:
-        """Samples the rest after a weight sync, even one that reached no server, where servers were lost."""
-        if self.task.done() and isinstance(self.task.exception(), SyncNeeded):
-            self.task = asyncio.create_task(self.sampling.run())
-
-    async def wait(self) -> None:
-        """Returns once each request has its outcome. Raises what `Sampling.run` does."""
-        await asyncio.shield(self.task)
-
-    async def end(self) -> None:
-        self.task.cancel()
-        await asyncio.wait([self.task])
+def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens: int) -> str:
+    """Returns why the rollout is not wanted; "" where it is. `prompt`: of the request with its id."""
+    if rollout.status in NOT_TRAINED:
+        return rollout.status
+    if rollout.status in UNSCORED:  # its user may have repaired the reward function
+        return f"with reward 0 for a {rollout.status}"
+    # An agent makes requests of its own.
+    own = rollout.episode is not None or rollout.tokens[: rollout.response_mask.count(0)] == prompt.tokens
+    if rollout.prompt_id != prompt.prompt_id or not own:
+        return "of another prompt"
+    if len(rollout.engine_logprobs) > max_new_tokens:
+        return "of more than rollout.max_new_tokens"
+    return OTHER_VERSION if any(v not in versions for v, _, _ in rollout.weight_versions) else ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,12 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import ServerError, call_for
-from dynamo_megatron.runtime.threads import Call
+from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.types import Sequences
 
 AT_ONCE = 32  # requests
 TIMEOUT = 600.0  # seconds, of a request
 ATTEMPTS, PAUSE = 4, 2.0  # at a request, and seconds between two
-POLL_EVERY = 0.2  # seconds
 PROBE = "The answer is 12.5% of x_1, naïve 数学 \\frac{a}{b}\n\tdef f(n): return n ** 2"
 
 
@@ -38,32 +37,23 @@ def prompt_logprobs(
         segments.put(segment)
     over = threading.Event()
 
-    def ask() -> None:
-        while not over.is_set():
-            try:
+    def ask(_: int) -> None:
+        with contextlib.suppress(queue.Empty):
+            while not over.is_set():
                 owner, start, end = segments.get_nowait()
-            except queue.Empty:
-                return
-            places = np.arange(start + 1, end)
-            owners = np.full(len(places), owner)
-            logprobs, _ = _logprobs_of(teacher, {"input_ids": sequences.tokens[start:end].tolist()}, over)
-            if len(logprobs) != end - start:
-                count = f"{len(logprobs)} logprobs of {end - start} tokens"
-                raise RolloutError(f"algorithm.teacher.path: {teacher.path} gave {count}")
-            trained = sequences.in_response(places, owners)
-            values = np.asarray(logprobs[1:], np.float32)
-            found[sequences.slots(places[trained], owners[trained])] = values[trained]
+                places = np.arange(start + 1, end)
+                owners = np.full(len(places), owner)
+                logprobs, _ = _logprobs_of(teacher, {"input_ids": sequences.tokens[start:end].tolist()}, over)
+                trained = sequences.in_response(places, owners)
+                values = np.asarray(logprobs[1:], np.float32)
+                found[sequences.slots(places[trained], owners[trained])] = values[trained]
 
-    calls = [Call(ask) for _ in range(AT_ONCE)]
     try:
-        while (state := wait(calls, POLL_EVERY, FIRST_EXCEPTION)).not_done:
-            if any(call.exception() for call in state.done):
-                break
-            on_poll()
+        _, failed = for_each(range(AT_ONCE), ask, on_poll)
     finally:
         over.set()
-    for call in state.done:
-        call.result()
+    if failed:
+        raise RolloutError(failed[0][1])
     return found
 
 
@@ -102,4 +92,5 @@ def _logprobs_of(
             said = str(error)
         if not left or over.wait(PAUSE):
             break
+    over.set()  # the other requests end, too
     raise RolloutError(f"algorithm.teacher.path: {teacher.path} gave no logprobs: {said}")

@@ -15,6 +15,7 @@ up to `time/step`; evaluation and save are those after the previous step, and ar
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -132,10 +133,10 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
     for name in ("truncated", "aborted", "failed", "rejected", "reused"):
         metrics[f"rollout/{name}"] = counts[name] / requested
     for function, scores in sorted(result.rewards.items()):
-        name = f"reward/{NOT_IN_KEYS.sub('_', function)}"
-        if scores.states["scored"]:
-            metrics[f"{name}/mean"] = scores.total / scores.states["scored"]
-        metrics |= {f"{name}/{state}": scores.states[state] / requested for state in REWARD_STATES}
+        name, numbers = f"reward/{NOT_IN_KEYS.sub('_', function)}", [s for s in scores if not isinstance(s, str)]
+        states = Counter(s if isinstance(s, str) else "scored" for s in scores)
+        metrics |= {f"{name}/mean": _mean(numbers)} if numbers else {}
+        metrics |= {f"{name}/{state}": states[state] / requested for state in REWARD_STATES}
     return metrics | {f"agent/{name}": result.episodes[name] / requested for name in OF_EPISODES if result.episodes}
 
 
@@ -155,7 +156,7 @@ def _of_servers(result: RolloutResult) -> dict[str, float]:
     `gpu_memory` (bytes, the most in use on one of its GPUs) and `gpu_utilisation`. Of all: requests that were lost with
     a server and sent again, restarts, the seconds after 90 % of the responses, and with NVML `fleet/gpu_memory_max` and
     `fleet/gpu_utilisation`, the mean."""
-    seconds = max(1e-9, result.times.get("generate", 0.0) if result.ahead is None else result.ahead.seconds)
+    seconds = max(1e-9, result.times.get("generate", 0.0) if result.seconds_ahead is None else result.seconds_ahead)
     metrics = {
         "fleet/retries": sum(use.retries for use in result.uses.values()),
         "fleet/restarts": sum(use.restarts for use in result.uses.values()),
@@ -261,7 +262,7 @@ def _of_options(record: StepRecord, batch: TrainBatch, differing: int, config: C
 
 def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:
     result = record.result
-    if result.ahead is None:
+    if result.seconds_ahead is None:
         return {}
     versions, lengths = result.batch.weight_versions, result.batch.response_lengths
     staleness, counts = record.step - 1 - versions, result.counts
@@ -272,9 +273,6 @@ def _of_staleness(record: StepRecord, waited: float) -> dict[str, float]:
         "rollout/staleness_max": int(staleness.max(initial=0)),
         "rollout/mixed_versions": _mean(lowest != highest),
         "rollout/dropped": int(sum(a.counts.sum() for a in record.allocations)) - sum(counts[kind] for kind in KINDS),
-        "rollout/groups_ready": result.ahead.ready,
-        "rollout/groups_under_way": result.ahead.under_way,
-        "fleet/idle_share": result.ahead.idle_share(result.uses),
+        "fleet/idle_share": result.idle_share,
         "time/wait_rollouts": waited,
-        "time/wait_evaluation": result.ahead.waited,
     }

@@ -28,7 +28,7 @@ from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.weight_sync.folder import DiskTransport
-from dynamo_megatron.weight_sync.proof import Expected, ExpectedChecksums, mismatch, server_device
+from dynamo_megatron.weight_sync.proof import Expected, ExpectedChecksums, mismatch
 from dynamo_megatron.weight_sync.schedule import BucketSource, floor_bytes, make_schedule
 from dynamo_megatron.weight_sync.transports import choose_transport
 from dynamo_megatron.weight_sync.transports.base import Transport
@@ -85,9 +85,7 @@ class WeightSync:
             self._changing = BucketSource(policy, schedule(only=set(adapted_weights(policy.spec, lora))))
         self._whole: set[Endpoint] = set()  # servers that have all weights of the last sync
         self._proved: dict[int, Expected] = {}  # on rank 0, by tp, what they have
-        self._connected: set[Endpoint] = set()
         self.endpoints: list[Endpoint] = []  # that the last sync began with
-        self._device: str | None = None  # of the servers, once one has been asked
 
     def sync(self, version: int, on_poll: OnPoll = None, on_wait: OnPoll = None) -> SyncReport:
         """Brings every server to the policy's weights under `version`. Collective over all ranks.
@@ -97,7 +95,9 @@ class WeightSync:
         OSError if the disk is full.
         """
         start = time.monotonic()
-        endpoints, device = self._on_rank_0("begin", partial(self._begin, version, on_wait))
+        rollout, device = self._rollout, self._layout.device.type
+        begin = partial(rollout.begin_sync, version, on_wait) if rollout is not None else list
+        endpoints: list[Endpoint] = self._on_rank_0("begin", begin)
         paused = time.monotonic()
         self.endpoints = endpoints
         if not endpoints:
@@ -107,7 +107,10 @@ class WeightSync:
             source, counted = self._changing, self._changing.schedule.tensors
         tps = {e.tp for e in endpoints} if self._config.proof.checksums else set()
         expected = {tp: ExpectedChecksums(self._policy.spec, tp, device) for tp in sorted(tps)}
-        self._open(under_way)
+        if self._layout.rank == 0:
+            self._transport.prepare()
+            self._on_servers(under_way, self._transport.begin)
+        self._share_failures(under_way)
         stage = partial(self._stage, source, under_way, expected)
         for number in range(len(source.schedule.rounds)):
             self._round(number, source, under_way, stage)
@@ -139,34 +142,7 @@ class WeightSync:
     def close(self) -> None:
         self._transport.close()
 
-    def _begin(self, version: int, on_wait: OnPoll) -> tuple[list[Endpoint], str]:
-        """The servers and what they run on, "cpu" or "cuda": external ones perhaps not on what this rank does."""
-        endpoints = [] if self._rollout is None else self._rollout.begin_sync(version, on_wait)
-        for endpoint in endpoints if self._device is None else ():
-            try:
-                self._device = server_device(endpoint)
-                break
-            except ServerError:
-                continue
-        return endpoints, self._device or ("cuda" if torch.cuda.is_available() else "cpu")
-
     # -- the steps of a sync ---------------------------------------------------------------------------------------
-    def _open(self, under_way: _UnderWay) -> None:
-        """Tells the servers, then links every sender to every server it has no link to, one sender at a time."""
-        if self._layout.rank == 0:
-            self._transport.prepare()
-            self._on_servers(under_way, self._transport.begin)
-        self._share_failures(under_way)
-        new = [e for e in under_way.healthy if e not in self._connected]
-        if not new:
-            return
-        for sender in sorted({bucket.sender for bucket in self.schedule.buckets}):
-            if self._layout.rank == sender:
-                for endpoint in new:
-                    self._on_servers(under_way, self._transport.connect, [endpoint])
-            self._share_failures(under_way)
-        self._connected = {e for e in self._connected if e.name not in {n.name for n in new}} | set(under_way.healthy)
-
     def _stage(
         self, source: BucketSource, under_way: _UnderWay, expected: dict[int, ExpectedChecksums], number: int
     ) -> None:
@@ -228,7 +204,6 @@ class WeightSync:
         for endpoint in under_way.endpoints:
             if endpoint.name in under_way.failed.keys() - under_way.dropped:
                 self._transport.forget(endpoint)
-                self._connected.discard(endpoint)
                 under_way.dropped.add(endpoint.name)
 
     def _on_rank_0(self, what: str, make: Callable[[], T]) -> T:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 
 from stand_ins import external
 
-from dynamo_megatron.rollout.client import ConnectionLost, Response
+from dynamo_megatron.rollout.client import Response, ServerLost
 from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.sampling import Sampling
 from dynamo_megatron.rollout.servers import fleet as fleet_module
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
-from dynamo_megatron.rollout.step_session import Dispatched
 
 
 class Clock(asyncio.SelectorEventLoop):
@@ -112,7 +111,7 @@ class World:
 
     # -- the loop --------------------------------------------------------------------------------------------------
     async def _train(self, steps: int) -> None:
-        ahead: dict[int, Dispatched] = {}
+        ahead: dict[int, Sampling] = {}
         await self._push(0, ahead)
         done = 0
         for step in range(1, steps + 1):
@@ -134,16 +133,18 @@ class World:
     def _names(step: int) -> list[str]:
         return [f"{step}-{group}-{k}" for group in range(4) for k in range(2)]
 
-    def _dispatch(self, step: int) -> Dispatched:
+    def _dispatch(self, step: int) -> Sampling:
         requests = [Request(n, n[:-2], n[:-2], [1, 2], 100.0) for n in self._names(step)]
 
         async def take(request: Request, response: Response, server: str) -> None:
             assert request.name not in self.responses, "a second outcome"
             self.responses[request.name] = response
 
-        return Dispatched(None, Sampling(self.fleet, requests, take))
+        sampling = Sampling(self.fleet, requests, take)
+        sampling.start()
+        return sampling
 
-    async def _push(self, version: int, ahead: dict[int, Dispatched]) -> None:
+    async def _push(self, version: int, ahead: dict[int, Sampling]) -> None:
         while True:
             endpoints = await self.fleet.begin_sync(version)
             outcomes = {}
@@ -157,8 +158,8 @@ class World:
             with contextlib.suppress(SyncNeeded):
                 await self.fleet.end_sync(version, outcomes)
                 break
-        for dispatched in ahead.values():
-            dispatched.go_on()
+        for sampling in ahead.values():
+            sampling.go_on()
 
 
 class Client:
@@ -183,14 +184,14 @@ class Client:
         )
 
     async def _wait(self, seconds: float) -> None:
-        """Raises ConnectionLost where the server ends meanwhile."""
+        """Raises ServerLost where the server ends meanwhile."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
         while self._server.frozen and not self._ended.is_set():
             await asyncio.sleep(1.0)
         if self._ended.is_set():
-            raise ConnectionLost("the connection is gone")
+            raise ServerLost("the connection is gone")
 
     async def healthy(self, timeout: float) -> bool:
         with contextlib.suppress(TimeoutError):

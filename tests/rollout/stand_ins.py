@@ -156,7 +156,6 @@ async def listening(server: Server, port: int = 0):
     app.router.add_post("/generate", server.generate)
     app.router.add_post("/abort_request", server.abort)
     app.router.add_get("/health", server.health)
-    app.router.add_get("/model_info", server.answer)
     app.router.add_get("/v1/loads", server.load)
     app.router.add_post("/flush_cache", server.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -79,19 +79,19 @@ class Harness:
         """Every trained token was sampled in that place, with that logprob and version, and every sampled one is
         trained once."""
         trained, found, k = self.episode.trained, [], 0
-        versions = [v for v, start, end in trained.sampled.weight_versions for _ in range(start, end)]
-        bounds = [*trained.starts, len(trained.tokens)]
-        assert trained.starts[0] == 0 and len(trained.mask) == len(trained.tokens)
+        versions = [v for v, start, end in trained.weight_versions for _ in range(start, end)]
+        bounds = [*trained.record.starts, len(trained.sequence)]
+        assert trained.record.starts[0] == 0 and len(trained.mask) == len(trained.sequence)
         for start, end in itertools.pairwise(bounds):
             assert trained.mask[start] == 0, "a segment begins with what was sampled"
             for p in range(start, end):
                 if trained.mask[p]:
-                    context, token = trained.tokens[start:p], trained.tokens[p]
-                    assert abs(self.model.logprob(context, token) - trained.sampled.logprobs[k]) < 1e-4
-                    assert trained.sampled.tokens[k] == token
+                    context, token = trained.sequence[start:p], trained.sequence[p]
+                    assert abs(self.model.logprob(context, token) - trained.logprobs[k]) < 1e-4
+                    assert trained.tokens[k] == token
                     found.append((tuple(context), token, versions[k]))
                     k += 1
-        assert k == len(trained.sampled.logprobs) == len(versions)
+        assert k == len(trained.logprobs) == len(versions)
         assert Counter(found) == Counter(self.sampled)
         assert self.episode.reasons.total() == len(self.episode.segments) - 1
 
@@ -144,12 +144,12 @@ def test_a_conversation_that_goes_on_is_one_segment(tokenizer):
     harness.ask(messages, harness.ids("sum"))
     harness.check()
     trained = harness.episode.trained
-    assert trained.starts == [0] and not harness.episode.reasons
-    text = harness.tokenizer.decode(trained.tokens)
+    assert trained.record.starts == [0] and not harness.episode.reasons
+    text = harness.tokenizer.decode(trained.sequence)
     assert text == harness.tokenizer.apply_chat_template(
         [*messages, {"role": "assistant", "content": "sum"}], tokenize=False
     ).removesuffix("\n")
-    assert trained.tokens != harness.ids(text, end=False)  # which is why ids are kept
+    assert trained.sequence != harness.ids(text, end=False)  # which is why ids are kept
 
 
 def test_a_first_request_has_the_ids_of_a_rollout_without_an_agent(tokenizer):

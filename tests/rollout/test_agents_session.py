@@ -42,7 +42,6 @@ def test_an_openai_client_runs_a_tool_loop_whose_ids_go_on():
         second = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
         assert second.choices[0].message.content == "it is 7" and second.choices[0].finish_reason == "stop"
         assert second.usage.completion_tokens == len(scripted.session.episode.turns[1].response.tokens)
-        assert (await client.models.list()).data[0].id == "policy"
         return scripted
 
     scripted = run(work, "use it " + CALL, "it is 7")
@@ -194,20 +193,19 @@ def test_the_routes_of_a_segment_are_those_of_the_turns_that_its_tokens_are_from
     episode = run(work, "seven", "eight", "nine")
     first, second, third = (turn.response.routes for turn in episode.turns)
     trained = episode.trained
-    assert trained.starts == [0, len(first) + len(second)] and len(trained.token_routes) == len(trained.tokens)
-    np.testing.assert_array_equal(trained.token_routes, np.concatenate([first, second, first, third]))
-    for turn in episode.turns:
-        start, end = trained.spans[turn]
-        assert {number for number, _ in trained.token_routes[start:end, 0].tolist()} == {episode.turns.index(turn)}
-    places = trained.token_routes[:, 0, 1].tolist()
-    assert places == [*range(trained.starts[1]), *range(len(places) - trained.starts[1])]
+    assert trained.record.starts == [0, len(first) + len(second)] and len(trained.routes) == len(trained.sequence)
+    np.testing.assert_array_equal(trained.routes, np.concatenate([first, second, first, third]))
+    for number, turn in enumerate(trained.record.turns):
+        assert {n for n, _ in trained.routes[turn.start : turn.end, 0].tolist()} == {number}
+    places = trained.routes[:, 0, 1].tolist()
+    assert places == [*range(trained.record.starts[1]), *range(len(places) - trained.record.starts[1])]
 
 
 def test_a_turn_without_routes_leaves_the_others_theirs():
     episode, known = Episode(None), np.ones((3, 1, 2), np.uint8)
     first = episode.record(Place(None, [1, 2]), Response([3], [-1.0], [(0, 0, 1)], "stop"), None)
     episode.record(Place(first, [4]), Response([5, 6], [-1.0] * 2, [(0, 0, 2)], "stop", routes=known), None)
-    np.testing.assert_array_equal(episode.trained.token_routes, np.concatenate([0 * known + 255, known]))
+    np.testing.assert_array_equal(episode.trained.routes, np.concatenate([0 * known + 255, known]))
 
 
 def test_an_answer_that_nobody_waits_for_ends_and_is_not_trained():

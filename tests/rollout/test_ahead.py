@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from engine_stand_in import FIRST, VERSIONS, Engine, run_steps
 
-from dynamo_megatron.rollout.reuse import reusable
+from dynamo_megatron.rollout.dispatch import ExpectedLengths
+from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file
 from dynamo_megatron.types import Prompt, Rollout
 
@@ -113,8 +114,8 @@ def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
 
 
 @pytest.mark.parametrize(("last", "kept"), [("rejected", 0), ("ok", 2), ("partial", 2)])
-def test_the_longest_beginning_of_a_response_is_continued_unless_it_was_rejected(last, kept):
-    """Three lines of one rollout: one token, two tokens, and then one that later weights sampled, too."""
+def test_the_last_line_of_a_response_is_continued_unless_it_was_rejected(last, kept):
+    """Two lines of one rollout: one token, and then two, after which there is one that later weights sampled."""
     made = {"reward": 0.0, "success": False, "reward_parts": {}, "status": "partial"}
 
     def line(versions, **fields):
@@ -123,7 +124,9 @@ def test_the_longest_beginning_of_a_response_is_continued_unless_it_was_rejected
         identity, mask = (names(3)[0], "000003-0000", "q0", 3), [0, 0, *[1] * len(versions)]
         return Rollout(*identity, [1, 30, *tokens], mask, [-1.0] * len(versions), spans, "length", **(made | fields))
 
-    lines = [line([1]), line([1, 1]), line([1, 2], status=last)]
-    found = reusable(lines, {names(3)[0]: PROMPTS[0]}, {"000003-0000"}, range(1, 2), 9, continues=True)
-    assert not found.kept and sum(len(begun.tokens) for begun in found.begun.values()) == kept
-    assert found.discarded == ({names(3)[0]: "rejected"} if last == "rejected" else {})
+    lines = [line([1]), line([1, 1, 2], status=last)]
+    session = StepSession(3, wanted_rollouts(3, PROMPTS[:1], [1], 0, ExpectedLengths(9), 0))
+    session.reuse(lines, range(1, 2), 9, continues=True)
+    (request,) = session.wanted.values()
+    assert not session.outcomes and len(request.begun.tokens if request.begun else ()) == kept
+    assert any("discarded" in note for note in session.notes) == (last == "rejected")

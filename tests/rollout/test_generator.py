@@ -10,7 +10,7 @@ from stand_ins import ABORTED, Server, generated, reply
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
-from dynamo_megatron.rollout.servers.external import External
+from dynamo_megatron.rollout.servers.supervisor import External
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.types import Prompt
 
@@ -66,7 +66,7 @@ def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_ge
             await generated(generator, step, PROMPTS, counts, 0)
         assert (await generated(generator, 1, PROMPTS, counts, 0)).reused == 4
         store = RolloutStore(tmp_path)
-        store.discard(2, [read_rollouts(step_file(tmp_path, 2))[0].rollout_id])
+        store.reject(2, [read_rollouts(step_file(tmp_path, 2))[0].rollout_id])
         store.close()
         again = await generated(generator, 2, PROMPTS, counts, 0)
         assert again.reused == 3

@@ -101,27 +101,6 @@ def test_a_server_that_serves_nobody_costs_no_rollout(status):
     assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
 
 
-class Closing(Server):
-    """Closes the connections of its first `count` requests."""
-
-    def __init__(self, count: int):
-        super().__init__()
-        self.left = count
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        if self.left:
-            self.left -= 1
-            await asyncio.sleep(0.01)
-            request.transport.close()
-        return await super().generate(request)
-
-
-def test_connections_lost_in_one_moment_are_one_fault_of_a_healthy_server():
-    outcomes, fleet = sample(Closing(40))
-    assert not any(r.error for r, _ in outcomes.values()) and fleet.uses["server-0"].retries > 0
-    assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
-
-
 def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
     async def freeze(rid, number):
         silent.healthy = False

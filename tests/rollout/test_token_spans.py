@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from stand_ins import Server, generated, rollout, sampled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.recorded import RecordedRollouts
-from dynamo_megatron.rollout.reuse import reusable
+from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.token_spans import character_ends, token_spans
 from dynamo_megatron.types import EpisodeRecord, Prompt, RolloutBatch
@@ -71,10 +72,10 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
     RolloutStore(tmp_path).append(WITH, WITHOUT)
     assert read_rollouts(step_file(tmp_path, 5)) == [WITH, WITHOUT]
     prompt = Prompt("é", text="?", tokens=[1, 2])
-    wanted = dict.fromkeys(("000005-0000-000", "000005-0000-001"), prompt)
-    reuse = reusable(RolloutStore(tmp_path).lines(5), wanted, {"000005-0000"}, range(4, 5), 4)
-    kept = RolloutBatch.join([reuse.kept[name] for name in wanted])
-    replayed = sampled(RecordedRollouts(tmp_path, vocab_size=100, max_new_tokens=4), 5, [prompt], [2]).batch
+    session = StepSession(5, wanted_rollouts(5, [prompt], [2], 0, ExpectedLengths(4), 0))
+    session.reuse(RolloutStore(tmp_path).lines(5), range(4, 5), 4)
+    kept = RolloutBatch.join([session.batches[name] for name in session.wanted])
+    replayed = sampled(RecordedRollouts(tmp_path), 5, [prompt], [2]).batch
     for batch in (kept, replayed, RolloutBatch.from_rollouts([WITH, WITHOUT])):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
 

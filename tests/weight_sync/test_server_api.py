@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import ServerError, call, check_version, open_session, set_version
-from dynamo_megatron.weight_sync.proof import mismatch, server_device
+from dynamo_megatron.weight_sync.proof import mismatch
 
 NOTHING = [{}]
 
@@ -58,7 +58,6 @@ def test_a_reply_of_another_kind(odd, body):
     endpoint, _ = odd((200, body, 0))
     asked = {
         "ranks": lambda: mismatch(endpoint, NOTHING, 10),
-        "device": lambda: server_device(endpoint),
         "weight_version": lambda: check_version(endpoint, 1),
     }
     for name, ask in asked.items():

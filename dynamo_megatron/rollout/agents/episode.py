@@ -17,6 +17,7 @@ from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.messages import Message
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.runtime.routes import filled_routes
+from dynamo_megatron.types import EpisodeRecord, TurnRecord
 
 # Why a turn begins a segment. branched: another turn has continued the same one already (parallel requests, an answer
 # asked for again). history: the messages do not begin with those of any turn (edited, dropped, compacted, or of another
@@ -112,52 +113,65 @@ class Episode:
         self.turns.append(turn)
         return turn
 
+    @property
+    def sampled(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(turn.response.tokens) for turn in self.turns)
+
+    def size_before(self, place: Place) -> int:
+        """Tokens of all segments up to an answer there."""
+        goes_on = place.parent is not None and self._is_last(place.parent)
+        parents = [segment[0].place.parent for segment in self.segments]
+        again = sum(len(parent.ids) for parent in parents if parent is not None)
+        own = sum(len(turn.place.context) for turn in self.turns) + self.sampled
+        return again + own + len(place.context if goes_on else place.ids)
+
     def _is_last(self, turn: Turn) -> bool:
         """Of its segment."""
         return any(segment[-1] is turn for segment in self.segments)
 
     @property
-    def trained(self) -> TrainedTokens:
-        """What the episode is in training."""
-        trained = TrainedTokens()
+    def trained(self) -> Finished:
+        """What the episode is in training: all but what its session knows."""
+        sequence: list[int] = []
+        mask: list[int] = []
+        starts: list[int] = []
+        spans: dict[Turn, tuple[int, int]] = {}
+        routes: list[tuple[np.ndarray | None, int]] = []
+        sampled = Response()
         for segment in self.segments:
-            trained.starts.append(len(trained.tokens))
+            starts.append(len(sequence))
             parent = segment[0].place.parent
-            trained.add_context([] if parent is None else parent.ids)
-            turns = segment if parent is None else [*parent.chain, *segment]
-            trained.routes += [(t.response.routes, len(t.place.context) + len(t.response.tokens)) for t in turns]
-            for turn in segment:
-                trained.add_context(turn.place.context)
-                trained.spans[turn] = len(trained.tokens), len(trained.tokens) + len(turn.response.tokens)
-                trained.add_sampled(turn.response)
-        return trained
+            for turn in [*(parent.chain if parent is not None else []), *segment]:
+                context, tokens, own = turn.place.context, turn.response.tokens, turn in segment
+                sequence += context
+                if own:
+                    spans[turn] = len(sequence), len(sequence) + len(tokens)
+                    sampled = sampled.continued(turn.response)
+                sequence += tokens
+                mask += [0] * len(context) + [int(own)] * len(tokens)
+                routes.append((turn.response.routes, len(context) + len(tokens)))
+        known = any(of_turn is not None for of_turn, _ in routes)
+        turns = [TurnRecord(*spans[turn], *(round(seconds, 3) for seconds in turn.times)) for turn in self.turns]
+        return Finished(
+            sampled.tokens,
+            sampled.logprobs,
+            sampled.weight_versions,
+            routes=np.concatenate(filled_routes(routes)) if known else None,
+            sequence=sequence,
+            mask=mask,
+            record=EpisodeRecord(starts, {}, turns=turns),
+        )
 
 
-@dataclass
-class TrainedTokens:
-    """Segments one after another. `mask`: 1 on what was sampled; `sampled` has its tokens, logprobs and versions.
-    `starts`: of the segments, in `tokens`. `spans`: (start, end) of what was sampled for a turn, in `tokens`.
-    `routes`: of the turns, in the order of `tokens`, with the number of these."""
+@dataclass(frozen=True)
+class Finished(Response):
+    """An episode as a response to its prompt: what was sampled in all of its turns. `sequence` and `mask`: as a
+    Rollout's tokens and response_mask, the segments one after another. `text`: of the last answer. `reward`: the
+    agent's; None: it gives none."""
 
-    tokens: list[int] = field(default_factory=list)
+    sequence: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    spans: dict[Turn, tuple[int, int]] = field(default_factory=dict)
-    sampled: Response = field(default_factory=Response)
-    routes: list[tuple[np.ndarray | None, int]] = field(default_factory=list)
-
-    @property
-    def token_routes(self) -> np.ndarray | None:
-        """As a Rollout's."""
-        if all(routes is None for routes, _ in self.routes):
-            return None
-        return np.concatenate(filled_routes(self.routes))
-
-    def add_context(self, tokens: list[int]) -> None:
-        self.tokens += tokens
-        self.mask += [0] * len(tokens)
-
-    def add_sampled(self, response: Response) -> None:
-        self.tokens += response.tokens
-        self.mask += [1] * len(response.tokens)
-        self.sampled = self.sampled.continued(response)
+    record: EpisodeRecord = field(default_factory=lambda: EpisodeRecord([0], {}))
+    text: str = ""
+    reward: float | None = None

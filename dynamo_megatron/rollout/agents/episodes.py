@@ -1,4 +1,4 @@
-"""Many episodes: each request for a rollout becomes an agent's conversation, and gets exactly one outcome."""
+"""A request for a rollout becomes an agent's conversation, and gets exactly one outcome."""
 
 from __future__ import annotations
 
@@ -6,39 +6,27 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.templates import chat_messages
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
-from dynamo_megatron.rollout.agents.episode import Episode
+from dynamo_megatron.rollout.agents.episode import Episode, Finished
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message
 from dynamo_megatron.rollout.agents.pool import AgentFailed, AgentLost, AgentPool, Worker
 from dynamo_megatron.rollout.agents.service import SessionService
 from dynamo_megatron.rollout.agents.session import Limits, Session, tool_calls
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import Request, Siblings
-from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
+from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.sampling import ask
 from dynamo_megatron.rollout.servers.fleet import Fleet, NoServer
 from dynamo_megatron.runtime.seeds import derived_seed
-from dynamo_megatron.types import EpisodeRecord, TurnRecord, plain_data
+from dynamo_megatron.types import EpisodeRecord, plain_data
 
 ATTEMPTS = 2  # at an episode whose agent's process is lost
-
-
-@dataclass(frozen=True)
-class Finished(Response):
-    """An episode as a response to its prompt: what was sampled in all of its turns. `sequence` and `mask`: as a
-    Rollout's tokens and response_mask. `text`: of the last answer. `reward`: the agent's; None: it gives none."""
-
-    sequence: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    record: EpisodeRecord = field(default_factory=lambda: EpisodeRecord([0], {}))
-    text: str = ""
-    reward: float | None = None
 
 
 class Agents:
@@ -50,10 +38,10 @@ class Agents:
         self.config, self.fleet, self.chat = config, fleet, chat
         self.pool = AgentPool(rollout.agent, rollout.agent_python, rollout.agent_workers)
         self.service = SessionService()
-        self.free = asyncio.Semaphore(rollout.agent_episodes)
+        self._free = asyncio.Semaphore(rollout.agent_episodes)
         # An evaluation beside training would else wait for all episodes of the steps ahead, and a weight sync for
         # the evaluation.
-        self.free_for_evaluation = asyncio.Semaphore(rollout.agent_episodes)
+        self._free_for_evaluation = asyncio.Semaphore(rollout.agent_episodes)
         self.starts: Counter[str] = Counter()  # of each episode that has no outcome yet, by its request's name
         stops = rollout.max_staleness == 0 or rollout.at_sync == "drain"
         trained = rollout.agent_tokens or max(config.trainer.micro_batch_tokens, length)
@@ -92,101 +80,58 @@ class Agents:
                 return text, []
         raise BadRequest(error)
 
-
-class Episodes:
-    """Runs an agent for each of `requests`. The same interface as Sampling, whose `take` gets `Finished` responses."""
-
-    def __init__(
-        self,
-        agents: Agents,
-        requests: Sequence[Request],
-        take: Callable[[Request, Response, str], Awaitable[None]],
-        urgent: bool = False,
-    ):
-        self.agents = agents
-        self._pending, self._take = list(requests), take
-        self._free = agents.free_for_evaluation if urgent else agents.free
-        self._number = agents.fleet.next_number(urgent)
-        self._lost: asyncio.Future[Exception]  # why no server is left
-        self.begun: Mapping[str, Response] = {}  # an interrupted episode starts again
-
-    async def run(self) -> None:
-        """As `Sampling.run`. Where no server is left, the episodes that are under way end, and start again in the next
-        call."""
-        self._lost = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for request in self._pending:
-                    tasks.create_task(self._one(request))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        if self._lost.done():
-            raise self._lost.result()
-
-    async def _one(self, request: Request) -> None:
-        episode = asyncio.create_task(self._episode(request))
-        try:
-            await asyncio.wait({episode, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not episode.done():
-                return
-        finally:
-            episode.cancel()
-            await asyncio.wait([episode])
-        self._pending.remove(request)
-        del self.agents.starts[request.name]
-        await self._take(request, *episode.result())
-
-    async def _episode(self, request: Request) -> tuple[Finished, str]:
-        """The outcome, and the server that gave the last answer."""
-        async with self._free:
-            for attempt in range(ATTEMPTS):
-                async with self.agents.pool.own_process() if attempt else contextlib.nullcontext() as worker:
-                    limit = time.monotonic() + self.agents.config.rollout.timeout_of(request.max_new_tokens)
-                    last = _Attempt(self, request, attempt, limit)
-                    try:
-                        return await last.run(worker)
-                    except AgentLost as lost:
-                        why = f"{request.name}: lost with its process {ATTEMPTS} times; the last: {lost}"
-            return last.failed("error", why), last.server
-
-    async def ask(self, turn: Request) -> tuple[Response, str]:
-        """The answer to one turn, and who gave it. Where no server is left, waits for the end of all episodes."""
-        turn.order = self._number, 0
-        while True:
-            with contextlib.suppress(NoServer):
-                return await ask(self.agents.fleet, turn)
-            try:
-                await self.agents.fleet.wait_serving()
-            except (SyncNeeded, RolloutError) as error:
-                if not self._lost.done():
-                    self._lost.set_result(error)
-                await asyncio.Future()
+    async def episode(self, request: Request, urgent: bool) -> tuple[Finished, str]:
+        """Runs the agent for a request. Returns the outcome, and the server that gave the last answer. `urgent`: an
+        evaluation beside training. Raises NoServer where no server is left: the episode has to start again."""
+        async with self._free_for_evaluation if urgent else self._free:
+            for number in range(ATTEMPTS):
+                if not self.fleet.syncing and not self.fleet.serving():
+                    raise NoServer
+                try:
+                    async with self.pool.own_process() if number else contextlib.nullcontext() as worker:
+                        attempt = _Attempt(self, request, number)
+                        outcome = await attempt.run(worker)
+                    break
+                except AgentLost as lost:
+                    why = f"{request.name}: lost with its process {ATTEMPTS} times; the last: {lost}"
+                    outcome = attempt.failed("error", why), attempt.server
+        del self.starts[request.name]
+        return outcome
 
 
 class _Attempt:
     """One run of the agent for a request."""
 
-    def __init__(self, episodes: Episodes, request: Request, number: int, until: float):
-        self._episodes, self._request, self._number, self._until = episodes, request, number, until
-        self._agents, self._prompt = episodes.agents, request.prompt
+    def __init__(self, agents: Agents, request: Request, number: int):
+        self._agents, self._request, self._number, self._prompt = agents, request, number, request.prompt
+        self._until = time.monotonic() + agents.config.rollout.timeout_of(request.max_new_tokens)
         self.server, self._turns = "", Siblings()
         self._ended = asyncio.get_running_loop().create_future()  # requests under way are refused then
+        self._no_server = asyncio.Event()
         limits = self._agents.limits(request.max_new_tokens)
         self._session = Session(Episode(self._agents.chat), limits, self._sample, self._parse_tools)
 
     async def run(self, worker: Worker | None) -> tuple[Finished, str]:
-        """`worker`: as AgentPool.run's. Raises AgentLost."""
+        """`worker`: as AgentPool.run's. Raises AgentLost, NoServer."""
         session, service, name = self._session, self._agents.service, self._request.name
         self._agents.starts[name] += 1
         key, url = service.open(session)
         error, finish, reward = "", "error", None
+        given = f"{name}.{self._number}", self._given(), url, self._until, worker
+        tasks = [asyncio.create_task(work) for work in (self._agents.pool.run(*given), self._no_server.wait())]
         try:
-            reward = await self._agents.pool.run(f"{name}.{self._number}", self._given(), url, self._until, worker)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise NoServer
+            reward = tasks[0].result()
         except AgentFailed as failed:
             error = self._error_of(failed)
         except TimeoutError:
             error, finish = self._too_late(), "abort"
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             service.close(key)
             session.ended = True
             self._ended.set_result(None)
@@ -217,23 +162,10 @@ class _Attempt:
 
     def _finished(self, reward: float | None) -> Finished:
         session, trained = self._session, self._session.episode.trained
-        sampled = trained.sampled
-        turns = [
-            TurnRecord(*trained.spans[turn], *(round(seconds, 3) for seconds in turn.times))
-            for turn in session.episode.turns
-        ]
-        return Finished(
-            sampled.tokens,
-            sampled.logprobs,
-            sampled.weight_versions,
-            "length" if session.reached else "stop",
-            routes=trained.token_routes,
-            sequence=trained.tokens,
-            mask=trained.mask,
-            record=EpisodeRecord(trained.starts, self._counts, *self._said, turns),
-            text=session.texts[-1],
-            reward=reward,
-        )
+        messages, tools = self._said
+        record = replace(trained.record, counts=self._counts, messages=messages, tools=tools)
+        finish = "length" if session.reached else "stop"
+        return replace(trained, finish_reason=finish, record=record, text=session.texts[-1], reward=reward)
 
     @property
     def _counts(self) -> dict[str, int]:
@@ -279,15 +211,20 @@ class _Attempt:
             stop,
             None if request.routes_from is None else known,
             siblings=self._turns,
+            order=request.order,
             limit=self._until,
         )
         self._turns.tokens += turn.expected
-        asking = asyncio.create_task(self._episodes.ask(turn))
+        asking = asyncio.create_task(ask(self._agents.fleet, turn))
         try:
             await asyncio.wait({asking, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
                 raise BadRequest("the episode has ended")
             response, self.server = asking.result()
+        except NoServer:
+            self._no_server.set()
+            await asyncio.wait({self._ended})
+            raise BadRequest("the episode has ended") from None
         finally:
             asking.cancel()
         return response

@@ -77,15 +77,7 @@ class AgentPool:
 
         Raises AgentFailed, AgentLost, and TimeoutError at `until`. If this call is cancelled, it stops the agent first.
         """
-        worker = worker or self._least()
-        ended = worker.begin(name, prompt, url)
-        try:
-            async with asyncio.timeout(until - time.monotonic()):
-                answer = await asyncio.shield(ended)
-        except (TimeoutError, asyncio.CancelledError):
-            if not await worker.end(name) and worker in self._workers:  # else another episode has replaced the worker
-                self._replace(worker, f"the agent of {name} did not end within {REACT_WITHIN:g} s")
-            raise
+        answer = await (worker or self._least()).run(name, prompt, url, until)
         if "error" in answer:
             raise AgentFailed(on_one_line(str(answer["error"]), 1000))
         reward = answer["reward"]
@@ -101,13 +93,10 @@ class AgentPool:
     def _least(self) -> Worker:
         """Returns the worker with the fewest agents. If its process has ended, the worker is replaced first."""
         worker = min(self._workers, key=lambda w: len(w.running))
-        return self._replace(worker, "") if worker.has_ended else worker
-
-    def _replace(self, worker: Worker, why: str) -> Worker:
-        another = Worker(self._function, self._python)
-        self._workers[self._workers.index(worker)] = another
-        worker.closing = asyncio.create_task(worker.close(why))
-        return another
+        if worker.has_ended:
+            worker.closing, place = asyncio.create_task(worker.close("")), self._workers.index(worker)
+            self._workers[place] = worker = Worker(self._function, self._python)
+        return worker
 
 
 class Worker:
@@ -166,8 +155,11 @@ class Worker:
         while self._silent < SILENT_WITHIN:
             await asyncio.sleep(1)
             self._silent += 1
-        self._lose(f"an agent blocked its process for {SILENT_WITHIN} s")
-        self._process.stdin.close()  # which kills it
+        self._kill(f"an agent blocked its process for {SILENT_WITHIN} s")
+
+    def _kill(self, why: str) -> None:
+        self._lose(why)
+        self._process.stdin.close()
 
     def _lose(self, why: str) -> None:
         self.has_ended = True
@@ -176,27 +168,24 @@ class Worker:
                 ended.set_exception(AgentLost(why))
         self.running.clear()
 
-    def begin(self, name: str, prompt: dict[str, Any], url: str) -> asyncio.Future:
-        """Starts an episode; returns a future of the agent's answer, which raises AgentLost if the process is lost."""
+    async def run(self, name: str, prompt: dict[str, Any], url: str, until: float) -> dict[str, Any]:
+        """The agent's answer. Arguments and errors as AgentPool.run's. Where an agent that is cancelled does not stop
+        within REACT_WITHIN seconds, the process is killed."""
         ended = self.running[name] = asyncio.get_running_loop().create_future()
         ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody awaits it any more
-
-        def send(ready: asyncio.Task) -> None:
-            if ready.cancelled() or ready.exception() is not None:
-                self._lose("its process did not start again")
-            elif not ended.done():
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                await asyncio.wait([self.ready])
+                if self.has_ended or self.ready.cancelled() or self.ready.exception() is not None:
+                    self._lose("its process did not start again")
                 self._send(run=name, url=url, prompt=prompt)
-
-        self.ready.add_done_callback(send)
-        return ended
-
-    async def end(self, name: str) -> bool:
-        """Cancels the agent. Returns whether it stopped within REACT_WITHIN seconds."""
-        if (ended := self.running.get(name)) is None:
-            return True
-        self._send(cancel=name)
-        await asyncio.wait([ended], timeout=REACT_WITHIN)
-        return ended.done()
+                return await asyncio.shield(ended)
+        except (TimeoutError, asyncio.CancelledError):
+            self._send(cancel=name)
+            await asyncio.wait([ended], timeout=REACT_WITHIN)
+            if not ended.done():
+                self._kill(f"the agent of {name} did not end within {REACT_WITHIN:g} s")
+            raise
 
     def _send(self, **fields: Any) -> None:
         if self._writer is not None and not self._writer.is_closing():

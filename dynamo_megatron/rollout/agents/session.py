@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_megatron.rollout.agents.episode import Episode, Place, Turn
+from dynamo_megatron.rollout.agents.episode import Episode, Place
 from dynamo_megatron.rollout.agents.messages import BadRequest, LimitReached, Message, checked_tools, normalised
 from dynamo_megatron.rollout.client import Response
 
@@ -56,14 +56,9 @@ class Session:
     reached: set[str] = field(default_factory=set)  # limits: turns, tokens, context, size
     ignored: Counter[str] = field(default_factory=Counter)  # fields of requests
     texts: list[str] = field(default_factory=list)  # of the answers
-    ended: bool = False  # requests that come, or that have waited for tokens, are refused
-    # What requests under way may still be given counts as sampled and as trained until they end.
-    _sampled: int = 0  # tokens
-    _trained: int = 0  # tokens of all segments
-    _gone_on: set[Turn] = field(default_factory=set)  # turns whose segment another turn goes on with
+    ended: bool = False  # requests that come, or that wait for another one, are refused
     _begun: int = 0  # turns
-    _under_way: int = 0  # turns
-    _ends: asyncio.Condition = field(default_factory=asyncio.Condition)  # notified as a turn ends
+    _turns: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: what is left of a limit is then exact
 
     async def chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion. Raises BadRequest."""
@@ -74,19 +69,20 @@ class Session:
         if request.get("tool_choice") not in (None, "auto", "none"):
             raise BadRequest("tool_choice: auto or none; what is forced on the policy is no sample of it")
         stop = _stop_texts(request)
-        place, response, times = await self._turn(lambda: self.episode.place_chat(messages, tools), request, stop)
-        text, stopped_by = self._shown(response, stop, tools is not None)
-        message: Message = {"role": "assistant", "content": text}
-        if tools and request.get("tool_choice") != "none":
-            try:
-                text, calls = await self.parse_tools(text, tools)
-            except BadRequest as error:  # the answer was sampled, and the agent does not get it
-                self.failure = self.failure or str(error)
-                raise
-            if calls:
-                message = {"role": "assistant", "content": text or None, "tool_calls": calls}
-        self.episode.record(place, response, [*messages, *normalised([message])], times)
-        self.texts.append(message["content"] or "")
+        async with self._turns:
+            place, response, times = await self._turn(lambda: self.episode.place_chat(messages, tools), request, stop)
+            text, stopped_by = self._shown(response, stop, tools is not None)
+            message: Message = {"role": "assistant", "content": text}
+            if tools and request.get("tool_choice") != "none":
+                try:
+                    text, calls = await self.parse_tools(text, tools)
+                except BadRequest as error:  # the answer was sampled, and the agent does not get it
+                    self.failure = self.failure or str(error)
+                    raise
+                if calls:
+                    message = {"role": "assistant", "content": text or None, "tool_calls": calls}
+            self.episode.record(place, response, [*messages, *normalised([message])], times)
+            self.texts.append(message["content"] or "")
         finish = "tool_calls" if "tool_calls" in message else response.finish_reason
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish, "matched_stop": stopped_by}
         return _completion("chat.completion", request, choice, place, response)
@@ -96,10 +92,11 @@ class Session:
         self._check(request)
         tokens = self._tokens(request.get("prompt"))
         stop = _stop_texts(request)
-        place, response, times = await self._turn(lambda: self.episode.place_tokens(tokens), request, stop)
-        text, _ = self._shown(response, stop, False)
-        self.episode.record(place, response, None, times)
-        self.texts.append(text)
+        async with self._turns:
+            place, response, times = await self._turn(lambda: self.episode.place_tokens(tokens), request, stop)
+            text, _ = self._shown(response, stop, False)
+            self.episode.record(place, response, None, times)
+            self.texts.append(text)
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": response.finish_reason}
         return _completion("text_completion", request, choice | {"token_ids": response.tokens}, place, response)
 
@@ -141,15 +138,12 @@ class Session:
         asked = request.get("max_tokens") if asked is None else asked
         if asked is not None and (type(asked) is not int or asked < 1):
             raise BadRequest("max_tokens: a number of tokens, at least 1")
-        async with self._ends:
-            while (found := self._place(placed)) is None:  # what requests under way leave is known as they end
-                await self._ends.wait()
-        place, left = found
+        place, left = self._place(placed)
         limit = min(left, key=lambda name: left[name])
         most = min(left[limit], asked or left[limit])
         number, self._begun = self._begun, self._begun + 1
-        asked_at = time.monotonic() - self.started
-        response = await self._sample(place, most, stop, number)
+        asked_at, ids = time.monotonic() - self.started, place.ids
+        response = await self.sample(ids, most, stop, number, len(ids) - len(place.context))
         if response.error:
             self.failure = self.failure or response.error
             raise BadRequest(response.error)
@@ -157,55 +151,22 @@ class Session:
             self.reached.add(limit)
         return place, response, (asked_at, time.monotonic() - self.started)
 
-    def _place(self, placed: Callable[[], Place]) -> tuple[Place, dict[str, int]] | None:
-        """Where the answer goes, and the tokens that each limit leaves it; None: requests under way have all that is
-        left. Raises BadRequest."""
-        limits, left = self.limits, self.limits.tokens - self._sampled
+    def _place(self, placed: Callable[[], Place]) -> tuple[Place, dict[str, int]]:
+        """Where the answer goes, and the tokens that each limit leaves it. Raises BadRequest."""
+        limits, left = self.limits, self.limits.tokens - self.episode.sampled
         if self.ended or self.failure:
             raise BadRequest(self.failure or "the episode has ended")
-        if left <= 0 < self._under_way:
-            return None
         if self._begun >= limits.turns:
             self._limit("turns", f"rollout.agent_turns: the episode has had its {limits.turns} turns")
         if left <= 0:
             self._limit("tokens", f"rollout.max_new_tokens: the episode has its {limits.tokens} tokens")
         place = placed()
-        context = len(place.ids)
+        context, size = len(place.ids), self.episode.size_before(place)
         if context >= limits.length:
             self._limit("context", f"the conversation has {context} tokens, of at most {limits.length}")
-        size = self._trained + (len(place.context) if self._goes_on(place) else context)
-        if size < limits.trained:
-            return place, {"context": limits.length - context, "tokens": left, "size": limits.trained - size}
-        if not self._under_way:
+        if size >= limits.trained:
             self._limit("size", f"rollout.agent_tokens: the episode's segments have {size} of {limits.trained} tokens")
-        return None
-
-    def _goes_on(self, place: Place) -> bool:
-        """Whether an answer there goes on with a segment; else it begins one."""
-        return place.parent is not None and place.parent not in self._gone_on
-
-    async def _sample(self, place: Place, most: int, stop: tuple[str, ...], number: int) -> Response:
-        goes_on = self._goes_on(place)
-        new = len(place.context if goes_on else place.ids)
-        if goes_on:
-            self._gone_on.add(place.parent)
-        self._sampled += most
-        self._trained += new + most
-        self._under_way += 1
-        unused = new + most  # where the agent does not wait any more
-        try:
-            ids = place.ids
-            response = await self.sample(ids, most, stop, number, len(ids) - len(place.context))
-            unused = most - len(response.tokens)
-            return response
-        finally:
-            if unused == new + most and goes_on:
-                self._gone_on.discard(place.parent)
-            self._trained -= unused
-            self._sampled -= min(unused, most)
-            self._under_way -= 1
-            async with self._ends:
-                self._ends.notify_all()
+        return place, {"context": limits.length - context, "tokens": left, "size": limits.trained - size}
 
     def _limit(self, name: str, why: str) -> None:
         self.reached.add(name)

@@ -22,21 +22,19 @@ import aiohttp
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.rollout.client import CONTROL_TIMEOUT, ConnectionLost, ServerLost, SGLangClient
+from dynamo_megatron.rollout.client import ServerLost, SGLangClient
 from dynamo_megatron.rollout.dispatch import Load, Request, choose_server
 from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.external import External
-from dynamo_megatron.rollout.servers.supervisor import Supervisor
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT
+from dynamo_megatron.rollout.servers.supervisor import External, Supervisor
 from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.runtime.routes import RouteShape
 
 HEALTH_EVERY = 2.0  # seconds
 ABORT_EVERY = 0.5  # seconds
 REFUSALS = 16  # requests in a row that a server does not take, after which it is restarted
-CONNECTIONS = REFUSALS // 2  # of the connections lost within a MOMENT, at most this many count as refusals
-MOMENT = 1.0  # seconds
 REJECTED_SHARE = 0.5  # of a server's rollouts in one call: where more are rejected, it is restarted
 
 
@@ -59,8 +57,6 @@ class Server:
     use: ServerUse  # since the last `take_use`
     load: Load = field(default_factory=Load)
     refusals: int = 0  # in a row
-    moment: float = -math.inf  # monotonic seconds: start of the last MOMENT with lost connections
-    lost: int = 0  # connections lost in that moment
     busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `use` yet
     heard: float = -math.inf  # monotonic seconds: its last response, or the first request since it rested
     rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
@@ -355,11 +351,7 @@ class Fleet:
 
     async def request_lost(self, server: Server, error: ServerLost) -> None:
         """Counts a lost request, and checks whether the server is lost too."""
-        if isinstance(error, ConnectionLost) and time.monotonic() - server.moment >= MOMENT:
-            server.moment, server.lost = time.monotonic(), 0
-        server.lost += isinstance(error, ConnectionLost)
-        if not isinstance(error, ConnectionLost) or server.lost <= CONNECTIONS:
-            self.refused(server.name, str(error))
+        self.refused(server.name, str(error))
         if not server.gone.done() and not await answers(server.client, self.config.rollout.health_timeout):
             self.mark_failed(server.endpoint, str(error))
 

@@ -28,7 +28,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import LONGEST, Endpoint
-from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, ServerError, call
+from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, call
 from dynamo_megatron.runtime import guard, plain_json
 from dynamo_megatron.runtime.cores import usable_cores, users_threads
 from dynamo_megatron.runtime.late import torch
@@ -115,20 +115,6 @@ def listening_address(host: str) -> str:
         ) from None
 
 
-def check_reachable(config: RolloutConfig, hosts: Sequence[str]) -> None:
-    """Raises ValueError where the servers beside ranks on `hosts` would hear their own host alone: the run would go on
-    with those of rank 0's."""
-    several = sorted(set(hosts))
-    if config.engine != "sglang" or config.placement != "colocated" or len(several) == 1:
-        return
-    if ipaddress.ip_address(listening_address(config.host)).is_loopback:
-        raise InputError(
-            f"rollout.host: {config.host!r} is each host's own, and the ranks are on {len(several)} ({several[0]}, "
-            f"{several[1]}...): rank 0 could not reach the others' servers; name the interface between them, as in "
-            "rollout.host=ib0"
-        )
-
-
 def library_path(python: str) -> str | None:
     """Returns LD_LIBRARY_PATH for the ranks of a server under the interpreter `python`: the folders of the CUDA runtime
     that pip installed for it, then this process's own value. None: nothing to set.
@@ -185,7 +171,6 @@ class SGLangServer:
         self._process: subprocess.Popen | None = None
         self._folders: list[str] = []
         self._log_start = 0
-        self._nonce = f"{name}-{secrets.token_hex(8)}"
         self._host = listening_address(config.host)
         self._port = config.port + slot if config.port else free_port()  # it is bound seconds later
         check_port(self._host, self._port, self._port_key)
@@ -228,9 +213,9 @@ class SGLangServer:
         )
 
     async def wait_ready(self) -> None:
-        """Until the server, and no other one at its port, has answered a request such as it is there for.
+        """Until the server, and no other one at its port (it has another key), has answered a request.
 
-        Raises RolloutError where it ends, is another one, or has not come so far in `config.start_timeout` seconds.
+        Raises RolloutError where it ends, or has not come so far in `config.start_timeout` seconds.
         """
         deadline = time.monotonic() + self._config.start_timeout
         async with open_session() as session:
@@ -245,9 +230,6 @@ class SGLangServer:
                     f"the SGLang server did not answer within rollout.start_timeout ({self._config.start_timeout:g} s)"
                     f"; see {self.log}"
                 )
-            info = await client.model_info()
-            if info.get("served_model_name") != self._nonce:
-                raise RolloutError(f"{self.endpoint.url} is answered by another server, not by the one started there")
             await self._warm_up(client, max(1.0, deadline - time.monotonic()))
             await client.freeze_gc()
 
@@ -262,12 +244,8 @@ class SGLangServer:
 
     async def release_caches(self) -> None:
         """Leaves the GPU to the ranks but for the weights, until they resume the caches. Raises RolloutError."""
-        try:
-            await asyncio.to_thread(
-                call, self.endpoint, "/release_memory_occupation", {"tags": list(CACHES)}, CONTROL_TIMEOUT
-            )
-        except ServerError as error:
-            raise RolloutError(f"the SGLang server did not release its caches: {error}; see {self.log}") from None
+        given = self.endpoint, "/release_memory_occupation", {"tags": list(CACHES)}, CONTROL_TIMEOUT
+        await asyncio.to_thread(call, *given)
 
     def check(self) -> None:
         """Raises RolloutError, with what its log says, if the server process has ended."""
@@ -312,7 +290,7 @@ class SGLangServer:
         command += ["--model-path", self._model.path, "--dtype", self._model.dtype, self._task]
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
-        command += ["--served-model-name", self._nonce]
+        command += ["--served-model-name", self.endpoint.name]
         if self._config.router_replay and self._model_config().get("num_experts_per_tok"):
             command.append("--enable-return-routed-experts")
         arguments = config.server_args

@@ -10,16 +10,16 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 
 CACHES = ("kv_cache", "cuda_graph")  # tags of memory that a server may release and resume without losing anything
 CONTROL_TIMEOUT = 60.0  # seconds, for calls that move no weights
 TRANSFER_TIMEOUT = 300.0  # seconds, for one bucket
 CHECK_TIMEOUT = 600.0  # seconds, for a checksum of all weights
-LARGEST_REPLY = 64 << 20  # bytes: checksums of 50,000 parameters on each of 8 ranks fit
 
 
-class ServerError(RuntimeError):
+class ServerError(RolloutError):
     """A server refused, failed or did not answer; the message names the call."""
 
 
@@ -54,15 +54,11 @@ def request(endpoint: Endpoint, path: str, payload: dict[str, Any] | None, timeo
         except urllib.error.HTTPError as refusal:  # a reply too, whose body may break off like any other's
             reply = refusal
         with reply:
-            raw = reply.read(LARGEST_REPLY + 1)
-            if reply.length and len(raw) <= LARGEST_REPLY:
-                raise http.client.IncompleteRead(raw, reply.length)
+            raw = reply.read()
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
             raise ServerError(f"{path} had no answer within {timeout:g} s") from None
         raise ServerError(f"{path}: no answer ({endpoint.own_words(error) or type(error).__name__})") from None
-    if len(raw) > LARGEST_REPLY:
-        raise ServerError(f"{path}: a reply of more than {LARGEST_REPLY} bytes")
     try:
         return reply.status, from_json(raw)
     except ValueError:
@@ -111,12 +107,5 @@ def check_version(endpoint: Endpoint, version: int) -> None:
         raise ServerError(f"/model_info says weight version {endpoint.own_words(reported)!r}, not {version}")
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another host; it is a reply like any other."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 # A proxy of the environment is for the world outside, not for the cluster's own servers.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -32,9 +32,6 @@ class Transport(ABC):
         """Rank 0: tells the server that weights are coming."""
         open_session(endpoint)
 
-    def connect(self, endpoint: Endpoint) -> None:  # noqa: B027
-        """Every sender, one after the other: links to this incarnation of the server, for later syncs, too."""
-
     @abstractmethod
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """A sender: makes bucket `number` ready for all servers, from the next turn 0 on; returns the bytes written for

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -39,8 +40,9 @@ class GroupTransport(Transport):
         self._backend, self._device = backend, device
         self._buffer = FlatBuffer(self._allocate)
         self._groups: dict[str, tuple[Endpoint, str, dist.ProcessGroup]] = {}  # by the server's name
+        self._connecting = threading.Lock()  # sets environment variables
 
-    def connect(self, endpoint: Endpoint) -> None:
+    def _connect(self, endpoint: Endpoint) -> None:
         self.forget(endpoint)  # the group of an earlier incarnation
         name = f"{endpoint.name}-{endpoint.incarnation}-{uuid.uuid4().hex[:12]}"  # a server may outlive the run
         size, address = 1 + endpoint.tp, address_towards(urlsplit(endpoint.url).hostname)
@@ -67,6 +69,9 @@ class GroupTransport(Transport):
         return 0
 
     def send(self, endpoint: Endpoint) -> int:
+        with self._connecting:
+            if self._groups.get(endpoint.name, (None,))[0] != endpoint:
+                self._connect(endpoint)
         _, name, group = self._groups[endpoint.name]
         payload: dict[str, Any] = {
             **self._buffer.description(),
