@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from mpmath import mp
 
-from dynamo_megatron.reward.mathematics.tokens import DEGREE, TRIGONOMETRIC
+from dynamo_megatron.reward.mathematics.tokens import PURE, TRIGONOMETRIC
 from dynamo_megatron.reward.mathematics.value import (
     DIGITS,
     DOTS,
@@ -37,7 +38,6 @@ from dynamo_megatron.reward.mathematics.value import (
 
 MOST_ITEMS = 100
 LESS = {"<": "<", "<=": "<=", ">": "<", ">=": "<="}
-Members = tuple[list[mp.mpf], Callable[[mp.mpf], bool]]  # the ends of a set's intervals; whether it has a number
 
 
 def equal(reference: Node, answer: Node) -> bool:
@@ -54,17 +54,15 @@ def equal(reference: Node, answer: Node) -> bool:
         return _equal_groups(reference, answer)
     if isinstance(reference, Quantity) or isinstance(answer, Quantity):
         return _equal_quantities(reference, answer)
-    if _is_percent(reference) or _is_percent(answer):
-        return _equal_percents(reference, answer)
     if isinstance(reference, Number) and isinstance(answer, Number) and reference.base is not None:
         return reference.value == answer.value and answer.base in (None, reference.base)
     return equal_values(reference, answer)
 
 
 def _shape(node: Node) -> Node:
-    """Lists of one element are the element, a ± b is two elements, x < 3 is an interval, 30° a quantity."""
-    if isinstance(node, Op) and node.name == "degrees":
-        return Quantity(node.args[0], DEGREE)
+    """Lists of one element are the element, a ± b is two elements, 30° and 10% are quantities."""
+    if isinstance(node, Op) and node.name in PURE:
+        return Quantity(node.args[0], PURE[node.name])
     if isinstance(node, Op) or (isinstance(node, Group) and node.kind in ("list", "set", "()")):
         several = isinstance(node, Group) and node.kind != "()"
         items = [each for item in (node.items if several else (node,)) for each in _both_signs(item)]
@@ -100,17 +98,7 @@ def _with_sign(node: Node, sign: int) -> Node:
     return rebuilt(node, lambda part: _with_sign(part, sign))
 
 
-# Percentages and quantities
-
-
-def _is_percent(node: Node) -> bool:
-    return isinstance(node, Op) and node.name == "percent"
-
-
-def _equal_percents(reference: Node, answer: Node) -> bool:
-    if equal_values(_bare_value(reference), _bare_value(answer)):
-        return True  # 10% and 10
-    return _is_percent(reference) != _is_percent(answer) and equal_values(reference, answer)  # 10% and 0.1
+# Quantities
 
 
 def _equal_quantities(reference: Node, answer: Node) -> bool:
@@ -119,8 +107,8 @@ def _equal_quantities(reference: Node, answer: Node) -> bool:
         assert isinstance(quantity, Quantity)
         if quantity.compound:
             return False
-        in_degrees = quantity.unit.powers == DEGREE.powers
-        return (in_degrees and equal_values(Op("degrees", (quantity.value,)), bare)) or equal(quantity.value, bare)
+        pure = [Op(name, (quantity.value,)) for name, unit in PURE.items() if unit.powers == quantity.unit.powers]
+        return equal(quantity.value, bare) or any(equal_values(number, bare) for number in pure)
     if reference.unit.powers != answer.unit.powers:
         return False
     ratio = answer.unit.factor / reference.unit.factor
@@ -276,7 +264,7 @@ def _bare_value(node: Node) -> Node:
     """12 of 12 cm and of 12 degrees, for a chain such as 3 * 4 = 12 cm."""
     if isinstance(node, Quantity) and not node.compound:
         return node.value
-    return node.args[0] if isinstance(node, Op) and node.name in ("degrees", "percent") else node
+    return node.args[0] if isinstance(node, Op) and node.name in PURE else node
 
 
 def _is_name(node: Node, combined: bool) -> bool:
@@ -375,15 +363,14 @@ def _proportional(reference: Relation, answer: Relation, positive: bool) -> bool
 
 def same_set(first: Node, second: Node) -> bool | None:
     """Whether two unions, differences or the like are one set; None where one of them is no set of real numbers.
-    Membership can change only at the ends of intervals, so it is compared at these, between them and beyond them."""
-    sets = [_members(node) for node in (first, second)]
-    if None in sets:
-        return None
+    Membership can change only at the numbers in them, so it is compared at these, between them and beyond them."""
     with mp.workdps(2 * DIGITS):
-        (ends, mine), (more, other) = sets  # type: ignore[misc]
-        ends = sorted(end for end in ends + more if mp.isfinite(end)) or [mp.mpf(0)]
+        ends = sorted(_numbers(first, second)) or [mp.mpf(0)]
         between = [(low + high) / 2 for low, high in pairwise(ends) if not _near(low, high)]
-        return all(mine(x) == other(x) for x in [ends[0] - 1, *ends, *between, ends[-1] + 1])
+        try:
+            return all(_holds(first, x) == _holds(second, x) for x in [ends[0] - 1, *ends, *between, ends[-1] + 1])
+        except Undefined:
+            return None
 
 
 def is_composed(node: Node) -> bool:
@@ -428,48 +415,47 @@ def turned_left(relation: Relation) -> Relation:
     return relation
 
 
-def _members(node: Node) -> Members | None:
+def _holds(node: Node, x: mp.mpf) -> bool:
+    """Whether a set has the number `x`. Raises Undefined for what is no set of real numbers."""
     match node:
-        case Symbol():
-            return ([], lambda x: node == REALS) if node == REALS or node.name == "emptyset" else None
+        case Symbol() if node == REALS or node.name == "emptyset":
+            return node == REALS
         case Relation(signs=("!=",), members=(Symbol(), value)):
-            number = _number(value)
-            return None if number is None else ([number], lambda x: not _near(x, number))
+            return not _near(x, _number(value))
         case Relation(signs=("in",), members=(Symbol(), inside)):
-            return _members(inside)
-        case Relation():
-            return None if (between := interval_of(node)) is None else _members(between)
+            return _holds(inside, x)
+        case Relation() if (between := interval_of(node)) is not None:
+            return _holds(between, x)
         case Group(kind="set", items=items):
             numbers = [_number(item) for item in items]
-            return None if None in numbers else (numbers, lambda x: any(_near(x, number) for number in numbers))
+            return any(_near(x, number) for number in numbers)
         case Group(kind="()" | "[]" | "(]" | "[)" as ends, items=(left, right)):
             low = -mp.inf if left == Op("neg", (INFINITY,)) else _number(left)
             high = mp.inf if right == INFINITY else _number(right)
-            closed = ends[0] == "[", ends[1] == "]"
-            if low is None or high is None or low > high or (low == high and not all(closed)):
-                return None
-            above = lambda x: closed[0] if _near(x, low) else x > low  # noqa: E731
-            return [low, high], lambda x: above(x) and (closed[1] if _near(x, high) else x < high)
+            if low > high or (low == high and ends != "[]"):
+                raise Undefined("no interval")
+            above = ends[0] == "[" if _near(x, low) else x > low
+            return above and (ends[1] == "]" if _near(x, high) else x < high)
         case Group(kind="union" | "cap" | "minus" as kind, items=items):
-            sets = [_members(item) for item in items]
-            if None in sets:
-                return None
-            holding = [holds for _, holds in sets]  # type: ignore[misc]
-            holds = {
-                "union": lambda x: any(holds(x) for holds in holding),
-                "cap": lambda x: all(holds(x) for holds in holding),
-                "minus": lambda x: holding[0](x) and not any(holds(x) for holds in holding[1:]),
-            }
-            return [end for ends, _ in sets for end in ends], holds[kind]  # type: ignore[misc]
-    return None
+            first, *others = [_holds(item, x) for item in items]
+            if kind == "minus":
+                return first and not any(others)
+            return any([first, *others]) if kind == "union" else all([first, *others])
+    raise Undefined("no set of real numbers")
 
 
-def _number(node: Node) -> mp.mpf | None:
-    try:
-        value = value_at(node, {})
-    except Undefined:
-        return None
-    return mp.re(value) if mp.im(value) == 0 else None
+def _number(node: Node) -> mp.mpf:
+    value = value_at(node, {})
+    if mp.im(value) != 0:
+        raise Undefined("not real")
+    return mp.re(value)
+
+
+def _numbers(*nodes: Node) -> Iterator[mp.mpf]:
+    """Those in the nodes."""
+    for part in walk(*nodes):
+        with contextlib.suppress(Undefined):
+            yield _number(part)
 
 
 def _near(x: mp.mpf, y: mp.mpf) -> bool:

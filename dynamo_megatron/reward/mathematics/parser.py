@@ -386,13 +386,13 @@ class _Parser:
         return found.items if isinstance(found, Group) and found.kind == "list" else (found,)
 
     def function(self, name: str) -> Node:
-        if name == "sqrt":
-            index: Node = Number(Fraction(2))
+        if name in ("sqrt", "cbrt"):
+            index: Node = Number(Fraction(2 if name == "sqrt" else 3))
             if self.accept("["):
                 index = self.sum()
                 self.take("]")
             operand = self.braces() if self.next.kind == "{" else self.atom()
-            return Op("root", (operand, index))
+            return Op("pow", (operand, Op("div", (Number(Fraction(1)), index))))
         power, base = None, None
         while self.next.kind in ("^", "_", "'"):
             if self.accept("^"):
