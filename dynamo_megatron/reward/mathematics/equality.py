@@ -44,10 +44,8 @@ def equal(reference: Node, answer: Node) -> bool:
     """Whether two answers are equal. A unit, a percent sign, a base or "x =" may be missing in one of them. The order
     does not matter in lists and sets, and matters in tuples, intervals and sequences with dots."""
     reference, answer = _shape(reference), _shape(answer)
-    if is_composed(reference) or is_composed(answer):
-        same = same_set(reference, answer)
-        if same is not None and _about_one_variable(reference, answer):
-            return same
+    if _about_one_variable(reference, answer) and same_set(reference, answer):
+        return True
     if isinstance(reference, Relation) or isinstance(answer, Relation):
         return _equal_relations(reference, answer)
     if isinstance(reference, Group) or isinstance(answer, Group):
@@ -92,8 +90,6 @@ def _both_signs(node: Node) -> list[Node]:
 def _with_sign(node: Node, sign: int) -> Node:
     if isinstance(node, Op) and node.name in ("pm", "mp"):
         name = "add" if (node.name == "pm") == (sign == 1) else "sub"
-        if isinstance(node.args[1], Group):  # \\pm(1, 2)
-            return node.args[1] if name == "add" else rebuilt(node.args[1], lambda item: Op("neg", (item,)))
         node = Op(name, node.args)
     return rebuilt(node, lambda part: _with_sign(part, sign))
 
@@ -197,30 +193,17 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
     if not isinstance(reference, Relation) or not isinstance(answer, Relation):
         relation, other = (reference, answer) if isinstance(reference, Relation) else (answer, reference)
         assert isinstance(relation, Relation)
-        values = _approximated(relation)
-        if values is None:
-            value = _assigned(relation, of_answer=relation is answer) or interval_of(relation)
-            values = [] if value is None else [value]
-        return any(equal(value, other) if relation is reference else equal(other, value) for value in values)
+        stated = _stated(relation, of_answer=relation is answer)
+        return any(equal(value, other) if relation is reference else equal(other, value) for value in stated)
     intervals = [interval_of(each) or _element_of(each) for each in (reference, answer)]
     if all(intervals) and _variable(reference) == _variable(answer):
         return equal(*intervals)  # type: ignore[arg-type]
-    if reference.modulus or answer.modulus or reference.signs[0] == answer.signs[0] == "equiv":
+    if reference.modulus or answer.modulus:
         return _congruent(reference, answer)
-    mine, other = _renamed(reference), _renamed(answer)
-    if _without_index(other.members[0]) == mine.members[0]:  # x_1 = 3 for x = 3
-        other = replace(other, members=(mine.members[0], *other.members[1:]))
+    mine, other = (turned_left(_renamed(each)) for each in (reference, answer))
     if mine.signs == other.signs and equal(mine.members[0], other.members[0]):
         return _equal_in_order(mine.members[1:], other.members[1:])
-    if mine.signs == other.signs and mine.signs in (("=",), ("!=",)):
-        return _proportional(mine, other, positive=False)
-    if {*mine.signs, *other.signs} <= LESS.keys() and len(mine.signs) == len(other.signs):
-        mine, other = turned_left(mine), turned_left(other)
-        return mine.signs == other.signs and (
-            _equal_in_order(mine.members, other.members)
-            or (len(mine.signs) == 1 and _proportional(mine, other, positive=True))
-        )
-    return False
+    return mine.signs == other.signs and mine.signs in (("=",), ("!=",)) and _proportional(mine, other)
 
 
 def _element_of(relation: Relation) -> Node | None:
@@ -228,12 +211,19 @@ def _element_of(relation: Relation) -> Node | None:
     return relation.members[-1] if relation.signs == ("in",) else None
 
 
-def _assigned(relation: Relation, of_answer: bool) -> Node | None:
-    r"""3 of x = 3, f(x) = 3 and 1 + 2 = 3, in an answer also of a + b = 3; the set of x \in [1, 2]. None for others and
-    for chains of different numbers (x = 8 = 7)."""
+def _stated(relation: Relation, of_answer: bool) -> list[Node]:
+    r"""What a relation says that something is: 3 of x = 3, f(x) = 3 and 1 + 2 = 3, in an answer also of a + b = 3; the
+    set of x \in [1, 2] and of x < 3; of x = 1/3 \approx 0.333 both, if the second is the first, rounded. Empty for
+    others and for chains of different numbers (x = 8 = 7)."""
     members = relation.members
+    if relation.signs[-1] == "approx" and set(relation.signs) <= {"=", "approx"}:
+        *_, value, last = members
+        if len(members) == 2 and _is_name(value, False):
+            return [last]
+        return [value, last] if _rounds_to(_bare_value(value), _bare_value(last)) else [value]
     if set(relation.signs) != {"="} or relation.modulus is not None:
-        return _element_of(relation)
+        found = _element_of(relation) or interval_of(relation)
+        return [] if found is None else [found]
     if isinstance(members[-1], Symbol) and not _is_name(members[0], True):  # 3 = x
         members = members[::-1]
     names = _is_name(members[0], of_answer) or (of_answer and isinstance(members[-1], Group))
@@ -241,8 +231,8 @@ def _assigned(relation: Relation, of_answer: bool) -> Node | None:
     values = [_bare_value(member) for member in chain]
     checked = [value for value in values if not _is_structured(value) and (not names or is_constant(value))]
     if not names and len(checked) < len(values):
-        return None
-    return chain[-1] if all(_rounds_to(value, checked[-1]) for value in checked[:-1]) else None
+        return []
+    return [chain[-1]] if all(_rounds_to(value, checked[-1]) for value in checked[:-1]) else []
 
 
 def _rounds_to(value: Node, last: Node) -> bool:
@@ -272,10 +262,6 @@ def _is_name(node: Node, combined: bool) -> bool:
     match node:
         case Symbol():
             return True
-        case Group(kind="()", items=items):
-            return all(isinstance(item, Symbol) for item in items)
-        case Op(name="mul", args=(Symbol(), Number())):
-            return combined
         case Op(name="mul", args=args) if all(isinstance(arg, Symbol) and arg.name.isupper() for arg in args):
             return True
         case Op(name="add" | "sub" | "mul" | "times" | "div", args=args):
@@ -284,28 +270,6 @@ def _is_name(node: Node, combined: bool) -> bool:
         case Op(name=name):
             return name.startswith("call ") or (combined and name in TRIGONOMETRIC)
     return False
-
-
-def _approximated(relation: Relation) -> list[Node] | None:
-    """1/3 and 0.333 of x = 1/3 \\approx 0.333, if the second is the first, rounded; None for other relations."""
-    if relation.signs[-1] != "approx" or not set(relation.signs) <= {"=", "approx"}:
-        return None
-    *_, value, last = relation.members
-    rounded = _bare_value(last)
-    if _is_name(relation.members[0], False):
-        if len(relation.members) == 2:
-            return [last]
-        if not is_constant(value):
-            return [value, last] if is_constant(rounded) else [value]
-    if _is_structured(value) or _is_structured(rounded):
-        return None
-    whole = (known := exact(value)) is not None and known.denominator == 1
-    if whole or decimals(value) is not None or not 1 <= (places := decimals(rounded) or 0) <= 100:
-        return [value]
-    pair = next(both_values(value, rounded, [{}]), None)
-    if pair is None:
-        return None
-    return [value, last] if abs(pair[0] - pair[1]) <= mp.mpf(10) ** -places / 2 else [value]
 
 
 def _about_one_variable(*nodes: Node) -> bool:
@@ -332,20 +296,17 @@ def _with_names(node: Node, names: dict[str, str]) -> Node:
 
 
 def _congruent(reference: Relation, answer: Relation) -> bool:
-    if (reference.modulus is None) != (answer.modulus is None) or len(reference.members) != len(answer.members):
+    if reference.modulus is None or answer.modulus is None or not equal(reference.modulus, answer.modulus):
         return False
-    if reference.modulus is None or answer.modulus is None:
-        return _equal_in_order(reference.members, answer.members)
-    moduli = exact(reference.modulus), exact(answer.modulus)
-    if not equal(reference.modulus, answer.modulus) or not equal(reference.members[0], answer.members[0]):
+    if len(reference.members) != len(answer.members) or not equal(reference.members[0], answer.members[0]):
         return False
-    residues = [exact(each.members[-1]) for each in (reference, answer)]
-    if None in residues or not moduli[0]:
-        return equal(reference.members[-1], answer.members[-1])
-    return (residues[0] - residues[1]) % moduli[0] == 0  # type: ignore[operator]
+    modulus, mine, other = map(exact, (reference.modulus, reference.members[-1], answer.members[-1]))
+    if modulus and mine is not None and other is not None:
+        return (mine - other) % modulus == 0
+    return equal(reference.members[-1], answer.members[-1])
 
 
-def _proportional(reference: Relation, answer: Relation, positive: bool) -> bool:
+def _proportional(reference: Relation, answer: Relation) -> bool:
     """Whether left - right of one is a constant times that of the other, so that both say the same."""
     mine, other = (Op("sub", each.members) for each in (reference, answer))
     if _is_structured(mine) or _is_structured(other):
@@ -354,31 +315,21 @@ def _proportional(reference: Relation, answer: Relation, positive: bool) -> bool
     if len(pairs) < ENOUGH or any(a == 0 or b == 0 for a, b in pairs):
         return False
     ratios = [b / a for a, b in pairs]
-    same = all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-25 for ratio in ratios)
-    return same and (not positive or ratios[0].real > 0)
+    return all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-25 for ratio in ratios)
 
 
 # Sets of real numbers
 
 
-def same_set(first: Node, second: Node) -> bool | None:
-    """Whether two unions, differences or the like are one set; None where one of them is no set of real numbers.
-    Membership can change only at the numbers in them, so it is compared at these, between them and beyond them."""
-    with mp.workdps(2 * DIGITS):
-        ends = sorted(_numbers(first, second)) or [mp.mpf(0)]
-        between = [(low + high) / 2 for low, high in pairwise(ends) if not _near(low, high)]
-        try:
+def same_set(first: Node, second: Node) -> bool:
+    """Whether two intervals, unions, differences or the like are one set of real numbers. Membership can change only at
+    the numbers in them, so it is compared at these, between them and beyond them."""
+    with mp.workdps(2 * DIGITS), contextlib.suppress(Undefined):
+        if _holds(first, mp.mpf(0)) == _holds(second, mp.mpf(0)):  # not for what is no set
+            ends = sorted(_numbers(first, second)) or [mp.mpf(0)]
+            between = [(low + high) / 2 for low, high in pairwise(ends) if not _near(low, high)]
             return all(_holds(first, x) == _holds(second, x) for x in [ends[0] - 1, *ends, *between, ends[-1] + 1])
-        except Undefined:
-            return None
-
-
-def is_composed(node: Node) -> bool:
-    r"""A union, an intersection, a difference, x \ne 3 or all real numbers."""
-    kinds = ("union", "cap", "minus")
-    return node == REALS or (
-        node.kind in kinds if isinstance(node, Group) else isinstance(node, Relation) and node.signs == ("!=",)
-    )
+    return False
 
 
 def interval_of(relation: Relation) -> Group | None:
@@ -422,8 +373,6 @@ def _holds(node: Node, x: mp.mpf) -> bool:
             return node == REALS
         case Relation(signs=("!=",), members=(Symbol(), value)):
             return not _near(x, _number(value))
-        case Relation(signs=("in",), members=(Symbol(), inside)):
-            return _holds(inside, x)
         case Relation() if (between := interval_of(node)) is not None:
             return _holds(between, x)
         case Group(kind="set", items=items):
