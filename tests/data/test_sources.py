@@ -275,7 +275,7 @@ def test_files_that_are_no_parquet(tmp_path):
     whole = parquet(tmp_path / "whole.parquet", rows)
     assert len(load(whole)) == 2  # NaN, which does not equal itself
     (tmp_path / "damaged.parquet").write_bytes(whole.read_bytes()[:-9])
-    assert "damaged.parquet as parquet: " in refused(tmp_path / "damaged.parquet")
+    assert "damaged.parquet: " in refused(tmp_path / "damaged.parquet")
 
 
 @pytest.mark.parametrize(

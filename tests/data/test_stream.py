@@ -188,7 +188,7 @@ def test_a_stop_ends_the_wait_for_a_stalled_iterator_and_loses_no_item(functions
     assert len(polls) == 2 and s.state_dict() == state
     __import__(functions).gate.set()
     assert ids(s.next(1)) == ["5"]
-    with pytest.raises(ValueError, match=r"^data\.source: .*:stalls failed after 6 items: KeyError: 'absent' \("):
+    with pytest.raises(ValueError, match=r"^data\.source: .*:stalls after row 6: KeyError: 'absent' \("):
         s.next(1)
 
 
@@ -232,7 +232,7 @@ def test_resume_refuses_other_items_and_another_template(functions):
         ("all_bad", "^.*:all_bad row 1: 'problem' must be text or a list of messages, not null$"),
         ("endless_bad", "10,000 rows .* the first that is none: .*:endless_bad row 2: 'problem' must be text"),
         ("nothing", "has no prompts"),
-        ("fails", r"^data\.source: .*:fails failed after 1 items: KeyError: 'absent' \(.*\.py, line \d+\)$"),
+        ("fails", r"^data\.source: .*:fails after row 1: KeyError: 'absent' \(.*\.py, line \d+\)$"),
         ("exhausted", "has no prompts .it has to return a new iterator each time it is called"),
     ],
 )
