@@ -61,7 +61,7 @@ class RewardPool:
 
     A sample that is late gets reward 0 and status "reward_timeout". Where a function or service fails, `score` raises
     RewardError, or the sample gets reward 0 and status "reward_error" (`config.on_error`). `prime` is not computed here
-    but by the ranks (`Policy.implicit_rewards`). May be used from any event loop and thread.
+    but by the ranks (`Policy.implicit_rewards`). May be used from one event loop after the other.
     """
 
     def __init__(self, config: RewardConfig, servers: Servers | None = None) -> None:
