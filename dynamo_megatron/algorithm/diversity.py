@@ -81,15 +81,9 @@ def _members(group: np.ndarray, groups: int) -> list[np.ndarray]:
 
 def _ngrams(tokens: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     """The hashes of each response's n-grams, uint64, as often as they occur."""
-    values, found = tokens.astype(np.uint64) + np.uint64(1), []
-    ends = np.cumsum(lengths)
-    hashes = np.zeros(max(0, len(values) - NGRAM + 1), np.uint64)
-    for k, multiplier in enumerate(MULTIPLIERS):
-        hashes += values[k : len(hashes) + k] * multiplier
-    for end, length in zip(ends.tolist(), lengths.tolist(), strict=True):
-        if length >= NGRAM:
-            found.append(hashes[end - length : end - NGRAM + 1])
-        else:
-            whole = (values[end - length : end] * MULTIPLIERS[:length]).sum(dtype=np.uint64)
-            found.append(np.array([whole] if length else [], np.uint64))
+    found = []
+    for own in np.split(tokens.astype(np.uint64) + np.uint64(1), np.cumsum(lengths)[:-1]):
+        if 0 < len(own) < NGRAM:
+            own = np.pad(own, (0, NGRAM - len(own)))
+        found.append(np.lib.stride_tricks.sliding_window_view(own, NGRAM) @ MULTIPLIERS if len(own) else own)
     return found

@@ -41,7 +41,7 @@ BOUNDS = ((1, 1), (1, 5), (2, 24), (8, 24))
 SIZES = (1, 2, 7, 40)
 GROUPS = ((1,), (4,), (2, 3), (1, 7, 1, 2), (8, 8, 8, 8))  # rollouts of each group
 RESPONSES = ((1,), (9,), (3, 1, 12, 2), (30, 30, 30))  # tokens of each response
-DRIFTS = {"at the old policy": 0.0, "near the old policy": 0.3, "far from the old policy": 6.0}  # std, nats
+DRIFTS = (0.0, 0.3, 6.0)  # std of logprobs - old_logprobs, nats: at the old policy, near it, and far from it
 FARTHEST = 20.0  # nats; exp of it squared is still a float32
 
 
@@ -75,9 +75,7 @@ def check_allocator(config: AllocationConfig | Mapping[str, Any]) -> None:
                 moved = allocator.allocate([ids[i] for i in order], budget, step=1)
                 same = np.abs(counts[order] - moved).max() <= 1
                 assert same, f"{case}: {counts[order]}, in another order {moved}"
-                twice = allocator.allocate([*ids[1:], ids[-1]], budget, step=1)
-                same = config.cost == "tokens" or twice.sum() == counts.sum()  # the last may have long responses
-                assert same, f"{case}: {counts.sum()} rollouts, then {twice.sum()}"
+                allocator.allocate([*ids[1:], ids[-1]], budget, step=1)  # checks the sum: a prompt may occur twice
 
 
 def _histories(rng: np.random.Generator, ids: list[str]) -> dict[str, dict[str, Any]]:
@@ -222,23 +220,20 @@ def _loss_cases(reference: bool, kl_coef: float) -> Iterator[tuple[str, LossInpu
 
     for lengths in RESPONSES:
         count = sum(lengths)
-        response = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-        for drift, size in DRIFTS.items():
-            for kind in ("advantages of both signs", "advantages of 0"):
-                old = -rng.exponential(1.5, count)
-                moved = np.clip(size * rng.normal(size=count), -FARTHEST, FARTHEST)
-                inputs = LossInputs(
-                    logprobs=tensor(old + moved).requires_grad_(),
-                    entropy=tensor(rng.exponential(0.8, count)),
-                    old_logprobs=tensor(old),
-                    engine_logprobs=tensor(old + rng.normal(0, 0.01, count)),
-                    reference_logprobs=tensor(old + rng.normal(0, 0.3, count)) if reference or kl_coef else None,
-                    advantages=tensor(rng.normal(size=count) * (kind != "advantages of 0")),
-                    weights=tensor(rng.uniform(0.5, 1, count) * (rng.random(count) < 0.8) / count),
-                    response=response,
-                    kl_coef=kl_coef,
-                )
-                yield f"{len(lengths)} responses, {drift}, {kind}", inputs
+        old = -rng.exponential(1.5, count)
+        moved = np.clip(rng.choice(DRIFTS, count) * rng.normal(size=count), -FARTHEST, FARTHEST)
+        inputs = LossInputs(
+            logprobs=tensor(old + moved).requires_grad_(),
+            entropy=tensor(rng.exponential(0.8, count)),
+            old_logprobs=tensor(old),
+            engine_logprobs=tensor(old + rng.normal(0, 0.01, count)),
+            reference_logprobs=tensor(old + rng.normal(0, 0.3, count)) if reference or kl_coef else None,
+            advantages=tensor(rng.normal(size=count) * (rng.random(count) < 0.8)),
+            weights=tensor(rng.uniform(0.5, 1, count) * (rng.random(count) < 0.8) / count),
+            response=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+            kl_coef=kl_coef,
+        )
+        yield f"{len(lengths)} responses", inputs
 
 
 def _part(inputs: LossInputs, kept: torch.Tensor) -> LossInputs:

@@ -69,10 +69,13 @@ def load_prompts(
             on_progress(len(first))
             if len(first) == config.limit:
                 break
-        elif content_digest(known) == content_digest(prompt):  # NaN, which a column may hold, does not equal itself
+        elif _content_digest(known) == _content_digest(prompt):  # NaN, which an answer may be, does not equal itself
             repeated += 1
         else:
-            raise id_taken(prompt, where, known.where, config)
+            raise InputError(
+                f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
+                f"give every problem its own id (data.id_key: {config.id_key})"
+            )
     if bad:
         counted = f"{len(bad):,} of {len(bad) + repeated + len(first):,} rows cannot be used"
         if len(bad) > repeated + len(first):
@@ -95,13 +98,13 @@ def located_prompts(
     if source.startswith(REASONING_GYM):
         items = _reasoning_gym_prompts(source)
     elif source.startswith(DATASETS):
-        items, in_arrow = dataset_rows(source), True
+        items, in_arrow = _numbered(source, lambda: dataset_rows(source)), True
     elif source.endswith(".jsonl"):
         items = jsonl_rows(shipped.problems(source))
     elif source.endswith(".parquet"):
-        items, in_arrow = parquet_rows(Path(source)), True
+        items, in_arrow = _numbered(source, lambda: parquet_rows(Path(source))), True
     elif SPEC.fullmatch(source):
-        items = _user_items(source)
+        items = _numbered(source, load_callable(source, "data.source"))
     else:
         raise InputError(
             f"data.source: {source!r} is no known source; "
@@ -120,20 +123,6 @@ def located_prompts(
             raise InputError(f"{where}: {NEEDS_CHAT}")
         prompt.where = where
         yield where, prompt
-
-
-def id_taken(prompt: Prompt, where: str, by: str, config: DataConfig) -> InputError:
-    return InputError(
-        f"{where}: the id {prompt.prompt_id!r:.80} is taken by {by} with other content; "
-        f"give every problem its own id (data.id_key: {config.id_key})"
-    )
-
-
-def content_digest(prompt: Prompt) -> str:
-    """A hash (16 hexadecimal digits) that is equal for rows that may share an id."""
-    from_content = prompt.prompt_id == _digest(prompt.messages or prompt.text, prompt.answer)
-    columns = [] if from_content else [prompt.meta]  # else other columns (row numbers) may differ
-    return _digest(prompt.messages, prompt.text, prompt.answer, *columns)
 
 
 def look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
@@ -250,55 +239,48 @@ def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield where, plain_json.parse(line, where)
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("path row N", row) with N from 1, its values as plain Python. ROWS rows are in memory at a time.
+def _numbered(source: str, rows: Callable[[], Iterable[Any]]) -> Iterator[tuple[str, Any]]:
+    """("source row N", row) with N from 1. Raises ValueError (one line) if `rows` or its iterator raises anything."""
+    number = 0
+    try:
+        for number, row in enumerate(rows(), 1):
+            yield f"{source} row {number}", row
+    except InputError:
+        raise
+    except Exception as error:  # the user's code may raise anything, and so do the libraries
+        # When building a dataset fails, the library wraps the cause in an error that does not name it.
+        said = failure(error)[0] if SPEC.fullmatch(source) else error_line(error.__cause__ or error)
+        raise InputError(f"data.source: {source}{f' after row {number}' if number else ''}: {said}") from error
 
-    Raises ValueError (one line) where there is no such file, where it is not a valid parquet file, and for rows that
-    cannot be converted to Python values.
-    """
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows, their values as plain Python. ROWS rows are in memory at a time."""
     import pyarrow.parquet
 
     if not path.is_file():
         raise InputError(f"data.source: there is no file {path}")
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=ROWS):
-                for row in batch.to_pylist(maps_as_pydicts="lossy"):
-                    number += 1
-                    yield f"{path} row {number}", row
-    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
-        after = f" after row {number}" if number else ""
-        raise InputError(f"data.source: cannot read {path} as parquet{after}: {error_line(error)}") from error
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=ROWS):
+            yield from batch.to_pylist(maps_as_pydicts="lossy")
 
 
-def dataset_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("source row N", row) with N from 1, of `datasets:NAME?split=SPLIT&key=value`. The default split is "train".
+def dataset_rows(source: str) -> Iterator[dict[str, Any]]:
+    """The rows of `datasets:NAME?split=SPLIT&key=value`. The default split is "train".
 
     NAME is a folder written by the `datasets` library's `save_to_disk`, or a name for its `load_dataset`, which gets
-    the options. Raises ValueError (one line) where the package or the dataset is missing, or an option is refused.
+    the options. Raises ValueError (one line) where the package is missing.
     """
     name, options = name_and_options(source.removeprefix(DATASETS), source)
     options = {"split": "train", **options}
     try:
         import datasets
-        from datasets.exceptions import DatasetsError
     except ModuleNotFoundError as error:
         raise InputError(f"data.source: {source}: {error}; pip install 'dynamo-megatron[datasets]'") from None
-    number = 0
-    try:
-        if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
-            dataset = datasets.load_from_disk(name)
-            if isinstance(dataset, dict):
-                dataset = dataset[options["split"]]
-        else:
-            dataset = datasets.load_dataset(name, **options)
-        for number, row in enumerate(dataset, 1):
-            yield f"{source} row {number}", row
-    except (OSError, ImportError, LookupError, RuntimeError, TypeError, ValueError, DatasetsError) as error:
-        # When building a dataset fails, the library wraps the cause in an error that does not name it.
-        after = f" after row {number}" if number else ""
-        raise InputError(f"data.source: {source}{after}: {error_line(error.__cause__ or error)}") from error
+    if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        dataset = datasets.load_from_disk(name)
+        yield from dataset[options["split"]] if isinstance(dataset, dict) else dataset
+    else:
+        yield from datasets.load_dataset(name, **options)
 
 
 def name_and_options(spec: str, source: str) -> tuple[str, dict[str, Any]]:
@@ -313,18 +295,6 @@ def name_and_options(spec: str, source: str) -> tuple[str, dict[str, Any]]:
         except yaml.YAMLError:
             raise InputError(f"data.source: {source}: the value of {key!r} is not YAML: {value!r}") from None
     return name, options
-
-
-def _user_items(source: str) -> Iterator[tuple[str, Any]]:
-    """(place, `Prompt` or row) of what the user's function yields. Raises ValueError (one line) if it or its iterator
-    raises anything."""
-    function, taken = load_callable(source, "data.source"), 0
-    try:
-        for taken, item in enumerate(function(), 1):
-            yield f"{source} row {taken}", item
-    except Exception as error:  # the user's code may raise anything
-        after = f" after {taken} items" if taken else ""
-        raise InputError(f"data.source: {source} failed{after}: {failure(error)[0]}") from error
 
 
 def reasoning_gym_dataset(name: str, options: dict[str, Any]) -> Any:
@@ -361,6 +331,10 @@ def _digest(*values: Any) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of plain data."""
     canonical = json.dumps(values, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _content_digest(prompt: Prompt) -> str:
+    return _digest(prompt.messages or prompt.text, prompt.answer)
 
 
 def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, str | int | float] | None:

@@ -10,12 +10,12 @@ import queue
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data.sources import content_digest, id_taken, load_prompts, located_prompts
+from dynamo_megatron.data.sources import load_prompts, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
@@ -33,16 +33,15 @@ def open_stream(
     on_progress: Callable[[int], None] = lambda count: None,
     *,
     needs_answer: bool = False,
-) -> PromptStream | IteratorStream:
+) -> PromptStream:
     """The stream of `config.source`, continued from the state `before` (None: a new run). `on_progress` is called with
     the number of problems read so far; `needs_answer`: as for `load_prompts`.
 
     Raises ValueError as `load_prompts`, `PromptStream` and `IteratorStream` do, and for a `before` of other data.
     """
-    stream: PromptStream | IteratorStream
     if config.streamed:
         log.warning("data.source: %s is read as the run goes on, in its order (see data.limit)", config.source)
-        stream = IteratorStream(config, encode, max_prompt_length, on_progress, needs_answer=needs_answer)
+        stream: PromptStream = IteratorStream(config, encode, max_prompt_length, on_progress, needs_answer=needs_answer)
     else:
         prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
         stream = PromptStream(prompts, config, encode, max_prompt_length)
@@ -51,6 +50,15 @@ def open_stream(
     if before is not None:
         stream.load_state_dict(before)
     return stream
+
+
+class _Place(NamedTuple):
+    """Where a stream is: `taken` prompts (or rows of a function) of the epoch, and `skipped`, the prompts of all epochs
+    that were too long and the rows that were no problem."""
+
+    epoch: int = 0
+    taken: int = 0
+    skipped: int = 0
 
 
 class PromptStream:
@@ -71,39 +79,50 @@ class PromptStream:
         max_prompt_length: int | None,
     ) -> None:
         self.prompts = prompts
-        self.epoch = 0  # of the prompt drawn last
         self._config, self._encode = config, encode
         # All are encoded here: a prompt that cannot be encoded would stop the run in the middle, and after each resume.
         self._too_long = {
             index for index, prompt in enumerate(prompts) if too_long(prompt, encode(prompt), max_prompt_length, config)
         }
-        self.skipped = len(self._too_long)
-        self.size = len(prompts) - self.skipped  # prompts that can be drawn
+        self.size: int | None = len(prompts) - len(self._too_long)  # prompts that can be drawn; None: not known
         if not self.size:
             raise InputError(
                 f"data.max_prompt_length: all {len(prompts)} prompts have more than {max_prompt_length} tokens"
             )
-        self._position, self._order = 0, self._shuffled()
+        self._drawn = _Place(skipped=len(self._too_long))
+        self._order = self._shuffled()
         self._fingerprint = _fingerprint(prompts, encode(prompts[0]))
 
-    def next(self, n: int, on_poll: Callable[[], None] | None = None) -> list[Prompt]:
-        """The next `n` prompts, as copies with `tokens` set. Nothing is waited for, so `on_poll` is not called."""
+    @property
+    def skipped(self) -> int:
+        """The number of too long prompts and of rows that are no problem before the prompt drawn last. A function's
+        prompt that occurs again counts again."""
+        return self._drawn.skipped
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the prompt drawn last, from 0."""
+        return self._drawn.epoch
+
+    def next(self, n: int, on_poll: Callable[[], None] = lambda: None) -> list[Prompt]:
+        """The next `n` prompts, as copies with `tokens` set. `on_poll` is called while this waits for a function's
+        items. An exception of `on_poll` ends the wait; the prompts drawn until then are not drawn again."""
         return [self.encoded(prompt) for prompt in self.candidates(n, on_poll)]
 
-    def candidates(self, n: int, on_poll: Callable[[], None] | None = None) -> list[Prompt]:
-        """The next `n` prompts, without their tokens."""
-        batch: list[Prompt] = []
-        while len(batch) < n:
-            if self._position == self.size:
-                self.epoch, self._position = self.epoch + 1, 0
-                self._order = self._shuffled()
-            batch.append(self.prompts[self._order[self._position]])
-            self._position += 1
-        return batch
+    def candidates(self, n: int, on_poll: Callable[[], None] = lambda: None) -> list[Prompt]:
+        """The next `n` prompts, without their tokens unless they are known already."""
+        return [self._draw(on_poll) for _ in range(n)]
 
     def encoded(self, prompt: Prompt) -> Prompt:
         """A copy of one of the `candidates` with `tokens` set."""
-        return dataclasses.replace(prompt, tokens=self._encode(prompt))
+        return prompt if prompt.tokens is not None else dataclasses.replace(prompt, tokens=self._encode(prompt))
+
+    def _draw(self, on_poll: Callable[[], None]) -> Prompt:
+        if self._drawn.taken == self.size:
+            self._drawn = self._drawn._replace(epoch=self.epoch + 1, taken=0)
+            self._order = self._shuffled()
+        self._drawn = self._drawn._replace(taken=self._drawn.taken + 1)
+        return self.prompts[self._order[self._drawn.taken - 1]]
 
     def _shuffled(self) -> list[int]:
         # Python guarantees that an integer seed gives the same random() in all versions, but not the same shuffle().
@@ -113,32 +132,26 @@ class PromptStream:
         return sorted(set(range(len(keys))) - self._too_long, key=keys.__getitem__)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: the stream's position, and a fingerprint of the prompts (`_fingerprint`)."""
-        return {
-            "epoch": self.epoch,
-            "position": self._position,
-            "shuffle_seed": self._config.shuffle_seed,
-            "fingerprint": self._fingerprint,
-        }
+        """Plain data of a fixed size: the stream's place, and a fingerprint of the prompts (`_fingerprint`)."""
+        return {**self._drawn._asdict(), "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`. Raises ValueError where `state` belongs to other prompts or another seed."""
+        """Continues from `state`. Raises ValueError where `state` belongs to other prompts."""
         if state["fingerprint"] != self._fingerprint:
             raise InputError(
                 f"data.source: {self._config.source} has changed: the checkpoint's run has drawn from other problems "
                 "(ids, order, problems, answers, or the tokens of the first one); resume with the same data, or start "
-                "a new output_dir"
+                "a new output_dir. A function has to yield the same items each time it is called: give its random "
+                "numbers a seed"
             )
-        if state["shuffle_seed"] != self._config.shuffle_seed:
-            raise InputError(
-                f"data.shuffle_seed: {self._config.shuffle_seed} is not the checkpoint's {state['shuffle_seed']}; "
-                "resume with that one, or start a new output_dir"
-            )
-        self.epoch, self._position = state["epoch"], state["position"]
+        self._go_on(_Place(*(state[name] for name in _Place._fields)))
+
+    def _go_on(self, place: _Place) -> None:
+        self._drawn = place
         self._order = self._shuffled()
 
 
-def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
+def _fingerprint(prompts: Iterable[Prompt], first: list[int]) -> str:
     """A hash of the ids, problems and answers in order, and of the first prompt's tokens: these show a change of
     tokenizer or template."""
     digest = hashlib.sha256(repr(first).encode())
@@ -179,27 +192,13 @@ class _Reader:
                 answer.set_exception(error)
 
 
-class _Place(NamedTuple):
-    """`taken` problems of the epoch, `digest`, a hash of their ids and contents, and `skipped`, the prompts that were
-    too long and the rows that were no problem, of all epochs."""
-
-    epoch: int = 0
-    taken: int = 0
-    digest: str = ""
-    skipped: int = 0
-
-
-class IteratorStream:
+class IteratorStream(PromptStream):
     """Prompts without end, in the order in which the function `config.source` yields them.
 
     If the iterator ends, the function is called again, and a new epoch begins. Only the first batch is read ahead, so
-    that errors in the data show before the run. The ids of all items stay in memory with a hash of the content. An id
-    that occurs again is the same problem; it is an error if its content differs. Arguments and errors are as for
-    `open_stream` and `PromptStream`. A resumed run calls the function again and skips the items that were taken.
+    that errors in the data show before the run. Arguments and errors are as for `open_stream` and `PromptStream`. A
+    resumed run calls the function again and skips the items that were taken.
     """
-
-    prompts: tuple[Prompt, ...] = ()  # none is known before the run
-    size: int | None = None  # the number of prompts is not known
 
     def __init__(
         self,
@@ -210,110 +209,60 @@ class IteratorStream:
         *,
         needs_answer: bool = False,
     ) -> None:
+        self.prompts, self.size = (), None  # none is known before the run
         self._config, self._encode, self._limit, self._on_progress = config, encode, max_prompt_length, on_progress
         self._bad: InputError | None = None  # what is wrong with the first row that was skipped as no problem
-        self._known: dict[str, str] = {}  # id -> digest of the content
         self._reader = _Reader()
         self._drawn = self._read = _Place()
         self._opened = functools.partial(located_prompts, config, needs_answer=needs_answer)
         self._items = self._opened()
         self._ahead: deque[tuple[Prompt, _Place]] = deque()
         while len(self._ahead) < config.batch_prompts:
-            self._ahead.append(self._draw(lambda: None))
+            self._ahead.append((self._next(lambda: None), self._read))
             on_progress(len(self._ahead))
-        # The first prompt's tokens show a change of tokenizer or template.
-        self._rendering = hashlib.sha256(repr(self._ahead[0][0].tokens).encode()).hexdigest()
+        first = [prompt for prompt, _ in self._ahead]
+        self._fingerprint = _fingerprint(first, first[0].tokens)
 
-    @property
-    def skipped(self) -> int:
-        """The number of too long prompts and of rows that are no problem before the prompt drawn last. A prompt that
-        occurs again counts again."""
-        return self._drawn.skipped
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the prompt drawn last, from 0."""
-        return self._drawn.epoch
-
-    def next(self, n: int, on_poll: Callable[[], None] = lambda: None) -> list[Prompt]:
-        """The next `n` prompts, with `tokens` set. `on_poll` is called while this waits for the iterator. An exception
-        of `on_poll` ends the wait; the prompts drawn until then are not drawn again."""
-        batch: list[Prompt] = []
-        while len(batch) < n:
-            prompt, self._drawn = self._ahead.popleft() if self._ahead else self._draw(on_poll)
-            batch.append(prompt)
-        return batch
-
-    candidates = next  # prompts are encoded as they are read
-
-    def encoded(self, prompt: Prompt) -> Prompt:
-        """Returns `prompt`, one of the `candidates`, as it is."""
+    def _draw(self, on_poll: Callable[[], None]) -> Prompt:
+        prompt, self._drawn = self._ahead.popleft() if self._ahead else (self._next(on_poll), self._read)
         return prompt
 
-    def _draw(self, on_poll: Callable[[], None]) -> tuple[Prompt, _Place]:
+    def _next(self, on_poll: Callable[[], None]) -> Prompt:
+        """The iterator's next problem that is not too long; where it has ended, the first of the next epoch."""
+        source = self._config.source
         for _ in range(SKIPPED_IN_A_ROW):
-            prompt = self._take(on_poll)
-            if prompt is not None:
+            item = self._reader.next(self._items, on_poll)
+            epoch, taken, skipped = self._read
+            if item is None and not taken:
+                raise InputError(
+                    f"data.source: {source} has no prompts (it has to return a new iterator each time it is called)"
+                )
+            if item is None:
+                self._items, self._read = self._opened(), _Place(epoch + 1, 0, skipped)
+                continue
+            prompt = item[1]
+            if not isinstance(prompt, InputError):
                 tokens = self._encode(prompt)
                 if not too_long(prompt, tokens, self._limit, self._config):
-                    return dataclasses.replace(prompt, tokens=tokens), self._read
-            self._read = self._read._replace(skipped=self._read.skipped + 1)
+                    self._read = _Place(epoch, taken + 1, skipped)
+                    return dataclasses.replace(prompt, tokens=tokens)
+            elif self._bad is None:
+                self._bad = prompt
+                log.warning("data.source: rows that are no problems are counted in data/skipped_prompts: %s", prompt)
+            self._read = _Place(epoch, taken + 1, skipped + 1)
         raise InputError(
-            f"data.source: {SKIPPED_IN_A_ROW:,} rows of {self._config.source} in a row are no problems or have more "
+            f"data.source: {SKIPPED_IN_A_ROW:,} rows of {source} in a row are no problems or have more "
             f"than {self._limit} tokens{'' if self._bad is None else f'; the first that is none: {self._bad}'}"
         )
 
-    def _take(self, on_poll: Callable[[], None]) -> Prompt | None:
-        """The iterator's next item, None for a row that is skipped as no problem; where the iterator has ended, the
-        first item of the next epoch."""
-        source, place = self._config.source, self._read
-        item = self._reader.next(self._items, on_poll)
-        if item is None:
-            if not place.taken:
-                raise self._bad or InputError(
-                    f"data.source: {source} has no prompts (it has to return a new iterator each time it is called)"
-                )
-            self._items, self._read = self._opened(), _Place(place.epoch + 1, skipped=place.skipped)
-            return self._take(on_poll)
-        where, prompt = item
-        if isinstance(prompt, InputError):
-            if self._bad is None:
-                self._bad = prompt
-                log.warning("data.source: rows that are no problems are counted in data/skipped_prompts: %s", prompt)
-            return None
-        content = content_digest(prompt)
-        if self._known.setdefault(prompt.prompt_id, content) != content:
-            raise id_taken(prompt, where, "an earlier problem", self._config)
-        chained = f"{place.digest} {content} {prompt.prompt_id}".encode("utf-8", "surrogatepass")
-        self._read = place._replace(taken=place.taken + 1, digest=hashlib.sha256(chained).hexdigest())
-        return prompt
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data of a fixed size."""
-        return {**self._drawn._asdict(), "rendering": self._rendering}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the last prompt drawn in `state`. Raises ValueError where the function yields other items, or
-        the tokenizer or template has changed."""
-        if state == self.state_dict():
+    def _go_on(self, place: _Place) -> None:
+        if place == self._drawn:
             return  # to skip the items a second time could take hours
-        self._items, self._read = self._opened(), _Place(state["epoch"])
+        self._items, self._drawn, self._read = self._opened(), place, place
         self._ahead.clear()
-        while (self._read.epoch, self._read.taken) < (state["epoch"], state["taken"]):
-            self._take(lambda: None)
-            self._on_progress(self._read.taken)
-        self._drawn = self._read = self._read._replace(skipped=state["skipped"])
-        if (self._read.epoch, self._read.digest) != (state["epoch"], state["digest"]):
-            raise InputError(
-                f"data.source: {self._config.source} does not yield the {state['taken']} items that the checkpoint's "
-                "run has drawn; it has to yield the same ones each time it is called: give its random numbers a seed, "
-                "or start a new output_dir"
-            )
-        if state["rendering"] != self._rendering:
-            raise InputError(
-                "data.template: the checkpoint's first prompt had other tokens: the tokenizer or the template differs; "
-                "resume with the same ones, or start a new output_dir"
-            )
+        for number in range(place.taken):
+            self._reader.next(self._items, lambda: None)
+            self._on_progress(number + 1)
 
 
 def too_long(prompt: Prompt, tokens: list[int], limit: int | None, config: DataConfig) -> bool:

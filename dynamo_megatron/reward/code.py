@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.reward.extraction import after_thinking, fenced
+from dynamo_megatron.reward.extraction import Graded, after_thinking, fenced
 from dynamo_megatron.reward.sandbox import Sandbox
 from dynamo_megatron.types import Prompt
 
@@ -68,14 +68,14 @@ def code_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
         tests = problem_tests(prompt)[: code.tests]
         found = fenced(after_thinking(response) or "", PYTHON)
         if found is None:
-            return 0.0
+            return Graded(0.0, "")
         program, passed = found.encode(errors="replace"), 0
         for test in tests:
             right, late = _outcome(sandbox, program, test)
             passed += right
             if late or (code.score == "all" and not right):
                 break
-        return passed / len(tests) if code.score == "share" else float(passed == len(tests))
+        return Graded(passed / len(tests) if code.score == "share" else passed == len(tests), found)
 
     return code_answer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection
 
@@ -24,6 +25,18 @@ SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*(?:\banswer\b(?:\s+is\b)?|答案[是为為]?))[\s:：]*", re.IGNORECASE)
 MARKUP = re.compile(r"\\(?:text|math|bold)[a-z]*\b")
+LONGEST = 200  # characters of an answer that is kept as it is
+
+
+class Graded(float):
+    """A score of a response with the `answer` that a reward read in it, "" where it found none; of a text longer than
+    LONGEST the SHA-256."""
+
+    def __new__(cls, score: float, answer: str) -> Graded:
+        graded = super().__new__(cls, score)
+        long = len(answer) > LONGEST
+        graded.answer = hashlib.sha256(answer.encode(errors="replace")).hexdigest() if long else answer
+        return graded
 
 
 def after_thinking(text: str) -> str | None:

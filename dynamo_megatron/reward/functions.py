@@ -41,8 +41,8 @@ SERVICES = ("judge", "reward_model")  # also behind HTTP; their configuration se
 @dataclass(frozen=True)
 class FunctionResult:
     """What one reward function gave one response. If `state` (`types.REWARD_STATES`) is "scored", `value` is the score,
-    `steps` has the scores of steps, and `answer` is as `answers.extracted` says. Otherwise `text` says in one line what
-    went wrong, and `frames` where in the user's files."""
+    `steps` has the scores of steps, and `answer` that of a `Graded` value. Otherwise `text` says in one line what went
+    wrong, and `frames` where in the user's files."""
 
     function: str
     state: str

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import hashlib
 import itertools
 import json
 import os
 import re
 import socket
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +20,7 @@ from jinja2 import TemplateError
 from yarl import URL
 
 from dynamo_megatron.config import RewardConfig
-from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.data.templates import chat_messages, load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import FunctionResult, NoScore, checked, checked_steps
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
@@ -32,9 +28,9 @@ from dynamo_megatron.types import Prompt
 
 REQUESTS = 8  # to one URL, under way at once
 CONNECT_TIMEOUT = 5.0  # seconds
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
-LOSSES = 3  # servers that may go away while they have a request: the request may be the reason
-POLL_EVERY = 0.2  # seconds
+LOSSES = 3  # attempts at a server that is restarted which do not count; the request may be why it ended
 SHOWN = 200  # characters of an answer in a message
 REPLY_SHOWN = 80  # characters of a reply in a message
 LONGEST_ERROR = 200  # characters of the description of a wrong reward in a message
@@ -50,35 +46,7 @@ class Address:
     api_key: str = field(default="", repr=False)
 
 
-class Addresses:
-    """The addresses that requests go to, in turn. One thread may change them while others read."""
-
-    def __init__(self, given: Iterable[Address] = (), restarts_within: float = 0.0) -> None:
-        """`restarts_within`: how long to wait for a server while none is up, in seconds; 0: the addresses are fixed."""
-        self.known = list(given)  # replaced by a new list, never changed in place
-        self.restarts_within = restarts_within
-        self._up: dict[str, Address] = {}
-        self._turns = itertools.count()
-        self._why_none, self._final = "none has come up", False
-
-    def up(self, name: str, address: Address) -> None:
-        self._up[name] = address
-        self.known = list(self._up.values())
-
-    def down(self, name: str, why: str, final: bool = False) -> None:
-        """Removes the server `name`; `why` is for error messages. `final`: no server will come up again."""
-        self._up.pop(name, None)
-        self.known = list(self._up.values())
-        self._why_none, self._final = f"{name}: {why}", final
-
-    async def next(self) -> Address:
-        """Returns the next address; waits while no server is up. Raises NoScore if none comes up in time."""
-        end = time.monotonic() + self.restarts_within
-        while not (known := self.known):
-            if self._final or time.monotonic() > end:
-                raise NoScore(f"no server of the reward model is up; {self._why_none}", "crashed")
-            await asyncio.sleep(POLL_EVERY)
-        return known[next(self._turns) % len(known)]
+Servers = Callable[[], Awaitable[Address]]  # gives the address of one that is up, and waits for it
 
 
 class HttpReward:
@@ -86,9 +54,8 @@ class HttpReward:
 
     A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
     answer is final. A request and its repeats have `config.deadline` seconds; waiting for a free request does not
-    count, nor do attempts that end with a server that is restarted; such repeats go one at a time, so that a request
-    that ends servers is not held against the others. The last `config.cache` scores are kept. Samples may come from any
-    event loop and thread.
+    count, nor do the first LOSSES attempts that end with a server that is restarted. The last `config.cache` scores
+    are kept.
     """
 
     path = ""  # is appended to the address
@@ -97,22 +64,21 @@ class HttpReward:
     def __init__(
         self,
         name: str,
-        addresses: Addresses,
+        addresses: Sequence[Address],
         config: RewardConfig,
         concurrency: int,
         per_second: float | None = None,
+        servers: Servers | None = None,
     ) -> None:
         """`concurrency`: requests under way at once. `per_second`: how many may be sent per second, repeats included;
-        None: no limit."""
+        None: no limit. `servers`: where requests go in place of the `addresses`, in turn, if servers are restarted."""
         self.name, self._addresses, self._deadline, self._cached = name, addresses, config.deadline, config.cache
+        self._turns, self._servers = itertools.cycle(addresses), servers
         self._concurrency, self._per_second = concurrency, per_second
-        self._cache: OrderedDict[bytes, FunctionResult] = OrderedDict()
-        self._under_way: dict[bytes, asyncio.Future[FunctionResult]] = {}  # with a cache: of equal samples one is sent
+        self._cache: dict[bytes, asyncio.Future[FunctionResult]] = {}  # the last used one last
+        self._waiting: list[tuple[bytes, int, asyncio.Future[FunctionResult]]] = []
+        self._requests: set[asyncio.Task[None]] = set()
         self._next_turn = 0.0  # monotonic seconds
-        self._loop = asyncio.new_event_loop()
-        self._end, self._alone = asyncio.Event(), asyncio.Lock()
-        self._waiting: asyncio.Queue[tuple[bytes, int, asyncio.Future[FunctionResult]]] = asyncio.Queue()
-        self._thread = threading.Thread(target=self._run, name=f"reward {self.name}", daemon=True)
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
         """Encodes one sample. Raises ValueError, TypeError or RecursionError if that is not possible."""
@@ -127,14 +93,13 @@ class HttpReward:
 
     def start(self) -> None:
         """Raises ValueError (one line) for a malformed URL, and if no service accepts connections at the URL."""
-        for address in self._addresses.known:
+        for address in self._addresses:
             try:
                 url = URL(address.url)
                 socket.create_connection((url.host, url.port), CONNECT_TIMEOUT).close()
             except (ValueError, OSError) as error:  # ValueError: an impossible port or host name
                 what = f"reward.functions: {self.name}: {address.url}"
                 raise InputError(f"{what}: cannot connect, is the service up? ({error})") from error
-        self._thread.start()
 
     async def score(self, prompt: Prompt, response: str) -> FunctionResult:
         """The result of one response: "timed_out" if no answer came within the deadline, "crashed" if an attempt failed
@@ -143,105 +108,93 @@ class HttpReward:
             sample = self.sample(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
             return FunctionResult(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
-        return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._result(sample, len(response)), self._loop)
-        )
+        key, loop = hashlib.sha256(sample).digest(), asyncio.get_running_loop()
+        result = self._cache.pop(key, None)
+        if result is None:
+            result = loop.create_future()
+            self._waiting.append((sample, len(response), result))
+            loop.call_soon(self._begin)  # later, so that the samples of this moment share requests
+        if self._cached:
+            self._cache[key] = result
+            if len(self._cache) > self._cached:
+                del self._cache[next(iter(self._cache))]
+        found = await asyncio.shield(result)  # others may wait for it too
+        if found.state != "scored":
+            self._cache.pop(key, None)
+        return found
 
     def close(self) -> None:
-        """Stops the requests under way and the thread, and cancels waiting samples. May be called twice."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join()
-        self._loop.close()
+        """Cancels the requests under way and the samples that wait. May be called from any thread, and twice."""
+        waiting = [result for _, _, result in self._waiting]
+        self._waiting.clear()
+        for future in (*self._requests, *waiting):
+            future.get_loop().call_soon_threadsafe(future.cancel)
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it cancels the samples that wait at the end
-            runner.run(self._serve())
+    def _begin(self) -> None:
+        """Begins as many requests as may be under way."""
+        while self._waiting and len(self._requests) < self._concurrency:
+            batch, self._waiting = self._waiting[: self.batch], self._waiting[self.batch :]
+            request = asyncio.get_running_loop().create_task(self._send(batch))
+            self._requests.add(request)
+            request.add_done_callback(self._ended)
 
-    async def _serve(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-        async with (
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self._session,
-            asyncio.TaskGroup() as group,
-        ):
-            senders = [group.create_task(self._send()) for _ in range(self._concurrency)]
-            await self._end.wait()
-            for sender in senders:
-                sender.cancel()
+    def _ended(self, request: asyncio.Task[None]) -> None:
+        self._requests.discard(request)
+        if not request.cancelled():
+            self._begin()
 
-    async def _result(self, sample: bytes, characters: int) -> FunctionResult:
-        key = hashlib.sha256(sample).digest()
-        if (kept := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            return kept
-        waiting = self._under_way.get(key)
-        if waiting is None:
-            waiting = self._loop.create_future()
-            self._waiting.put_nowait((sample, characters, waiting))
-            if self._cached:
-                self._under_way[key] = waiting
-                waiting.add_done_callback(functools.partial(self._keep, key))
-        return await asyncio.shield(waiting)  # others may wait for it too
-
-    def _keep(self, key: bytes, waiting: asyncio.Future[FunctionResult]) -> None:
-        del self._under_way[key]
-        if waiting.result().state == "scored":
-            self._cache[key] = waiting.result()
-            if len(self._cache) > self._cached:
-                self._cache.popitem(last=False)
-
-    async def _send(self) -> None:
-        while True:
-            batch = [await self._waiting.get()]
-            while len(batch) < self.batch and not self._waiting.empty():
-                batch.append(self._waiting.get_nowait())
-            try:
-                reply = await self._reply(self.body([sample for sample, _, _ in batch]))
-                results = self.results(reply, [characters for _, characters, _ in batch])
-            except NoScore as failure:
-                results = [FunctionResult(self.name, failure.state, text=str(failure))] * len(batch)
-            except Exception as error:  # else the samples would wait for ever
-                text = on_one_line(f"its answer cannot be read: {error_line(error)}", SHOWN)
-                results = [FunctionResult(self.name, "crashed", text=text)] * len(batch)
-            for (_, _, future), result in zip(batch, results, strict=True):
-                future.set_result(result)
+    async def _send(self, batch: list[tuple[bytes, int, asyncio.Future[FunctionResult]]]) -> None:
+        samples, characters, futures = zip(*batch, strict=True)
+        try:
+            results = self.results(await self._reply(self.body(samples)), characters)
+        except NoScore as failure:
+            results = [FunctionResult(self.name, failure.state, text=str(failure))] * len(batch)
+        except Exception as error:  # else the samples would wait for ever
+            text = on_one_line(f"its answer cannot be read: {error_line(error)}", SHOWN)
+            results = [FunctionResult(self.name, "crashed", text=text)] * len(batch)
+        except asyncio.CancelledError:
+            for future in futures:
+                future.cancel()
+            raise
+        for future, result in zip(futures, results, strict=True):
+            future.set_result(result)
 
     async def _reply(self, body: bytes) -> bytes:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
-        failure, pause, left, lost = "", FIRST_PAUSE, self._deadline, 0
+        failure, pause, left, losses = "", FIRST_PAUSE, self._deadline, 0
         while True:
-            async with self._alone if lost else contextlib.nullcontext():
-                address = await self._addresses.next()
-                headers = {"Content-Type": "application/json"}
-                if address.api_key:
-                    headers["Authorization"] = f"Bearer {address.api_key}"
+            address = next(self._turns) if self._servers is None else await self._servers()
+            headers = {"Content-Type": "application/json"}
+            if address.api_key:
+                headers["Authorization"] = f"Bearer {address.api_key}"
+            await self._turn()
+            begun, counts = time.monotonic(), True
+            try:
                 # A followed redirect may become a GET, and would send the API key to another address.
-                request = {"url": address.url + self.path, "data": body, "headers": headers, "allow_redirects": False}
-                await self._turn()
-                begun, restarted = time.monotonic(), False
-                try:
-                    async with asyncio.timeout(left), self._session.post(**request) as answer:
-                        reply = await answer.read()
-                    if answer.status == 200:
-                        return reply
-                    failure = f"answered {answer.status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
-                    if answer.status != 429 and answer.status < 500:
-                        raise NoScore(failure, "crashed")
-                    asked = answer.headers.get("Retry-After", "")
-                    pause = max(pause, float(asked) if asked.isdecimal() else 0.0)
-                except aiohttp.ClientError as error:
-                    failure = on_one_line(error_line(error), SHOWN)
-                    restarted = self._addresses.restarts_within > 0
-                    lost += restarted and not isinstance(error, aiohttp.ClientConnectorError)
-                    if lost == LOSSES:
-                        raise NoScore(f"its server went away in {lost} attempts: {failure}", "crashed") from None
-                except TimeoutError:
-                    within = f"within reward.deadline ({self._deadline:g} s)"
-                    if not failure:
-                        raise NoScore(f"no answer {within}", "timed_out") from None
-                    raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
+                given = {"data": body, "headers": headers, "allow_redirects": False, "timeout": TIMEOUT}
+                async with (
+                    asyncio.timeout(left),
+                    aiohttp.request("POST", address.url + self.path, **given) as answer,
+                ):
+                    reply = await answer.read()
+                if answer.status == 200:
+                    return reply
+                failure = f"answered {answer.status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
+                if answer.status != 429 and answer.status < 500:
+                    raise NoScore(failure, "crashed")
+                asked = answer.headers.get("Retry-After", "")
+                pause = max(pause, float(asked) if asked.isdecimal() else 0.0)
+            except aiohttp.ClientError as error:
+                failure = on_one_line(error_line(error), SHOWN)
+                counts = self._servers is None or losses == LOSSES
+                losses += not counts
+            except TimeoutError:
+                within = f"within reward.deadline ({self._deadline:g} s)"
+                if not failure:
+                    raise NoScore(f"no answer {within}", "timed_out") from None
+                raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
             await asyncio.sleep(min(pause, max(left, 0.0)))
-            left -= 0.0 if restarted else time.monotonic() - begun
+            left -= time.monotonic() - begun if counts else 0.0
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _turn(self) -> None:
@@ -263,7 +216,7 @@ class UrlService(HttpReward):
 
     def __init__(self, url: str, config: RewardConfig) -> None:
         key = key_of(config.api_key_env, "reward.api_key_env")
-        super().__init__(url, Addresses([Address(url, key)]), config, REQUESTS)
+        super().__init__(url, [Address(url, key)], config, REQUESTS)
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
         fields = {name: getattr(prompt, name) for name in ("prompt_id", "answer", "source", "meta")}
@@ -300,7 +253,7 @@ class Judge(HttpReward):
     def __init__(self, config: RewardConfig) -> None:
         judge = config.judge
         address = Address(judge.url.rstrip("/"), key_of(judge.api_key_env, "reward.judge.api_key_env"))
-        super().__init__("judge", Addresses([address]), config, judge.concurrency, judge.requests_per_second)
+        super().__init__("judge", [address], config, judge.concurrency, judge.requests_per_second)
         self._config, self._pattern = judge, regex.compile(judge.pattern)
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
@@ -351,19 +304,20 @@ class RewardModel(HttpReward):
 
     path = "/classify"
 
-    def __init__(self, config: RewardConfig, servers: Addresses | None) -> None:
+    def __init__(self, config: RewardConfig, servers: Servers | None) -> None:
         """`servers`: None: those of `urls`. Raises ValueError (one line) if the folder has no tokenizer, or the
         tokenizer has no chat template."""
         model = config.reward_model
         key = key_of(model.api_key_env, "reward.reward_model.api_key_env")
-        addresses = servers or Addresses(Address(url.rstrip("/"), key) for url in model.urls)
-        super().__init__("reward_model", addresses, config, model.concurrency, model.requests_per_second)
+        addresses = [Address(url.rstrip("/"), key) for url in model.urls]
+        limits = (model.concurrency, model.requests_per_second)
+        super().__init__("reward_model", addresses, config, *limits, servers)
         self._range, self._tokenizer = model.range, load_tokenizer(model.path, key="reward.reward_model.path")
         if self._tokenizer.chat_template is None:
             raise InputError(f"reward.reward_model.path: the tokenizer of {model.path} has no chat template")
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
-        messages = prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
+        messages = chat_messages(prompt, None)
         try:
             encoded = self._tokenizer.apply_chat_template(
                 [*messages, {"role": "assistant", "content": response}], tokenize=True, return_dict=True

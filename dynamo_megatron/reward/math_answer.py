@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from dynamo_megatron.reward.extraction import SENTENCE_END, after_thinking, boxed, last_boxes, last_line
+from dynamo_megatron.reward.extraction import SENTENCE_END, Graded, after_thinking, boxed, last_boxes, last_line
 from dynamo_megatron.reward.mathematics.equality import equal
 from dynamo_megatron.reward.mathematics.parser import parse
 from dynamo_megatron.reward.mathematics.text import (
@@ -70,19 +69,10 @@ def math_answer(prompt: Prompt, response: str) -> float:
     normal form, or both can be parsed whole and are mathematically equal. `prompt.answer` is a number or text: plain,
     LaTeX, or a solution that ends in `\boxed{}` or `#### 72`. Raises ValueError for anything else."""
     reference = normal_form(_reference(prompt.answer))
-    return float(any(equal_answers(reference, choice) for choice in _choices(reference, response)))
-
-
-def compared_answer(prompt: Prompt, response: str, score: float) -> str:
-    """The normal form of the response's answer; of a right one that of `prompt.answer`, whatever form it has itself."""
-    reference = normal_form(_reference(prompt.answer))
-    return reference if score == 1 else next(_choices(reference, response), "")
-
-
-def _choices(reference: str, response: str) -> Iterator[str]:
-    """The normal forms of `final_answers`."""
     words = in_words(reference) or _parsed(reference) is None
-    return filter(None, map(normal_form, final_answers(response, words)))
+    choices = [choice for answer in final_answers(response, words) if (choice := normal_form(answer))]
+    right = any(equal_answers(reference, choice) for choice in choices)
+    return Graded(right, reference if right else next(iter(choices), ""))  # all right answers are one
 
 
 def equal_answers(reference: str, answer: str) -> bool:

@@ -26,7 +26,7 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 if TYPE_CHECKING:
-    from dynamo_megatron.reward.http import Addresses, HttpReward
+    from dynamo_megatron.reward.http import HttpReward, Servers
     from dynamo_megatron.reward.ray_workers import RayWorkers
 
 SHOWN = 300  # characters of a problem, an answer or a response in a message
@@ -61,11 +61,11 @@ class RewardPool:
 
     A sample that is late gets reward 0 and status "reward_timeout". Where a function or service fails, `score` raises
     RewardError, or the sample gets reward 0 and status "reward_error" (`config.on_error`). `prime` is not computed here
-    but by the ranks (`Policy.implicit_rewards`). May be used from any event loop and thread.
+    but by the ranks (`Policy.implicit_rewards`). May be used from one event loop after the other.
     """
 
-    def __init__(self, config: RewardConfig, servers: Addresses | None = None) -> None:
-        """`servers`: the addresses of the servers of `config.servers`, which the caller starts and stops."""
+    def __init__(self, config: RewardConfig, servers: Servers | None = None) -> None:
+        """`servers`: the addresses of those of `config.servers`, which the caller starts and stops."""
         self._config, self._servers = config, servers
         self._local = [name for name in config.outcomes if not name.startswith(URLS) and name not in SERVICES]
         self._services: list[HttpReward] = []

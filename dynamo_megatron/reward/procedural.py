@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from dynamo_megatron.data.sources import reasoning_gym_dataset
-from dynamo_megatron.reward.extraction import after_thinking, boxed, last_number, tagged
+from dynamo_megatron.reward.extraction import Graded, after_thinking, boxed, last_number, tagged
 from dynamo_megatron.types import Prompt
 
 # Some datasets give 0.01 or 0.05 to an empty answer, others to any text. A score that these answers would get earns no
@@ -27,10 +27,10 @@ def reasoning_gym_answer(prompt: Prompt, response: str) -> float:
     meta = prompt.meta["reasoning_gym"]
     entry = meta["entry"]
     dataset = _dataset(meta["dataset"], json.dumps(meta["options"]))
-    score = _score(dataset, extract_answer(response, str(entry["answer"])), entry)
-    if score >= 1.0:
-        return 1.0
-    return score if score > max(_score(dataset, answer, entry) for answer in WORTHLESS) else 0.0
+    answer = extract_answer(response, str(entry["answer"]))
+    score = _score(dataset, answer, entry)
+    earned = score >= 1.0 or score > max(_score(dataset, each, entry) for each in WORTHLESS)
+    return Graded(min(score, 1.0) if earned else 0.0, answer)
 
 
 def extract_answer(response: str, right_answer: str) -> str:

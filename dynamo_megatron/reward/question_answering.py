@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dynamo_megatron.reward.extraction import MARKUP, after_thinking, boxed, final_answer, tagged
+from dynamo_megatron.reward.extraction import MARKUP, Graded, after_thinking, boxed, final_answer, tagged
 from dynamo_megatron.types import Prompt
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -40,14 +40,16 @@ def qa_exact(prompt: Prompt, response: str) -> float:
     of which `normalised` leaves nothing ("A", "+") is compared in lower case as it is. Raises ValueError for a
     `prompt.answer` without references."""
     answer = final_answer(response)
-    return float(any(ours == right for ours, right in _compared(answer, references(prompt.answer))))
+    right = any(ours == right for ours, right in _compared(answer, references(prompt.answer)))
+    return Graded(right, normalised(answer))
 
 
 def qa_f1(prompt: Prompt, response: str) -> float:
     """The largest token F1 between the final answer and a reference; 1.0 where they are equal. Final answer, references
     and errors are as for `qa_exact`."""
     answer = final_answer(response)
-    return max(_f1(ours.split(), right.split()) for ours, right in _compared(answer, references(prompt.answer)))
+    best = max(_f1(ours.split(), right.split()) for ours, right in _compared(answer, references(prompt.answer)))
+    return Graded(best, normalised(answer))
 
 
 def qa_sources(prompt: Prompt, response: str) -> float:
@@ -105,7 +107,8 @@ def _f1(answer: list[str], reference: list[str]) -> float:
 def choice_answer(prompt: Prompt, response: str) -> float:
     """1.0 where the letter that `response` has `chosen` is `prompt.answer`, else 0.0. `prompt.answer` is a letter ("B",
     "(B)"), or the index of a letter, 0 for A. Raises ValueError for anything else."""
-    return float(chosen(response) == _right(prompt.answer))
+    letter = chosen(response)
+    return Graded(letter == _right(prompt.answer), letter or "")
 
 
 def chosen(response: str) -> str | None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from dynamo_megatron.reward.answers import extracted
+from dynamo_megatron.reward.extraction import Graded
 from dynamo_megatron.reward.functions import FunctionResult, checked_steps, load_function
 from dynamo_megatron.runtime.log_files import print_printable
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS
@@ -50,7 +50,8 @@ def _result(name: str, function: Callable, prompt: Prompt, response: str) -> Fun
         value = function(prompt, response)
         state = "wrong_format"
         score, steps = checked_steps(value, len(response))
-        return FunctionResult(name, "scored", score, steps, answer=extracted(name, prompt, response, score))
+        answer = value.answer if isinstance(value, Graded) else None
+        return FunctionResult(name, "scored", score, steps, answer=answer)
     except BaseException as error:  # the user's function may raise anything; the parent decides
         text, frames = failure(error)
         return FunctionResult(name, state, text=text, frames=frames)

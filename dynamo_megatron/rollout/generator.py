@@ -85,7 +85,7 @@ class Generator:
         self._stack.callback(self._thread.shutdown)  # runs before `close`: a line may be being written
         session = await self._stack.enter_async_context(open_session())
         rewards = RewardServers(config, session) if config.reward.servers is not None else None
-        self._pool = RewardPool(config.reward, rewards and rewards.addresses)
+        self._pool = RewardPool(config.reward, rewards and rewards.next)
         self._stack.callback(self._pool.close)
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size, self._routes)
         self._fleets = [self._fleet, *([rewards] if rewards is not None else [])]

@@ -10,7 +10,7 @@ import pytest
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import PromptStream, open_stream
-from dynamo_megatron.data.selection import PromptSelection
+from dynamo_megatron.data.selection import open_selection
 from dynamo_megatron.types import Prompt
 
 KINDS = ("priority", "thompson", "greso")
@@ -28,7 +28,7 @@ class Run:
         config = DataConfig(source="a.jsonl", shuffle_seed=0, selection=selection)
         self.stream = stream or PromptStream(items, config, lambda p: [1] * len(p.text), 10)
         self.allocator = RolloutAllocator({})
-        self.selection = PromptSelection(config, self.stream, self.allocator.history)
+        self.selection = open_selection(config, self.stream, self.allocator.history)
 
     def draw(self, step: int, wanted: int, round_: int = 0) -> list[Prompt]:
         return self.selection.draw(step, round_, wanted, lambda: None)
@@ -114,7 +114,7 @@ def test_problems_of_a_function(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     config = DataConfig(source=f"five_{kind}:five", shuffle_seed=0, batch_prompts=2, selection=kind)
     stream = open_stream(config, lambda p: [1], None)
-    run = PromptSelection(config, stream, RolloutAllocator({}).history)
+    run = open_selection(config, stream, RolloutAllocator({}).history)
     drawn = Counter(p.prompt_id for step in range(1, 100) for p in run.draw(step, 0, 2, lambda: None))
     assert len(drawn) == 5 and min(drawn.values()) > 20
     with pytest.raises(ValueError, match="candidates: null needs all problems at the start"):

@@ -17,7 +17,7 @@ def serve():
 
 @pytest.fixture
 def pool():
-    """pool(functions or endpoints of them, servers=addresses, **settings of reward) -> a started pool."""
+    """pool(functions or endpoints of them, addresses of servers, **settings of reward) -> a started pool."""
     with contextlib.ExitStack() as opened:
 
         def start(*functions, addresses=None, **settings):

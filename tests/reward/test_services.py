@@ -4,7 +4,6 @@ import asyncio
 import datetime
 import itertools
 import socket
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,8 @@ from scoring_endpoint import PROMPT, completion, scored
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError, RewardPool, Score, http
-from dynamo_megatron.reward.http import Address, Addresses
+from dynamo_megatron.reward.functions import NoScore
+from dynamo_megatron.reward.http import Address
 from dynamo_megatron.types import Prompt
 
 PATIENCE = 600.0  # seconds for what takes none
@@ -30,17 +30,17 @@ def value(number: float = 0.5) -> dict:
 def start(serve, pool, tiny_model):
     """start(kind, answer, its section, **settings of reward) -> (endpoint, started pool, name of the function)."""
 
-    def started(kind, answer, section=None, addresses=None, **settings):
+    def started(kind, answer, section=None, servers=None, **settings):
         endpoint = serve(answer)
         settings = {"on_error": "zero", "deadline": PATIENCE, **settings}
         if kind == "url":
             return endpoint, pool(endpoint, **settings), endpoint.score
         sections = {"judge": {"url": endpoint.url, "model": "m"}, "reward_model": {"path": str(tiny_model)}}
         if kind == "reward_model":
-            settings["servers"] = {} if addresses else None
-            sections[kind] |= {} if addresses else {"urls": [endpoint.url]}
+            settings["servers"] = {} if servers else None
+            sections[kind] |= {} if servers else {"urls": [endpoint.url]}
         settings[kind] = {**sections[kind], **(section or {})}
-        return endpoint, pool(kind, addresses=addresses, **settings), kind
+        return endpoint, pool(kind, addresses=servers, **settings), kind
 
     return started
 
@@ -284,7 +284,7 @@ def test_scores_are_kept_and_failures_are_not(start):
 
 
 def test_close_ends_requests_and_scoring_after_it_is_an_error(start):
-    endpoint, pool, name = start("url", lambda *_: asyncio.sleep(3600))
+    endpoint, pool, _ = start("url", lambda *_: asyncio.sleep(3600))
 
     async def close_while_waiting():
         tasks = [asyncio.create_task(pool.score(PROMPT, "x")) for _ in range(100)]
@@ -294,7 +294,6 @@ def test_close_ends_requests_and_scoring_after_it_is_an_error(start):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert all(isinstance(result, asyncio.CancelledError) for result in asyncio.run(close_while_waiting()))
-    assert not any(thread.name == f"reward {name}" for thread in threading.enumerate())
     pool.close()
     with pytest.raises(RuntimeError, match="not open"):
         asyncio.run(pool.score(PROMPT, "x"))
@@ -303,62 +302,39 @@ def test_close_ends_requests_and_scoring_after_it_is_an_error(start):
 # Servers that are restarted
 
 
-def test_servers_take_turns_and_one_that_is_lost_is_waited_for(start, serve):
-    answer = lambda *_: value()["reward_model"]  # noqa: E731
-    addresses = Addresses(restarts_within=PATIENCE)
-    first, pool, _ = start("reward_model", answer, addresses=addresses)
-    second = serve(answer)
-    addresses.up("reward-0", Address(first.url, "k0"))
-    addresses.up("reward-1", Address(second.url, "k1"))
-    assert [scored(pool, response)[0].status for response in "abcd"] == ["ok"] * 4
-    assert (first.keys, second.keys) == (["Bearer k0"] * 2, ["Bearer k1"] * 2)
-    addresses.down("reward-0", "killed")
-    addresses.down("reward-1", "killed")
-    threading.Timer(0.3, lambda: addresses.up("reward-1", Address(second.url, "k2"))).start()
-    assert scored(pool, "e")[0].status == "ok" and second.keys[-1] == "Bearer k2"
-    addresses.down("reward-1", "out of memory", final=True)
-    (score,) = scored(pool, "f")
-    assert score.failures == {"reward_model": "crashed"}
-    assert score.failure == "reward_model: no server of the reward model is up; reward-1: out of memory"
+async def where(endpoint):
+    return Address(endpoint.url, "k0")
 
 
-def test_what_ends_every_server_is_given_up_and_the_others_are_scored(start):
-    """Two responses end every server that reads them, and with it what the server is asked for others."""
-    reading = ends = 0
+def test_servers_of_the_run_are_asked_for_their_address(start):
+    async def none():
+        raise NoScore("no server is up", "crashed")
 
-    async def answer(request, _):
-        nonlocal reading, ends
-        if len(request["input_ids"][0]) > 200:
-            reading += 1
-            await asyncio.sleep(0.05)
-            reading, ends = reading - 1, ends + 1
-            return None
-        before = ends
-        while reading:
-            await asyncio.sleep(0.01)
-        return value()["reward_model"] if ends == before else None
+    up, answer = [], lambda *_: value()["reward_model"]
+    endpoint, pool, _ = start("reward_model", answer, servers=lambda: where(up[0]) if up else none())
+    assert scored(pool, "a")[0].failure == "reward_model: no server is up"
+    up.append(endpoint)
+    assert scored(pool, "b")[0].status == "ok" and endpoint.keys == ["Bearer k0"]
 
-    addresses = Addresses(restarts_within=PATIENCE)
-    endpoint, pool, _ = start("reward_model", answer, {"concurrency": 12}, addresses)
-    addresses.up("reward-0", Address(endpoint.url))
-    scores = scored(pool, *["x" * n for n in range(1, 11)], "x" * 300, "x" * 301)
-    assert [score.status for score in scores] == ["ok"] * 10 + ["reward_error"] * 2
-    assert scores[-1].failure.startswith("reward_model: its server went away in 3 attempts: ")
+
+def test_what_ends_every_server_that_reads_it_is_given_up(start, slow_clock):
+    endpoint, pool, _ = start("reward_model", lambda *_: None, servers=lambda: where(endpoint))
+    (score,) = scored(pool, "x")
+    within = "within reward.deadline (600 s), the last attempt: "
+    assert score.failures == {"reward_model": "crashed"} and within in score.failure
+    assert len(endpoint.requests) <= http.LOSSES + 2
 
 
 def test_attempts_that_end_with_their_server_do_not_count(start, slow_clock):
-    addresses = Addresses(restarts_within=1e9)
-    endpoint, pool, _ = start(
-        "reward_model", lambda _, n: value()["reward_model"] if n > 2 else None, addresses=addresses
-    )
-    addresses.up("reward-0", Address(endpoint.url))
+    answer = lambda _, n: value()["reward_model"] if n > 2 else None  # noqa: E731
+    endpoint, pool, _ = start("reward_model", answer, servers=lambda: where(endpoint))
     assert scored(pool, "x")[0].status == "ok" and len(endpoint.requests) == 3
 
 
 def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_model, tmp_path):
     def start(path):
         config = RewardConfig(functions=["reward_model"], servers={}, reward_model={"path": str(path)})
-        RewardPool(config, Addresses(restarts_within=1.0)).start()
+        RewardPool(config, where).start()
 
     with pytest.raises(ValueError, match=r"^reward.reward_model.path: .* has no tokenizer"):
         start(tmp_path)

@@ -9,6 +9,7 @@ from stand_ins import Server, external, listening
 
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.reward import RewardPool
+from dynamo_megatron.reward.functions import NoScore
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import fleet, reward_servers, serve, supervisor
@@ -82,7 +83,7 @@ async def until(condition, what: str) -> None:
 
 
 def keys(servers: RewardServers) -> list[str]:
-    return [address.api_key for address in servers.addresses.known]
+    return [server.endpoint.api_key for server in servers._servers.values()]
 
 
 def test_a_server_that_ends_or_hangs_is_restarted_and_asked_at_its_new_address(stand_in, tmp_path, monkeypatch):
@@ -92,7 +93,7 @@ def test_a_server_that_ends_or_hangs_is_restarted_and_asked_at_its_new_address(s
             monkeypatch.setattr(stand_in, "url", url)
             async with running(with_model(external([url], output=tmp_path))) as servers:
                 await servers.wait_started()
-                assert keys(servers) == ["key-1"]
+                assert (await servers.next()).api_key == "key-1"
                 stand_in.made[0].ended = True
                 await until(lambda: keys(servers) == ["key-2"], "the second incarnation")
                 server.healthy = False  # hangs: out of the rotation after rollout.health_timeout
@@ -111,11 +112,14 @@ def test_a_run_without_one_server_does_not_start_and_says_why(stand_in, tmp_path
 
     async def work():
         async with running(with_model(external(["http://unused"], output=tmp_path), count=2)) as servers:
-            await servers.wait_started()
+            with pytest.raises(RolloutError) as error:
+                await servers.wait_started()
+            with pytest.raises(NoScore, match=r"^no server of the reward model is up; reward-0: out of memory"):
+                await servers.next()
+        return str(error.value)
 
     why = "reward-0: out of memory; reward-1: out of memory"
-    with pytest.raises(RolloutError, match=f"^no server of the reward model is up; {why}$"):
-        asyncio.run(work())
+    assert asyncio.run(work()) == f"no server of the reward model is up; {why}"
 
 
 def test_the_reward_model_of_a_run_with_fp8_weights_keeps_its_own(stand_in, tmp_path):
@@ -185,7 +189,7 @@ def test_a_real_server_gives_the_scores_of_transformers(tiny_reward_model, trans
     async def work():
         async with running(config) as servers:
             await servers.wait_started()
-            pool = RewardPool(config.reward, servers.addresses)
+            pool = RewardPool(config.reward, servers.next)
             try:
                 pool.start()
                 return await asyncio.gather(*(pool.score(p, r) for p, r in zip(prompts, responses, strict=True)))

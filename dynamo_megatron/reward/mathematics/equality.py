@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from mpmath import mp
 
-from dynamo_megatron.reward.mathematics.tokens import DEGREE, TRIGONOMETRIC
+from dynamo_megatron.reward.mathematics.tokens import PURE, TRIGONOMETRIC
 from dynamo_megatron.reward.mathematics.value import (
     DIGITS,
     DOTS,
@@ -37,34 +38,29 @@ from dynamo_megatron.reward.mathematics.value import (
 
 MOST_ITEMS = 100
 LESS = {"<": "<", "<=": "<=", ">": "<", ">=": "<="}
-Members = tuple[list[mp.mpf], Callable[[mp.mpf], bool]]  # the ends of a set's intervals; whether it has a number
 
 
 def equal(reference: Node, answer: Node) -> bool:
     """Whether two answers are equal. A unit, a percent sign, a base or "x =" may be missing in one of them. The order
     does not matter in lists and sets, and matters in tuples, intervals and sequences with dots."""
     reference, answer = _shape(reference), _shape(answer)
-    if is_composed(reference) or is_composed(answer):
-        same = same_set(reference, answer)
-        if same is not None and _about_one_variable(reference, answer):
-            return same
+    if _about_one_variable(reference, answer) and same_set(reference, answer):
+        return True
     if isinstance(reference, Relation) or isinstance(answer, Relation):
         return _equal_relations(reference, answer)
     if isinstance(reference, Group) or isinstance(answer, Group):
         return _equal_groups(reference, answer)
     if isinstance(reference, Quantity) or isinstance(answer, Quantity):
         return _equal_quantities(reference, answer)
-    if _is_percent(reference) or _is_percent(answer):
-        return _equal_percents(reference, answer)
     if isinstance(reference, Number) and isinstance(answer, Number) and reference.base is not None:
         return reference.value == answer.value and answer.base in (None, reference.base)
     return equal_values(reference, answer)
 
 
 def _shape(node: Node) -> Node:
-    """Lists of one element are the element, a ± b is two elements, x < 3 is an interval, 30° a quantity."""
-    if isinstance(node, Op) and node.name == "degrees":
-        return Quantity(node.args[0], DEGREE)
+    """Lists of one element are the element, a ± b is two elements, 30° and 10% are quantities."""
+    if isinstance(node, Op) and node.name in PURE:
+        return Quantity(node.args[0], PURE[node.name])
     if isinstance(node, Op) or (isinstance(node, Group) and node.kind in ("list", "set", "()")):
         several = isinstance(node, Group) and node.kind != "()"
         items = [each for item in (node.items if several else (node,)) for each in _both_signs(item)]
@@ -94,23 +90,11 @@ def _both_signs(node: Node) -> list[Node]:
 def _with_sign(node: Node, sign: int) -> Node:
     if isinstance(node, Op) and node.name in ("pm", "mp"):
         name = "add" if (node.name == "pm") == (sign == 1) else "sub"
-        if isinstance(node.args[1], Group):  # \\pm(1, 2)
-            return node.args[1] if name == "add" else rebuilt(node.args[1], lambda item: Op("neg", (item,)))
         node = Op(name, node.args)
     return rebuilt(node, lambda part: _with_sign(part, sign))
 
 
-# Percentages and quantities
-
-
-def _is_percent(node: Node) -> bool:
-    return isinstance(node, Op) and node.name == "percent"
-
-
-def _equal_percents(reference: Node, answer: Node) -> bool:
-    if equal_values(_bare_value(reference), _bare_value(answer)):
-        return True  # 10% and 10
-    return _is_percent(reference) != _is_percent(answer) and equal_values(reference, answer)  # 10% and 0.1
+# Quantities
 
 
 def _equal_quantities(reference: Node, answer: Node) -> bool:
@@ -119,8 +103,8 @@ def _equal_quantities(reference: Node, answer: Node) -> bool:
         assert isinstance(quantity, Quantity)
         if quantity.compound:
             return False
-        in_degrees = quantity.unit.powers == DEGREE.powers
-        return (in_degrees and equal_values(Op("degrees", (quantity.value,)), bare)) or equal(quantity.value, bare)
+        pure = [Op(name, (quantity.value,)) for name, unit in PURE.items() if unit.powers == quantity.unit.powers]
+        return equal(quantity.value, bare) or any(equal_values(number, bare) for number in pure)
     if reference.unit.powers != answer.unit.powers:
         return False
     ratio = answer.unit.factor / reference.unit.factor
@@ -209,30 +193,17 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
     if not isinstance(reference, Relation) or not isinstance(answer, Relation):
         relation, other = (reference, answer) if isinstance(reference, Relation) else (answer, reference)
         assert isinstance(relation, Relation)
-        values = _approximated(relation)
-        if values is None:
-            value = _assigned(relation, of_answer=relation is answer) or interval_of(relation)
-            values = [] if value is None else [value]
-        return any(equal(value, other) if relation is reference else equal(other, value) for value in values)
+        stated = _stated(relation, of_answer=relation is answer)
+        return any(equal(value, other) if relation is reference else equal(other, value) for value in stated)
     intervals = [interval_of(each) or _element_of(each) for each in (reference, answer)]
     if all(intervals) and _variable(reference) == _variable(answer):
         return equal(*intervals)  # type: ignore[arg-type]
-    if reference.modulus or answer.modulus or reference.signs[0] == answer.signs[0] == "equiv":
+    if reference.modulus or answer.modulus:
         return _congruent(reference, answer)
-    mine, other = _renamed(reference), _renamed(answer)
-    if _without_index(other.members[0]) == mine.members[0]:  # x_1 = 3 for x = 3
-        other = replace(other, members=(mine.members[0], *other.members[1:]))
+    mine, other = (turned_left(_renamed(each)) for each in (reference, answer))
     if mine.signs == other.signs and equal(mine.members[0], other.members[0]):
         return _equal_in_order(mine.members[1:], other.members[1:])
-    if mine.signs == other.signs and mine.signs in (("=",), ("!=",)):
-        return _proportional(mine, other, positive=False)
-    if {*mine.signs, *other.signs} <= LESS.keys() and len(mine.signs) == len(other.signs):
-        mine, other = turned_left(mine), turned_left(other)
-        return mine.signs == other.signs and (
-            _equal_in_order(mine.members, other.members)
-            or (len(mine.signs) == 1 and _proportional(mine, other, positive=True))
-        )
-    return False
+    return mine.signs == other.signs and mine.signs in (("=",), ("!=",)) and _proportional(mine, other)
 
 
 def _element_of(relation: Relation) -> Node | None:
@@ -240,12 +211,19 @@ def _element_of(relation: Relation) -> Node | None:
     return relation.members[-1] if relation.signs == ("in",) else None
 
 
-def _assigned(relation: Relation, of_answer: bool) -> Node | None:
-    r"""3 of x = 3, f(x) = 3 and 1 + 2 = 3, in an answer also of a + b = 3; the set of x \in [1, 2]. None for others and
-    for chains of different numbers (x = 8 = 7)."""
+def _stated(relation: Relation, of_answer: bool) -> list[Node]:
+    r"""What a relation says that something is: 3 of x = 3, f(x) = 3 and 1 + 2 = 3, in an answer also of a + b = 3; the
+    set of x \in [1, 2] and of x < 3; of x = 1/3 \approx 0.333 both, if the second is the first, rounded. Empty for
+    others and for chains of different numbers (x = 8 = 7)."""
     members = relation.members
+    if relation.signs[-1] == "approx" and set(relation.signs) <= {"=", "approx"}:
+        *_, value, last = members
+        if len(members) == 2 and _is_name(value, False):
+            return [last]
+        return [value, last] if _rounds_to(_bare_value(value), _bare_value(last)) else [value]
     if set(relation.signs) != {"="} or relation.modulus is not None:
-        return _element_of(relation)
+        found = _element_of(relation) or interval_of(relation)
+        return [] if found is None else [found]
     if isinstance(members[-1], Symbol) and not _is_name(members[0], True):  # 3 = x
         members = members[::-1]
     names = _is_name(members[0], of_answer) or (of_answer and isinstance(members[-1], Group))
@@ -253,8 +231,8 @@ def _assigned(relation: Relation, of_answer: bool) -> Node | None:
     values = [_bare_value(member) for member in chain]
     checked = [value for value in values if not _is_structured(value) and (not names or is_constant(value))]
     if not names and len(checked) < len(values):
-        return None
-    return chain[-1] if all(_rounds_to(value, checked[-1]) for value in checked[:-1]) else None
+        return []
+    return [chain[-1]] if all(_rounds_to(value, checked[-1]) for value in checked[:-1]) else []
 
 
 def _rounds_to(value: Node, last: Node) -> bool:
@@ -276,7 +254,7 @@ def _bare_value(node: Node) -> Node:
     """12 of 12 cm and of 12 degrees, for a chain such as 3 * 4 = 12 cm."""
     if isinstance(node, Quantity) and not node.compound:
         return node.value
-    return node.args[0] if isinstance(node, Op) and node.name in ("degrees", "percent") else node
+    return node.args[0] if isinstance(node, Op) and node.name in PURE else node
 
 
 def _is_name(node: Node, combined: bool) -> bool:
@@ -284,10 +262,6 @@ def _is_name(node: Node, combined: bool) -> bool:
     match node:
         case Symbol():
             return True
-        case Group(kind="()", items=items):
-            return all(isinstance(item, Symbol) for item in items)
-        case Op(name="mul", args=(Symbol(), Number())):
-            return combined
         case Op(name="mul", args=args) if all(isinstance(arg, Symbol) and arg.name.isupper() for arg in args):
             return True
         case Op(name="add" | "sub" | "mul" | "times" | "div", args=args):
@@ -296,28 +270,6 @@ def _is_name(node: Node, combined: bool) -> bool:
         case Op(name=name):
             return name.startswith("call ") or (combined and name in TRIGONOMETRIC)
     return False
-
-
-def _approximated(relation: Relation) -> list[Node] | None:
-    """1/3 and 0.333 of x = 1/3 \\approx 0.333, if the second is the first, rounded; None for other relations."""
-    if relation.signs[-1] != "approx" or not set(relation.signs) <= {"=", "approx"}:
-        return None
-    *_, value, last = relation.members
-    rounded = _bare_value(last)
-    if _is_name(relation.members[0], False):
-        if len(relation.members) == 2:
-            return [last]
-        if not is_constant(value):
-            return [value, last] if is_constant(rounded) else [value]
-    if _is_structured(value) or _is_structured(rounded):
-        return None
-    whole = (known := exact(value)) is not None and known.denominator == 1
-    if whole or decimals(value) is not None or not 1 <= (places := decimals(rounded) or 0) <= 100:
-        return [value]
-    pair = next(both_values(value, rounded, [{}]), None)
-    if pair is None:
-        return None
-    return [value, last] if abs(pair[0] - pair[1]) <= mp.mpf(10) ** -places / 2 else [value]
 
 
 def _about_one_variable(*nodes: Node) -> bool:
@@ -344,20 +296,17 @@ def _with_names(node: Node, names: dict[str, str]) -> Node:
 
 
 def _congruent(reference: Relation, answer: Relation) -> bool:
-    if (reference.modulus is None) != (answer.modulus is None) or len(reference.members) != len(answer.members):
+    if reference.modulus is None or answer.modulus is None or not equal(reference.modulus, answer.modulus):
         return False
-    if reference.modulus is None or answer.modulus is None:
-        return _equal_in_order(reference.members, answer.members)
-    moduli = exact(reference.modulus), exact(answer.modulus)
-    if not equal(reference.modulus, answer.modulus) or not equal(reference.members[0], answer.members[0]):
+    if len(reference.members) != len(answer.members) or not equal(reference.members[0], answer.members[0]):
         return False
-    residues = [exact(each.members[-1]) for each in (reference, answer)]
-    if None in residues or not moduli[0]:
-        return equal(reference.members[-1], answer.members[-1])
-    return (residues[0] - residues[1]) % moduli[0] == 0  # type: ignore[operator]
+    modulus, mine, other = map(exact, (reference.modulus, reference.members[-1], answer.members[-1]))
+    if modulus and mine is not None and other is not None:
+        return (mine - other) % modulus == 0
+    return equal(reference.members[-1], answer.members[-1])
 
 
-def _proportional(reference: Relation, answer: Relation, positive: bool) -> bool:
+def _proportional(reference: Relation, answer: Relation) -> bool:
     """Whether left - right of one is a constant times that of the other, so that both say the same."""
     mine, other = (Op("sub", each.members) for each in (reference, answer))
     if _is_structured(mine) or _is_structured(other):
@@ -366,32 +315,21 @@ def _proportional(reference: Relation, answer: Relation, positive: bool) -> bool
     if len(pairs) < ENOUGH or any(a == 0 or b == 0 for a, b in pairs):
         return False
     ratios = [b / a for a, b in pairs]
-    same = all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-25 for ratio in ratios)
-    return same and (not positive or ratios[0].real > 0)
+    return all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-25 for ratio in ratios)
 
 
 # Sets of real numbers
 
 
-def same_set(first: Node, second: Node) -> bool | None:
-    """Whether two unions, differences or the like are one set; None where one of them is no set of real numbers.
-    Membership can change only at the ends of intervals, so it is compared at these, between them and beyond them."""
-    sets = [_members(node) for node in (first, second)]
-    if None in sets:
-        return None
-    with mp.workdps(2 * DIGITS):
-        (ends, mine), (more, other) = sets  # type: ignore[misc]
-        ends = sorted(end for end in ends + more if mp.isfinite(end)) or [mp.mpf(0)]
-        between = [(low + high) / 2 for low, high in pairwise(ends) if not _near(low, high)]
-        return all(mine(x) == other(x) for x in [ends[0] - 1, *ends, *between, ends[-1] + 1])
-
-
-def is_composed(node: Node) -> bool:
-    r"""A union, an intersection, a difference, x \ne 3 or all real numbers."""
-    kinds = ("union", "cap", "minus")
-    return node == REALS or (
-        node.kind in kinds if isinstance(node, Group) else isinstance(node, Relation) and node.signs == ("!=",)
-    )
+def same_set(first: Node, second: Node) -> bool:
+    """Whether two intervals, unions, differences or the like are one set of real numbers. Membership can change only at
+    the numbers in them, so it is compared at these, between them and beyond them."""
+    with mp.workdps(2 * DIGITS), contextlib.suppress(Undefined):
+        if _holds(first, mp.mpf(0)) == _holds(second, mp.mpf(0)):  # not for what is no set
+            ends = sorted(_numbers(first, second)) or [mp.mpf(0)]
+            between = [(low + high) / 2 for low, high in pairwise(ends) if not _near(low, high)]
+            return all(_holds(first, x) == _holds(second, x) for x in [ends[0] - 1, *ends, *between, ends[-1] + 1])
+    return False
 
 
 def interval_of(relation: Relation) -> Group | None:
@@ -428,48 +366,45 @@ def turned_left(relation: Relation) -> Relation:
     return relation
 
 
-def _members(node: Node) -> Members | None:
+def _holds(node: Node, x: mp.mpf) -> bool:
+    """Whether a set has the number `x`. Raises Undefined for what is no set of real numbers."""
     match node:
-        case Symbol():
-            return ([], lambda x: node == REALS) if node == REALS or node.name == "emptyset" else None
+        case Symbol() if node == REALS or node.name == "emptyset":
+            return node == REALS
         case Relation(signs=("!=",), members=(Symbol(), value)):
-            number = _number(value)
-            return None if number is None else ([number], lambda x: not _near(x, number))
-        case Relation(signs=("in",), members=(Symbol(), inside)):
-            return _members(inside)
-        case Relation():
-            return None if (between := interval_of(node)) is None else _members(between)
+            return not _near(x, _number(value))
+        case Relation() if (between := interval_of(node)) is not None:
+            return _holds(between, x)
         case Group(kind="set", items=items):
             numbers = [_number(item) for item in items]
-            return None if None in numbers else (numbers, lambda x: any(_near(x, number) for number in numbers))
+            return any(_near(x, number) for number in numbers)
         case Group(kind="()" | "[]" | "(]" | "[)" as ends, items=(left, right)):
             low = -mp.inf if left == Op("neg", (INFINITY,)) else _number(left)
             high = mp.inf if right == INFINITY else _number(right)
-            closed = ends[0] == "[", ends[1] == "]"
-            if low is None or high is None or low > high or (low == high and not all(closed)):
-                return None
-            above = lambda x: closed[0] if _near(x, low) else x > low  # noqa: E731
-            return [low, high], lambda x: above(x) and (closed[1] if _near(x, high) else x < high)
+            if low > high or (low == high and ends != "[]"):
+                raise Undefined("no interval")
+            above = ends[0] == "[" if _near(x, low) else x > low
+            return above and (ends[1] == "]" if _near(x, high) else x < high)
         case Group(kind="union" | "cap" | "minus" as kind, items=items):
-            sets = [_members(item) for item in items]
-            if None in sets:
-                return None
-            holding = [holds for _, holds in sets]  # type: ignore[misc]
-            holds = {
-                "union": lambda x: any(holds(x) for holds in holding),
-                "cap": lambda x: all(holds(x) for holds in holding),
-                "minus": lambda x: holding[0](x) and not any(holds(x) for holds in holding[1:]),
-            }
-            return [end for ends, _ in sets for end in ends], holds[kind]  # type: ignore[misc]
-    return None
+            first, *others = [_holds(item, x) for item in items]
+            if kind == "minus":
+                return first and not any(others)
+            return any([first, *others]) if kind == "union" else all([first, *others])
+    raise Undefined("no set of real numbers")
 
 
-def _number(node: Node) -> mp.mpf | None:
-    try:
-        value = value_at(node, {})
-    except Undefined:
-        return None
-    return mp.re(value) if mp.im(value) == 0 else None
+def _number(node: Node) -> mp.mpf:
+    value = value_at(node, {})
+    if mp.im(value) != 0:
+        raise Undefined("not real")
+    return mp.re(value)
+
+
+def _numbers(*nodes: Node) -> Iterator[mp.mpf]:
+    """Those in the nodes."""
+    for part in walk(*nodes):
+        with contextlib.suppress(Undefined):
+            yield _number(part)
 
 
 def _near(x: mp.mpf, y: mp.mpf) -> bool:

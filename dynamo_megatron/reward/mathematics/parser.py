@@ -147,9 +147,6 @@ class _Parser:
             after = self.units()
             self.need(after is None or after.powers == unit.powers)
             return Quantity(value, unit)
-        if self.next.kind in ("-", "+") and self.tokens[self.at + 1].kind == "currency":
-            negative, found = self.step().kind == "-", self.quantity()
-            return Quantity(Op("neg", (found.value,)), found.unit) if negative else found  # type: ignore[union-attr]
         value = self.magnitude(self.sum())
         unit = self.units()
         if unit is None:
@@ -192,8 +189,6 @@ class _Parser:
         found = re.match(r"(\d+):(\d+)(?::(\d+))?\W*(?:text\W*)?([AaPp])?", self.step().text)
         assert found is not None
         half = (found[4] or "").lower()
-        if not half and self.word() in ("am", "pm"):
-            half = self.step().text[0].lower()
         hour = int(found[1]) % 12 + (12 if half == "p" else 0) if half else int(found[1])
         values = (hour, found[2], found[3] or 0)
         return Group("clock" if half or hour > 12 else "12-hour clock", tuple(Number(Fraction(v)) for v in values))
@@ -386,13 +381,13 @@ class _Parser:
         return found.items if isinstance(found, Group) and found.kind == "list" else (found,)
 
     def function(self, name: str) -> Node:
-        if name == "sqrt":
-            index: Node = Number(Fraction(2))
+        if name in ("sqrt", "cbrt"):
+            index: Node = Number(Fraction(2 if name == "sqrt" else 3))
             if self.accept("["):
                 index = self.sum()
                 self.take("]")
             operand = self.braces() if self.next.kind == "{" else self.atom()
-            return Op("root", (operand, index))
+            return Op("pow", (operand, Op("div", (Number(Fraction(1)), index))))
         power, base = None, None
         while self.next.kind in ("^", "_", "'"):
             if self.accept("^"):

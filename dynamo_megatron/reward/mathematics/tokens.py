@@ -264,5 +264,7 @@ def _unit(word: str) -> tuple[str, Fraction] | None:
     return next((UNITS[name] for name in names if name in UNITS and len(name) > 1), None)
 
 
-DEGREE = Unit()
-DEGREE.add("degree", 1)
+# The units that are numbers, by the operations that write them: 30° is also pi/6, and 10% is 0.1.
+PURE = {"degrees": Unit(), "percent": Unit()}
+PURE["degrees"].add("degree", 1)
+PURE["percent"].add("percent", 1)

@@ -17,8 +17,7 @@ from mpmath import mp
 from dynamo_megatron.reward.mathematics.tokens import HYPERBOLIC, TRIGONOMETRIC, Unit
 
 TOLERANCE = Fraction(5, 10**7)  # relative, where a side is written with a decimal point
-DIGITS = 50  # decimal digits of a value
-MOST_DIGITS, MOST_WITH_VARIABLES = 800, 200  # where terms differ much in size
+DIGITS = 100  # decimal digits of a value, so that SURE of them remain where terms cancel
 SURE = 30  # digits that two exact values have in common if they are equal
 BITS = 100_000  # of an exact number
 HUGE = 10**12  # no value above 2^HUGE, and no argument of a function above it
@@ -27,7 +26,7 @@ INTEGERS = frozenset("nmkNMKdpqjlLPS")  # names of variables that may be integer
 CONSTANTS = {"pi": lambda: +mp.pi, "e": lambda: +mp.e, "i": lambda: mp.mpc(0, 1)}
 FUNCTIONS = {
     **{name: getattr(mp, name.replace("arc", "a")) for name in (*TRIGONOMETRIC, *HYPERBOLIC)},
-    **{"exp": mp.exp, "abs": abs, "floor": mp.floor, "ceil": mp.ceil, "cbrt": mp.cbrt, "binom": mp.binomial},
+    **{"exp": mp.exp, "abs": abs, "floor": mp.floor, "ceil": mp.ceil, "binom": mp.binomial},
     **{"factorial": mp.factorial, "factorial2": mp.fac2, "degrees": lambda a: a * mp.pi / 180},
     **{"ln": lambda a: mp.log(a), "log": lambda a, base: mp.log(a) / mp.log(base)},
     **{"lg": lambda a: mp.log(a) / mp.log(10), "lb": lambda a: mp.log(a) / mp.log(2)},
@@ -41,7 +40,7 @@ EXACT = {
     **{"floor": lambda a: Fraction(math.floor(a)), "ceil": lambda a: Fraction(math.ceil(a))},
 }
 DISCRETE = frozenset(["floor", "ceil", "factorial", "factorial2", "binom", "gcd", "lcm"])
-BRANCHED = frozenset(["root", "ln", "log", "lg", "lb", "sqrt", "cbrt"])
+BRANCHED = frozenset(["ln", "log", "lg", "lb"])
 
 
 @dataclass(frozen=True)
@@ -199,16 +198,10 @@ def points(names: list[str], kind: str) -> Iterator[dict[str, Fraction]]:
 
 def exact(node: Node) -> Fraction | None:
     """The value of rational arithmetic on numbers; None for everything else, and beyond BITS bits."""
-    if isinstance(node, Number):
-        return node.value if node.base is None else Fraction(in_base(node))
-    if not isinstance(node, Op):
-        return None
-    args = [exact(arg) for arg in node.args]
     try:
-        found = None if None in args else _exact_operation(node.name, *args)  # type: ignore[arg-type]
-    except (ZeroDivisionError, TypeError):  # TypeError: floor(1, 2)
+        return _value(node, None)  # type: ignore[return-value]
+    except (Undefined, ZeroDivisionError, TypeError):  # TypeError: floor(1, 2)
         return None
-    return found if found is not None and _bits(found) <= BITS else None
 
 
 def in_base(number: Number) -> int:
@@ -242,7 +235,8 @@ def decimals(node: Node) -> int | None:
         power = node.args[1]
         if isinstance(power, Op) and power.name == "pow" and exact(power.args[0]) == 10:
             places, exponent = decimals(node.args[0]), exact(power.args[1])
-            return None if places is None or exponent is None else places - int(exponent)
+            fits = places is not None and exponent is not None and exponent.denominator == 1
+            return places - int(exponent) if fits else None  # type: ignore[operator, arg-type]
     if not isinstance(node, Number) or (node.value.denominator != 1 and node.places is None):
         return None
     return node.places or 0
@@ -268,96 +262,75 @@ def both_values(first: Node, second: Node, points: Iterable[Mapping]) -> Iterato
 
 
 def value_at(node: Node, point: Mapping[str, Fraction]) -> mp.mpf | mp.mpc:
-    """The value at DIGITS digits or more, as many as the sums in it need. Raises Undefined."""
-    digits, most = DIGITS, MOST_WITH_VARIABLES if point else MOST_DIGITS
-    while digits <= most:
-        with mp.workdps(digits):
-            evaluation = _Evaluation(point, digits)
-            try:
-                value = evaluation.of(node)
-            except (ZeroDivisionError, OverflowError, ValueError, TypeError, mp.NoConvergence) as error:
-                raise Undefined(str(error)) from error
-            if not mp.isfinite(value):
-                raise Undefined("infinite")
-        if evaluation.needed <= digits - SURE:
-            return value
-        digits = evaluation.needed + SURE + 20
-    raise Undefined("terms of too different sizes")
+    """The value at DIGITS digits. Raises Undefined."""
+    with mp.workdps(DIGITS):
+        try:
+            value = _decimal(_value(node, point))
+        except (ZeroDivisionError, OverflowError, ValueError, TypeError, mp.NoConvergence) as error:
+            raise Undefined(str(error)) from error
+        if not mp.isfinite(value):
+            raise Undefined("infinite")
+        return value
 
 
-class _Evaluation:
-    """One evaluation. `needed`: how many digits the terms of its sums differ in size."""
-
-    def __init__(self, point: Mapping[str, Fraction], digits: int) -> None:
-        self.point, self.digits, self.needed = point, digits, 0
-
-    def of(self, node: Node) -> mp.mpf | mp.mpc:
-        if isinstance(node, Symbol):
-            if node.name in CONSTANTS:
-                return CONSTANTS[node.name]()
-            if node.name not in self.point:
-                raise Undefined(node.name)
-            node = Number(self.point[node.name])
-        if isinstance(node, Number):
-            value = node.value if node.base is None else Fraction(in_base(node))
-            return mp.mpf(value.numerator) / value.denominator
-        if not isinstance(node, Op):
-            raise Undefined("no expression")
-        args = [self.of(arg) for arg in node.args]
-        if node.name == "pow" and (power := exact(node.args[1])) is not None and power.denominator % 2:
-            value = _real_power(args[0], power)
-        else:
-            value = self.operation(node.name, args)
+def _value(node: Node, point: Mapping[str, Fraction] | None) -> Fraction | mp.mpf | mp.mpc:
+    """A Fraction where all of it is rational arithmetic. `point` None: raises Undefined where it is not."""
+    if isinstance(node, Number):
+        return node.value if node.base is None else Fraction(in_base(node))
+    if isinstance(node, Op):
+        args = [_value(arg, point) for arg in node.args]
+        if all(isinstance(arg, Fraction) for arg in args):
+            found = _exact_operation(node.name, *args)
+            if found is not None and _bits(found) <= BITS:
+                return found
+    if point is None:
+        raise Undefined("not rational")
+    if isinstance(node, Op):
+        value = _operation(node.name, args)
         if value and mp.isfinite(value) and abs(_size(value)) > HUGE:
             raise Undefined("too large")
         return value
-
-    def operation(self, name: str, args: list) -> mp.mpf | mp.mpc:
-        if name in ("add", "sub"):
-            return self.sum(args[0], args[1] if name == "add" else -args[1])
-        if name in ARITHMETIC:
-            return ARITHMETIC[name](*args)
-        if name in ("pow", "root"):
-            return (_power if name == "pow" else _root)(*args)
-        if name.startswith("call "):
-            return _unknown_function(name, args)
-        if name not in FUNCTIONS or any(abs(arg) > HUGE for arg in args):
-            raise Undefined(name)
-        return FUNCTIONS[name](*args)
-
-    def sum(self, a: mp.mpf, b: mp.mpf) -> mp.mpf:
-        if not a or not b:
-            return a + b
-        total = a + b
-        largest, smallest = max(_size(a), _size(b)), min(_size(a), _size(b))
-        if total == 0 or largest - _size(total) > (self.digits - 12) * 3.33:
-            total = mp.mpf(0)  # the terms cancel
-        else:
-            smallest = min(smallest, _size(total))
-        self.needed = max(self.needed, int((largest - smallest) / 3.32))
-        return total
+    if isinstance(node, Symbol) and node.name in CONSTANTS:
+        return CONSTANTS[node.name]()
+    if isinstance(node, Symbol) and node.name in point:
+        return _decimal(point[node.name])
+    raise Undefined("no expression")
 
 
-def _power(base: mp.mpf, power: mp.mpf) -> mp.mpf:
-    if base and abs(power) * max(1, abs(_size(base))) > HUGE:
+def _operation(name: str, given: list) -> mp.mpf | mp.mpc:
+    args = [_decimal(arg) for arg in given]
+    if name in ("add", "sub"):
+        return _sum(args[0], args[1] if name == "add" else -args[1])
+    if name in ARITHMETIC:
+        return ARITHMETIC[name](*args)
+    if name == "pow":
+        return _power(args[0], given[1])
+    if name.startswith("call "):
+        return _unknown_function(name, args)
+    if name not in FUNCTIONS or any(abs(arg) > HUGE for arg in args):
+        raise Undefined(name)
+    return FUNCTIONS[name](*args)
+
+
+def _decimal(value: Fraction | mp.mpf | mp.mpc) -> mp.mpf | mp.mpc:
+    return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+
+def _sum(a: mp.mpf, b: mp.mpf) -> mp.mpf:
+    """0 where the terms cancel up to rounding."""
+    total = a + b
+    cancelled = a and b and total and max(_size(a), _size(b)) - _size(total) > (DIGITS - SURE) * 3.33
+    return mp.mpf(0) if cancelled else total
+
+
+def _power(base: mp.mpf, power: Fraction | mp.mpf) -> mp.mpf:
+    """The real one of the values for an odd denominator: (-8)^(1/3) = -2."""
+    size, sign = _decimal(power), 1
+    if isinstance(power, Fraction) and power.denominator % 2 and mp.im(base) == 0 and mp.re(base) < 0:
+        base, sign = -base, (-1) ** (power.numerator % 2)
+    if base and abs(size) * max(1, abs(_size(base))) > HUGE:
         raise Undefined("too large")
-    return base**power
-
-
-def _real_power(base: mp.mpf, power: Fraction) -> mp.mpf:
-    """The real one of the values for an odd denominator: (-8)^(1/3) = -2, as of \\sqrt[3]{-8}."""
-    if power.denominator == 1:
-        return _power(base, mp.mpf(power.numerator))
-    size = mp.mpf(power.numerator) / power.denominator
-    if mp.im(base) == 0 and mp.re(base) < 0:
-        return _power(-base, size) * (-1) ** (power.numerator % 2)
-    return _power(base, size)
-
-
-def _root(value: mp.mpf, index: mp.mpf) -> mp.mpf:
-    if mp.im(value) == 0 and mp.re(value) < 0 and mp.isint(index) and int(index) % 2:
-        return -((-value) ** (1 / index))
-    return value ** (1 / index)
+    return base**size * sign
 
 
 def _unknown_function(name: str, args: list) -> mp.mpf:

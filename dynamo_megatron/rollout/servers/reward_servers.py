@@ -7,17 +7,18 @@ nodes, in turn over the nodes, else by the rollout process on rank 0's node.
 from __future__ import annotations
 
 import functools
+import itertools
+import time
 from pathlib import Path
 
 import aiohttp
 
 from dynamo_megatron.config import Config, ModelConfig
 from dynamo_megatron.reward.functions import NoScore
-from dynamo_megatron.reward.http import Address, Addresses, classifier_output
+from dynamo_megatron.reward.http import Address, classifier_output
 from dynamo_megatron.rollout.client import ANY_TOKEN, SGLangClient
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.announcements import Announced, servers_folder
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet, Server, Starter
 from dynamo_megatron.rollout.servers.server import SGLangServer
 from dynamo_megatron.rollout.servers.supervisor import Listener, Supervisor
@@ -49,13 +50,12 @@ class ClassifierServer(SGLangServer):
 
 
 class RewardServers(Fleet):
-    """Keeps `addresses` at the servers that are up while `run` does. Raises ValueError where `rollout.host` or
-    `reward.servers.port` cannot be used."""
+    """Raises ValueError where `rollout.host` or `reward.servers.port` cannot be used."""
 
     kind = "server of the reward model"
 
     def __init__(self, config: Config, session: aiohttp.ClientSession):
-        self.addresses = Addresses(restarts_within=config.rollout.start_timeout)
+        self._turns = itertools.count()
         super().__init__(config, session, [], ANY_TOKEN)
 
     def _make_starters(self) -> dict[str, Starter]:
@@ -65,13 +65,16 @@ class RewardServers(Fleet):
         )
         return dict.fromkeys(names, starter)
 
-    def up(self, endpoint: Endpoint) -> None:
-        super().up(endpoint)
-        self.addresses.up(endpoint.name, Address(endpoint.url, endpoint.api_key))
-
-    def _leave(self, name: str, why: str) -> None:
-        super()._leave(name, why)
-        self.addresses.down(name, why, final=self._final >= self._starters.keys())
+    async def next(self) -> Address:
+        """The address of a server that is up, in turn. Waits for one for at most `rollout.start_timeout` seconds, and
+        raises NoScore if none comes up."""
+        deadline = time.monotonic() + self.config.rollout.start_timeout
+        while not self._servers:
+            if not await self._change(deadline):
+                raise NoScore(self._why_none(), "crashed")
+        up = [server.endpoint for server in self._servers.values()]
+        endpoint = up[next(self._turns) % len(up)]
+        return Address(endpoint.url, endpoint.api_key)
 
     def _watched(self) -> list[Server]:
         return list(self._servers.values())
