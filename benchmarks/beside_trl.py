@@ -1,18 +1,15 @@
 """Training on this machine's CPU by this project and by TRL's GRPOTrainer: seconds, CPU seconds, memory of both.
 
-    python -P benchmarks/beside_trl.py [--only A] [--seeds 3] [--steps 16]
+    python -P benchmarks/beside_trl.py [--seeds 3] [--steps 16]
 
-A: the demo's model and sums (`make runs/demo/task`), 32 prompts of 8 responses of at most 6 tokens. B: SmolLM2-135M
-(`make models/smollm2-135m/config.json`) on word problems, 8 prompts of 8 responses of at most 128 tokens, rewarded by
-the parity of their length, so that every group has a gradient. Both sides have the same model, prompts, sampling, loss
-(GRPO, a mean over tokens, one update a step), Adam, float32 and micro-batches. Ours is the demo's configuration, A also
-with one rank; TRL generates with transformers, in one process of PEERS_PYTHON (`make peers`). All processes of a run
-count, their memory as proportional set size. Writes results/beside_trl.json.
+The demo's model and sums (`make runs/demo/task`), 32 prompts of 8 responses of at most 6 tokens. Both sides have the
+same model, prompts, sampling, loss (GRPO, a mean over tokens, one update a step), Adam, float32 and micro-batches. Ours
+is the demo's configuration, also with one rank; TRL generates with transformers, in one process of PEERS_PYTHON (`make
+peers`). All processes of a run count, their memory as proportional set size. Writes results/beside_trl.json.
 """
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import statistics
@@ -31,29 +28,23 @@ ROOT = Path(__file__).parents[1]
 DEMO = ("configs/demo/rl.yaml", "configs/methods/grpo.yaml")
 PEERS = os.environ.get("PEERS_PYTHON", str(ROOT / ".venv-peers/bin/python"))
 GROUP, WEIGH_EVERY = 8, 1.0  # seconds: to weigh memory, the kernel goes over all pages
-PARITY = "def parity(prompt, response):\n    return float(len(response) % 2)\n"
-A = {"model": "configs/demo/warm_start", "prompts": 32, "tokens": 6, "size": 256, "lr": 2e-4, "steps": 64}
-B = {"model": "models/smollm2-135m", "prompts": 8, "tokens": 128, "size": 16, "lr": 1e-6, "steps": 3}
-WORK = {"A": A, "B": B}  # size: rollouts of a micro-batch
-RANKS = {"A": {"TRL": 0, "ours": 2, "ours, one rank": 1}, "B": {"TRL": 0, "ours": 1}}
+# size: rollouts of a micro-batch
+WORK = {"model": "configs/demo/warm_start", "prompts": 32, "tokens": 6, "size": 256, "lr": 2e-4, "steps": 64}
+RANKS = {"TRL": 0, "ours": 2, "ours, one rank": 1}
 
 
-def prepare(name: str, job: dict, ranks: int, folder: Path) -> None:
+def prepare(job: dict, ranks: int, folder: Path) -> None:
     folder.mkdir()
-    if name == "A":
-        rows = [json.loads(line) for line in (ROOT / "runs/demo/task/pool.jsonl").read_text().splitlines()]
-    else:
-        made = importlib.import_module("reasoning_gym").create_dataset("gsm_symbolic", size=64, seed=1)
-        rows = [{"id": str(i), "problem": row["question"], "answer": row["answer"]} for i, row in enumerate(made)]
+    rows = [json.loads(line) for line in (ROOT / "runs/demo/task/pool.jsonl").read_text().splitlines()]
     config = {"seed": job["seed"], "parallel": {"tp": ranks}, "rollout": {"max_new_tokens": job["tokens"]}}
-    config["model"] = {"path": job["model"], "dtype": "float32", "max_length": 32 if name == "A" else 512}
+    config["model"] = {"path": job["model"], "dtype": "float32", "max_length": 32}
     config["data"] = {"source": f"{folder}/problems.jsonl", "template": "{prompt}", "batch_prompts": job["prompts"]}
-    config["reward"] = {"functions": ["math" if name == "A" else "parity:parity"]}
+    config["reward"] = {"functions": ["math"]}
     config["algorithm"] = {"allocation": {"budget": job["prompts"] * GROUP}}
     config["optimizer"] = {"lr": job["lr"], "warmup_steps": 2, "weight_decay": 0.0}
     config |= {"trainer": {"steps": job["steps"], "micro_batch_tokens": 4096}, "output_dir": f"{folder}/run"}
     config |= {"checkpoint": {"every": None, "export_hf": "never"}, "eval": {"every": None}}
-    texts = {"problems.jsonl": "".join(json.dumps(row) + "\n" for row in rows), "parity.py": PARITY}
+    texts = {"problems.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
     texts |= {"config.yaml": json.dumps(config), "job": json.dumps({**job, "rows": rows})}
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
@@ -68,7 +59,7 @@ def trl(folder: Path) -> None:
 
     def reward(completions: list[str], answer: list[str], **_) -> list[float]:
         pairs = zip(completions, answer, strict=True)
-        rewards[:] = [float(text.strip() == its if job["name"] == "A" else len(text) % 2) for text, its in pairs]
+        rewards[:] = [float(text.strip() == its) for text, its in pairs]
         return list(rewards)
 
     class Ended(TrainerCallback):
@@ -87,12 +78,12 @@ def trl(folder: Path) -> None:
     GRPOTrainer(job["model"], reward, GRPOConfig(str(folder / "trl"), **how), data, callbacks=[Ended()]).train()
 
 
-def run(name: str, ranks: int, job: dict, folder: Path) -> dict:
-    prepare(name, job, ranks or 1, folder)
+def run(ranks: int, job: dict, folder: Path) -> dict:
+    prepare(job, ranks or 1, folder)
     ours = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *DEMO, f"{folder}/config.yaml"]
     command = ours if ranks else [PEERS, "-P", __file__, "--trl", str(folder)]
     ended, log = folder / ("run/metrics.jsonl" if ranks else "steps"), folder / "log"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     used, marks, times = {}, {}, []  # CPU seconds of each process, and of all after a step; when steps ended
     peak, weighed, start, load = 0, 0.0, time.monotonic(), os.getloadavg()[0]
     with open(log, "w") as file:
@@ -115,7 +106,7 @@ def run(name: str, ranks: int, job: dict, folder: Path) -> dict:
         time.sleep(0.02)
     if process.returncode or len(times) < job["steps"]:
         sys.exit(f"{log.read_text()[-3000:]}\n{command}: exit code {process.returncode} after {len(times)} steps")
-    begin, end = min(step for step in marks if step >= (3 if job["steps"] >= 5 else 1)), max(marks)
+    begin, end = min(step for step in marks if step >= 3), max(marks)
     found = {"seconds to the end of step 1": times[0], "peak bytes": peak, "load average before": load}
     found["seconds a step"] = (times[end - 1] - times[begin - 1]) / (end - begin)
     found["CPU seconds a step"] = (marks[end] - marks[begin]) / (end - begin)
@@ -125,24 +116,22 @@ def run(name: str, ranks: int, job: dict, folder: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=list(WORK))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of a run, at least 2; otherwise 64 of A, 3 of B")
+    parser.add_argument("--steps", type=int, default=WORK["steps"], help="of a run, at least 5")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "beside_trl.json")
     parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
     if (options := parser.parse_args()).trl is not None:
         return trl(options.trl)
-    if options.steps is not None and options.steps < 2:
-        parser.error("--steps: at least 2, since the first one is not counted")
-    for name in [options.only] if options.only else WORK:
-        described, found = machine(("torch", "sglang", "megatron-core")), {who: [] for who in RANKS[name]}
-        job = {**WORK[name], "name": name, **({} if options.steps is None else {"steps": options.steps})}
-        with tempfile.TemporaryDirectory() as folder:
-            for seed in range(options.seeds):
-                for who, ranks in RANKS[name].items():
-                    found[who].append(run(name, ranks, {**job, "seed": seed}, Path(folder, f"{seed}-{ranks}")))
-        median = {who: {key: statistics.median(r[key] for r in of) for key in of[0]} for who, of in found.items()}
-        keep(options.out, name, {"machine": described, "work": job, "runs": found, "median": median})
+    if options.steps < 5:
+        parser.error("--steps: at least 5, since the first ones are not counted")
+    described, job = machine(("torch", "sglang", "megatron-core")), {**WORK, "steps": options.steps}
+    found: dict[str, list[dict]] = {who: [] for who in RANKS}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(options.seeds):
+            for who, ranks in RANKS.items():
+                found[who].append(run(ranks, {**job, "seed": seed}, Path(folder, f"{seed}-{ranks}")))
+    median = {who: {key: statistics.median(r[key] for r in of) for key in of[0]} for who, of in found.items()}
+    keep(options.out, "demo", {"machine": described, "work": job, "runs": found, "median": median})
 
 
 if __name__ == "__main__":

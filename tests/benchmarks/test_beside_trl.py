@@ -3,21 +3,18 @@
 import json
 
 import beside_trl
-import pytest
 
 from dynamo_megatron.config.files import compose
 
 
-@pytest.mark.parametrize("name", beside_trl.WORK)
-def test_what_ours_is_asked_for(name, tmp_path, monkeypatch):
-    pytest.importorskip("reasoning_gym")
+def test_what_ours_is_asked_for(tmp_path, monkeypatch):
     shipped = [beside_trl.ROOT / config for config in beside_trl.DEMO]
     pool = tmp_path / "runs" / "demo" / "task" / "pool.jsonl"
     pool.parent.mkdir(parents=True)
     pool.write_text(json.dumps({"id": "1+2", "problem": "1+2=", "answer": "3"}) + "\n")
     monkeypatch.setattr(beside_trl, "ROOT", tmp_path)
-    job = {**beside_trl.WORK[name], "name": name, "seed": 1}
-    beside_trl.prepare(name, job, 1, tmp_path / "run")
+    job = {**beside_trl.WORK, "seed": 1}
+    beside_trl.prepare(job, 1, tmp_path / "run")
     config, _ = compose([*map(str, shipped), str(tmp_path / "run" / "config.yaml")], [])
     rollouts = job["prompts"] * beside_trl.GROUP
     assert config.rollout_budget == rollouts and rollouts % job["size"] == 0
