@@ -81,7 +81,7 @@ def describe(plan: Plan, origin: str) -> str:
         f"{plan.micro_batches} micro-batches an update on each rank",
     ]
     lines += ["", *_memory(plan), "", *_servers(plan), *_host_and_disk(plan), "", *_times(plan)]
-    return "\n".join([*lines, *cautions(plan), "", verdict(plan)])
+    return "\n".join([*lines, "", verdict(plan)])
 
 
 def _gib(value: float) -> str:
@@ -157,17 +157,6 @@ def measured_on(plan: Plan) -> str:
     extrapolated = ", ".join(name for name, applies in beyond.items() if applies)
     measured = f"one {MEASURED_ON.name} and {MEASURED_PARAMETERS / 1e9:.1f} billion parameters"
     return measured + (f" (extrapolated: {extrapolated})" if extrapolated else "")
-
-
-def cautions(plan: Plan) -> list[str]:
-    """What this layout may meet."""
-    rollout, servers, gpus = plan.config.rollout, plan.servers, plan.cluster.gpus
-    if servers is None or rollout.placement != "colocated" or servers.gpus == gpus:
-        return []
-    return [
-        f"{gpus - servers.gpus} of {gpus} GPUs are idle while servers generate: rollout.servers {rollout.servers} x "
-        f"rollout.tp {rollout.tp}; leave rollout.servers out, or raise it"
-    ]
 
 
 def verdict(plan: Plan) -> str:
@@ -258,7 +247,7 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
         words = [f"parallel.{key}={str(value).lower()}" for key, value in best.parallel.model_dump().items()]
         words += [f"rollout.tp={best.rollout.tp}", f"rollout.servers={best.rollout.servers}"]
         words.append(f"trainer.recompute={best.trainer.recompute}")
-        lines += [*cautions(plans[0]), f"the first: {' '.join(words)}"]
+        lines.append(f"the first: {' '.join(words)}")
     return "\n".join(lines)
 
 

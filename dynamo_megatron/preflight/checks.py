@@ -34,7 +34,7 @@ from dynamo_megatron.jobs.start_checks import check_layout, size_text
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.planning import plan as planning
-from dynamo_megatron.planning.command import cautions, verdict
+from dynamo_megatron.planning.command import verdict
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
@@ -129,7 +129,6 @@ def plan(subject: Subject) -> Iterator[Finding]:
     made = planning.make_plan(subject.config, spec, cluster, planning.workload(subject.config, spec))
     told = f"{cluster.gpus} x {gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}: {verdict(made)}"
     yield failed(f"{told}; `dynamo-megatron plan` has all") if made.fault else ok(told)
-    yield from map(note, cautions(made))
 
 
 def model_config(subject: Subject) -> Iterator[Finding]:
