@@ -88,7 +88,7 @@ def read_token_rows(path: Path) -> dict[str, dict[str, list[float]]]:
     for number, line in enumerate(read_raw_lines(path) if path.is_file() else (), 1):
         try:
             row = json.loads(line)
-            found[row.pop("rollout_id")] = row
+            found[row["rollout_id"]] = {name: its for name, its in row.items() if isinstance(its, list)}
         except (ValueError, KeyError, AttributeError, TypeError):
             raise InputError(f"{path}:{number}: no token statistics of a rollout; remove the file") from None
     return found
