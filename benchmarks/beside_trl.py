@@ -28,26 +28,17 @@ ROOT = Path(__file__).parents[1]
 DEMO = ("configs/demo/rl.yaml", "configs/methods/grpo.yaml")
 PEERS = os.environ.get("PEERS_PYTHON", str(ROOT / ".venv-peers/bin/python"))
 GROUP, WEIGH_EVERY = 8, 1.0  # seconds: to weigh memory, the kernel goes over all pages
-# size: rollouts of a micro-batch
 WORK = {"model": "configs/demo/warm_start", "prompts": 32, "tokens": 6, "size": 256, "lr": 2e-4, "steps": 64}
+POOL = ROOT / "runs" / "demo" / "task" / "pool.jsonl"
 RANKS = {"TRL": 0, "ours": 2, "ours, one rank": 1}
 
 
-def prepare(job: dict, ranks: int, folder: Path) -> None:
-    folder.mkdir()
-    rows = [json.loads(line) for line in (ROOT / "runs/demo/task/pool.jsonl").read_text().splitlines()]
-    config = {"seed": job["seed"], "parallel": {"tp": ranks}, "rollout": {"max_new_tokens": job["tokens"]}}
-    config["model"] = {"path": job["model"], "dtype": "float32", "max_length": 32}
-    config["data"] = {"source": f"{folder}/problems.jsonl", "template": "{prompt}", "batch_prompts": job["prompts"]}
-    config["reward"] = {"functions": ["math"]}
-    config["algorithm"] = {"allocation": {"budget": job["prompts"] * GROUP}}
-    config["optimizer"] = {"lr": job["lr"], "warmup_steps": 2, "weight_decay": 0.0}
-    config |= {"trainer": {"steps": job["steps"], "micro_batch_tokens": 4096}, "output_dir": f"{folder}/run"}
-    config |= {"checkpoint": {"every": None, "export_hf": "never"}, "eval": {"every": None}}
-    texts = {"problems.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
-    texts |= {"config.yaml": json.dumps(config), "job": json.dumps({**job, "rows": rows})}
-    for file, text in texts.items():
-        (folder / file).write_text(text, encoding="utf-8")
+def words(job: dict, ranks: int, folder: Path) -> list[str]:
+    """Arguments of `train` for ours: what differs from the demo."""
+    own = {"seed": job["seed"], "parallel.tp": ranks, "data.batch_prompts": job["prompts"]}
+    own |= {"trainer.steps": job["steps"], "eval.every": "null", "output_dir": folder / "run"}
+    own |= {"checkpoint.every": "null", "checkpoint.export_hf": "never"}
+    return [*DEMO, *(f"{key}={value}" for key, value in own.items())]
 
 
 def trl(folder: Path) -> None:
@@ -74,13 +65,15 @@ def trl(folder: Path) -> None:
     how |= {"adam_beta1": 0.9, "adam_beta2": 0.95, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
     how |= {"use_cpu": True, "bf16": False, "report_to": "none"}
     how |= {"gradient_checkpointing": False, "save_strategy": "no", "model_init_kwargs": {"dtype": "float32"}}
-    data = Dataset.from_list(job["rows"]).rename_column("problem", "prompt")
+    rows = [json.loads(line) for line in POOL.read_text(encoding="utf-8").splitlines()]
+    data = Dataset.from_list(rows).rename_column("problem", "prompt")
     GRPOTrainer(job["model"], reward, GRPOConfig(str(folder / "trl"), **how), data, callbacks=[Ended()]).train()
 
 
 def run(ranks: int, job: dict, folder: Path) -> dict:
-    prepare(job, ranks or 1, folder)
-    ours = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *DEMO, f"{folder}/config.yaml"]
+    folder.mkdir()
+    (folder / "job").write_text(json.dumps(job), encoding="utf-8")
+    ours = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *words(job, ranks, folder)]
     command = ours if ranks else [PEERS, "-P", __file__, "--trl", str(folder)]
     ended, log = folder / ("run/metrics.jsonl" if ranks else "steps"), folder / "log"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
