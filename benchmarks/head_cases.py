@@ -185,18 +185,14 @@ def policy_objective(inputs: Inputs, logprobs: Tensor, entropy: Tensor, *, modul
 def in_float64(inputs: Inputs, target: str) -> Output:
     """The plain formula from the same hidden states and weight.
 
-    `target`: "policy" (DynaMO's loss), "clipped" (without modulation and entropy bonus), "cross-entropy" (mean) or
-    "statistics" (no loss).
+    `target`: "policy" (DynaMO's loss), "clipped" (without modulation and entropy bonus) or "statistics" (no loss).
     """
     hidden, weight = (t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight))
     temperature = inputs.case.temperature
     logprobs, entropy = plain_statistics(hidden, weight, inputs.labels, temperature, torch.float64)
     if target == "statistics":
         return Output(None, logprobs.detach(), entropy.detach())
-    if target == "cross-entropy":
-        loss = -(inputs.weights * logprobs).sum()
-    else:
-        loss = policy_objective(inputs, logprobs, entropy, modulated=target == "policy")
+    loss = policy_objective(inputs, logprobs, entropy, modulated=target == "policy")
     loss.backward()
     return Output(loss.detach(), logprobs.detach(), entropy.detach(), hidden.grad, weight.grad)
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from head_cases import Inputs, Output, policy_objective
-from measure import installed
 from torch import Tensor
 
 from dynamo_megatron.kernels import policy_loss, token_stats
 
-PACKAGES = {"liger-kernel": "0.8.5", "cut-cross-entropy": "25.1.1", "quack-kernels": "0.6.5", "verl": "0.9.1"}
+PACKAGES = {"liger-kernel": "0.8.5", "verl": "0.9.1"}
 
 
 class Contender(NamedTuple):
@@ -29,9 +27,8 @@ class Contender(NamedTuple):
     name: str
     run: Callable[[Inputs], Output]
     gemms: int
-    target: Literal["policy", "clipped", "cross-entropy", "statistics"] | None = "policy"
+    target: Literal["policy", "clipped", "statistics"] | None = "policy"
     package: str | None = None  # the distribution that it is of
-    any_temperature: bool = True
     ours: bool = False
 
     @property
@@ -161,12 +158,6 @@ def our_statistics(backend: str) -> Callable[[Inputs], Output]:
     return run
 
 
-def liger_cross_entropy(inputs: Inputs) -> Output:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    return _finish(inputs, LigerFusedLinearCrossEntropyLoss()(inputs.weight, inputs.hidden, inputs.labels))
-
-
 def liger_scaled_cross_entropy(inputs: Inputs) -> Output:
     """On Hopper its CuTe kernels, which need nvidia-cutlass-dsl, else chunks of 512 tokens by torch."""
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
@@ -222,23 +213,9 @@ def liger_grpo(inputs: Inputs) -> Output:
     return _finish(inputs, value)
 
 
-def cut_cross_entropy(inputs: Inputs) -> Output:
-    """It leaves out the gradient's elements below 2^-12, which are nearly all of random logits."""
-    from cut_cross_entropy import linear_cross_entropy
-
-    nll = linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, reduction="none", impl="cce").float()
-    return _finish(inputs, (inputs.weights * nll).sum(), -nll)
-
-
-def quack(inputs: Inputs) -> Output:
-    chunked = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    loss = chunked(inputs.hidden, inputs.weight, inputs.labels, chunk_size=4096, ignore_index=-100, reduction="mean")
-    return _finish(inputs, loss)
-
-
 def contenders(backends: list[str], device: torch.device) -> list[Contender]:
     """`backends`: of our own head."""
-    megatron, liger, cut = "megatron-core", "liger-kernel", "cut-cross-entropy"
+    megatron, liger = "megatron-core", "liger-kernel"
     float32_out = [Contender("1 GEMM, float32 out", one_gemm_float32_out, 1, None)] if device.type == "cuda" else []
     return [
         Contender("1 GEMM", one_gemm, 1, None),
@@ -256,33 +233,4 @@ def contenders(backends: list[str], device: torch.device) -> list[Contender]:
         Contender("verl fused", verl_fused, 4, "policy", "verl"),
         *([Contender("verl fused, Triton", verl_triton, 4, "policy", "verl")] if device.type == "cuda" else []),
         Contender("liger GRPO", liger_grpo, 4, "clipped", liger),
-        Contender("liger cross-entropy", liger_cross_entropy, 3, "cross-entropy", liger, False),
-        Contender("cut-cross-entropy", cut_cross_entropy, 4, "cross-entropy", cut, False),
-        Contender("quack cross-entropy", quack, 3, "cross-entropy", "quack-kernels", False),
     ]
-
-
-def peer_errors() -> tuple[type[Exception], ...]:
-    """What another project's kernel may raise on a machine or shape that it was not made for."""
-    found: tuple[type[Exception], ...] = (
-        ImportError,
-        AttributeError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        AssertionError,
-    )
-    if installed("triton") is not None:
-        from triton.errors import TritonError
-
-        found = (*found, TritonError)
-    return found
-
-
-def why_not(contender: Contender, inputs: Inputs) -> str | None:
-    """Why it does not take part in a case."""
-    if contender.package is not None and installed(contender.package) is None:
-        return "not installed"
-    if not contender.any_temperature and inputs.case.temperature != 1:
-        return "has no temperature"
-    return None

@@ -6,7 +6,6 @@ The model is random, so that no response ends before its limit; the reward is of
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import yaml
-from planned import Tokens, compared
 from training_steps import TEMPLATE, Work, start_here, write_model
 
 GAP_BAR = 0.05  # nats, mean |policy - engine logprob| of a step, in bfloat16
@@ -134,11 +132,6 @@ def run(
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     steps = [step_figures(json.loads(line), ranks) for line in lines]
     wrong = wrong_with(way, steps, torch.cuda.is_available())
-    of_last: dict[str, Any] = {}
-    if steps:
-        most = max(work.response_tokens)  # nothing ends a response before
-        tokens = Tokens(work.prompt_tokens, most, work.prompt_tokens + most)
-        flops = 3 * dataclasses.replace(work, response_tokens=(most,)).forward_flops
-        of_last = {"headline": steps[-1], "plan": compared(config, tokens, flops, steps[-1], ranks)}
+    of_last = {"headline": steps[-1]} if steps else {}
     shutil.rmtree(folder / "run" / "push", ignore_errors=True)
     return {**ended, "way": way, "ranks": ranks, "steps": steps, **of_last, "wrong": wrong}

@@ -10,7 +10,6 @@ import signal
 import statistics
 import subprocess
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 WARM_UP = 10
 ROUNDS = (5, 30)  # timed: at least, at most
@@ -142,47 +140,11 @@ def interleaved(
     return {name: summary(taken) for name, taken in samples.items()}
 
 
-class LiveStorages(TorchDispatchMode):
-    """The most bytes alive at once in storages that operators have returned since the mode was entered.
-
-    What an operator takes and gives back inside itself is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._now = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for given in (*args, *kwargs.values()):
-            self._see(given, counts=False)  # not an operator's, or it would be known
-        result = func(*args, **kwargs)
-        for made in result if isinstance(result, tuple | list) else (result,):
-            self._see(made, counts=True)
-        return result
-
-    def _see(self, value: Any, *, counts: bool) -> None:
-        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in self._known:
-            return
-        storage = value.untyped_storage()
-        size = storage.nbytes() if counts else 0
-        self._known.add(storage._cdata)
-        self._now += size
-        self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._forget, storage._cdata, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._now -= size
-
-
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most memory that tensors take during `call`, beyond what is there before it."""
+    """The most memory that tensors take during `call` on a GPU, beyond what is there before it; 0 on a CPU."""
     if device.type != "cuda":
-        with LiveStorages() as storages:
-            call()
-        return storages.peak
+        call()
+        return 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -2,8 +2,7 @@
 
     python -P benchmarks/planned.py
 
-compares every committed run on a GPU (benchmarks/results/gpu/planned.json), without one. The benchmarks compare their
-own runs on a kind of GPU that the planner knows; its bytes are the peak of a rank's tensors.
+compares every committed run of today's code on a GPU (benchmarks/results/gpu/planned.json), without one.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,113 +23,50 @@ from dynamo_megatron.planning.hardware import GPU, GPUS, Cluster, gpu_named
 from dynamo_megatron.planning.plan import RESERVED, Plan, Workload, make_plan
 from dynamo_megatron.planning.rates import RATES
 
-NO_GPU = "this machine has no GPU, and a plan is of a kind of GPU"
 RESULTS = Path(__file__).parent / "results" / "gpu"
-OLD = "before the layers of today: launches, attention, SwiGLU, weight gradients, Adam (docs/kernels.md)"
-OLD_SYNC = "before the checksums of a push were one kernel (kernels/tile_hash.py)"
-FIRST = "a server's first weight sync: it compiles its kernels, and the ranks begin"
-TRAININGS = {  # file and part: why a plan of today's code need not agree
-    "2026-11-26-h100/device.json training": OLD,
-    "2026-11-27-h100/traces.json trace": OLD,
-    "2026-11-27-h100/traces.json trace_te": OLD,
-    "2026-11-27-h100/traces.json training_te": OLD,
-    "2026-11-27-h100/layers.json training_old": OLD,
-    "2026-11-27-h100/layers.json training": None,
-    "2026-11-27-h100/layers.json training_te": None,
-    "2026-11-27-h200/device.json training": None,
-    "2026-11-27-h200/device.json training_te": None,
-    "2026-11-27-h200/variants.json grpo, a pass": None,
-    "2026-11-27-h200/variants.json grpo, the update's own": None,
-    "2026-11-27-h200/lora.json training, LoRA of rank 16": None,
-}
+TRAININGS = (  # file and part, of today's code
+    "2026-11-27-h100/layers.json training",
+    "2026-11-27-h100/layers.json training_te",
+    "2026-11-27-h200/device.json training",
+    "2026-11-27-h200/device.json training_te",
+    "2026-11-27-h200/variants.json grpo, a pass",
+    "2026-11-27-h200/variants.json grpo, the update's own",
+    "2026-11-27-h200/lora.json training, LoRA of rank 16",
+)
 LARGE = ("trainer.micro_batch_tokens=8192",)
 RECORDED = ("rollout.engine=recorded", "rollout.recorded=none")
-LIVES = {  # file and part: what its configuration sets besides; a figure: why a plan of today's code need not agree
+ALL = ("generate", "update", "logprobs", "push")
+LIVES = {  # file and part: what its configuration sets besides, and which of its figures are of today's code
     "2026-11-26-h100/device.json live-disk": (
         ("rollout.sync.transport=disk", "trainer.micro_batch_tokens=4096"),
-        {"update seconds": OLD, "logprobs seconds": OLD},
+        ("generate", "push"),
     ),
-    "2026-11-27-h200/device.json live-turns": (("rollout.offload=true", *LARGE), {"push seconds": OLD_SYNC}),
-    "2026-11-27-h200/device.json live-memory": (("rollout.offload=false", *LARGE), {"push seconds": OLD_SYNC}),
+    "2026-11-27-h200/device.json live-turns": (("rollout.offload=true", *LARGE), ALL[:3]),
+    "2026-11-27-h200/device.json live-memory": (("rollout.offload=false", *LARGE), ALL[:3]),
     "2026-11-27-h200/live_grpo.json live-memory, grpo": (
         ("rollout.offload=false", "algorithm.modulation=null", *LARGE),
-        {},
+        ALL,
     ),
 }
 SMOKE = "2026-11-26-h100/device.json smoke"
 TURNS = "2026-11-27-h100/layers.json live-turns"  # the first part of this name that a server answered
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Of the mean prompt and response, and of the longest sequence, in a step of the run."""
-
-    prompt: int
-    response: float
-    longest: int
-
-
-def gpu_here() -> tuple[GPU | None, str]:
-    """The planner's row of this machine's GPU, or None and the reason why there is none."""
+def gpu_here() -> GPU | None:
+    """The planner's row of this machine's GPU, if there is one that it knows."""
     if not torch.cuda.is_available():
-        return None, NO_GPU
+        return None
     found = torch.cuda.get_device_properties(0)
-    gpu = gpu_named(found.name, found.total_memory)
-    size = f"{found.total_memory / 2**30:.0f} GiB"
-    return gpu, "" if gpu else f"the planner knows {', '.join(GPUS)}, and this is {found.name} of {size}"
+    return gpu_named(found.name, found.total_memory)
 
 
-def plan_of(config_file: Path, tokens: Tokens, gpu: GPU, ranks: int) -> Plan:
-    """The plan of the config on `ranks` GPUs of that kind of one node."""
+def training_peak(config_file: Path, work: Workload, ranks: int) -> float:
+    """Bytes of tensors that the config's plan expects on the fullest of `ranks` ranks at the peak of an update; neither
+    a GPU's size nor a server is in it."""
     config, _ = compose([str(config_file)], [])
-    work = Workload(tokens.prompt, tokens.response, tokens.longest)
-    return make_plan(config, load_model_config(config.model.path), Cluster(gpu, ranks, ranks), work)
-
-
-def training_peak(plan: Plan) -> float:
-    """Bytes of tensors on the fullest rank at the peak of an update; no GPU's size and no server is in it."""
+    cluster = Cluster(GPUS["h100-80"], ranks, ranks)
+    plan = make_plan(config, load_model_config(config.model.path), cluster, work)
     return max(sum(stage.training.values()) - stage.training.get("server", 0) for stage in plan.stages) - RESERVED
-
-
-def planned(plan: Plan, update_flops: float) -> dict[str, float]:
-    """The plan's figures by the names that `step_figures` of the benchmarks give the measured ones. `update_flops`: of
-    an update of a step, for its share of the stated rate."""
-    times, gpus = plan.times, plan.cluster.gpus
-    figures = {
-        "update seconds": times.update,
-        "logprobs seconds": times.logprobs,
-        "update MFU": update_flops / times.update / (gpus * plan.cluster.gpu.flops),
-        "peak GPU bytes": training_peak(plan),
-    }
-    if plan.servers is not None:
-        made = plan.config.rollout_budget * plan.work.response
-        figures |= {
-            "generate seconds": times.generate,
-            "generated tokens a second and GPU": made / times.generate / gpus,
-            "push seconds": times.weight_sync,
-        }
-    return figures
-
-
-def compared(
-    config_file: Path, tokens: Tokens, update_flops: float, measured: Mapping[str, Any], ranks: int
-) -> dict[str, Any]:
-    """What was measured in a step beside what its plan expects: {"gpu", "reason", "figures": {name: {"measured",
-    "planned", "measured over planned"}}}; "planned" is null, with a reason, where the planner knows no such GPU."""
-    gpu, reason = gpu_here()
-    plan = plan_of(config_file, tokens, gpu or GPUS["h100-80"], ranks)  # else for the names alone
-    figures = {}
-    for name, value in planned(plan, update_flops).items():
-        if name not in measured:
-            continue
-        expected, seen = (value if gpu else None), measured[name]
-        over = seen / expected if expected and seen is not None else None
-        figures[name] = {"measured": seen, "planned": expected, "measured over planned": over}
-    return {
-        "gpu": gpu.name if gpu else None,
-        "reason": reason or None,
-        "figures": figures,
-    }
 
 
 def plan_of_1_5b(response: int, *words: str, gpu: str = "h100-80") -> Plan:
@@ -155,7 +89,7 @@ def decode(plan: Plan, sequences: int, context: float) -> float:
 
 def committed() -> list[dict[str, Any]]:
     """A row for each figure of update, log-probs, generation and weight sync of the committed runs. "measured": the
-    median of the steps after the first, which compiles, and without one under the profiler."""
+    median of the steps after the first, which compiles."""
     rows = []
 
     def figures(run: str) -> dict[str, Any]:
@@ -163,25 +97,27 @@ def committed() -> list[dict[str, Any]]:
         found = json.loads((RESULTS / file).read_text(encoding="utf-8"))[part]
         return found.get("figures", found)
 
-    def row(run: str, figure: str, seen: list[float], expected: float, why: str | None = None) -> None:
+    def row(run: str, figure: str, seen: list[float], expected: float) -> None:
         measured = statistics.median(seen)
         one = {"run": run, "figure": figure, "measured": measured, "planned": expected}
-        rows.append({**one, "planned over measured": expected / measured, "does not apply": why})
+        rows.append({**one, "planned over measured": expected / measured})
 
-    for run, why in TRAININGS.items():
+    for run in TRAININGS:
         found, words = figures(run), [*RECORDED, *LARGE]
         if "words" in found:  # GRPO
             words += ["algorithm.modulation=null", *(word for word in found["words"] if "=" in word)]
         times = plan_of_1_5b(640, *words, gpu=gpu_of(run)).times
-        steps = found.get("training", found)["steps"][1 : 2 if "trace" in run.split()[1] else None]
+        steps = found.get("training", found)["steps"][1:]
         for name, expected in (("update", times.update), ("logprobs", times.logprobs)):
             seen = [step.get(f"{name} seconds", step.get(f"time/{name}")) for step in steps]
             if expected:  # with the update's own log-probs there is no pass
-                row(run, f"{name} seconds", seen, expected, why)
-    for run, (words, whys) in LIVES.items():
-        for name, expected in planned(plan_of_1_5b(1024, *words, gpu=gpu_of(run)), 0).items():
-            if name.endswith("seconds") and expected:
-                row(run, name, [step[name] for step in figures(run)["steps"][1:]], expected, whys.get(name))
+                row(run, f"{name} seconds", seen, expected)
+    for run, (words, names) in LIVES.items():
+        times = plan_of_1_5b(1024, *words, gpu=gpu_of(run)).times
+        expected = {"generate": times.generate, "update": times.update, "logprobs": times.logprobs}
+        expected["push"] = times.weight_sync
+        for name in filter(expected.get, names):
+            row(run, f"{name} seconds", [step[f"{name} seconds"] for step in figures(run)["steps"][1:]], expected[name])
     (served,), smoke = figures(SMOKE)["attempts"], plan_of_1_5b(1024)
     for sequences in (1, 64):
         expected = 256 * decode(smoke, sequences, 64 + 128)
@@ -190,7 +126,6 @@ def committed() -> list[dict[str, Any]]:
     text = "\n".join(figures(TURNS)["server log"] + figures(TURNS)["log"])
     seen = [float(rate) for rate in re.findall(r"gen throughput \(token/s\): ([\d.]+)", text)]
     row(TURNS, "tokens a second of 64 sequences", seen[1:], 64 / decode(turns, 64, 192))
-    row(TURNS, "push seconds", [float(*re.findall(r"weight sync: ([\d.]+) s", text))], turns.times.weight_sync, FIRST)
     return rows
 
 

@@ -2,9 +2,9 @@
 
     python -P benchmarks/sync.py [--out benchmarks/results] [--pushes 5] [--layouts tp2-pp2 ...] [--small]
 
-Real ranks (Megatron) push real weights to real SGLang servers. On a CPU: `tensor`, `gloo` and `disk` to a server of one
-rank and to one of two. On GPUs (never run there): `ipc` to servers on the ranks' own GPUs, and `nccl` to servers on the
-GPUs that are left. Writes sync.json (figures, machine, versions) and prints the table.
+Real ranks (Megatron) push real weights to real SGLang servers on a CPU: `tensor`, `gloo` and `disk` to a server of one
+rank and to one of two. The live parts of `make gpu-check` time a GPU's. Writes sync.json (figures, machine, versions)
+and prints the figures.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ MODEL = {"hidden": 768, "heads": 12, "kv_heads": 4, "ffn": 2048, "layers": 8, "v
 SMALL = {"layers": 4}
 BUCKET_BYTES = 32 << 20
 SERVER_TP = (1, 2)
+TRANSPORTS = ("tensor", "gloo", "disk")
 TIMEOUT = 900.0  # seconds for the ranks of one layout
 PACKAGES = ("torch", "megatron-core", "sglang", "safetensors")
 
@@ -83,8 +84,7 @@ def run_rank(job_file: Path) -> None:
         endpoint = Endpoint(**case["endpoint"])
         fleet = _Fleet([endpoint]) if rank == 0 else None
         sync = {"transport": case["transport"], "bucket_bytes": BUCKET_BYTES}
-        placement = "split" if case["transport"] == "nccl" else "colocated"
-        rollout = RolloutConfig(sync=sync, tp=endpoint.tp, placement=placement)
+        rollout = RolloutConfig(sync=sync, tp=endpoint.tp)
         policy.config = config.model_copy(update={"rollout": rollout})
         weight_sync = WeightSync(policy, fleet, coordinator)
         reports, copies = _pushes(weight_sync, range(version, version + job["pushes"] + 1), layout)
@@ -113,8 +113,6 @@ def _pushes(weight_sync: WeightSync, versions: range, layout: Layout) -> tuple[l
         reports.append(weight_sync.sync(version))
         start = time.perf_counter()
         target.copy_(source)
-        if layout.device.type == "cuda":
-            torch.cuda.synchronize()
         copies.append(time.perf_counter() - start)
         torch.distributed.barrier(group=layout.host)
     return reports[1:], copies[1:]
@@ -177,14 +175,11 @@ def run_layout(name: str, cases: list[dict[str, Any]], model: Path, folder: Path
     return json.loads((folder / "found.json").read_text())
 
 
-def start_servers(model: Path, folder: Path, first_gpu: int | None) -> list[SGLangServer]:
-    """A server of every size of SERVER_TP, one after the other on the GPUs from `first_gpu` on (None: the CPU)."""
-    servers, gpu = [], first_gpu
+def start_servers(model: Path, folder: Path) -> list[SGLangServer]:
+    """A server of every size of SERVER_TP."""
+    servers = []
     for number, tp in enumerate(SERVER_TP):
-        arguments = []
-        if gpu is not None:
-            arguments, gpu = ["--base-gpu-id", str(gpu)], gpu + tp
-        config = RolloutConfig(tp=tp, memory_fraction=0.2, server_args=arguments, start_timeout=900)
+        config = RolloutConfig(tp=tp, memory_fraction=0.2, start_timeout=900)
         log = folder / f"server-{number}.log"
         place = {"name": f"server-{number}", "slot": number, "slots": len(SERVER_TP)}
         servers.append(SGLangServer(config, ModelConfig(path=str(model), dtype="bfloat16"), log, **place))
@@ -208,35 +203,20 @@ def main() -> None:
     if arguments.rank_of is not None:
         run_rank(arguments.rank_of)
         os._exit(0)
-    gpus = torch.cuda.device_count()
     found: list[dict[str, Any]] = []
     described = machine(PACKAGES)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make_tiny_model(folder / "model", dtype="bfloat16", **(SMALL if arguments.small else MODEL))
-        groups = [(None, ("tensor", "gloo", "disk"), arguments.layouts)]
-        if gpus:  # of the layouts, those whose ranks and servers have a GPU each
-            fits = [name for name in arguments.layouts if LAYOUTS[name][0] >= sum(SERVER_TP)]
-            largest = max((LAYOUTS[name][0] for name in arguments.layouts), default=0)
-            groups = [(0, ("ipc",), [n for n in fits if LAYOUTS[n][0] <= gpus])]
-            if largest + sum(SERVER_TP) <= gpus:
-                groups.append((largest, ("nccl",), arguments.layouts))
-        for first_gpu, transports, layouts in groups:
-            servers = start_servers(model, folder, first_gpu)
-            try:
-                for name in layouts:
-                    cases = [
-                        {"transport": transport, "endpoint": dataclasses.asdict(server.endpoint)}
-                        for server in servers
-                        for transport in transports
-                    ]
-                    place = folder / f"{transports[0]}-{name.replace(' ', '')}"
-                    found += run_layout(name, cases, model, place, arguments.pushes)
-            finally:
-                for server in servers:
-                    server.stop()
-    if not found:
-        sys.exit(f"none of the layouts fits {gpus} GPUs beside the servers; nothing is written")
+        servers = start_servers(model, folder)
+        try:
+            endpoints = [dataclasses.asdict(server.endpoint) for server in servers]
+            cases = [{"transport": transport, "endpoint": each} for each in endpoints for transport in TRANSPORTS]
+            for name in arguments.layouts:
+                found += run_layout(name, cases, model, folder / name.replace(" ", ""), arguments.pushes)
+        finally:
+            for server in servers:
+                server.stop()
     arguments.out.mkdir(parents=True, exist_ok=True)
     record = {"machine": described, "bucket bytes": BUCKET_BYTES, "pushes": arguments.pushes, "found": found}
     (arguments.out / "sync.json").write_text(json.dumps(record, indent=1) + "\n")

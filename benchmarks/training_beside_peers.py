@@ -125,7 +125,7 @@ def run(work: Work, folder: Path, python: str, site: str | None, timeout: float,
         contenders[peer] = lambda s, peer=peer: theirs(peer, python, site, folder, s)
     contenders[TE] = lambda s: ours(work, folder / "ours-te", s, True)
     found: dict[str, dict[str, Any]] = {}
-    (gpu, _), begin = gpu_here(), time.monotonic()
+    gpu, begin = gpu_here(), time.monotonic()
     for later, (name, contend) in zip(reversed(range(len(contenders))), contenders.items(), strict=True):
         if name == TE and not (torch.cuda.is_available() and importlib.util.find_spec("transformer_engine")):
             ran = {"skipped": "it needs a GPU and the package"}

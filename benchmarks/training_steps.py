@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import yaml
 from measure import run_logged
-from planned import Tokens, compared, gpu_here, plan_of, training_peak
+from planned import gpu_here, training_peak
 
 from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
-from dynamo_megatron.planning.hardware import GPUS
+from dynamo_megatron.planning.plan import Workload
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.types import Prompt, Rollout
@@ -69,10 +69,10 @@ class Work:
         return self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> Workload:
         """Of a step whose responses have `response_tokens` in turns."""
         longest = self.prompt_tokens + max(self.response_tokens)
-        return Tokens(self.prompt_tokens, float(np.mean(self.response_tokens)), longest)
+        return Workload(self.prompt_tokens, float(np.mean(self.response_tokens)), longest)
 
     @property
     def forward_flops(self) -> int:
@@ -287,15 +287,14 @@ def run(
 
 
 def _figures(work: Work, lines: Sequence[str], config: Path, ranks: int) -> dict[str, Any]:
-    """Of a run's metrics: its steps, and the last one beside the plan."""
-    gpu, _ = gpu_here()
+    """Of a run's metrics: its steps, and the peak of the last one beside the plan's."""
+    gpu = gpu_here()
     steps = [step_figures(work, json.loads(line), gpu and gpu.flops * ranks) for line in lines]
-    planned = training_peak(plan_of(config, work.tokens, GPUS["h100-80"], ranks))
+    planned = training_peak(config, work.tokens, ranks)
     measured = steps[-1]["peak GPU bytes"]
     return {
         "planned peak GPU bytes": planned,
         "steps": steps,
         "headline": steps[-1],
         "peak over plan": measured / planned if measured else None,
-        "plan": compared(config, work.tokens, 3 * work.forward_flops, steps[-1], ranks),
     }

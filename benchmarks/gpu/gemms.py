@@ -1,7 +1,4 @@
-"""The head's three matrix products in the forms that cuBLAS may be given, and the head itself by kernel and by chunk.
-
-python -P benchmarks/gpu/gemms.py [TOKENS COLUMNS HIDDEN]      # the head a few times and no figures, for ncu
-"""
+"""The head's three matrix products in the forms that cuBLAS may be given, and the head by kernel and by chunk."""
 
 from __future__ import annotations
 
@@ -88,11 +85,3 @@ def figures(tokens: int, columns: int, hidden: int) -> dict[str, Any]:
         found[f"chunk of {chunk}"] = products(chunk, columns, hidden)
     inputs = make_inputs(Case("gemms", tokens, hidden, columns), DEVICE)
     return {**found, "head by kernel": by_kernel(inputs), "head by chunk": by_chunk(inputs)}
-
-
-if __name__ == "__main__":
-    shape = [int(word) for word in sys.argv[1:]] or [4096, 152064, 1024]
-    for_ncu = make_inputs(Case("ncu", shape[0], shape[2], shape[1]), DEVICE)
-    for _ in range(3):
-        for_ncu.forget_gradients()
-        ours(BACKEND, "eager")(for_ncu)

@@ -240,10 +240,11 @@ def ncu(options: Options) -> dict[str, Any]:
     """What Nsight Compute says of the head's two kernels; without a GPU only the program that it would look at."""
     words = ["ncu", "--clock-control", "none", "-k", "regex:statistics_kernel|gradient_kernel", "-s", "2", "-c", "2"]
     words += [word for section in NCU_SECTIONS for word in ("--section", section)]
-    shape = ("16", "300", "16") if options.tiny else ("1024", "152064", "1024")
-    command = [*([] if options.tiny else words), sys.executable, "-P", str(HERE / "gemms.py"), *shape]
+    shape, interpreted = (("8", "272"), {"TRITON_INTERPRET": "1"}) if options.tiny else (("1024", "152064"), {})
+    program = [sys.executable, "-P", str(ROOT / "benchmarks" / "head_kernels.py"), *shape]
     log = options.folder / "ncu.log"
-    ended = run_logged(command, log, options.seconds, cwd=ROOT)
+    command = program if options.tiny else [*words, *program]
+    ended = run_logged(command, log, options.seconds, cwd=ROOT, env=os.environ | interpreted)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return {**ended, "sections": lines, "passed": ended["exit code"] == 0}
 
@@ -422,13 +423,8 @@ def said(name: str, result: dict[str, Any]) -> list[str]:
         if last := ran.get("headline"):
             figures = (f"{key} {value:.4g}" for key, value in last.items() if isinstance(value, float))
             lines.append(f"{layout or name}: {', '.join(figures)}")
-        if plan := ran.get("plan"):
-            pairs = (
-                f"{key} {one['planned']:.3g} planned, {one['measured']:.3g} measured"
-                for key, one in plan["figures"].items()
-                if one["measured"] is not None and one["planned"] is not None
-            )
-            lines.append(f"plan: {plan['reason'] or '; '.join(pairs)}")
+        if (ratio := ran.get("peak over plan")) is not None:
+            lines.append(f"peak GPU bytes over those planned: {ratio:.3g}")
     return [*lines, *result.get("wrong", [])]
 
 

@@ -236,7 +236,7 @@ def _replay(options: argparse.Namespace) -> int:
     run, *more = options.run
     if more:
         raise ConfigError(_unknown(more[0], options.subparser))
-    from dynamo_megatron.replay.command import write_replay
+    from dynamo_megatron.replay.what_if import write_replay
 
     text = write_replay(Path(run), options.allocator, options.success_threshold, options.reward_key, options.out)
     print(printable(text))

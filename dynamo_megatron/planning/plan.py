@@ -111,7 +111,7 @@ class Plan:
     @functools.cached_property
     def fault(self) -> str | None:
         """Why the run cannot work; None where nothing is wrong."""
-        rollout, servers, most = self.config.rollout, self.servers, self.cluster.gpu.memory
+        servers, most = self.servers, self.cluster.gpu.memory
         if (over := self.peak - most) > 0:
             optimizer = max(stage.state.optimizer for stage in self.stages)
             mend = f"; optimizer.cpu_offload keeps {optimizer / GIB:.1f} in host memory" if optimizer > over else ""
@@ -129,13 +129,6 @@ class Plan:
             return (
                 f"does not fit: a server's KV cache holds {servers.tokens:,.0f} tokens, a sequence may have "
                 f"{self.work.longest}; raise rollout.tp or rollout.memory_fraction"
-            )
-        decode = formulas.decode_seconds(self.config, self.spec, self.cluster.gpu, 1, self.work.held)
-        if rollout.timeout_of() < rollout.max_new_tokens * decode:
-            return (
-                f"cannot work: rollout.timeout is {rollout.timeout_of():g} s, and a response of "
-                f"{rollout.max_new_tokens} tokens takes some {rollout.max_new_tokens * decode:.0f} s: long "
-                "responses would be aborted and never trained on; leave it out, or raise it"
             )
         return None
 

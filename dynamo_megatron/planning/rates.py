@@ -2,7 +2,7 @@
 the shape of Qwen2.5-1.5B.
 
 Another GPU is taken to reach the same share of what its maker states, and links between GPUs all of it: of that only an
-H200 has been measured (`extrapolated` of planning/report.py names it). `benchmarks/planned.py` compares what follows
+H200 has been measured (`measured_on` of planning/command.py says so). `benchmarks/planned.py` compares what follows
 from this table with every committed run.
 """
 

@@ -5,7 +5,6 @@ disk, host memory, and a server of two layers of random weights."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import glob
 import json
 import os
@@ -35,8 +34,8 @@ from dynamo_megatron.jobs.start_checks import check_layout, size_text
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.planning import plan as planning
+from dynamo_megatron.planning.command import verdict
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
-from dynamo_megatron.planning.report import cautions, verdict
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
@@ -104,20 +103,6 @@ class Subject:
     def encode(self, prompt: Prompt) -> list[int]:
         return encode_prompt(prompt, self.tokenizer, self.config.data)
 
-    @cached_property
-    def server(self) -> SGLangServer | None:
-        """The server that is tried, started: it comes up while other checks run. None: the run starts none."""
-        rollout = self.config.rollout
-        if rollout.engine != "sglang" or rollout.placement == "external":
-            return None
-        changed = ["--context-length", str(min(LONGEST, self.spec.max_positions))]
-        changed += ["--json-model-override-args", json.dumps({"num_hidden_layers": min(LAYERS, self.spec.num_layers)})]
-        changes = {"server_args": [*rollout.server_args, *SLICE, *changed], "host": "127.0.0.1", "port": None}
-        log = Path(tempfile.mkdtemp(prefix="preflight-"), "sglang.log")
-        server = SGLangServer(rollout.model_copy(update=changes), self.config.model, log)
-        server.start()
-        return server
-
 
 def layout(subject: Subject) -> Iterator[Finding]:
     """Checks model, layout and the number of ranks as `train` does."""
@@ -143,7 +128,6 @@ def plan(subject: Subject) -> Iterator[Finding]:
     made = planning.make_plan(subject.config, spec, cluster, planning.workload(subject.config, spec))
     told = f"{cluster.gpus} x {gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}: {verdict(made)}"
     yield failed(f"{told}; `dynamo-megatron plan` has all") if made.fault else ok(told)
-    yield from map(note, cautions(made))
 
 
 def model_config(subject: Subject) -> Iterator[Finding]:
@@ -377,20 +361,27 @@ def gpu_server(subject: Subject) -> Iterator[Finding]:
 
 def server(subject: Subject) -> Iterator[Finding]:
     """Checks that SGLang starts in its interpreter and answers a request with tokens and logprobs."""
-    if subject.server is None:
+    rollout, spec = subject.config.rollout, subject.spec
+    if rollout.engine != "sglang" or rollout.placement == "external":
         yield skipped("this run starts no servers")
         return
+    changed = ["--context-length", str(min(LONGEST, spec.max_positions))]
+    changed += ["--json-model-override-args", json.dumps({"num_hidden_layers": min(LAYERS, spec.num_layers)})]
+    changes = {"server_args": [*rollout.server_args, *SLICE, *changed], "host": "127.0.0.1", "port": None}
+    log = Path(tempfile.mkdtemp(prefix="preflight-"), "sglang.log")
     try:
-        yield ok(asyncio.run(_try(subject, subject.server)))
+        tried = SGLangServer(rollout.model_copy(update=changes), subject.config.model, log)
+        yield ok(asyncio.run(_try(subject, tried)))
     except (RolloutError, ServerLost, TimeoutError) as error:
         # The folder is kept: the message names the log in it.
         raise InputError(
             f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
         ) from None
-    shutil.rmtree(subject.server.log.parent, ignore_errors=True)
+    shutil.rmtree(log.parent, ignore_errors=True)
 
 
 async def _try(subject: Subject, process: SGLangServer) -> str:
+    process.start()
     try:
         await process.wait_ready()
         async with open_session() as session:
@@ -430,7 +421,7 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         checks |= OF_A_NODE
         if with_server:
-            checks = {"host memory": host_memory, **checks, "server": server}  # before the server takes some of it
+            checks["server"] = server
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
     bad: dict[str, None] = {}
     raised: set[str] = set()
@@ -442,9 +433,6 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
             if leads or finding.level != "ok":  # other ranks report only problems
                 seconds = time.monotonic() - start
                 show(f"{prefix}{finding.level:<7} {name}: {finding.text}  ({seconds:.1f} s)", sys.stdout)
-        if "server" in checks:  # it comes up beside the other checks
-            with contextlib.suppress(ValueError, OSError):  # its check will say it
-                _ = subject.server
     if bad:
         print(f"{prefix}{len(bad)} of {len(checks)} checks failed: {', '.join(bad)}", file=sys.stderr)
     elif leads:

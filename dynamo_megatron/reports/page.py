@@ -27,7 +27,7 @@ from dynamo_megatron.rollout.token_spans import character_ends
 from dynamo_megatron.runtime.plain_text import printable
 from dynamo_megatron.runtime.run_folder import is_held
 from dynamo_megatron.runtime.whole_files import replacing
-from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash
+from dynamo_megatron.tracking.token_rows import read_token_rows
 from dynamo_megatron.types import Rollout
 
 IN_PICTURE = ("Reward", "Policy entropy", "Response length", "Rollouts by earlier success rate")
@@ -143,9 +143,8 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
             "not trained on": [r for r in rollouts if r.status != "ok"][:EACH],
         }
         for rollout in {r.rollout_id: r for its in kinds.values() for r in its}.values():
-            row, ids = rows.get(rollout.rollout_id), rollout.response_tokens
-            values = row.lists if row is not None and row.response == response_hash(ids) else {}
-            found.append((rollout, [kind for kind, its in kinds.items() if rollout in its], values))
+            labels = [kind for kind, its in kinds.items() if rollout in its]
+            found.append((rollout, labels, rows.get(rollout.rollout_id, {})))
     if missing := set(asked) - {rollout.rollout_id for rollout, _, _ in found}:
         raise InputError(f"--rollout: {source} has no rollout {min(missing)!r}; ids begin with the step")
     return sorted(found, key=lambda each: "asked for" not in each[1])

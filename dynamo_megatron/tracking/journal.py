@@ -72,7 +72,7 @@ class Journal:
         self._trackers.write(metrics)
         if line is not None:
             self.say(line)
-        self.progress.step_done(metrics["step"], metrics.get("reward/mean"))
+        self.progress.step_done(metrics["step"])
         self._judge(metrics)
 
     def tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:

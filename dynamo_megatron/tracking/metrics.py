@@ -4,7 +4,6 @@ evaluations.jsonl."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ class StepLog:
 
     def __init__(self, path: Path, keep_to: int):
         self._path, kept = path, kept_bytes(path, keep_to)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        os.ftruncate(descriptor, kept)
-        self._file = open(descriptor, "a", encoding="utf-8")  # noqa: SIM115 (open for the life of the run)
+        self._file = path.open("a", encoding="utf-8")  # open for the life of the run
+        self._file.truncate(kept)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with naming(self._path):

@@ -5,22 +5,7 @@ from __future__ import annotations
 import time
 
 from dynamo_megatron.tracking.progress import Progress
-from dynamo_megatron.weight_sync.memory import DeviceMemory
-
-# Each phase, and which of `weight_sync.memory.PHASES` it needs; None: it leaves the memory as it is.
-MEMORY = {
-    "read data": None,
-    "generate": "generate",
-    "evaluate": "generate",
-    "logprobs": "weights",
-    "weight sync": "weights",
-    "values": "values",
-    "update": "train",
-    "critic": "critic",
-    "save": "save",
-    "export": "save",
-    "failed step": "failed step",
-}
+from dynamo_megatron.weight_sync.memory import PHASES, DeviceMemory
 
 
 class Clock:
@@ -53,11 +38,10 @@ class Phases:
         self.clock, self.memory, self._progress = Clock(), memory, progress
 
     def begin(self, phase: str) -> None:
-        """Begins `phase`, a key of MEMORY. Collective over all ranks if they share memory with servers."""
-        needs = MEMORY[phase]
+        """Begins `phase`. Collective over all ranks if they share memory with servers."""
         if self._progress is not None:
             self._progress.phase(phase)
-        if self.memory is not None and needs is not None:
+        if self.memory is not None and phase in PHASES:
             self.clock.begin("memory")
-            self.memory.enter(needs)
+            self.memory.enter(phase)
         self.clock.begin(phase)

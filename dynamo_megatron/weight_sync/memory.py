@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from dynamo_megatron.rollout.worker import RolloutWorker
 
 TAGS = ("weights", *CACHES)  # in the order in which they come back
-# What is on the device in each phase: the server's tags, the policy's parts, the critic's. A server that releases its
-# weights has lost them: after "train" it needs a weight sync.
+# What is on the device in each phase of a run: the server's tags, the policy's parts, the critic's; other phases leave
+# the memory as it is. A server that releases its weights has lost them: after "update" it needs a weight sync.
 PHASES = {
-    "generate": (TAGS, (), ()),
-    "weights": (("weights",), ("weights",), ()),  # logprobs, while more may be generated; and a weight sync
+    **dict.fromkeys(("generate", "evaluate"), (TAGS, (), ())),
+    **dict.fromkeys(("logprobs", "weight sync"), (("weights",), ("weights",), ())),  # more may be generated meanwhile
     "values": (("weights",), (), ("weights",)),
-    "train": ((), PARTS, ()),
+    "update": ((), PARTS, ()),
     "critic": ((), (), PARTS),
-    "save": (("weights",), PARTS, PARTS),
+    **dict.fromkeys(("save", "export"), (("weights",), PARTS, PARTS)),
     "failed step": ((), ("weights",), ()),  # written without the optimizer, after the servers have ended
 }
 

@@ -5,12 +5,11 @@ import pytest
 
 
 def test_the_plan_is_within_a_quarter_of_every_committed_run_of_today_s_code():
-    text = json.dumps({"rates": {n: r._asdict() for n, r in planned.RATES.items()}, "figures": planned.committed()})
-    found = json.loads(text)
+    rates = {name: rate._asdict() for name, rate in planned.RATES.items()}
+    found = json.loads(json.dumps({"rates": rates, "figures": planned.committed()}))
     assert found == json.loads((planned.RESULTS / "planned.json").read_text(encoding="utf-8"))  # `planned.py` writes it
-    today = [row for row in found["figures"] if row["does not apply"] is None]
-    assert {row["figure"].split()[0] for row in today} >= {"update", "logprobs", "generate", "push"}
-    for row in today:
+    assert {row["figure"].split()[0] for row in found["figures"]} >= {"update", "logprobs", "generate", "push"}
+    for row in found["figures"]:
         assert abs(row["planned over measured"] - 1) <= 0.25, row
 
 

@@ -33,28 +33,12 @@ README = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "parallel.tp=2", "
 
 
 @pytest.mark.parametrize(
-    ("keys", "servers", "idle"),
-    [
-        ([], "8 of 1", None),
-        (["rollout.servers=1"], "1 of 1", "7 of 8 GPUs are idle while servers generate: rollout.servers 1 x"),
-        (["rollout.placement=split"], "1 of 1", None),
-    ],
+    ("keys", "servers"),
+    [([], "8 of 1"), (["rollout.servers=1"], "1 of 1"), (["rollout.placement=split"], "1 of 1")],
 )
-def test_colocated_servers_use_all_gpus_unless_a_number_is_given(keys, servers, idle, capsys):
+def test_colocated_servers_use_all_gpus_unless_a_number_is_given(keys, servers, capsys):
     assert main(["plan", "methods/dynamo", *README, "--gpus", "8", "--gpu", "h100-80", *keys]) == 0
-    said = capsys.readouterr().out
-    assert f"servers: {servers} GPUs" in said and (idle in said if idle else "idle" not in said)
-
-
-def test_a_timeout_that_no_long_response_can_keep_is_no_plan(capsys):
-    """32,768 times 48 layers of 95 us, and half of 29.5 GB and some cache at 2.97 TB/s: 315 s."""
-    long = ["model.path=Qwen2.5-14B", "model.max_length=33792", "rollout.max_new_tokens=32768"]
-    words = ["plan", "paper", *long, "parallel.tp=8", "parallel.sequence_parallel=true", "trainer.recompute=full"]
-    words += ["rollout.tp=2", "rollout.memory_fraction=0.7", *GPUS]
-    assert main([*words, "rollout.timeout=310"]) == 1
-    said = capsys.readouterr().out
-    assert said.splitlines()[-1].startswith("cannot work: rollout.timeout is 310 s, and a response of 32768 tokens")
-    assert main([*words, "rollout.timeout=330"]) == 0
+    assert f"servers: {servers} GPUs" in capsys.readouterr().out
 
 
 def test_the_kind_of_a_gpu():

@@ -35,7 +35,6 @@ def make(config, layout):
     from dynamo_megatron.policy.critic import Critic
     from dynamo_megatron.policy.offload import PARTS, Offload
     from dynamo_megatron.policy.policy import Policy
-    from dynamo_megatron.tracking.phases import MEMORY
     from dynamo_megatron.weight_sync.memory import PHASES
 
     spec = load_model_config(config.model.path)
@@ -43,7 +42,7 @@ def make(config, layout):
     offloads = [Offload(model) for model in models]
 
     def begin(phase: str) -> None:
-        for offload, needed in zip(offloads, PHASES[MEMORY[phase]][1:], strict=True):
+        for offload, needed in zip(offloads, PHASES[phase][1:], strict=True):
             offload.release([part for part in PARTS if part not in needed])
             offload.resume(needed)
 

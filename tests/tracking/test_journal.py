@@ -73,7 +73,7 @@ def test_the_last_line_of_a_run_stands_after_its_trackers_warnings(tmp_path, mon
     assert warning.startswith("warning: test_journal:Fails failed (RuntimeError: late)") and last.startswith("model: ")
 
 
-ROW = {"rollout_id": "a", "response": "f0", "entropy": [0.5]}
+ROW = {"rollout_id": "a", "entropy": [0.5]}
 
 
 def test_a_resume_drops_the_statistics_of_later_steps(tmp_path):

@@ -37,7 +37,7 @@ for step in (12, 13):
     time.sleep(0.5)
     progress.count(180, 6000)
     progress.say(f"step {{step}} is done")
-    progress.step_done(step, 0.25)
+    progress.step_done(step)
 progress.phase("save")
 progress.close()
 progress.close()
@@ -68,11 +68,11 @@ def first_with(states: list[str], *words: str) -> str:
 
 
 def test_a_run_in_a_terminal():
-    states = in_terminal(RUN, 60)
-    assert first_with(states, "loading data").startswith("loading data")
-    assert "11/100" in first_with(states, "generate 0/256")
-    assert "2,000 tok/s" in first_with(states, "generate 180/256")  # not 6,000 in all: 5,000 were there before
-    assert "reward 0.250" in first_with(states, "13/100") and first_with(states, "save")
+    states = in_terminal(RUN, 70)
+    assert first_with(states, "loading data").startswith("loading data 0 rows")
+    assert first_with(states, "after step 11 of 100: generate", "0/256")
+    assert first_with(states, "after step 12 of 100: generate", "180/256", "6,000 tokens")
+    assert first_with(states, "after step 13 of 100: save")
     assert "step 12 is done" in states and "step 13 is done" in states
 
 

@@ -44,10 +44,10 @@ def test_a_server_goes_through_all_phases_with_requests_under_way(sglang_server,
     turns.enter("generate")
     before = call(sglang_server.endpoint, "/generate", request, 60)["output_ids"]
     running = [Call(call, sglang_server.endpoint, "/generate", request, 60) for _ in range(8)]
-    for phase in ("train", "weights", "generate", "save", "generate"):
+    for phase in ("update", "weight sync", "generate", "save", "generate"):
         turns.enter(phase)
         lacking = turns._released[sglang_server.endpoint]
-        assert ("weights" in lacking) == (phase == "train") and ("kv_cache" in lacking) == (phase != "generate")
+        assert ("weights" in lacking) == (phase == "update") and ("kv_cache" in lacking) == (phase != "generate")
     assert all(one.result()["meta_info"]["finish_reason"]["type"] in ("abort", "length") for one in running)
     assert call(sglang_server.endpoint, "/generate", request, 60)["output_ids"] == before and lost == {}
 
@@ -56,12 +56,12 @@ def test_a_server_that_is_gone_is_restarted_and_a_new_one_lacks_its_caches(turns
     turns, lost = turns
     gone = Endpoint("server-0", 1, "http://127.0.0.1:9", 1, "")
     turns.set_servers([gone])
-    turns.enter("train")
+    turns.enter("update")
     assert list(lost) == [gone]
     assert lost.pop(gone).startswith("it did not release its memory: /release_memory_occupation: no answer")
     turns.set_servers([again := Endpoint("server-0", 2, "http://127.0.0.1:9", 1, "")])
     assert turns._released[again] == {"kv_cache", "cuda_graph"}
-    turns.enter("weights")
+    turns.enter("weight sync")
     assert lost == {}
     moved = turns.report()
     assert (moved["released"], moved["resumed"]) == (20, 14) and not turns.report()
