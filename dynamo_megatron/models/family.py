@@ -15,19 +15,13 @@ JsonObject = Mapping[str, Any]
 # parameter is made of, in Megatron's order. Most families have these.
 DENSE_LAYER: Mapping[str, tuple[str, ...]] = {
     "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.weight": (
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ),
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
-QKV_BIAS = {
-    "self_attention.linear_qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
-}
+QKV_BIAS = {"self_attention.linear_qkv.bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv")}
 HEAD_NORMS = {
     "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
     "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
@@ -62,9 +56,7 @@ class Family:
     def windowed(self, config: JsonObject, layer: int) -> bool:
         """Whether a layer has a window, if layer_types does not say."""
         if config.get("sliding_window") is not None:
-            raise InputError(
-                f"sliding_window: not supported in a {self.name} model; attention is over all tokens before"
-            )
+            raise InputError(f"sliding_window: not supported in a {self.name} model; its attention has no window")
         return False
 
     def windows(self, config: JsonObject, layers: int) -> tuple[int, ...]:
@@ -103,9 +95,7 @@ class Family:
         if heads % groups:
             raise InputError(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}")
         if config.get("head_dim") is None and self.head_dim is None and hidden % heads:
-            raise InputError(
-                f"num_attention_heads: {heads} does not divide hidden_size {hidden}, and head_dim is not given"
-            )
+            raise InputError(f"num_attention_heads: {heads} does not divide hidden_size {hidden}; give head_dim")
         names, windows = self.layer_names(config), self.windows(config, shape["num_layers"])
         theta, scaling, local_theta = self.rope(config)
         return ModelSpec(

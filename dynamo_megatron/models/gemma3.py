@@ -45,9 +45,7 @@ class Gemma3(Family):
             raise InputError(f"rope_parameters: {both!r} is not a set with rope_theta for each of {', '.join(KINDS)}")
         for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
             if config.get(key) is not None:
-                raise InputError(
-                    f"{key}: given beside rope_parameters, which has one for each kind of layer; remove it"
-                )
+                raise InputError(f"{key}: given beside rope_parameters, which has one for each layer type; remove it")
         everywhere, local = (Family.rope(self, {**config, "rope_parameters": one}) for one in sets)
         return everywhere[0], everywhere[1], local[0]
 

@@ -56,9 +56,7 @@ class Qwen3Moe(Qwen3):
     def further(self, config: JsonObject) -> dict[str, Any]:
         topk, norm = integer(config, "num_experts_per_tok"), flag(config, "norm_topk_prob")
         if topk == 1 and norm:
-            raise InputError(
-                "norm_topk_prob: true with num_experts_per_tok 1 leaves the router no gradient; not supported"
-            )
+            raise InputError("norm_topk_prob: true with num_experts_per_tok 1 leaves the router without a gradient")
         return {
             "num_experts": _experts(config),
             "router_topk": topk,
