@@ -72,6 +72,20 @@ def make_tiny_model():
 
 
 @pytest.fixture(scope="session")
+def model_of(make_tiny_model, tmp_path_factory):
+    """model_of(family, **options) -> the folder of its tiny model, made once a session. Do not change it."""
+    made = {}
+
+    def model(family="qwen2", **options):
+        key = json.dumps([family, options], sort_keys=True)
+        if key not in made:
+            made[key] = make_tiny_model(tmp_path_factory.mktemp(family) / "model", family, **options)
+        return made[key]
+
+    return model
+
+
+@pytest.fixture(scope="session")
 def tiny_model(make_tiny_model, tmp_path_factory) -> Path:
     """A Qwen2 of 2 layers in float32, one token a character; a response ends about every 100 tokens."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", family="qwen2", dtype="float32")

@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from dynamo_megatron.models import FAMILIES
 
 SPECIAL_TOKENS = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 CHARACTERS = ["Ġ", *map(chr, range(33, 127)), "Ċ"]  # the byte-level alphabet's printable ASCII, space and newline
@@ -40,76 +42,55 @@ def make_tiny_model(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int | None = None,
-    window: int | None = None,
     ffn: int = 128,
-    experts: int = 4,
-    experts_per_token: int = 2,
-    expert_ffn: int = 64,
     vocab: int = 128,
     max_positions: int = 2048,
     tied: bool = False,
-    unbiased: bool = False,
+    fields: Mapping[str, Any] | None = None,
     seed: int = 0,
     device: str = "cpu",
 ) -> Path:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer into folder `out`; returns it.
 
-    `window`, in tokens: of every other layer, of mistral and phi3 of all; None: none, or 8 in families that always have
-    one.
-
     One token a character (printable ASCII and newline) besides five special ones; `vocab` counts embedding rows, at
-    least 101. `head_dim` None: hidden / heads. The `expert...` arguments are for family qwen3_moe, `unbiased` is for
-    glm4: queries, keys and values have no bias. A response ends with <|im_end|>. The same arguments give the same
-    weights; `device` draws them. Raises ValueError for a vocabulary too small for the tokenizer.
+    least 101. `head_dim` None: hidden / heads. `fields`: of config.json, in place of the others and of the family's
+    `tiny`. A response ends with <|im_end|>. The same arguments give the same weights; `device` draws them. Raises
+    ValueError for a vocabulary too small for the tokenizer.
     """
     tokens = SPECIAL_TOKENS + CHARACTERS
     if vocab < len(tokens):
         raise ValueError(f"vocab: {vocab} rows for a tokenizer of {len(tokens)} tokens")
-    mixture = {
-        "num_experts": experts,
-        "num_experts_per_tok": experts_per_token,
-        "moe_intermediate_size": expert_ffn,
-        "norm_topk_prob": True,
-    }
-    factors = {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 0.5,
-        "attention_multiplier": 0.2,
-    }
-    own: dict[str, dict[str, Any]] = {
-        "qwen3_moe": mixture,
-        "granite": factors,
-        "glm4": {"attention_bias": not unbiased},
-        "smollm3": {"no_rope_layers": [1, 0, 0, 1] * layers},
-    }
-    config = AutoConfig.for_model(
-        family,
-        **own.get(family, {}),
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim or hidden // heads,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tied or family == "gemma3_text",  # SGLang serves no other
-        rms_norm_eps=1e-6,
+    own = {**FAMILIES[family].tiny, **(fields or {})}
+    general = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim or hidden // heads,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-6,
         # at the usual 0.02 so narrow a model is nearly uniform, and a misplaced weight would hardly show
-        initializer_range=hidden**-0.5,
-        bos_token_id=None,
-        eos_token_id=tokens.index("<|im_end|>"),
-        pad_token_id=tokens.index("<|pad|>"),
-        **_windows(family, window, layers),
-    )
-    _random_model(config, seed, device).to(getattr(torch, dtype)).save_pretrained(out)
-    if family == "olmo3":  # SGLang does not read RoPE as transformers 5 writes it
+        "initializer_range": hidden**-0.5,
+        "bos_token_id": None,
+        "eos_token_id": tokens.index("<|im_end|>"),
+        "pad_token_id": tokens.index("<|pad|>"),
+    }
+    config = AutoConfig.for_model(family, **general | own)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            # transformers starts all norms at 1 or 0 and all biases at 0: so alike, a swapped pair would not show
+            if parameter.dim() == 1:
+                torch.nn.init.normal_(parameter, mean=parameter[0].item(), std=0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(out)
+    if "rope_theta" in own:  # as published files have RoPE, not as transformers 5 writes it
         file = Path(out) / "config.json"
-        written = json.loads(file.read_text())
-        del written["rope_parameters"]
-        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": max_positions // 4}
-        file.write_text(json.dumps(written | {"rope_theta": 500000.0, "rope_scaling": yarn}))
+        written = {key: value for key, value in json.loads(file.read_text()).items() if key != "rope_parameters"}
+        file.write_text(json.dumps(written | own))
     special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     special["additional_special_tokens"] = ["<|endoftext|>", "<|im_start|>"]
     character_tokenizer(tokens, CHAT_TEMPLATE, **special).save_pretrained(out)
@@ -130,30 +111,6 @@ def character_tokenizer(tokens: Sequence[str], template: str, **special: Any) ->
     return made
 
 
-def _windows(family: str, window: int | None, layers: int) -> dict[str, Any]:
-    if family in ("mistral", "phi3"):
-        return {"sliding_window": window}
-    alternating = {
-        "sliding_window": window or 8,
-        "layer_types": (["sliding_attention", "full_attention"] * layers)[:layers],
-    }
-    if family in ("olmo3", "gemma3_text"):
-        return alternating
-    return {} if window is None else alternating | {"use_sliding_window": True}
-
-
-def _random_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            # transformers starts norms at 1 (Gemma's at 0) and biases at 0: so alike, a swapped pair would not show
-            if parameter.dim() == 1:
-                at_zero = name.endswith("bias") or config.model_type == "gemma3_text"
-                torch.nn.init.normal_(parameter, mean=0.0 if at_zero else 1.0, std=0.1)
-    return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", help="folder to write")
@@ -161,8 +118,9 @@ def main() -> None:
         if isinstance(option.default, bool):
             parser.add_argument(f"--{name}", action="store_true")
         elif name != "out":
-            kind = str if isinstance(option.default, str) else int
-            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=option.default)
+            kind = json.loads if name == "fields" else str if isinstance(option.default, str) else int
+            allowed = list(FAMILIES) if name == "family" else None
+            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=option.default, choices=allowed)
     print(make_tiny_model(**vars(parser.parse_args())))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.config_fields import flag, integer, number
+from dynamo_megatron.models.config_fields import flag, integer, number, read_shape
 from dynamo_megatron.models.mapping import HF_HEAD
 from dynamo_megatron.models.spec import Bridged, ModelSpec
 
@@ -27,32 +27,15 @@ def bridged_spec(config: Mapping[str, Any], folder: Path) -> ModelSpec:
     tied = flag(config, "tie_word_embeddings") or HF_HEAD not in shapes
     if tied:
         shapes.pop(HF_HEAD, None)
-    heads = integer(config, "num_attention_heads")
-    hidden = integer(config, "hidden_size")
+    width = integer(config, "intermediate_size", 4 * integer(config, "hidden_size"))
     experts = next(
         (config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0
     )
-    width = integer(config, "intermediate_size", 4 * hidden)
     return ModelSpec(
+        **read_shape({**config, "intermediate_size": width}),
         family=f"bridge:{config.get('model_type')}",
-        num_layers=integer(config, "num_hidden_layers"),
-        hidden_size=hidden,
-        ffn_hidden_size=width,
-        num_attention_heads=heads,
-        num_query_groups=integer(config, "num_key_value_heads", heads),
-        kv_channels=integer(config, "head_dim", hidden // heads),
-        vocab_size=integer(config, "vocab_size"),
-        max_positions=integer(config, "max_position_embeddings"),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope_theta=number(config, "rope_theta", 10000.0),
-        rope_scaling=(),
         tied=tied,
-        qkv_bias=False,
-        qk_norm=False,
-        wide_qk_norm=False,
-        pre_norms=True,
-        post_norms=False,
-        layer_names={},
         num_experts=experts,
         router_topk=integer(config, "num_experts_per_tok", 1) if experts else 0,
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size", width) if experts else 0,

@@ -10,17 +10,15 @@ from typing import Any
 from dynamo_megatron.errors import InputError
 
 _DECODER = """
-    attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
-    max_window_layers model_type num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor
-    quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings
-    use_sliding_window vocab_size
+    head_dim hidden_size intermediate_size layer_types max_position_embeddings max_window_layers model_type
+    num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor quantization_config rms_norm_eps
+    rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings vocab_size
 """
 _FILE = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _sliding_window_pattern
-    attn_implementation bos_token_id cache_implementation
-    decoder_start_token_id dtype eos_token_id finetuning_task is_llama_config _model_name_or_path name_or_path
-    pad_token_id sep_token_id task_specific_params tokenizer_class torch_dtype transformers.js_config
-    transformers_version unk_token_id unsloth_fixed unsloth_version
+    _attn_implementation _attn_implementation_autoset _commit_hash _model_name_or_path _name_or_path
+    _sliding_window_pattern attn_implementation bos_token_id cache_implementation decoder_start_token_id dtype
+    eos_token_id finetuning_task is_llama_config name_or_path pad_token_id sep_token_id task_specific_params
+    tokenizer_class torch_dtype transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version
 """
 _TRAINING_AND_OUTPUTS = """
     chunk_size_feed_forward id2label initializer_range label2id num_labels output_attentions output_hidden_states
@@ -33,17 +31,19 @@ _SAMPLING = """
     min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
     repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
 """
-# Read, or checked, by `decoder_spec`; a family adds its own.
+# Read by every family (family.py); each adds its own.
 DECODER = frozenset(_DECODER.split())
 # Leave the logits of a given sequence unchanged, with any value.
 HARMLESS = frozenset(f"{_FILE} {_TRAINING_AND_OUTPUTS} {_SAMPLING}".split())
-# Leave the logits unchanged if they have this value.
+# Leave the logits unchanged if they have this value, in every family that does not read them.
 HARMLESS_AS: dict[str, Any] = {
     "add_cross_attention": False,
+    "attention_bias": False,
     "attention_dropout": 0,
     "embd_pdrop": 0,
     "is_decoder": False,
     "is_encoder_decoder": False,
+    "mlp_bias": False,
     "per_layer_config": {},
     "pruned_heads": {},
     "resid_pdrop": 0,
@@ -51,26 +51,29 @@ HARMLESS_AS: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "use_bidirectional_attention": False,
     "use_mrope": False,
+    "use_sliding_window": False,
 }
 
 
-def check_fields(config: Mapping[str, Any], implemented: Collection[str], architectures: Collection[str]) -> None:
-    """Raises ValueError naming the first field that is neither `implemented`, nor null, nor known to be harmless. Also
+def check_fields(
+    config: Mapping[str, Any], read: Collection[str], only: Mapping[str, Any], architectures: Collection[str]
+) -> None:
+    """Raises ValueError naming the first field that is neither `read`, nor null, nor harmless, nor as in `only`. Also
     if config.json's architectures, by which SGLang chooses the model's class, has a name that is not in
     `architectures`."""
     for key, value in config.items():
-        if key in implemented or key in HARMLESS or value is None:
+        if key in read or key in HARMLESS or value is None:
             continue
         if key == "architectures":
             if not isinstance(value, list) or any(name not in architectures for name in value):
                 raise InputError(f"architectures: {value!r} is not supported, only {', '.join(architectures)}")
-        elif key not in HARMLESS_AS:
+        elif key not in only:
             raise InputError(
                 f"{key}: {value!r} is not supported: the field is neither implemented nor known to leave what the "
                 "model computes unchanged; remove it from config.json only if it has no effect on the logits"
             )
-        elif value != HARMLESS_AS[key]:
-            raise InputError(f"{key}: {value!r} is not supported, only {HARMLESS_AS[key]!r}")
+        elif value != only[key]:
+            raise InputError(f"{key}: {value!r} is not supported, only {only[key]!r}")
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
@@ -99,3 +102,20 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InputError(f"{key}: {value!r} is not a positive number")
     return float(value)
+
+
+def read_shape(config: Mapping[str, Any], head_dim: int | None = None) -> dict[str, Any]:
+    """The fields of a ModelSpec that all models' config.json have under the same names. `head_dim`: where it has none;
+    None: hidden size / heads. Raises ValueError."""
+    heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
+    return {
+        "num_layers": integer(config, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": integer(config, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": integer(config, "num_key_value_heads", heads),
+        "kv_channels": integer(config, "head_dim", head_dim or hidden // heads),
+        "vocab_size": integer(config, "vocab_size"),
+        "max_positions": integer(config, "max_position_embeddings"),
+        "norm_eps": number(config, "rms_norm_eps", 1e-6),
+    }

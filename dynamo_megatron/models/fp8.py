@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import huggingface_shapes
-from dynamo_megatron.models.server_layout import UNFUSED, server_layout
+from dynamo_megatron.models.server_layout import server_layout
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.runtime.late import torch
 
@@ -96,7 +96,7 @@ def largest_weights(spec: ModelSpec, tp_size: int) -> tuple[int, int]:
 def check_fp8_shapes(spec: ModelSpec, tp_size: int) -> None:
     """Raises ValueError where SGLang's FP8 linears cannot take the model over `tp_size` server ranks: their inputs, the
     parts of fused outputs, and what a rank has of either need whole blocks."""
-    if spec.family in UNFUSED:
+    if not spec.served.fused:
         raise InputError(f"rollout.quantization: SGLang has no {spec.family} model of its own, and fp8 needs one")
     size = spec.kv_channels
     widths = {

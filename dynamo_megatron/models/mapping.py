@@ -39,6 +39,7 @@ LAYOUT = {
     "mlp.linear_fc1.weight": "gate_up",
     "mlp.linear_fc2.weight": "row",
 }
+DIMENSION = {"column": 0, "row": 1}
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # SequentialMLP's, and the grouped linears' of TransformerEngine
@@ -109,40 +110,27 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of the Hugging Face folder and its shape; a tied model's `lm_head.weight` is left out."""
     if spec.bridged is not None:
         return dict(spec.bridged.shapes)
-    hidden, head = spec.hidden_size, spec.kv_channels
-    q, kv = spec.num_attention_heads * head, spec.num_query_groups * head
-    shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (spec.vocab_size, hidden)}
-    of_parameter: dict[str, tuple[tuple[int, ...], ...]] = {
-        "self_attention.linear_qkv.weight": ((q, hidden), (kv, hidden), (kv, hidden)),
-        "self_attention.linear_qkv.bias": ((q,), (kv,), (kv,)),
-        "self_attention.linear_proj.weight": ((hidden, q),),
-        "self_attention.q_layernorm.weight": ((head,),),
-        "self_attention.k_layernorm.weight": ((head,),),
-        "self_attention.q_layernorm.scales": ((q,),),
-        "self_attention.k_layernorm.scales": ((kv,),),
-        "self_attn_bda.norm.weight": ((hidden,),),
-        "mlp_bda.norm.weight": ((hidden,),),
-        "input_layernorm.weight": ((hidden,),),
-        "pre_mlp_layernorm.weight": ((hidden,),),
-        "mlp.linear_fc1.weight": ((spec.ffn_hidden_size, hidden),) * 2,
-        "mlp.linear_fc2.weight": ((hidden, spec.ffn_hidden_size),),
-        "mlp.router.weight": ((spec.num_experts, hidden),),
+    hidden, head, ffn = spec.hidden_size, spec.kv_channels, spec.moe_ffn_hidden_size or spec.ffn_hidden_size
+    q, kv, _ = qkv_rows(spec)
+    by_module: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (spec.vocab_size, hidden),
+        "lm_head": (spec.vocab_size, hidden),
+        "q_proj": (q, hidden),
+        "k_proj": (kv, hidden),
+        "v_proj": (kv, hidden),
+        "qkv_proj": (q + 2 * kv, hidden),
+        "q_norm": (q if spec.wide_qk_norm else head,),
+        "k_norm": (kv if spec.wide_qk_norm else head,),
+        "o_proj": (hidden, q),
+        "gate": (spec.num_experts, hidden),
+        "gate_proj": (ffn, hidden),
+        "up_proj": (ffn, hidden),
+        "gate_up_proj": (2 * ffn, hidden),
+        "down_proj": (hidden, ffn),
     }
-    for e in range(spec.num_experts):
-        here = f"mlp.experts.local_experts.{e}"
-        of_parameter[f"{here}.linear_fc1.weight"] = ((spec.moe_ffn_hidden_size, hidden),) * 2
-        of_parameter[f"{here}.linear_fc2.weight"] = ((hidden, spec.moe_ffn_hidden_size),)
-    for layer in range(spec.num_layers):
-        for parameter, parts in spec.layer_names.items():
-            of_parts = of_parameter[parameter]
-            if len(parts) == 1 < len(of_parts):  # one tensor of them all
-                of_parts = ((sum(shape[0] for shape in of_parts), *of_parts[0][1:]),)
-            for part, shape in zip(parts, of_parts, strict=True):
-                shapes[f"model.layers.{layer}.{part}"] = shape
-    shapes["model.norm.weight"] = (hidden,)
-    if not spec.tied:
-        shapes[HF_HEAD] = (spec.vocab_size, hidden)
-    return shapes
+    names = [name for parameter in parameter_names(spec) for name in huggingface_names(spec, parameter)]
+    shapes = {name: by_module.get(name.split(".")[-2], (hidden,)) for name in names}  # other modules are norms
+    return {name: shape[:1] if name.endswith(".bias") else shape for name, shape in shapes.items()}
 
 
 def cut(names: Sequence[str], sizes: Mapping[str, int], most: int) -> list[tuple[str, ...]]:
@@ -182,10 +170,8 @@ def to_megatron(
         halves = tensors if len(tensors) == 2 else tensors[0].chunk(2)
         return torch.cat([t.chunk(tp_size)[tp_rank] for t in halves])
     (tensor,) = tensors
-    if layout == "column":
-        return tensor.chunk(tp_size)[tp_rank]
-    if layout == "row":
-        return tensor.chunk(tp_size, dim=1)[tp_rank]
+    if layout in DIMENSION:
+        return tensor.chunk(tp_size, DIMENSION[layout])[tp_rank]
     if layout == "vocab":
         rows = spec.padded_vocab(tp_size) // tp_size
         shard = tensor[tp_rank * rows : (tp_rank + 1) * rows]
@@ -209,10 +195,8 @@ def to_huggingface(spec: ModelSpec, name: str, shards: Sequence[torch.Tensor]) -
         parts = [part.flatten(0, 1) for part in grouped.split([q, spec.kv_channels, spec.kv_channels], dim=1)]
     elif layout == "gate_up":
         parts = [_joined(halves) for halves in zip(*(s.chunk(2) for s in shards), strict=True)]
-    elif layout == "row":
-        parts = [_joined(shards, dim=1)]
-    elif layout == "column":
-        parts = [_joined(shards)]
+    elif layout in DIMENSION:
+        parts = [_joined(shards, DIMENSION[layout])]
     elif layout == "vocab":
         parts = [_joined(shards)[: spec.vocab_size]]
     else:

@@ -33,11 +33,8 @@ CUTS = {
     **dict.fromkeys(("o_proj", "down_proj"), "row"),
     **dict.fromkeys(("embed_tokens", "lm_head"), "vocab"),
 }
-UNFUSED = ("smollm3",)  # families that SGLang does not have
 VOCAB_PADDING = 64
 CPU_WIDTH = 32
-WHOLE_EMBEDDING = ("gemma3_text",)  # every rank has all of it, without padding (models/gemma3_causal.py)
-WINDOWED = ("olmo3", "gemma3_text")  # families whose window SGLang applies; it ignores that of others
 
 
 @dataclass(frozen=True)
@@ -58,10 +55,10 @@ def server_layout(spec: ModelSpec, tp_size: int) -> ServerLayout:
     for name in parameter_names(spec):
         parts = huggingface_names(spec, name)
         for part in parts:
-            fused = part if spec.family in UNFUSED else _fused_name(parts, expert_number(name) is not None)
+            fused = part if not spec.served.fused else _fused_name(parts, expert_number(name) is not None)
             shard = server_shard(spec, part, torch.empty(shapes[part], device="meta"), 0, tp_size)
             places[part] = fused, sizes.get(fused, 0)
-            padded = _cut(spec, part) == "vocab"
+            padded = server_cut(spec, part) == "vocab"
             elements = server_vocab_rows(spec, tp_size) * shard.shape[1] if padded else shard.numel()
             sizes[fused] = sizes.get(fused, 0) + elements
     return ServerLayout(places, sizes)
@@ -73,7 +70,7 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
     heads, groups = spec.num_attention_heads, spec.num_query_groups
     width = spec.moe_ffn_hidden_size or spec.ffn_hidden_size
     on_cpu = device == "cpu"
-    kv_fits = groups % tp_size == 0 or (tp_size % groups == 0 and not on_cpu and spec.family not in UNFUSED)
+    kv_fits = groups % tp_size == 0 or (tp_size % groups == 0 and not on_cpu and spec.served.fused)
     if heads % tp_size or not kv_fits or width % (tp_size * (CPU_WIDTH if on_cpu else 1)):
         multiple = f"a multiple of {CPU_WIDTH} times it" if on_cpu else "a multiple of it"
         other = "use another rollout.tp or " if tp_size > 1 else ""
@@ -86,17 +83,17 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
 
 def check_served(spec: ModelSpec, longest: int) -> None:
     """Raises ValueError if SGLang would serve another model than the policy's for sequences of up to `longest` tokens:
-    SGLang reads YaRN's mscale, but not YaRN's attention_factor, nor OLMo 2's head_dim, and only some families' windows
-    (SGLang 0.5.23: layers/rotary_embedding/factory.py, models/olmo2.py, models/llama.py, models/qwen2.py)."""
-    if spec.family not in WINDOWED and 0 < spec.window < longest:
+    SGLang reads YaRN's mscale, but not its attention_factor (layers/rotary_embedding/factory.py in 0.5.23);
+    ModelSpec.served has what else."""
+    if not spec.served.windows and 0 < spec.window < longest:
         raise InputError(
             f"sliding_window: SGLang ignores this model's window of {spec.window} tokens and would sample from another "
             f"model in longer sequences; set model.max_length to {spec.window} or less (it is {longest})"
         )
-    if spec.family in WHOLE_EMBEDDING and not spec.tied:
-        raise InputError("tie_word_embeddings: false, and SGLang serves a Gemma 3 with its embedding as the head")
-    if spec.wide_qk_norm and spec.kv_channels * spec.num_attention_heads != spec.hidden_size:
-        raise InputError("head_dim: SGLang serves OLMo with heads of hidden_size / num_attention_heads alone")
+    if spec.served.whole_embedding and not spec.tied:
+        raise InputError("tie_word_embeddings: false, and SGLang serves this model with its embedding as the head")
+    if not spec.served.head_dim and spec.kv_channels * spec.num_attention_heads != spec.hidden_size:
+        raise InputError("head_dim: SGLang serves this model with heads of hidden_size / num_attention_heads alone")
     given = dict(spec.rope_scaling).get("attention_factor")
     if given is not None:
         raise InputError(
@@ -116,7 +113,7 @@ def server_vocab_rows(spec: ModelSpec, tp_size: int) -> int:
 def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
     """Rank `tp_rank`'s part of the whole Hugging Face tensor `name`, without padding; may share its memory."""
     cuts = min(tp_size, spec.num_query_groups)  # with more ranks than key/value heads, neighbours hold the same
-    match _cut(spec, name):
+    match server_cut(spec, name):
         case "column":
             return tensor.chunk(tp_size)[tp_rank]
         case "kv":
@@ -135,8 +132,9 @@ def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int,
     return tensor
 
 
-def _cut(spec: ModelSpec, name: str) -> str:
-    if name == HF_EMBEDDING and spec.family in WHOLE_EMBEDDING:
+def server_cut(spec: ModelSpec, name: str) -> str:
+    """How the ranks cut a Hugging Face tensor: one of the values of CUTS, or "whole"."""
+    if name == HF_EMBEDDING and spec.served.whole_embedding:
         return "whole"
     return CUTS.get(name.split(".")[-2], "whole")
 

@@ -1,34 +1,19 @@
-"""What Megatron needs to know about a model, read from a Hugging Face config.json."""
+"""What Megatron needs to know about a model, and how a Hugging Face config.json has its RoPE."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.config_fields import DECODER, check_fields, flag, integer, number
+from dynamo_megatron.models.config_fields import flag, integer, number
 from dynamo_megatron.runtime.routes import RouteShape
 
 if TYPE_CHECKING:
     import torch
-
-# What every dense family here has in common: Megatron's parameter name within a layer -> the names within Hugging
-# Face's `model.layers.N.` of the tensors that the parameter is made of, in Megatron's order.
-DENSE_LAYER = {
-    "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.weight": (
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
-    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
-}
 
 
 @dataclass(frozen=True)
@@ -39,6 +24,16 @@ class Bridged:
     # Megatron's parameters of the whole model -> the tensors that each is made of; empty before the model is built
     parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sharded: set[str] = field(default_factory=set)  # of these, those that tensor-parallel ranks cut
+
+
+@dataclass(frozen=True)
+class Served:
+    """What SGLang 0.5.23 does with a model, as far as families differ."""
+
+    fused: bool = True  # False: it has no such family and runs transformers' modules, where nothing is fused
+    windows: bool = False  # it applies them; False: it ignores them
+    whole_embedding: bool = False  # every rank has all of it, without padding, and it is the head too
+    head_dim: bool = True  # it reads config.json's; False: a head has hidden_size / num_attention_heads elements
 
 
 @dataclass(frozen=True)
@@ -56,14 +51,14 @@ class ModelSpec:
     max_positions: int  # tokens
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling  # as `read_rope` returns it; empty: plain RoPE
     tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    wide_qk_norm: bool  # over all heads together, not over each
-    pre_norms: bool  # of the input of attention and MLP
-    post_norms: bool  # of their output, before it is added to the residual
-    layer_names: Mapping[str, tuple[str, ...]] = field(repr=False, hash=False)  # as DENSE_LAYER
+    rope_scaling: RopeScaling = ()  # as `read_rope` returns it; empty: plain RoPE
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    wide_qk_norm: bool = False  # over all heads together, not over each
+    pre_norms: bool = True  # of the input of attention and MLP
+    post_norms: bool = False  # of their output, before it is added to the residual
+    layer_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False, hash=False)  # as DENSE_LAYER
     # Tokens that a query of each layer sees, itself included (transformers' sliding_window), 0: all; empty: all zero
     windows: tuple[int, ...] = ()
     local_rope_theta: float | None = None  # unscaled RoPE of the layers with a window; None: the same as of the others
@@ -80,11 +75,12 @@ class ModelSpec:
     rotary_share: float = 1.0  # of a head's elements, the first ones, that RoPE turns
     rotary_interleaved: bool = False  # it turns neighbours, not an element of each half
     no_rope_layers: tuple[int, ...] = ()  # layers without RoPE
+    served: Served = Served()
     bridged: Bridged | None = field(default=None, repr=False, hash=False)  # None: a family of ours
 
     def dimensions(self) -> dict[str, Any]:
         """The fields that determine what the model computes, as plain data that survives JSON."""
-        plain = {key: value for key, value in vars(self).items() if key not in ("layer_names", "bridged")}
+        plain = {key: value for key, value in vars(self).items() if key not in ("layer_names", "served", "bridged")}
         lists = {"windows": list(self.windows), "no_rope_layers": list(self.no_rope_layers)}
         return plain | {"rope_scaling": dict(self.rope_scaling), **lists}
 
@@ -131,91 +127,10 @@ class ModelSpec:
                 raise InputError(f"parallel.{key}: {parts} does not divide the {size} {what}; use one of {fitting}")
 
 
-def decoder_spec(
-    config: Mapping[str, Any],
-    family: str,
-    layer_names: Mapping[str, tuple[str, ...]],
-    architectures: Collection[str],
-    fields: Collection[str] = (),
-    activation: str = "silu",
-    windows: tuple[int, ...] | None = None,
-    head_dim: int | None = None,
-    rotary_share: float = 1.0,
-) -> ModelSpec:
-    """The spec of a decoder from config.json's content, as far as dense models and mixtures of experts agree.
-
-    `activation`: the only value of hidden_act. `windows`: the spec's; None: the family has none, nor may config.json.
-    `architectures`: the names that config.json's field of this name may have. `fields`: further fields that the family
-    reads. `head_dim`: its value if config.json has none; None: hidden size / heads. `rotary_share`: the only
-    partial_rotary_factor that config.json may have. Raises ValueError naming the field that is missing, malformed or
-    unknown, or that GPTModel would ignore.
-    """
-    check_fields(config, DECODER.union(fields), architectures)
-    if flag(config, "attention_bias"):
-        raise InputError("attention_bias: true is not supported")
-    heads = integer(config, "num_attention_heads")
-    # Required for a Qwen: without it transformers would take 32 or 4.
-    groups = integer(config, "num_key_value_heads", heads if family in ("llama", "granite") else None)
-    hidden = integer(config, "hidden_size")
-    layers = integer(config, "num_hidden_layers")
-    if heads % groups:
-        raise InputError(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}")
-    if config.get("head_dim") is None and head_dim is None and hidden % heads:
-        raise InputError(
-            f"num_attention_heads: {heads} does not divide hidden_size {hidden}, and head_dim is not given"
-        )
-    if config.get("hidden_act", activation) != activation:
-        raise InputError(f"hidden_act: {config['hidden_act']!r} is not supported, only {activation!r}")
-    if config.get("quantization_config") is not None:
-        raise InputError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
-    if windows is None and (config.get("sliding_window") is not None or any(read_windows(config))):
-        raise InputError(f"sliding_window: not supported in a {family} model; attention is over all tokens before")
-    max_positions = integer(config, "max_position_embeddings")
-    rope_theta, rope_scaling = read_rope(config, max_positions, rotary_share)
-    return ModelSpec(
-        family=family,
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=integer(config, "intermediate_size"),
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        kv_channels=integer(config, "head_dim", head_dim or hidden // heads),
-        vocab_size=integer(config, "vocab_size"),
-        max_positions=max_positions,
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tied=flag(config, "tie_word_embeddings"),
-        windows=windows or (),
-        activation=activation,
-        qkv_bias="self_attention.linear_qkv.bias" in layer_names,
-        qk_norm=any(name.startswith("self_attention.q_layernorm") for name in layer_names),
-        wide_qk_norm="self_attention.q_layernorm.scales" in layer_names,
-        pre_norms="input_layernorm.weight" in layer_names,
-        post_norms="self_attn_bda.norm.weight" in layer_names,
-        layer_names=layer_names,
-        rotary_share=rotary_share,
-    )
-
-
-def read_windows(config: Mapping[str, Any], types: Sequence[str] = ()) -> tuple[int, ...]:
-    """The spec's `windows`. `types`: of the layers if config.json has no layer_types, as that list has them. Raises
-    ValueError."""
-    given = types if config.get("layer_types") is None else config["layer_types"]
-    kinds = {"full_attention": 0, "sliding_attention": 1}
-    if not isinstance(given, list | tuple) or any(kind not in kinds for kind in given):
-        raise InputError(f"layer_types: {given!r} is not a list of {' and '.join(kinds)}")
-    if "sliding_attention" not in given:
-        return ()
-    if len(given) != integer(config, "num_hidden_layers"):
-        raise InputError(f"layer_types: {len(given)} for {config['num_hidden_layers']} layers")
-    return tuple(integer(config, "sliding_window") * kinds[kind] for kind in given)
-
-
 def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:
     """(inverse frequencies [kv_channels / 2] float32, factor of cos and sin) of a model with a RoPE scaling.
 
-    Both are transformers' own: linear interpolation, Llama 3's, YaRN (arXiv 2309.00071).
+    Both are transformers' own: linear interpolation, llama3, YaRN (arXiv 2309.00071).
     """
     import torch
     from transformers import LlamaConfig
@@ -235,7 +150,7 @@ def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:
 
 
 # rope_type -> its parameters besides rope_theta
-PARAMETERS = {
+ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -250,12 +165,15 @@ NULLABLE = {"attention_factor", "mscale", "mscale_all_dim"}  # null is as good a
 RopeScaling = tuple[tuple[str, Any], ...]
 
 
-def read_rope(config: Mapping[str, Any], max_positions: int, share: float = 1.0) -> tuple[float, RopeScaling]:
+def read_rope(
+    config: Mapping[str, Any], theta: float | None, kinds: Collection[str], share: float
+) -> tuple[float, RopeScaling]:
     """Returns (theta, parameters of the scaling as (name, value) pairs: rope_type first, none for plain RoPE).
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. Raises ValueError naming
     the field that is malformed, not supported, or read differently by versions of transformers or by SGLang: both sets
-    if they differ, `mscale` 0, null except for NULLABLE. `share`: the only partial_rotary_factor that it may have.
+    if they differ, `mscale` 0, null except for NULLABLE. `theta`: if none is given. `kinds`, `share`: the values that
+    rope_type and partial_rotary_factor may have.
     """
     given: dict[str, Mapping[str, Any]] = {k: config[k] for k in ("rope_scaling", "rope_parameters") if config.get(k)}
     for key, part in given.items():
@@ -268,7 +186,7 @@ def read_rope(config: Mapping[str, Any], max_positions: int, share: float = 1.0)
         )
     none: tuple[str, Mapping[str, Any]] = ("rope_parameters", {})
     where, part = next(iter(given.items()), none)
-    theta = number({"rope_theta": part.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta")
+    theta = number({"rope_theta": part.get("rope_theta", config.get("rope_theta", theta))}, "rope_theta")
     if theta <= 1:
         raise InputError(f"rope_theta: {theta!r} is not above 1")
     if config.get("rope_theta") not in (None, theta):
@@ -282,20 +200,20 @@ def read_rope(config: Mapping[str, Any], max_positions: int, share: float = 1.0)
     kind = part.get("rope_type", part.get("type", "default"))
     if part.get("type", kind) != kind:
         raise InputError(f"{where}: type {part['type']!r} contradicts rope_type {kind!r}; remove one of them")
-    if not isinstance(kind, str) or kind not in PARAMETERS:
-        raise InputError(f"rope_type: {kind!r} is not supported; supported are {', '.join(PARAMETERS)}")
+    if kind not in kinds:
+        raise InputError(f"rope_type: {kind!r} is not supported; supported are {', '.join(kinds)}")
     for key in part:
-        if key not in COMMON and key not in PARAMETERS[kind]:
+        if key not in COMMON and key not in ROPE_PARAMETERS[kind]:
             raise InputError(
                 f"{key}: not a parameter of rope_type {kind!r} in {where}, which has "
-                f"{', '.join(PARAMETERS[kind]) or 'none besides rope_theta'}; remove it if it has no effect"
+                f"{', '.join(ROPE_PARAMETERS[kind]) or 'none besides rope_theta'}; remove it if it has no effect"
             )
         if part[key] is None and key not in NULLABLE:
             raise InputError(f"{key}: null in {where}; remove it or give a value")
-    return theta, _scaling(kind, part, max_positions)
+    return theta, _scaling(kind, part, config)
 
 
-def _scaling(kind: str, part: Mapping[str, Any], max_positions: int) -> RopeScaling:
+def _scaling(kind: str, part: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
     if kind == "default":
         return ()
     found: dict[str, Any] = {"rope_type": kind, "factor": number(part, "factor")}
@@ -304,7 +222,8 @@ def _scaling(kind: str, part: Mapping[str, Any], max_positions: int) -> RopeScal
     if kind == "linear":
         return tuple(found.items())
     yarn = kind == "yarn"
-    found["original_max_position_embeddings"] = integer(part, "original_max_position_embeddings", max_positions)
+    longest = integer(config, "max_position_embeddings")
+    found["original_max_position_embeddings"] = integer(part, "original_max_position_embeddings", longest)
     low, high = ("beta_slow", "beta_fast") if yarn else ("low_freq_factor", "high_freq_factor")
     found[low] = number(part, low, 1.0 if yarn else None)
     found[high] = number(part, high, 32.0 if yarn else None)

@@ -14,7 +14,7 @@ from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.start_checks import check_ranks
 from dynamo_megatron.models import FAMILIES, ModelSpec, load_model_config
-from dynamo_megatron.models.published import PUBLISHED, published_config
+from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
 from dynamo_megatron.planning.plan import SERVER_WORKING, Plan, Workload, make_plan, workload
@@ -34,14 +34,14 @@ def model_spec(config: Config) -> tuple[ModelSpec, str]:
     path, family = config.model.path, config.model.family
     if config.model.source == "bridge":
         raise ConfigError("model.source: bridge builds models whose memory and time are not planned")
-    shape = published_config(path)
+    shape = {name.lower(): model["config"] for name, model in PUBLISHED.items()}.get(Path(path).name.lower())
     if Path(path).is_dir() or shape is None:
         try:
             return load_model_config(path, family), f"{path}/config.json"
         except ValueError as error:
             known = "" if Path(path).is_dir() else f"; shapes known without a folder: {', '.join(PUBLISHED)}"
             raise ConfigError(f"{error}{known}") from None
-    return FAMILIES[shape["model_type"]](shape), f"as published; there is no folder {path}"
+    return FAMILIES[shape["model_type"]].read(shape), f"as published; there is no folder {path}"
 
 
 def cluster_of(gpu: str, gpus: int, gpus_per_node: int, host_memory: float = math.inf) -> Cluster:

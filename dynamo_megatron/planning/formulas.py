@@ -22,8 +22,8 @@ from dynamo_megatron.config import Config, LoraConfig, ParallelConfig
 from dynamo_megatron.kernels.chunked import chunk_size
 from dynamo_megatron.models.adapters import adapted_linears, adapter_elements
 from dynamo_megatron.models.fp8 import QUANTIZED_BYTES, is_quantized
-from dynamo_megatron.models.mapping import HF_EMBEDDING, huggingface_shapes, is_expert, is_sharded
-from dynamo_megatron.models.server_layout import WHOLE_EMBEDDING
+from dynamo_megatron.models.mapping import huggingface_shapes, is_expert, is_sharded
+from dynamo_megatron.models.server_layout import server_cut
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GPU, Cluster
 from dynamo_megatron.planning.rates import rate
@@ -180,7 +180,7 @@ def layer_activations(spec: ModelSpec, p: ParallelConfig, dtype: str, lora: Lora
         attention += w * q + 8 + 16 * p.cp  # int64 indices of the packed rows
     if spec.qk_norm:
         attention += w * (q + kv) + 4 * (q + kv) / d
-    if spec.zero_centered_norms:  # Gemma 3's four norms and those of q and k save their input in float32
+    if spec.zero_centered_norms:  # four norms and those of q and k save their input in float32
         norms, attention = norms + (4 - w) * 4 * h / spread, attention + (4 - w) * (q + kv)
     if lora is not None:
         attention += w * lora.rank * len(adapted_linears(lora))
@@ -265,17 +265,11 @@ def backward_memory(spec: ModelSpec, p: ParallelConfig, dtype: str, tokens: int)
 def server_bytes(spec: ModelSpec, tp: int, dtype: str, quantization: str | None) -> int:
     """Of the weights on one rank of a server: its share of every matrix (experts are cut in width), whole norms, and
     key and value heads copied where there are fewer than ranks."""
-    total = 0.0
+    parts, total = {"whole": 1, "kv": min(tp, spec.num_query_groups)}, 0.0
     for name, shape in huggingface_shapes(spec).items():
         quantized = quantization is not None and is_quantized(name)
         nbytes = math.prod(shape) * (QUANTIZED_BYTES if quantized else WIDTH[dtype])
-        module = name.split(".")[-2]
-        whole = module == "gate" or "norm" in module or (name == HF_EMBEDDING and spec.family in WHOLE_EMBEDDING)
-        if module in ("k_proj", "v_proj"):
-            nbytes /= min(tp, spec.num_query_groups)
-        elif not whole:
-            nbytes /= tp
-        total += nbytes
+        total += nbytes / parts.get(server_cut(spec, name), tp)
     return round(total)
 
 

@@ -1,5 +1,7 @@
 """Tiny models, what `convert` makes of one, and the command itself."""
 
+import functools
+
 import pytest
 
 from dynamo_megatron import cli
@@ -9,17 +11,8 @@ SIZES = {"vocab": 104, "hidden": 32, "ffn": 64}
 
 
 @pytest.fixture(scope="session")
-def model_of(make_tiny_model, tmp_path_factory):
-    """model_of(family, **options) -> its folder, made once a session. Do not change it."""
-    made = {}
-
-    def model(family="qwen2", **options):
-        key = (family, *sorted(options.items()))
-        if key not in made:
-            made[key] = make_tiny_model(tmp_path_factory.mktemp(family) / "model", family, **SIZES, **options)
-        return made[key]
-
-    return model
+def model_of(model_of):
+    return functools.partial(model_of, **SIZES)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ def passes(folder: Path) -> dict[tuple[str, int], list[Pass]]:
 
 @pytest.mark.timeout(900)
 def test_all_trained_tokens_have_the_servers_routes(workspace, start_run, make_tiny_model, tmp_path, step_lines):
-    model = make_tiny_model(tmp_path / "model", family="qwen3_moe", experts=8, expert_ffn=64)
+    model = make_tiny_model(tmp_path / "model", family="qwen3_moe", fields={"num_experts": 8})
     output, written = tmp_path / "output", tmp_path / "witness"
     written.mkdir()
     path = os.pathsep.join(filter(None, [str(WITNESS), os.environ.get("PYTHONPATH")]))

@@ -23,7 +23,7 @@ from dynamo_megatron.models.mapping import (
     to_megatron,
 )
 from dynamo_megatron.models.published import PUBLISHED
-from dynamo_megatron.models.server_layout import UNFUSED, check_server_parallel, server_layout, server_vocab_rows
+from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_vocab_rows
 
 # vocab 104 needs padding to 112, 128 and 128 rows; on four ranks the padding is more than half of the last shard
 SIZES = {"heads": 8, "kv_heads": 4, "vocab": 104, "hidden": 32, "ffn": 64, "layers": 2, "head_dim": 8}
@@ -31,8 +31,8 @@ SIZES = {"heads": 8, "kv_heads": 4, "vocab": 104, "hidden": 32, "ffn": 64, "laye
 
 @pytest.mark.parametrize(("dtype", "tied"), [("bfloat16", True), ("float32", False)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip_is_bit_equal_and_uses_every_tensor_once(tiny_model, family, dtype, tied):
-    folder = tiny_model(family, dtype=dtype, tied=tied, **SIZES)
+def test_round_trip_is_bit_equal_and_uses_every_tensor_once(model_of, family, dtype, tied):
+    folder = model_of(family, dtype=dtype, tied=tied, **SIZES)
     spec, source = load_model_config(folder), load_file(folder / "model.safetensors")
     assert huggingface_shapes(spec) == {name: tuple(tensor.shape) for name, tensor in source.items()}
     for tp in (1, 2, 4):
@@ -52,7 +52,7 @@ def test_round_trip_is_bit_equal_and_uses_every_tensor_once(tiny_model, family, 
 def test_the_tensors_of_published_models_are_transformers(name):
     """Names, shapes and number of parameters of the model that transformers builds from the config."""
     config = PUBLISHED[name]["config"]
-    shapes = huggingface_shapes(FAMILIES[config["model_type"]](config))
+    shapes = huggingface_shapes(FAMILIES[config["model_type"]].read(config))
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).state_dict()
     theirs = {}
@@ -74,8 +74,8 @@ def test_the_tensors_of_published_models_are_transformers(name):
 
 
 @pytest.fixture
-def spec(tiny_model):
-    return load_model_config(tiny_model("qwen2", **SIZES))
+def spec(model_of):
+    return load_model_config(model_of("qwen2", **SIZES))
 
 
 def test_qkv_is_interleaved_by_query_group(spec):
@@ -114,8 +114,8 @@ def test_a_ranks_own_names(spec, own, name):
 
 
 @pytest.mark.parametrize("own", ["mlp.experts.local_experts.1.linear_fc1.weight", "mlp.experts.linear_fc1.weight1"])
-def test_an_expert_is_whole_on_its_rank(tiny_model, own):
-    spec = load_model_config(tiny_model("qwen3_moe", **SIZES))
+def test_an_expert_is_whole_on_its_rank(model_of, own):
+    spec = load_model_config(model_of("qwen3_moe", **SIZES))
     name = global_name(f"module.decoder.layers.0.{own}", 1, 2)
     assert name == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
     assert expert_number(name) == expert_number("model.layers.1.mlp.experts.3.up_proj.weight") == 3
@@ -147,9 +147,9 @@ def test_an_unknown_parameter_is_named(spec, name):
     ],
     ids=["left over", "shape", "twice"],
 )
-def test_a_model_that_does_not_fit_its_folder_is_named(tiny_model, spec, change, said):
+def test_a_model_that_does_not_fit_its_folder_is_named(model_of, spec, change, said):
     """A layer with one parameter less, of another shape, and under two names."""
-    files = SafetensorsFolder(tiny_model("qwen2", **SIZES), spec)
+    files = SafetensorsFolder(model_of("qwen2", **SIZES), spec)
     whole = {
         part: [files.get(n) for n in huggingface_names(spec, f"decoder.layers.0.{part}")] for part in spec.layer_names
     }
@@ -162,11 +162,11 @@ def test_a_model_that_does_not_fit_its_folder_is_named(tiny_model, spec, change,
 
 # -- an SGLang server's own parameters ---------------------------------------------------------------------------------
 @pytest.fixture
-def numbered(tiny_model):
+def numbered(model_of):
     """make(family, **options) -> (spec, its tensors, every value another one)."""
 
     def make(family: str, **options):
-        spec = load_model_config(tiny_model(family, **options))
+        spec = load_model_config(model_of(family, **options))
         tensors, first = {}, 1
         for name, shape in huggingface_shapes(spec).items():
             count = torch.Size(shape).numel()
@@ -180,7 +180,7 @@ def numbered(tiny_model):
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_value_is_on_a_server_rank_in_the_place_of_its_kind(numbered, server_parameters, family, tp):
-    spec, tensors = numbered(family, vocab=131, tied=family == "qwen2", expert_ffn=64)
+    spec, tensors = numbered(family, vocab=131, tied=family == "qwen2")
     layout, ranks = server_layout(spec, tp), [server_parameters(spec, tensors, r, tp) for r in range(tp)]
     there = torch.cat([values for rank in ranks for values in rank.values()]).unique()
     assert torch.equal(there[there > 0], torch.cat([t.flatten() for t in tensors.values()]))
@@ -190,7 +190,7 @@ def test_every_value_is_on_a_server_rank_in_the_place_of_its_kind(numbered, serv
     layer, q = "model.layers.1.self_attn.", spec.num_attention_heads * spec.kv_channels
     names = [name for part in ("q", "k", "v", "qkv") if (name := f"{layer}{part}_proj.weight") in tensors]
     places, qkv = dict.fromkeys(layout.places[name][0] for name in names), [tensors[name] for name in names]
-    assert list(places) == (names if family in UNFUSED else [f"{layer}qkv_proj.weight"])
+    assert list(places) == ([f"{layer}qkv_proj.weight"] if spec.served.fused else names)
     fused = torch.cat([ranks[-1][place] for place in places]).view(-1, spec.hidden_size)
     assert torch.equal(fused[: q // tp], qkv[0][:q][-q // tp :])
     assert torch.equal(fused[-1], qkv[-1][-1])

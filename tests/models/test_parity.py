@@ -2,7 +2,6 @@
 and checkpoints agree with the converter."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ ROPES = {
 
 
 @pytest.fixture
-def folder_of(tiny_model, tmp_path):
+def folder_of(model_of):
     """A family's tiny folder by name: FAMILY[_tied][@WINDOW][+ROPE]. The sequences are six times as long as the windows
     or four times."""
 
@@ -61,16 +60,14 @@ def folder_of(tiny_model, tmp_path):
         family, _, rope = name.partition("+")
         family, _, window = family.partition("@")
         kind = family.removesuffix("_tied")
-        own = {"head_dim": 24} if kind.startswith("qwen3") else {}
-        own |= {"window": int(window)} if window else {}
-        folder = tiny_model(kind, tied=family.endswith("_tied"), dtype=dtype, **SIZES, **own)
-        changed = tmp_path / f"{name}-{dtype}"
-        if rope and not changed.exists():
-            shutil.copytree(folder, changed)
-            config = json.loads((changed / "config.json").read_text())
-            del config["rope_parameters"]
-            (changed / "config.json").write_text(json.dumps(config | ROPES[rope]))
-        return changed if rope else folder
+        fields = dict(ROPES[rope] if rope else {})
+        if window:
+            fields["sliding_window"] = int(window)
+        if kind.startswith("qwen3"):
+            fields["head_dim"] = 24
+        if window and kind.startswith("qwen"):
+            fields |= {"use_sliding_window": True, "max_window_layers": 2}
+        return model_of(kind, tied=family.endswith("_tied"), dtype=dtype, fields=fields, **SIZES)
 
     return make
 

@@ -17,7 +17,7 @@ from dynamo_megatron.planning.rates import RATES
 
 def spec_of(name):
     config = PUBLISHED[name]["config"]
-    return FAMILIES[config["model_type"]](config)
+    return FAMILIES[config["model_type"]].read(config)
 
 
 def test_72b_by_hand():

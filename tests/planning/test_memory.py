@@ -19,7 +19,7 @@ CASES = {  # name: family, dtype, parallel, tied, recompute
     "DP2-offload": ("qwen2", "bfloat16", {}, False, "none"),
     "EP2-TP2": ("qwen3_moe", "bfloat16", {"tp": 2, "ep": 2, "sequence_parallel": True}, False, "none"),
 }
-SHAPE = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 256, "expert_ffn": 64, "vocab": 1000}
+SHAPE = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 256, "vocab": 1000}
 
 
 @pytest.fixture(scope="module")

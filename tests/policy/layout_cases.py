@@ -9,6 +9,7 @@ import runpy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from rank_cases import settings
 from safetensors import safe_open
 
+from dynamo_megatron.models import FAMILIES as OWN
 from dynamo_megatron.runtime.routes import no_route
 from dynamo_megatron.types import RolloutBatch
 
@@ -49,20 +51,32 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "EP2xCP2": (4, {"ep": 2, "cp": 2}),
     "EP4": (4, {"ep": 4}),
 }
-# What every family is put through: its shape, and a method that makes all terms of the loss count.
-FAMILIES: dict[str, dict] = {
-    "qwen2": {"model": {}, "algorithm": {"loss": {"mini_batches": 2, "clip_ratio_high": 0.28}}},
+ROPE_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# What a family is put through in place of USUAL: its tiny model (make_tiny_model), a method that makes all terms of the
+# loss count, layouts beside one process (test_layouts.py), and dtype and layouts of a policy that sends weights to
+# servers (tests/weight_sync/test_sync.py).
+PARTICULAR: dict[str, dict] = {
+    "qwen2": {
+        "algorithm": {"loss": {"mini_batches": 2, "clip_ratio_high": 0.28}},
+        "layouts": "1 TP4 PP4 DP2 CP2xPP2 TP2xPP2+SP",
+    },
     "qwen3": {
-        "model": {},
         "algorithm": {
             "loss": {"entropy_coef": 0.01, "clip_ratio_c": 3.0, "aggregation": "token_mean"},
             "kl": {"coef": 0.1, "reference": "other"},
             "modulation": {"tau": 0.5},
             "advantage": {"kind": "grpo"},
         },
+        "layouts": "1 TP2 PP2 DP4 CP2xTP2+SP",
     },
     "llama": {
-        "model": {"tied": True},
+        "model": {"tied": True, "fields": {"rope_theta": 10000.0, "rope_scaling": ROPE_SCALING}},
         "algorithm": {  # all that selects or weighs tokens, at once
             "advantage": {"entropy_shaping": {}, "overlong_buffer": 0.5},
             "loss": {
@@ -74,25 +88,33 @@ FAMILIES: dict[str, dict] = {
             "modulation": {"stabiliser": "quantile", "quantile": 0.9, "gamma": 10.0},
             "rollout_correction": {"kind": "mask", "low": 0.2, "high": 1.5},
         },
+        "layouts": "PP2 DP2 CP4 CP2xPP2",
     },
-    "qwen3_moe": {"model": {"experts": 4, "experts_per_token": 2}, "algorithm": {"kl": {"coef": 0.1}}},
-    "mistral": {"model": {"window": 8}, "algorithm": {}},
-    "olmo3": {"model": {}, "algorithm": {}},
-    "gemma3_text": {"model": {"tied": True}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
-    "phi3": {"model": {}, "algorithm": {}},
-    "olmo2": {"model": {}, "algorithm": {"loss": {"entropy_coef": 0.01}, "kl": {"coef": 0.1}}},
-    "granite": {"model": {"tied": True}, "algorithm": {}},
+    "qwen3_moe": {
+        "algorithm": {"kl": {"coef": 0.1}},
+        "layouts": "1 PP2 DP2 CP2 EP2 EP2xTP2+SP EP2xCP2 EP4",
+        "sync": ("float32", "EP2xTP2+SP EP2xPP2"),
+    },
+    "mistral": {"sync": ("float32", "PP2")},
+    "olmo3": {"layouts": "TP2+SP PP2 CP2 CP2xPP2"},
+    "gemma3_text": {"algorithm": {"loss": {"entropy_coef": 0.01}}, "layouts": "1 TP2 PP2 CP2 VPP2xPP2"},
+    "phi3": {"layouts": "TP2 PP2 CP2xTP2+SP"},
+    "olmo2": {
+        "algorithm": {"loss": {"entropy_coef": 0.01}, "kl": {"coef": 0.1}},
+        "layouts": "TP2 TP4 DP2 CP2xTP2+SP",
+        "sync": ("float32", "TP2"),
+    },
+    "granite": {"model": {"tied": True}, "layouts": "TP2 PP2 CP2xPP2", "sync": ("bfloat16", "PP2")},
     # Keys' biases have no gradient where RoPE leaves them, and Adam would divide rounding by rounding.
-    "glm4": {"model": {"unbiased": True}, "algorithm": {"loss": {"entropy_coef": 0.01}}},
-    "smollm3": {"model": {"tied": True}, "algorithm": {}},
+    "glm4": {
+        "model": {"fields": {"attention_bias": False}},
+        "algorithm": {"loss": {"entropy_coef": 0.01}},
+        "layouts": "TP2 PP2 CP2 TP2xPP2+SP",
+    },
+    "smollm3": {"model": {"tied": True}, "layouts": "TP2 PP2 CP2 VPP2xPP2"},
 }
-ROPE_SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+USUAL: dict[str, Any] = {"model": {}, "algorithm": {}, "layouts": "TP2 PP2 CP2", "sync": ("bfloat16", "TP2")}
+FAMILIES = {family: {**USUAL, **PARTICULAR.get(family, {})} for family in OWN}
 
 
 @dataclass(frozen=True)
@@ -111,13 +133,8 @@ def make_models(folder: Path) -> dict[str, Path]:
     """A model of every family, with weights that no swap would leave alike; "other" is a second qwen3."""
     make = runpy.run_path(str(ROOT / "tools" / "tiny_model.py"))["make_tiny_model"]
     shape = {"layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "dtype": "float32"}
-    models = {f: make(folder / f, family=f, **shape, **FAMILIES[f]["model"]) for f in FAMILIES}
-    models["other"] = make(folder / "other", family="qwen3", **shape, seed=1)
-    file = models["llama"] / "config.json"
-    config = json.loads(file.read_text())
-    config.pop("rope_parameters", None)
-    file.write_text(json.dumps(config | {"rope_theta": 10000.0, "rope_scaling": ROPE_SCALING}))
-    return models
+    made = {f: make(folder / f, family=f, **shape, **FAMILIES[f]["model"]) for f in FAMILIES}
+    return made | {"other": make(folder / "other", family="qwen3", **shape, seed=1)}
 
 
 def case(models: dict[str, Path], out: Path, row: Row, *, budget: int = 200, seed: int = 7, **extra) -> dict:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import layout_cases
 import pytest
-from layout_cases import Row, beyond, case, gaps, make_models, result
+from layout_cases import FAMILIES, Row, beyond, case, gaps, make_models, result
 from rank_cases import run_cases
 
 from dynamo_megatron.config.files import compose
@@ -20,21 +20,9 @@ QUICK = [
     Row("olmo2", "TP2xPP2+SP"),
 ]
 ALL = [
-    *(Row("qwen2", layout) for layout in ("1", "TP4", "PP4", "DP2", "CP2xPP2", "TP2xPP2+SP")),
-    *(Row("qwen3", layout) for layout in ("1", "TP2", "PP2", "DP4", "CP2xTP2+SP")),
-    *(Row("llama", layout) for layout in ("PP2", "DP2", "CP4", "CP2xPP2")),
-    *(Row("qwen3_moe", layout) for layout in ("1", "PP2", "DP2", "CP2")),
-    *(Row("qwen3_moe", layout) for layout in ("EP2", "EP2xTP2+SP", "EP2xCP2", "EP4")),
-    *(Row("mistral", layout) for layout in ("TP2", "PP2", "CP2")),
-    *(Row("olmo3", layout) for layout in ("TP2+SP", "PP2", "CP2", "CP2xPP2")),
-    *(Row("gemma3_text", layout) for layout in ("1", "TP2", "PP2", "CP2", "VPP2xPP2")),
+    *(Row(family, layout) for family, put in FAMILIES.items() for layout in put["layouts"].split()),
     Row("gemma3_text", "CP2xPP2", recompute="full"),
     Row("gemma3_text", "TP2xPP2+SP", "bfloat16"),
-    *(Row("phi3", layout) for layout in ("TP2", "PP2", "CP2xTP2+SP")),
-    *(Row("olmo2", layout) for layout in ("TP2", "TP4", "DP2", "CP2xTP2+SP")),
-    *(Row("granite", layout) for layout in ("TP2", "PP2", "CP2xPP2")),
-    *(Row("glm4", layout) for layout in ("TP2", "PP2", "CP2", "TP2xPP2+SP")),
-    *(Row("smollm3", layout) for layout in ("TP2", "PP2", "CP2", "VPP2xPP2")),
     Row("qwen3", "TP2xPP2+SP", recompute="selective"),
     Row("olmo2", "TP2xPP2+SP", recompute="full"),
     Row("qwen3", "VPP2xPP2", recompute="full"),

@@ -15,7 +15,8 @@ from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.weight_sync.schedule import floor_bytes, make_schedule
 from dynamo_megatron.weight_sync.transports import check_transport
 
-SIZES = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 256, "experts": 2, "expert_ffn": 256}
+SIZES = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 256}
+EXPERTS = {"num_experts": 2, "moe_intermediate_size": 256}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,8 @@ def model(make_tiny_model, tmp_path_factory):
 
     def made(family):
         folder = tmp_path_factory.mktemp("models") / family
-        make_tiny_model(folder, family, dtype="bfloat16", vocab=131, **SIZES)
+        experts = EXPERTS if family == "qwen3_moe" else {}
+        make_tiny_model(folder, family, dtype="bfloat16", vocab=131, fields=experts, **SIZES)
         return folder, load_model_config(folder)
 
     return made

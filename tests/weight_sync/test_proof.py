@@ -25,7 +25,7 @@ def model(make_tiny_model, tmp_path_factory):
 
     def make(family: str = "qwen3", dtype: str = "bfloat16"):
         folder = tmp_path_factory.mktemp("models") / family
-        options = {"vocab": 131, "heads": 4, "kv_heads": 4, "tied": family == "qwen2", "expert_ffn": 64}
+        options = {"vocab": 131, "heads": 4, "kv_heads": 4, "tied": family == "qwen2"}
         make_tiny_model(folder, family, dtype=dtype, **options)
         return folder, load_model_config(folder), load_file(folder / "model.safetensors")
 

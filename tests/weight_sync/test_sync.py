@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from layout_cases import FAMILIES, LAYOUTS
 
 TRANSPORTS = ("tensor", "gloo", "disk")
 TP2_PP2 = {"tp2-pp2": (4, {"tp": 2, "pp": 2})}
@@ -51,29 +52,12 @@ def test_after_the_first_sync_only_what_adapters_change_is_sent(tiny_model, sgla
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("family", "dtype", "options", "layouts"),
-    [
-        ("llama", "bfloat16", {"tied": True, "vocab": 131}, {"tp2": (2, {"tp": 2})}),
-        ("olmo3", "bfloat16", {}, {"tp2": (2, {"tp": 2})}),
-        ("gemma3_text", "bfloat16", {"tied": True, "vocab": 131}, {"tp2": (2, {"tp": 2})}),
-        ("mistral", "float32", {"window": 8}, {"pp2": (2, {"pp": 2})}),
-        ("phi3", "bfloat16", {}, {"tp2": (2, {"tp": 2})}),
-        ("olmo2", "float32", {}, {"tp2": (2, {"tp": 2})}),
-        ("granite", "bfloat16", {"tied": True}, {"pp2": (2, {"pp": 2})}),
-        ("glm4", "bfloat16", {}, {"tp2": (2, {"tp": 2})}),
-        ("smollm3", "bfloat16", {"tied": True, "vocab": 131}, {"tp2": (2, {"tp": 2})}),
-        # SGLang pads experts of other widths on a CPU.
-        (
-            "qwen3_moe",
-            "float32",
-            {"expert_ffn": 64},
-            {"tp2-ep2": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}), "pp2-ep2": (4, {"pp": 2, "ep": 2})},
-        ),
-    ],
-)
-def test_two_servers(make_tiny_model, start_servers, run_syncs, tmp_path, family, dtype, options, layouts):
-    model = make_tiny_model(tmp_path / "model", family=family, dtype=dtype, **options)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_servers(make_tiny_model, start_servers, run_syncs, tmp_path, family):
+    dtype, names = FAMILIES[family]["sync"]
+    layouts = {name: LAYOUTS[name] for name in names.split()}
+    tied = FAMILIES[family]["model"].get("tied", False)
+    model = make_tiny_model(tmp_path / "model", family=family, dtype=dtype, tied=tied, vocab=131)
     servers = start_servers(model, dtype, (1, 2), tmp_path)
     job = {"model": model, "dtype": dtype, "servers": servers, "layouts": layouts}
     seen = run_syncs(tmp_path / "job", transports=TRANSPORTS, syncs=1, **job)
