@@ -21,13 +21,7 @@ from dynamo_megatron.runtime.late import torch
 
 PINS = {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2"}
 # What Bridge imports and is not used of it here.
-UNUSED = (
-    "transformer_engine",
-    "transformer_engine.pytorch",
-    "transformer_engine.pytorch.ops",
-    "modelopt",
-    "nvidia_resiliency_ext",
-)
+UNUSED = ("transformer_engine", "transformer_engine.pytorch", "modelopt", "nvidia_resiliency_ext")
 TIMEOUT = 900  # seconds of a proof; a refusal tries fields
 
 
@@ -50,10 +44,9 @@ def prove_folder(folder: str) -> str:
     one line that names the field of config.json, unless Bridge's model computes what transformers' does."""
     check_versions()
     command = [sys.executable, "-P", "-m", "dynamo_megatron.bridge.proof", folder]
-    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    own["CUDA_VISIBLE_DEVICES"] = ""
+    on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     try:
-        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         raise InputError(f"{folder}: the proof of Bridge's model took more than {TIMEOUT} seconds") from None
     if done.returncode:
@@ -88,7 +81,7 @@ def prepare() -> None:
 
 
 class _Absent(types.ModuleType):
-    """Has a class for every name."""
+    """Has a class for every name, or a module."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -98,7 +91,7 @@ class _Absent(types.ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return sys.modules.get(f"{self.__name__}.{name}") or type(name, (torch.nn.Module,), {})
+        return type(name, (torch.nn.Module,), {}) if name[0].isupper() else _Absent(name)
 
 
 def _stand_in() -> None:

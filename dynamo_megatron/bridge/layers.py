@@ -39,8 +39,10 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(self.norm[0](x))
 
 
-class TEDotProductAttention(PackedAttention):
-    """Under a name that tells Bridge how its sinks are cut."""
+class TERowParallelLinear(RowParallelLinear):
+    def __init__(self, *sizes, is_expert=False, **options):
+        super().__init__(*sizes, is_expert=is_expert, **options)
+        self.explicit_expert_comm = is_expert  # nothing to sum: an expert is whole on its rank
 
 
 TE_LAYERS = {
@@ -48,9 +50,9 @@ TE_LAYERS = {
     "LayerNormImpl": RMSNorm,  # chosen when Megatron was imported
     "TELinear": TELinear,
     "TEColumnParallelLinear": ColumnParallelLinear,
-    "TERowParallelLinear": RowParallelLinear,
+    "TERowParallelLinear": TERowParallelLinear,
     "TELayerNormColumnParallelLinear": TELayerNormColumnParallelLinear,
-    "TEDotProductAttention": TEDotProductAttention,
+    "TEDotProductAttention": PackedAttention,
 }
 
 
@@ -62,21 +64,17 @@ def causal_conv1d(x, weight, bias, activation, cu_seqlens=None, **_) -> tuple[to
         padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
         return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).transpose(1, 2)
 
-    return _of_each_sequence(convolve, cu_seqlens, x), None
+    return _of_each_sequence(convolve, cu_seqlens, x)
 
 
 def chunk_gated_delta_rule(q, k, v, *, g, beta, cu_seqlens=None, **_) -> tuple[torch.Tensor, None]:
     """[b, s, heads, d]"""
-
-    def attend(q, k, v, g, beta) -> torch.Tensor:
-        return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0]
-
-    return _of_each_sequence(attend, cu_seqlens, q, k, v, g, beta), None
+    return _of_each_sequence(lambda *parts: torch_chunk_gated_delta_rule(*parts)[0], cu_seqlens, q, k, v, g, beta)
 
 
-def _of_each_sequence(compute: Callable, cu_seqlens: torch.Tensor, *packed: torch.Tensor) -> torch.Tensor:
-    lengths = cu_seqlens.diff().tolist()
-    return torch.cat([compute(*parts) for parts in zip(*(x.split(lengths, dim=1) for x in packed), strict=True)], dim=1)
+def _of_each_sequence(compute: Callable, cu_seqlens: torch.Tensor, *packed: torch.Tensor) -> tuple[torch.Tensor, None]:
+    parts = zip(*(x.split(cu_seqlens.diff().tolist(), dim=1) for x in packed), strict=True)
+    return torch.cat([compute(*part) for part in parts], dim=1), None
 
 
 def unit_norm(x: torch.Tensor) -> torch.Tensor:

@@ -37,8 +37,7 @@ def load_model(model: torch.nn.Module, read: Callable[[str], torch.Tensor]) -> s
             faults += [fault for tensor in tensors if (fault := _fault(tensor, tensors[tensor], back[tensor]))]
     if faults:
         raise InputError(faults[0])
-    left = [name for name, parameter in model.named_parameters() if not is_finite(parameter)]
-    if left:
+    if left := [name for name, parameter in model.named_parameters() if not is_finite(parameter)]:
         raise InputError(f"parameter {left[0]} was not loaded")
     return done
 

@@ -87,10 +87,9 @@ def logits_gap(raw: Mapping[str, Any], seed: int) -> float:
     here = {"device": tokens.device, "cp_rank": 0, "cp_size": 1}
     hidden = model.forward_packed(MicroBatch.pack(of, list(range(len(LENGTHS))), multiple=1, **here))
     ours = (hidden @ model.head_weight.T)[:, :vocabulary]
-    parts = zip(ends, LENGTHS, strict=False)
-    theirs = torch.cat([reference(tokens[None, start : start + n]).logits[0] for start, n in parts])
-    gap = (ours - theirs).abs().max().item()
-    return gap if gap == gap else float("inf")
+    parts = [tokens[None, start : start + n] for start, n in zip(ends, LENGTHS, strict=False)]
+    theirs = torch.cat([reference(part).logits[0] for part in parts])
+    return (ours - theirs).abs().max().nan_to_num(float("inf")).item()
 
 
 def best_gap(raw: Mapping[str, Any], seeds: Sequence[int] = SEEDS) -> tuple[float, str]:

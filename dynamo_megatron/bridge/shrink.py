@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dynamo_megatron.models.bridged import MULTI_TOKEN
+
 LAYERS = 6  # of a model whose layers are not listed as of several kinds; else all
 PROBE = 96  # tokens of the longest sequence that is compared
 SHORT = 24  # windows and position limits
 LIMITS = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
 KINDS = "layer_types"
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -30,12 +31,15 @@ SMALL = {
     "qk_rope_head_dim": 8,
     "qk_head_dim": 24,
     "v_head_dim": 24,
+    "num_experts": 32,  # how many are chosen, and of how many groups, stays
+    "n_routed_experts": 32,
+    "num_local_experts": 32,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-SIZES = (*SMALL, *WIDTHS, *EXPERTS, "num_hidden_layers", "num_key_value_heads", "linear_num_value_heads", "head_dim")
-NO_SWITCHES = ("architectures", "model_type")
+OTHERS = ("num_hidden_layers", "num_key_value_heads", "linear_num_value_heads", "head_dim")
+SIZES = (*SMALL, *WIDTHS, *OTHERS, *MULTI_TOKEN)
 
 
 def shrink(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,10 +49,9 @@ def shrink(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
     lists = {k: v for k, v in has.items() if isinstance(v, list) and len(v) == layers and (k in raw or k == KINDS)}
     kinds = 1 + max((values.index(value) for values in lists.values() for value in values), default=0)  # has each once
     linear = any("linear_attention" in values for values in lists.values())  # rounding grows from layer to layer
-    few = layers
-    if kinds == 1 or linear:
-        few = min(layers, max(LAYERS, kinds, has.get("first_k_dense_replace", 0) + 2))
-    small: dict[str, Any] = {"num_hidden_layers": few, **{key: SMALL[key] for key in SMALL if key in has}}
+    least = max(LAYERS, kinds, has.get("first_k_dense_replace", 0) + 2)
+    few = layers if kinds > 1 and not linear else min(layers, least)
+    small: dict[str, Any] = {"num_hidden_layers": few, **{key: SMALL[key] for key in SMALL if has.get(key)}}
     widths = {key: has[key] for key in WIDTHS if isinstance(has.get(key), int)}
     order = sorted(set(widths.values()))  # equal widths stay equal
     small |= {key: 64 + 32 * order.index(width) for key, width in widths.items()}
@@ -60,10 +63,6 @@ def shrink(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
         small["head_dim"] = 8 if rotated else small["hidden_size"] // 4 if plain else 56
     if "linear_num_key_heads" in has:
         small["linear_num_value_heads"] = 2 if has["linear_num_value_heads"] == has["linear_num_key_heads"] else 4
-    # Megatron scores a group of experts by as many of them as are chosen of each group: their numbers stay.
-    chosen = -(-has.get("num_experts_per_tok", 1) // (has.get("topk_group") or 1))
-    enough = (has.get("n_group") or 1) * max(3, 2 * chosen)
-    small |= {key: min(has[key], enough) for key in EXPERTS if has.get(key)}
     small |= {key: min(has[key], SHORT) for key in LIMITS if isinstance(has.get(key), int)}
     small |= {key: values[:few] for key, values in lists.items() if key in raw}
     small |= {key: None for key in raw if key.endswith("_token_id")}
@@ -82,7 +81,7 @@ def differing_field(
         kept = {key: value for key, value in config.items() if key not in fields}
         return kept | {key: defaults[key] for key in fields if key in defaults}
 
-    needed = [key for key, value in config.items() if key not in NO_SWITCHES and value != defaults.get(key)]
+    needed = [key for key, value in config.items() if key != "architectures" and value != defaults.get(key)]
     if not passes(without(needed)):
         return None
     size = len(needed)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
 from transformers import AutoConfig
 
-from dynamo_megatron.bridge.layers import TEDotProductAttention
 from dynamo_megatron.bridge.loading import load_model
 from dynamo_megatron.bridge.tensors import Mappings
 from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
@@ -20,7 +19,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import OUTPUT_LAYER, is_expert
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.model import PolicyModel, run_settings
+from dynamo_megatron.policy.model import PackedAttention, PolicyModel, run_settings
 
 
 class BridgeModel(PolicyModel):
@@ -49,6 +48,7 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, recomput
         "expert_tensor_parallel_size": 1,
         "vocab_size": -(-hf_config.vocab_size // (16 * parallel.tp)) * 16 * parallel.tp,
         "should_pad_vocab": False,
+        "attention_backend": AttnBackend.auto,  # Megatron refuses several in a process
         # No token is dropped; an auxiliary loss's gradient would not be scaled as the policy loss is.
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
@@ -66,8 +66,6 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, recomput
         assert hasattr(provider, name), f"megatron-core moved {name}"
         setattr(provider, name, value)
     provider.finalize()
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):  # what Megatron set for another model
-        os.environ.pop(name, None)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     provider._pg_collection = groups
     stage, last = groups.pp.rank(), groups.pp.size() - 1
@@ -75,14 +73,14 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, recomput
     model.__class__ = BridgeModel
     for layer in model.decoder.layers if provider.softmax_type != "vanilla" else ():
         # TransformerEngine 2.11 has no sinks for packed sequences.
-        layer.self_attention.core_attention = TEDotProductAttention(
+        layer.self_attention.core_attention = PackedAttention(
             model.config, layer.layer_number, softmax_scale=model.config.softmax_scale, pg_collection=groups
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(torch.nan)
             if is_expert(name):  # it is whole on its rank, and sees tokens of its own (policy/model.py)
-                parameter.allreduce = False
+                parameter.allreduce = parameter.sequence_parallel = False
     model.mappings = Mappings(bridge, model)
     return model
 

@@ -6,15 +6,13 @@ parameters of all experts of a layer.
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping
 
 from dynamo_megatron.models.mapping import EMBEDDING, OUTPUT_LAYER
 
@@ -41,6 +39,7 @@ MegatronParamMapping.pp_size = MegatronParamMapping.ep_size = property(lambda ma
 MegatronParamMapping.scatter_to_tp_ranks = _take
 MegatronParamMapping.broadcast_tensor_to_tp_ranks = lambda mapping, tensor, src_rank=0: tensor
 MegatronParamMapping.gather_from_tp_ranks = _gather
+AutoMapping.register_module_type("PackedAttention", "column")
 
 
 class Task(NamedTuple):
@@ -63,25 +62,31 @@ class Mappings:
     def __init__(self, bridge: Any, model: torch.nn.Module):
         self._bridge, groups = bridge._model_bridge, model.pg_collection
         self._bridge.hf_pretrained = bridge._config_only_pretrained  # GPT-OSS's asks it for `config`
-        registry = _with_single_experts(self._bridge.mapping_registry())
+        registry = self._bridge.mapping_registry()
         first_expert = (model.config.num_moe_experts or 0) // groups.ep.size() * groups.ep.rank()
         self.compares = groups.tp.rank() == 0
         self.units: dict[str, Unit] = {}
         self.unmapped: list[str] = []
-        for local, module, parameter in _tensors(model):
-            asked = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda n: str(int(n[0]) + model.layer_offset), local)
-            asked = EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}", asked)
-            name = re.sub(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2", asked)
-            tied = local == OUTPUT_LAYER and model.share_embeddings_and_output_weights
-            mapping = registry.megatron_to_hf_lookup(EMBEDDING if tied else asked)
-            if mapping is None:
-                self.unmapped.append(name)
+        for local, parameter in model.state_dict(keep_vars=True).items():
+            if local.endswith("_extra_state"):
                 continue
+            module = model.get_submodule(local.rpartition(".")[0])
+            own = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda n: str(int(n[0]) + model.layer_offset), local)
+            own = EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}", own)
+            grouped = re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$", r"\2\1", own)
+            tied = local == OUTPUT_LAYER and model.share_embeddings_and_output_weights
+            mapping = registry.megatron_to_hf_lookup(EMBEDDING if tied else grouped)
+            if mapping is None:
+                self.unmapped.append(own)
+                continue
+            if own != grouped:  # all families have mappings of grouped experts, not all of SequentialMLP's
+                mapping.megatron_param = own
+                mapping = mapping.resolve(())
             if not hasattr(module, "config"):
                 module.config = model.config
             fused = getattr(mapping, "is_grouped_export", False)
-            if fused:  # no one expert's
-                name = re.sub(r"experts\.local_experts\.\d+", "all_experts", name)
+            expert = "all_experts" if fused else r"experts.local_experts.\3"  # as models/mapping.py names one
+            name = re.sub(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$", rf"{expert}.\1.\2", grouped)
             names = mapping.hf_param
             names = tuple(names.values()) if isinstance(names, dict) else (names,)
             unit = self.units.setdefault(name, Unit(names, fused, []))
@@ -106,24 +111,3 @@ class Mappings:
         if getattr(unit.tasks[0].mapping, "transpose_on_export", False):
             whole = whole.transpose(-1, -2).contiguous()
         return {tensor: whole}
-
-
-def _with_single_experts(registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
-    """Some families have mappings of grouped linears alone: SequentialMLP's get the same."""
-    mappings = registry.get_all_mappings()
-    single = [copy.copy(mapping) for mapping in mappings]
-    for mapping in single:
-        mapping.megatron_param = re.sub(
-            r"experts\.(linear_fc[12])\.(weight|bias)\*$", r"experts.local_experts.*.\1.\2", mapping.megatron_param
-        )
-    return MegatronMappingRegistry(*mappings, *single)
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
-    """Parameters and the buffers that a checkpoint has, with their modules."""
-    for prefix, module in model.named_modules():
-        lasting = [
-            (n, b) for n, b in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set
-        ]
-        for name, tensor in [*module.named_parameters(recurse=False), *lasting]:
-            yield f"{prefix}.{name}" if prefix else name, module, tensor
