@@ -1,17 +1,20 @@
-"""Makes Megatron-Bridge importable in an interpreter of requirements/bridge.txt, on the CPU too.
-
-Without TransformerEngine, which Bridge imports and whose layers its models are made of, layers of torch stand in: they
-have TransformerEngine's names and arguments, because Bridge tells by a layer's name how it is cut.
-"""
+"""What has to hold before Megatron-Bridge builds a model: an interpreter of requirements/bridge.txt, the proof of the
+config, and what Bridge imports. Without TransformerEngine, whose layers its models are made of, layers of torch stand
+in (bridge/layers.py)."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import logging
+import os
+import subprocess
 import sys
 import types
 import typing
+
+import typing_extensions
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.late import torch
@@ -19,6 +22,7 @@ from dynamo_megatron.runtime.late import torch
 PINS = {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2"}
 # What Bridge imports and is not used of it here.
 UNUSED = ("transformer_engine", "transformer_engine.pytorch", "modelopt", "nvidia_resiliency_ext")
+TIMEOUT = 900  # seconds of a proof; a refusal tries fields
 
 
 def check_versions() -> None:
@@ -35,15 +39,30 @@ def check_versions() -> None:
             )
 
 
+def prove_folder(folder: str) -> str:
+    """Runs bridge/proof.py in a process of its own, on the CPU; returns the line that a run prints. Raises InputError,
+    one line that names the field of config.json, unless Bridge's model computes what transformers' does."""
+    check_versions()
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.bridge.proof", folder]
+    on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise InputError(f"{folder}: the proof of Bridge's model took more than {TIMEOUT} seconds") from None
+    if done.returncode:
+        raise InputError(f"{folder}: the proof of Bridge's model failed: {done.stderr.strip().splitlines()[-1]}")
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    if "refused" in outcome:
+        raise InputError(f"{folder}/config.json: refused with model.source: bridge: {outcome['refused']}")
+    return f"Megatron-Bridge: logits of a small model of this config.json are within {outcome['difference']:.1e}"
+
+
 def prepare() -> None:
     """Imports Bridge, once a process: after `enable_cpu`, before models are built. Raises as `check_versions`."""
     check_versions()
     if "megatron.bridge" in sys.modules:
         return
-    if not hasattr(typing, "override"):  # Python 3.11
-        import typing_extensions
-
-        typing.override = typing_extensions.override
+    typing.override = typing_extensions.override  # absent in Python 3.11
     absent = [name for name in UNUSED if importlib.util.find_spec(name.partition(".")[0]) is None]
     for name in absent:
         sys.modules[name] = _Absent(name)
@@ -61,16 +80,9 @@ def prepare() -> None:
         del sys.modules[name]
 
 
-class _AnyAttribute(type):
-    """The kind of a class that has a class for every name."""
-
-    def __getattr__(cls, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _AnyAttribute(name, (torch.nn.Module,), {})
-
-
 class _Absent(types.ModuleType):
+    """Has a class for every name, or a module."""
+
     def __init__(self, name: str):
         super().__init__(name)
         self.__spec__ = importlib.util.spec_from_loader(name, None)
@@ -79,23 +91,22 @@ class _Absent(types.ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return sys.modules.get(f"{self.__name__}.{name}") or _AnyAttribute(name, (torch.nn.Module,), {})
+        return type(name, (torch.nn.Module,), {}) if name[0].isupper() else _Absent(name)
 
 
 def _stand_in() -> None:
     import megatron.core.extensions.transformer_engine as extension
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.ssm.gated_delta_net.common as delta
+    import megatron.core.ssm.gated_delta_net.gdn as gdn
     import megatron.core.utils
     from packaging.version import Version
 
     from dynamo_megatron.bridge import layers
 
     megatron.core.utils._te_version = Version("2.9.0")
-    put = {**layers.STAND_INS, "HAVE_TE": True, "FP8GlobalStateManager": None}
-    for name, value in put.items():
-        setattr(extension, name, value)
-    import megatron.core.models.gpt.gpt_layer_specs  # chooses by HAVE_TE when it is imported
-    import megatron.core.ssm.gated_delta_net.common as delta
-    import megatron.core.ssm.gated_delta_net.gdn as gdn
+    put = {**layers.TE_LAYERS, "HAVE_TE": True, "FP8GlobalStateManager": None}
+    vars(extension).update(put)
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     put["TESpecProvider"] = TESpecProvider

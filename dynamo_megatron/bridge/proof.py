@@ -1,4 +1,4 @@
-"""Run as `python -P -m dynamo_megatron.bridge.proof FOLDER`, without GPUs (bridge/start.py), by one process: does
+"""Run as `python -P -m dynamo_megatron.bridge.proof FOLDER`, without GPUs (bridge/environment.py), by one process: does
 Bridge's model of this config.json compute what transformers' does? Prints one JSON object: {"difference": ...} or
 {"refused": why}.
 
@@ -75,7 +75,7 @@ def logits_gap(raw: Mapping[str, Any], seed: int) -> float:
     reference = random_model(read_config(raw), seed)
     state = revert_weight_conversion(reference, dict(reference.state_dict()))
     model = build(read_config(raw), torch.float32, ParallelConfig())
-    loaded = load_model(model, state)
+    loaded = load_model(model, state.__getitem__)
     if reference.config.tie_word_embeddings:
         loaded.add(HF_HEAD)
     if left := sorted(state.keys() - loaded):
@@ -87,30 +87,24 @@ def logits_gap(raw: Mapping[str, Any], seed: int) -> float:
     here = {"device": tokens.device, "cp_rank": 0, "cp_size": 1}
     hidden = model.forward_packed(MicroBatch.pack(of, list(range(len(LENGTHS))), multiple=1, **here))
     ours = (hidden @ model.head_weight.T)[:, :vocabulary]
-    parts = zip(ends, LENGTHS, strict=False)
-    theirs = torch.cat([reference(tokens[None, start : start + n]).logits[0] for start, n in parts])
-    gap = (ours - theirs).abs().max().item()
-    return gap if gap == gap else float("inf")
+    parts = [tokens[None, start : start + n] for start, n in zip(ends, LENGTHS, strict=False)]
+    theirs = torch.cat([reference(part).logits[0] for part in parts])
+    return (ours - theirs).abs().max().nan_to_num(float("inf")).item()
 
 
-def best_gap(raw: Mapping[str, Any], seeds: Sequence[int] = SEEDS) -> float | str:
-    """Over the seeds until one passes; or why there is no model."""
-    gaps = []
+def best_gap(raw: Mapping[str, Any], seeds: Sequence[int] = SEEDS) -> tuple[float, str]:
+    """The smallest over the seeds, until one passes, infinite if there is no model; and what is wrong."""
+    best = float("inf")
     for seed in seeds:
         try:
-            gaps.append(logits_gap(raw, seed))
+            best = min(best, logits_gap(raw, seed))
         except Exception as error:  # of Bridge, Megatron or transformers, whatever it is
-            return error_line(error, 160)
+            return float("inf"), f"Bridge fails ({error_line(error, 160)})"
         finally:
             gc.collect()  # Megatron's modules are in cycles
-        if gaps[-1] <= TOLERANCE:
+        if best <= TOLERANCE:
             break
-    return min(gaps)
-
-
-def passes(raw: Mapping[str, Any]) -> bool:
-    gap = best_gap(raw, SEEDS[:1])
-    return isinstance(gap, float) and gap <= TOLERANCE
+    return best, f"logits differ by {best:.2g} from transformers'"
 
 
 def prove(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,13 +115,13 @@ def prove(raw: Mapping[str, Any]) -> dict[str, Any]:
         return {"refused": f"{error.args[0]}: missing; only models of text with a plain config.json are supported"}
     except (ValueError, TypeError) as error:
         return {"refused": f"transformers does not read it: {error_line(error)}"}
-    gap = best_gap(small)
-    if isinstance(gap, float) and gap <= TOLERANCE:
+    gap, what = best_gap(small)
+    if gap <= TOLERANCE:
         return {"difference": gap}
-    what = f"logits differ by {gap:.2g} from transformers'" if isinstance(gap, float) else f"Bridge fails ({gap})"
     defaults = type(read_config(small))(num_hidden_layers=small["num_hidden_layers"]).to_dict()
-    sizes = {key: value for key, value in small.items() if key in shrink.SIZES and value is not None}
-    field = shrink.differing_field(small, {**shrink.shrink(defaults, defaults), **sizes}, passes)
+    sizes = {key: small[key] for key in shrink.SIZES if small.get(key) is not None}
+    defaults = {**shrink.shrink(defaults, defaults), **sizes}
+    field = shrink.differing_field(small, defaults, lambda config: best_gap(config, SEEDS[:1])[0] <= TOLERANCE)
     if field is None:
         return {"refused": f"{what}, for model_type {raw.get('model_type')!r} as such, also with its default config"}
     return {"refused": f"{field}: {what}; without it the logits agree"}
@@ -140,10 +134,6 @@ def start() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
 
-def main(folder: str) -> dict[str, Any]:
-    start()
-    return prove(plain_json.read_object(Path(folder) / "config.json"))
-
-
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])), flush=True)
+    start()
+    print(json.dumps(prove(plain_json.read_object(Path(sys.argv[1]) / "config.json"))), flush=True)

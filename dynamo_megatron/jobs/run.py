@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.bridge import environment
-from dynamo_megatron.bridge.start import prove_folder
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError, StatedError
@@ -172,7 +171,7 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
     if rank == 0:
         job.check(int(os.environ["WORLD_SIZE"]))
         if model.source == "bridge":
-            print(prove_folder(model.path), flush=True)
+            print(environment.prove_folder(model.path), flush=True)
         job.prepare(spec)
     elif os.environ.get("LOCAL_RANK") == "0":
         job.prepare_node()

@@ -145,11 +145,8 @@ def cut(names: Sequence[str], sizes: Mapping[str, int], most: int) -> list[tuple
     return parts
 
 
-def is_sharded(name: str, spec: ModelSpec | None = None) -> bool:
-    """Whether tensor-parallel ranks hold different parts of parameter `name` (else each holds all of it). `spec`: of a
-    model that may be Bridge's."""
-    if spec is not None and spec.bridged is not None:
-        return name in spec.bridged.sharded
+def is_sharded(name: str) -> bool:
+    """Whether tensor-parallel ranks hold different parts of parameter `name` (else each holds all of it)."""
     return layout_of(name) != "replicated" and not is_expert(name)
 
 

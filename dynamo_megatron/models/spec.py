@@ -23,7 +23,6 @@ class Bridged:
     shapes: Mapping[str, tuple[int, ...]]
     # Megatron's parameters of the whole model -> the tensors that each is made of; empty before the model is built
     parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    sharded: set[str] = field(default_factory=set)  # of these, those that tensor-parallel ranks cut
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
@@ -29,12 +30,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention
 
-from dynamo_megatron.config import Config
+from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.kernels.layers import rotary_table
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.models.spec import scaled_frequencies
+from dynamo_megatron.policy import varlen
 from dynamo_megatron.policy.backend import Fusions, layer_calls, use_layer_functions
 from dynamo_megatron.policy.batch import MicroBatch, context_positions, to_device
 from dynamo_megatron.policy.layout import Layout
@@ -57,16 +60,6 @@ class PackedRotary(torch.nn.Module):
 
     def forward(self, table: torch.Tensor, **_) -> torch.Tensor:
         return table
-
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
-VARLEN = inspect.signature(varlen_attn).parameters if varlen_attn else {}
-AT_ONCE = "window_size" in VARLEN and "scale" in VARLEN  # torch >= 2.11
-# Later versions require it for fewer key/value heads, earlier ones do not know it.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in VARLEN else {}
 
 
 class SegmentGroup(NamedTuple):
@@ -133,32 +126,50 @@ class Segments(PackedSeqParams):
 class PackedAttention(MegatronModule):
     """Causal attention within each segment of a packed (thd) micro-batch, on any device, without TransformerEngine: one
     call where torch has one for packed sequences, else one for all segments of equal length. The window of a layer is
-    that of Megatron's `window_size` and `window_attn_skip_freq`.
+    that of Megatron's `window_size` and `window_attn_skip_freq`. With Megatron's `softmax_type: learnable` it has
+    attention sinks: a learnt logit of each head, `softmax_offset` [heads/tp], beside the scores of every query.
 
-    query [t, heads/tp, d], key and value [t, kv heads/tp, d] -> [t, heads/tp * d]; the segments are those of
-    `packed_seq_params` (`Segments`). Context-parallel ranks gather each other's keys and values.
+    query [t, heads/tp, d], key [t, kv heads/tp, d], value [t, kv heads/tp, d'] -> [t, heads/tp * d']; the segments are
+    those of `packed_seq_params` (`Segments`). Context-parallel ranks gather each other's keys and values.
     """
 
+    sharded_state_dict = DotProductAttention.sharded_state_dict  # of `softmax_offset`
+
     def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None, **_
+        self,
+        config,
+        layer_number,
+        attn_mask_type=None,
+        attention_type=None,
+        softmax_scale=None,
+        k_channels=None,
+        v_channels=None,
+        pg_collection=None,
+        **_,
     ):
         super().__init__(config=config)
         assert config.attention_dropout == 0.0, "attention dropout is not supported by PackedAttention"
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.cp = pg_collection.cp
-        windowed = config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]
+        width = k_channels or config.kv_channels
+        self.scale = softmax_scale or 1.0 / math.sqrt(width)
+        self.cp, self.tp_group = pg_collection.cp, pg_collection.tp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size if windowed else (-1, 0)  # tokens before and after that a query sees
+        self.softmax_offset = None
+        if config.softmax_type != "vanilla":
+            assert config.softmax_type == "learnable", f"PackedAttention has no softmax_type {config.softmax_type}"
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         # torch's own kernel for packed sequences: 16-bit types on a GPU
-        half, small = config.params_dtype != torch.float32, config.kv_channels <= 256
-        self.at_once = AT_ONCE and torch.cuda.is_available() and half and small and self.cp.size() == 1
+        half, small = config.params_dtype != torch.float32, width <= 256 and k_channels == v_channels
+        self.at_once = varlen.AT_ONCE and torch.cuda.is_available() and half and small and self.cp.size() == 1
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params, **_) -> torch.Tensor:
         q, k, v = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (query, key, value))
         if self.at_once:
-            ends, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            bounds = (ends, ends, longest, longest)
+            bounds = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             v = v.contiguous()  # saved as a view it would keep queries, keys and values before RoPE
-            return varlen_attn(q, k, v, *bounds, scale=self.scale, window_size=self.window, **GROUPED).flatten(1)
+            return varlen.attend(q, k, v, bounds, self.scale, self.window, self.softmax_offset).flatten(1)
         if self.cp.size() > 1:
             both = tensor_parallel.gather_from_sequence_parallel_region(
                 torch.cat([k, v], dim=-1), tensor_parallel_output_grad=True, group=self.cp
@@ -170,15 +181,26 @@ class PackedAttention(MegatronModule):
         for length, rows, sources, mask, local_mask in plan.groups:
             mask = mask if self.window[0] < 0 else local_mask
             # [t, heads, d] -> [segments, heads, length, d]
-            same = (
+            same = [
                 (x.contiguous() if at is None else x[at]).unflatten(0, (-1, size)).transpose(1, 2)
                 for x, at, size in ((q, rows, length // self.cp.size()), (k, sources, length), (v, sources, length))
-            )
+            ]
+            if self.softmax_offset is not None:  # a key of zeros before the others, whose score is the sink
+                same[1:] = (F.pad(x, (0, 0, 1, 0)) for x in same[1:])
+                mask = self._scores(mask, length)
             attended = F.scaled_dot_product_attention(
                 *same, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
             )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         return (outputs[0] if plan.order is None else torch.cat(outputs)[plan.order]).flatten(1)
+
+    def _scores(self, mask: torch.Tensor | None, length: int) -> torch.Tensor:
+        """[heads, rows, 1 + length]: what is added to the scores of the sink's key and of the others."""
+        if mask is None:
+            mask = self.softmax_offset.new_ones(length, length, dtype=torch.bool).tril()
+        others = self.softmax_offset.new_zeros(mask.shape).masked_fill(~mask, -math.inf)
+        sinks = self.softmax_offset[:, None, None].expand(-1, len(mask), 1)
+        return torch.cat([sinks, others.expand(len(sinks), -1, -1)], dim=-1)
 
 
 class LocalRotaryAttention(SelfAttention):
@@ -237,12 +259,12 @@ class PolicyModel(GPTModel):
         # TransformerEngine would compare the two on the host, in every layer.
         padded = micro_batch.cu_seqlens if self.config.context_parallel_size > 1 else None
         longest, cp, plan = int(micro_batch.lengths.max()), self.pg_collection.cp, None
-        attention, device = self.decoder.layers[0].self_attention.core_attention, micro_batch.tokens.device
-        if isinstance(attention, PackedAttention) and not attention.at_once:
+        attentions = (getattr(layer.self_attention, "core_attention", None) for layer in self.decoder.layers)
+        if any(isinstance(attention, PackedAttention) and not attention.at_once for attention in attentions):
             window = self.config.window_size[0] + 1 if self.config.window_size else 0
-            plan = SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), device, window)
+            plan = SegmentPlan.of(micro_batch.lengths, cp.rank(), cp.size(), micro_batch.tokens.device, window)
         rotary = local_rotary = None
-        if isinstance(self.rotary_pos_emb, PackedRotary):
+        if isinstance(getattr(self, "rotary_pos_emb", None), PackedRotary):
             rotary = rotary_table(micro_batch.positions[0], self.rotary_pos_emb.inv_freq)
             if self.rotary_pos_emb.local is not None:
                 factor, frequencies = self.rotary_pos_emb.local
@@ -268,10 +290,43 @@ def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
+def run_settings(p: ParallelConfig, dtype: torch.dtype, recompute: str = "none") -> dict[str, Any]:
+    """TransformerConfig's arguments that are the same for all models: layout, dtype, `trainer.recompute`."""
+    cuda = torch.cuda.is_available()
+    return {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": p.tp,
+        "pipeline_model_parallel_size": p.pp,
+        "virtual_pipeline_model_parallel_size": p.vpp if p.vpp > 1 else None,
+        "context_parallel_size": p.cp,
+        "expert_model_parallel_size": p.ep,
+        "sequence_parallel": p.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        "recompute_granularity": None if recompute == "none" else recompute,
+        "recompute_method": "uniform" if recompute == "full" else None,
+        "recompute_num_layers": 1 if recompute == "full" else None,
+        "use_cpu_initialization": not cuda,
+        # No random initialisation, yet Megatron's initialiser must run: it marks the tensor-parallel parameters.
+        "init_method": _leave_unset,
+        "output_layer_init_method": _leave_unset,
+        "embedding_init_method": _leave_unset,
+        # The interleaved schedule overlaps its sends with compute, which excludes batching them.
+        "overlap_p2p_comm": p.vpp > 1,
+        "batch_p2p_comm": cuda and p.vpp == 1,
+        "batch_p2p_sync": cuda,
+        # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
+        "deallocate_pipeline_outputs": cuda,
+    }
+
+
 def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
     """Megatron's config for a model under the configured layout."""
-    cuda, dtype = torch.cuda.is_available(), getattr(torch, config.model.dtype)
-    p, recompute = config.parallel, config.trainer.recompute
+    dtype = getattr(torch, config.model.dtype)
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -292,38 +347,12 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
         softmax_scale=rotation(spec)[1],
         rotary_interleaved=spec.rotary_interleaved,
         no_rope_freq=[int(layer in spec.no_rope_layers) for layer in range(spec.num_layers)],
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=p.tp,
-        pipeline_model_parallel_size=p.pp,
-        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
-        context_parallel_size=p.cp,
-        expert_model_parallel_size=p.ep,
-        sequence_parallel=p.sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        calculate_per_token_loss=True,
-        variable_seq_lengths=True,
-        recompute_granularity=None if recompute == "none" else recompute,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
-        use_cpu_initialization=not cuda,
-        # No random initialisation, yet Megatron's initialiser must run: it marks the tensor-parallel parameters.
-        init_method=_leave_unset,
-        output_layer_init_method=_leave_unset,
-        embedding_init_method=_leave_unset,
-        # The interleaved schedule overlaps its sends with compute, which excludes batching them.
-        overlap_p2p_comm=p.vpp > 1,
-        batch_p2p_comm=cuda and p.vpp == 1,
-        batch_p2p_sync=cuda,
-        # gloo's isend reads a buffer that would be freed, unless stages exchange shapes before (variable_seq_lengths).
-        deallocate_pipeline_outputs=cuda,
         bias_activation_fusion=True,  # SwiGLU, GeGLU
         # TransformerEngine's linears have a switch of their own (`_set_up_transformer_engine`).
         gradient_accumulation_fusion=not _uses_transformer_engine(spec, config),
         apply_rope_fusion=_uses_transformer_engine(spec, config),
-        deterministic_mode=config.trainer.deterministic and cuda,
+        deterministic_mode=config.trainer.deterministic and torch.cuda.is_available(),
+        **run_settings(config.parallel, dtype, config.trainer.recompute),
         **_experts(spec, config),
     )
 

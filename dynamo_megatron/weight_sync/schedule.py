@@ -198,16 +198,16 @@ class BucketSource:
         """
         bucket = self.schedule.bucket_of(self._layout.rank, number)
         together = self.schedule.dense_bucket(self._layout.pp.rank(), number) if self._joins else None
-        shards: dict[str, list[torch.Tensor]] = {}
-        if together is not None and self._layout.tp.size() > 1:
-            shards = self._collect(together)
+        whole: dict[str, dict[str, torch.Tensor]] = {}
+        if together is not None and self._bridged is not None:
+            whole = {name: self._bridged.export(name) for name in together.parameters}
+        elif together is not None and self._layout.tp.size() > 1:
+            whole = {n: to_huggingface(self._spec, n, shards) for n, shards in self._collect(together).items()}
         if bucket is None:
             return None
         tensors: dict[str, torch.Tensor] = {}
         for name in bucket.parameters:
-            parts = shards.get(name) or [self._parameter(name)]
-            bridged = self._bridged
-            tensors |= to_huggingface(self._spec, name, parts) if bridged is None else bridged.whole(name, parts)
+            tensors |= whole.get(name) or self._of_this_rank(name)
         if self.schedule.quantization is not None:
             tensors = quantize_tensors(tensors)
         assert tuple(tensors) == bucket.names, "not the schedule's tensors"
@@ -215,7 +215,7 @@ class BucketSource:
 
     def _collect(self, bucket: Bucket) -> dict[str, list[torch.Tensor]]:
         """Of every sharded parameter the shards, on the bucket's sender: one gather for all of them."""
-        names = [name for name in bucket.parameters if is_sharded(name, self._spec)]
+        names = [name for name in bucket.parameters if is_sharded(name)]
         if not names:
             return {}
         group = self._layout.tp
@@ -230,8 +230,11 @@ class BucketSource:
         # A shard has the same shape on every rank.
         return {n: [s.view(p.shape) for s in shards] for n, p, shards in zip(names, own, pieces, strict=True)}
 
-    def _parameter(self, name: str) -> torch.Tensor:
+    def _of_this_rank(self, name: str) -> dict[str, torch.Tensor]:
         if self._bridged is not None:
-            return self._bridged.value(name)
+            return self._bridged.export(name)
+        return to_huggingface(self._spec, name, [self._parameter(name)])
+
+    def _parameter(self, name: str) -> torch.Tensor:
         parameter, adapter = self._held[huggingface_names(self._spec, name)]
         return parameter.detach() if adapter is None else adapter.merged(parameter.detach())

@@ -16,7 +16,7 @@ if __name__ == "__main__":
         config = {**configs["families"][family], **changes}
         outcome = proof.prove(config)
         proof.LENGTHS = (7, 200, 33)  # beyond the windows and position limits of the configs
-        found = {"name": name, "direct": proof.best_gap(config), **outcome}
+        found = {"name": name, "direct": proof.best_gap(config)[0], **outcome}
         proof.LENGTHS = (7, shrink.PROBE, 33)
         print(json.dumps(found), flush=True)
     for name, config in list(configs["published"].items())[part::parts]:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from dynamo_megatron.bridge import shrink
+from dynamo_megatron.bridge.environment import prove_folder
 from dynamo_megatron.bridge.loading import load_model
-from dynamo_megatron.bridge.start import prove_folder
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import load_model_config
@@ -63,7 +64,7 @@ def test_a_list_of_kinds_of_layers_is_kept_whole():
     ("wrong", "found"),
     [
         (lambda c: c.get("clip") == 1, "clip: 1"),
-        (lambda c: c["rope"].get("limit") == 64, "rope.limit: 64"),
+        (lambda c: c["rope"].get("limit") == 64, "rope: {'rope_type': 'yarn', 'limit': 64}"),
         (lambda c: c.get("clip") == 1 or c["bias"], "bias: True, clip: 1"),
         (lambda c: True, None),
     ],
@@ -74,24 +75,21 @@ def test_the_field_that_makes_the_difference_is_named(wrong, found):
     assert shrink.differing_field(config, defaults, lambda c: not wrong(c)) == found
 
 
+Parameter = namedtuple("Parameter", "parameter")
+
+
 def toy_model(export=lambda w: w, load=lambda w: w):
     """Two parameters of one module, and Bridge's mappings of the first, or of both where `load` gives a value."""
     model = torch.nn.Linear(2, 3)
     torch.nn.init.constant_(model.weight, torch.nan)
     torch.nn.init.constant_(model.bias, torch.nan)
-    units = {
-        n: SimpleNamespace(tasks=(SimpleNamespace(parameter=p),), names=(f"hf.{n}",), sharded=False)
-        for n, p in model.named_parameters()
-        if n == "weight" or load(p) is not None
-    }
+    parameters = {n: p for n, p in model.named_parameters() if n == "weight" or load(p) is not None}
     model.mappings = SimpleNamespace(
         unmapped=[],
-        units=units,
-        copies={},
-        tp_rank=0,
-        tp_size=1,
-        load=lambda unit, state, share: [load(state[unit.names[0]])],
-        export=lambda unit, shards: {unit.names[0]: export(shards[0][0])},
+        compares=True,
+        units={n: SimpleNamespace(names=[f"hf.{n}"], tasks=[Parameter(p)]) for n, p in parameters.items()},
+        load=lambda name, tensors: [load(tensors[f"hf.{name}"])],
+        export=lambda name: {f"hf.{name}": export(parameters[name])},
     )
     return model
 
@@ -101,7 +99,7 @@ STATE = {"hf.weight": torch.arange(6.0).view(3, 2), "hf.bias": torch.ones(3)}
 
 def test_a_model_is_loaded_and_proved():
     model = toy_model()
-    assert load_model(model, STATE) == set(STATE)
+    assert load_model(model, STATE.__getitem__) == set(STATE)
     assert torch.equal(model.weight, STATE["hf.weight"]) and torch.equal(model.bias, STATE["hf.bias"])
 
 
@@ -122,7 +120,7 @@ def test_a_model_is_loaded_and_proved():
 )
 def test_a_wrong_model_is_refused(model, state, why):
     with pytest.raises(InputError, match=why):
-        load_model(model, state)
+        load_model(model, state.__getitem__)
 
 
 @pytest.fixture
