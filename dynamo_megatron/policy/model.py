@@ -59,10 +59,10 @@ class PackedRotary(torch.nn.Module):
         return table
 
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
+varlen_attn = None
+if torch.cuda.is_available():  # a CPU rank has no use for it, nor for torch's compiler, which comes with it: 23 MB
+    with contextlib.suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
 VARLEN = inspect.signature(varlen_attn).parameters if varlen_attn else {}
 AT_ONCE = "window_size" in VARLEN and "scale" in VARLEN  # torch >= 2.11
 # Later versions require it for fewer key/value heads, earlier ones do not know it.
