@@ -37,13 +37,15 @@ from dynamo_megatron.kernels.layers import rotary_table
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_expert
 from dynamo_megatron.models.spec import scaled_frequencies
-from dynamo_megatron.policy import varlen
 from dynamo_megatron.policy.backend import Fusions, layer_calls, use_layer_functions
 from dynamo_megatron.policy.batch import MicroBatch, context_positions, to_device
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.lora import Adapter, sharded_adapters
 from dynamo_megatron.policy.norms import ResidualAdd, RMSNorm, WideNorm
 from dynamo_megatron.policy.routing import Routing
+
+if torch.cuda.is_available():  # a CPU rank has no use for it, nor for torch's compiler, which comes with it: 23 MB
+    from dynamo_megatron.policy import varlen
 
 
 class PackedRotary(torch.nn.Module):
@@ -162,7 +164,7 @@ class PackedAttention(MegatronModule):
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         # torch's own kernel for packed sequences: 16-bit types on a GPU
         half, small = config.params_dtype != torch.float32, width <= 256 and k_channels == v_channels
-        self.at_once = varlen.AT_ONCE and torch.cuda.is_available() and half and small and self.cp.size() == 1
+        self.at_once = torch.cuda.is_available() and varlen.AT_ONCE and half and small and self.cp.size() == 1
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params, **_) -> torch.Tensor:
         q, k, v = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (query, key, value))

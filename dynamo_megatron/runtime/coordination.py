@@ -27,7 +27,7 @@ T = TypeVar("T")
 ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
 BEAT_EVERY = 2.0  # seconds
 HEARTBEAT_TIMEOUT = 60.0  # seconds without a heartbeat of rank 0 until it counts as dead
-FIRST_POLL, POLL_EVERY = 0.001, 0.02  # seconds: a wait is polled more slowly the longer it has taken
+POLL = datetime.timedelta(seconds=0.1)  # a rank that waits looks for a failure, and whether it is to stop
 
 
 class StopRequested(Exception):
@@ -153,16 +153,17 @@ class Coordinator:
         self._store.set(key, value)
 
     def wait(self, key: str, what: str, timeout: float) -> str:
-        """Polls for `key`; returns its value. Raises RemoteFailure, or TimeoutError that says what was waited for."""
-        deadline, pause = time.monotonic() + timeout, FIRST_POLL
-        while (said := _value(self._store, key)) is None:
-            self.check()
-            self.pass_on_stop()
+        """Waits for `key`; returns its value. Raises RemoteFailure, or TimeoutError that says what was waited for."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self._store.wait([key], POLL)
+                return self._store.get(key).decode()
+            except dist.DistStoreError:  # the key is not there yet
+                self.check()
+                self.pass_on_stop()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {self.rank} waited {timeout:g} s for {what}")
-            time.sleep(pause)
-            pause = min(POLL_EVERY, 1.1 * pause)
-        return said
 
     def pass_on_stop(self) -> None:
         """For the other ranks: notifies rank 0 if this rank was asked to stop."""

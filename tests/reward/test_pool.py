@@ -173,6 +173,20 @@ def test_a_stuck_function_is_killed_and_the_others_go_on(started):
     assert [score.status for score in scored(p, *["fine"] * 20)] == ["ok"] * 20  # by the new workers
 
 
+def test_samples_that_a_worker_gets_together_fail_alone(started):
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    p, prompts = started(), [Prompt("p", text="?", answer=deep if i == 22 else "") for i in range(40)]
+
+    async def score():
+        responses = ["die" if i % 7 == 6 else "nan" if i % 7 == 3 else "fine" for i in range(40)]
+        return await asyncio.gather(*map(p.score, prompts, responses))
+
+    failed = {i for i, score in enumerate(asyncio.run(score())) if score.status != "ok"}
+    assert failed == {22, *(i for i in range(40) if i % 7 in (3, 6))}
+
+
 def test_an_error_counts_before_a_timeout(started, serve):
     service = serve(lambda *_: (400, b""))
     p = started(service, NAME)

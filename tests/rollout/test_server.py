@@ -112,6 +112,12 @@ def test_a_server_has_room_for_sequences_of_the_models_length(
     assert (words[words.index("--context-length") + 1] if "--context-length" in words else None) == context
 
 
+@pytest.mark.parametrize("looks_for_text", [{}, {"stop": ["\n"]}, {"agent": "my_agent:run"}], ids=str)
+def test_a_server_has_a_tokenizer_if_text_is_looked_for_in_what_it_samples(tmp_path, looks_for_text):
+    words = started_with(tmp_path, ModelConfig(path=str(tmp_path)), **looks_for_text)
+    assert ("--skip-tokenizer-init" in words) == (not looks_for_text)
+
+
 def test_a_server_runs_without_megatron(tmp_path):
     words = started_with(tmp_path, ModelConfig(path=str(tmp_path)))
     (path,) = (word.removeprefix("path ") for word in words if word.startswith("path "))

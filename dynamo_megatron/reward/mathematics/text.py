@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import lru_cache
 
 # Superscripts before NFKC, which makes 4² into 42.
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
@@ -83,6 +84,7 @@ INTRODUCED = re.compile(
 )
 
 
+@lru_cache(maxsize=1024)  # a reference comes with each of its responses, and an answer again, to be named
 def normal_form(text: str) -> str:
     r"""`text` with Unicode signs as LaTeX, one command for each meaning (`\frac` for `\dfrac`), and without formatting,
     delimiters of mathematics and marks at the end. Words are in `\text{}`, and single spaces stay."""

@@ -291,6 +291,8 @@ class SGLangServer:
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
         command += ["--served-model-name", self.endpoint.name]
+        if not config.stop and config.agent is None:  # no text is looked for in responses, and no tool calls are parsed
+            command.append("--skip-tokenizer-init")
         if self._config.router_replay and self._model_config().get("num_experts_per_tok"):
             command.append("--enable-return-routed-experts")
         arguments = config.server_args

@@ -38,8 +38,6 @@ class TensorTransport(Transport):
         # With the default, file descriptors, a process that is not our child cannot authenticate, and SGLang's
         # scheduler dies of it.
         torch.multiprocessing.set_sharing_strategy("file_system")
-        with keeping(*FOR_THE_RANKS):
-            _shared(1)  # starts torch's shared-memory manager: these signals would kill it and break later weight syncs
         self._buffer, self._next = FlatBuffer(_shared), FlatBuffer(_shared)
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -68,7 +66,8 @@ def _shared(nbytes: int) -> torch.Tensor:
     behind if a handle is never read, as when a server fails. Therefore one reader more than there are is registered: no
     reader removes the memory, and this process does. Raises OSError where /dev/shm has no room for it."""
     try:
-        tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+        with keeping(*FOR_THE_RANKS):  # the first starts torch's shared-memory manager, which these would kill
+            tensor = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if os.strerror(errno.ENOSPC) not in reason:
