@@ -91,6 +91,7 @@ def _stand_in() -> None:
 
     megatron.core.utils._te_version = Version("2.9.0")
     put = {**layers.STAND_INS, "HAVE_TE": True, "FP8GlobalStateManager": None}
+    put["TECudaRNGStatesTracker"] = types.SimpleNamespace  # which no tracker is; recomputation asks
     for name, value in put.items():
         setattr(extension, name, value)
     import megatron.core.models.gpt.gpt_layer_specs  # chooses by HAVE_TE when it is imported

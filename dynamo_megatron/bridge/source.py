@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import AutoConfig
 
@@ -21,7 +20,8 @@ from dynamo_megatron.models.mapping import EMBEDDING, LAYER, expert_number
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.policy.batch import MicroBatch
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.model import PolicyModel
+from dynamo_megatron.policy.model import PolicyModel, Segments
+from dynamo_megatron.policy.routing import Routing
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
@@ -41,14 +41,15 @@ class BridgeModel(PolicyModel):
             except InputError as error:
                 raise InputError(f"{path}: {error}") from None
 
-    def forward_packed(self, micro_batch: MicroBatch, routing: None = None) -> torch.Tensor:
+    def forward_packed(self, micro_batch: MicroBatch, routing: Routing | None = None) -> torch.Tensor:
         longest, bounds = int(micro_batch.lengths.max()), micro_batch.cu_seqlens
-        packed = PackedSeqParams(
+        packed = Segments(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            routing=routing,
         )
         return self(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed)
 
@@ -81,7 +82,7 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, **option
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,
+        "moe_router_bias_update_rate": 0.0,  # policy/routing.py moves them, by real tokens and once a step
         "moe_router_dtype": "fp32",
         "moe_shared_expert_overlap": False,
         "moe_permute_fusion": cuda,

@@ -18,6 +18,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_HEAD = "lm_head.weight"
+ROUTER_BIAS = "e_score_correction_bias"  # of Hugging Face, in the choice of experts alone
 OUTSIDE_LAYERS: dict[str, tuple[str, ...]] = {
     EMBEDDING: (HF_EMBEDDING,),
     "decoder.final_layernorm.weight": ("model.norm.weight",),
