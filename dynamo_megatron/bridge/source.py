@@ -146,7 +146,7 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
 
 
 def _place(name: str) -> tuple[int, ...]:
-    """Sorts the whole model's parameters as they are passed."""
+    """Sorts the whole model's parameters as they are passed, and linear_kv_down_proj behind linear_q_down_proj."""
     if layer := LAYER.fullmatch(name):
-        return 1, int(layer[1]), expert_number(name) or 0
+        return 1, int(layer[1]), expert_number(name) or 0, "_down_proj" not in name
     return (0,) if name == EMBEDDING else (2,)

@@ -70,7 +70,8 @@ def reference(folder, data):
 def check_sent(policy, folder):
     """What the senders send is the folder's tensors, each once, bit by bit."""
     layout, spec = policy.layout, policy.spec
-    schedule = make_schedule(spec, policy.config.parallel, layout.world_size, bucket_bytes=1 << 16, itemsize=4)
+    schedule = make_schedule(spec, policy.config.parallel, layout.world_size, bucket_bytes=1 << 12, itemsize=4)
+    assert all(("q_a_proj" in str(b.names)) == ("kv_a_proj" in str(b.names)) for b in schedule.buckets)  # MLA's
     source, stored = BucketSource(policy, schedule), load_file(Path(folder, "model.safetensors"))
     sent = []
     for number in range(len(schedule.rounds)):
