@@ -106,6 +106,7 @@ def _stand_in() -> None:
 
     megatron.core.utils._te_version = Version("2.9.0")
     put = {**layers.TE_LAYERS, "HAVE_TE": True, "FP8GlobalStateManager": None}
+    put["TECudaRNGStatesTracker"] = types.SimpleNamespace  # which no tracker is; recomputation asks
     vars(extension).update(put)
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 

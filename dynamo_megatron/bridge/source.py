@@ -16,7 +16,7 @@ from dynamo_megatron.bridge.tensors import Mappings
 from dynamo_megatron.checkpoint.safetensors_folder import SafetensorsFolder
 from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.mapping import OUTPUT_LAYER, is_expert
+from dynamo_megatron.models.mapping import KV_DOWN, OUTPUT_LAYER, is_expert
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.model import PackedAttention, PolicyModel, run_settings
@@ -53,7 +53,7 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, recomput
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,
+        "moe_router_bias_update_rate": 0.0,  # policy/routing.py moves them, by real tokens and once a step
         "moe_router_dtype": "fp32",
         "moe_shared_expert_overlap": False,
         "moe_permute_fusion": torch.cuda.is_available(),
@@ -93,11 +93,12 @@ def build_chunks(spec: ModelSpec, config: Config, layout: Layout) -> list[Policy
     here = {name: (unit.names, unit.fused) for name, unit in model.mappings.units.items()}
     if spec.tied:
         here.pop(OUTPUT_LAYER, None)  # a copy of the embedding on another stage: not sent
-    for of_rank in layout.gather(here):
-        for name, (names, fused) in of_rank.items():
-            if fused and config.parallel.ep > 1:
-                raise InputError(
-                    f"parallel.ep: {config.parallel.ep}, but {names[0]} holds all experts in one tensor; use 1"
-                )
-            spec.bridged.parameters[name] = names
+    found = {name: unit for of_rank in layout.gather(here) for name, unit in of_rank.items()}
+    for name in sorted(found, key=lambda name: name.replace(KV_DOWN, "self_attention.linear_q_down_proj_kv")):
+        names, fused = found[name]
+        if fused and config.parallel.ep > 1:
+            raise InputError(
+                f"parallel.ep: {config.parallel.ep}, but {names[0]} holds all experts in one tensor; use 1"
+            )
+        spec.bridged.parameters[name] = names
     return [model]

@@ -56,6 +56,9 @@ class ModelConfig(Section):
     family: str | None = None  # None: from config.json's model_type, which it cannot contradict
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # float16 needs loss scaling, which the policy head lacks
     max_length: Positive | None = None  # tokens, prompt + response; None: the model's own limit
+    # by which an update moves the bias of each expert towards equal loads, where routers have such (docs/rollouts.md);
+    # DeepSeek-V3: 0.001
+    expert_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
     lora: LoraConfig | None = None  # low-rank adapters, which alone are trained; None: all parameters are
 
 

@@ -16,7 +16,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.adapters import adapter_elements, check_lora
 from dynamo_megatron.models.fp8 import check_fp8_shapes
-from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.mapping import ROUTER_BIAS, huggingface_shapes
 from dynamo_megatron.rollout.retention import stored_step
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.server import cuda_available, gpu_count, listening_address
@@ -71,6 +71,11 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool 
     spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
     if config.model.lora is not None:
         check_lora(config.model.lora, spec)
+    if config.model.expert_bias_update_rate and not any(n.endswith(ROUTER_BIAS) for n in huggingface_shapes(spec)):
+        raise InputError(
+            f"model.expert_bias_update_rate: a {spec.family} model has no {ROUTER_BIAS}, as DeepSeek-V3 and GLM-4-MoE "
+            "have, in which servers and exports could take the biases; leave it out"
+        )
     if config.rollout.quantization is not None:
         check_fp8_shapes(spec, config.rollout.tp)
     if config.rollout.max_staleness and config.rollout.placement == "colocated" and gpus:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.mapping import ROUTER_BIAS, huggingface_shapes
 from dynamo_megatron.models.server_layout import server_layout
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.runtime.late import torch
@@ -36,6 +36,8 @@ def sent_bytes(name: str, shape: Sequence[int], itemsize: int, quantization: str
 
     `itemsize`: bytes of a value that is not quantised. `quantization`: rollout.quantization.
     """
+    if name.endswith(ROUTER_BIAS):
+        itemsize = 4  # whatever the others have
     if quantization is None or not is_quantized(name):
         return {name: math.prod(shape) * itemsize}
     return {name: math.prod(shape), name + SCALE: 4 * math.prod(-(-size // BLOCK) for size in shape)}

@@ -18,6 +18,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_HEAD = "lm_head.weight"
+ROUTER_BIAS = "e_score_correction_bias"  # of Hugging Face, in the choice of experts alone
+# SGLang fuses it with linear_q_down_proj as it loads both at once, and drops one that comes alone.
+KV_DOWN = "self_attention.linear_kv_down_proj.weight"
 OUTSIDE_LAYERS: dict[str, tuple[str, ...]] = {
     EMBEDDING: (HF_EMBEDDING,),
     "decoder.final_layernorm.weight": ("model.norm.weight",),
@@ -134,11 +137,12 @@ def huggingface_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def cut(names: Sequence[str], sizes: Mapping[str, int], most: int) -> list[tuple[str, ...]]:
-    """Divides `names` in order into parts of at most `most` bytes, or of one name. `sizes`: of each in bytes."""
+    """Divides `names` in order into parts of at most `most` bytes, or of one name; KV_DOWN goes with the one before it.
+    `sizes`: of each in bytes."""
     parts: list[tuple[str, ...]] = []
     left = 0
     for name in names:
-        if sizes[name] > left or not parts:
+        if not parts or (sizes[name] > left and not name.endswith(KV_DOWN)):
             parts, left = [*parts, ()], most
         parts[-1] += (name,)
         left -= sizes[name]

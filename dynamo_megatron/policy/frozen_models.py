@@ -25,7 +25,7 @@ class FrozenModels:
         own, cuda, folders = config.model.path, torch.cuda.is_available(), config.copied_models
         for folder in sorted(folders, key=lambda folder: (folder == own, folder)):
             load_folder(chunks, spec, folder, layout)
-            copies = (p.detach().to("cpu", copy=True) for chunk in chunks for p in chunk.parameters())
+            copies = (p.detach().to("cpu", copy=True) for p in _weights(chunks))
             self._waiting[folder] = [copy.pin_memory() if cuda else copy for copy in copies]
         if own not in folders:
             load_folder(chunks, spec, own, layout)
@@ -45,7 +45,13 @@ class FrozenModels:
         """Swaps one weight at a time, so that there is never a third model."""
         if folder not in self._waiting:  # the policy's own, which has adapters
             return
-        for parameter, waiting in zip(base_parameters(self._chunks), self._waiting[folder], strict=True):
+        for parameter, waiting in zip(_weights(self._chunks), self._waiting[folder], strict=True):
             present = parameter.clone()
             parameter.copy_(waiting)
             waiting.copy_(present)
+
+
+def _weights(chunks: Sequence[PolicyModel]) -> list[torch.Tensor]:
+    """Without adapters, and with the biases of routers, which `model.expert_bias_update_rate` changes."""
+    biases = [b for chunk in chunks for name, b in chunk.named_buffers() if name.endswith(".expert_bias")]
+    return [*base_parameters(chunks), *biases]

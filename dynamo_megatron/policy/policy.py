@@ -71,8 +71,7 @@ class Policy:
         if config.model.lora is not None:
             self.base_digest = model_digest(config.model.path, spec, layout)
             add_adapters(self.chunks, config.model.lora, config.seed)
-        own = spec.bridged is None  # a model of Megatron-Bridge has routers of its own
-        self.routing = ExpertRouting(self.chunks, spec, layout) if spec.num_experts and own else None
+        self.routing = ExpertRouting(self.chunks, spec, layout) if spec.num_experts else None
         self._prepare_head()
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
@@ -321,6 +320,8 @@ class Policy:
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.routing is not None:
+            self.routing.begin_gradient()
         self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
         finalize_model_grads(self.ddp)
         self.optimizer.prepare_grads()
@@ -352,6 +353,8 @@ class Policy:
         if self.spikes is not None and self.spikes.on_all_ranks(found["grad_norm"], self.layout):
             return {**found, "skipped": 1.0, "spike": 1.0}
         optimizer_step(self.optimizer, self.config.optimizer, gradient.inputs.given["learning_rate"])
+        if self.routing is not None and (rate := self.config.model.expert_bias_update_rate):
+            self.routing.balance(rate)
         return found
 
     def check_weights(self, learning_rate: float) -> None:

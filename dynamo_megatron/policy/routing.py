@@ -31,10 +31,11 @@ class Routing(NamedTuple):
 
 
 class Replay:
-    """Stands in a router for megatron-core's RouterReplay. `counts`: int64 [experts + 3], what the layer adds to."""
+    """Stands in a router for megatron-core's RouterReplay. `counts`: int64 [experts + 3], what the layer adds to.
+    `trained`: int64 [experts], likewise of passes with a gradient."""
 
-    def __init__(self, layer: int, counts: torch.Tensor):
-        self._layer, self._counts = layer, counts
+    def __init__(self, layer: int, counts: torch.Tensor, trained: torch.Tensor):
+        self._layer, self._counts, self._trained = layer, counts, trained
         self._given: Routing | None = None  # None: as without it
 
     def before_layer(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -67,7 +68,10 @@ class Replay:
             self._counts[MISMATCHED] += (~same).sum()
             self._counts[REPLAYED] += known.sum()
         self._counts[TOKENS] += real.sum()
-        self._counts.index_add_(0, chosen.flatten(), real.long().repeat_interleave(topk))
+        chosen_by = chosen.flatten(), real.long().repeat_interleave(topk)
+        self._counts.index_add_(0, *chosen_by)
+        if torch.is_grad_enabled():  # once a micro-batch, also where its layers are recomputed
+            self._trained.index_add_(0, *chosen_by)
         return values, chosen
 
 
@@ -78,11 +82,14 @@ class ExpertRouting:
         self._layout = layout
         shape = spec.num_layers, spec.num_experts + 3
         self._counts = torch.zeros(shape, dtype=torch.int64, device=layout.device)
+        self._trained = torch.zeros_like(self._counts[:, :MISMATCHED])
+        self._routers: dict[int, torch.nn.Module] = {}  # by layer
         for chunk in chunks:
             for number, layer in enumerate(chunk.decoder.layers, chunk.layer_offset):
                 if not hasattr(layer.mlp, "router"):  # a mixture of experts may begin with dense layers
                     continue
-                layer.mlp.router.router_replay = replay = Replay(number, self._counts[number])
+                self._routers[number] = layer.mlp.router
+                layer.mlp.router.router_replay = replay = Replay(number, self._counts[number], self._trained[number])
                 layer.register_forward_pre_hook(replay.before_layer, with_kwargs=True)
 
     def of(self, micro_batch: MicroBatch, sequence_parallel: bool) -> Routing:
@@ -110,3 +117,17 @@ class ExpertRouting:
         metrics = {"moe/load_max": float(peak.max()), "moe/load_mean": float(peak.mean())}
         metrics["moe/replayed"] = replayed / tokens
         return metrics | ({"moe/route_mismatch": mismatched / replayed} if replayed else {})
+
+    def begin_gradient(self) -> None:
+        self._trained.zero_()
+
+    @torch.no_grad()
+    def balance(self, rate: float) -> None:
+        """Moves the bias of each expert in its router's choice by `rate` (`model.expert_bias_update_rate`): up if the
+        last gradient had fewer tokens for it than for the layer's experts on average, down if more. Collective over all
+        ranks, whose biases stay equal bit by bit."""
+        counts = self._trained.to("cpu", copy=True)
+        dist.all_reduce(counts, group=self._layout.host)
+        steps = (counts.sum(1, keepdim=True) - counts * counts.shape[1]).sign() * rate
+        for layer, router in self._routers.items():
+            router.expert_bias += steps[layer].to(router.expert_bias)

@@ -1,5 +1,6 @@
 """Run by test_bridge.py in the bridge environment: ranks_job.py CASES.json RANKS compares Bridge's models with
-transformers: logprobs, gradient, what a weight sync sends, a checkpoint. A case has `folder`, `parallel`, `out`."""
+transformers: logprobs, gradient, what a weight sync sends, a checkpoint, and biases of routers. A case has `folder`,
+`parallel`, `out`, `rate` (model.expert_bias_update_rate) and `recompute`."""
 
 import json
 import sys
@@ -26,9 +27,11 @@ from dynamo_megatron.bridge.source import build_chunks  # noqa: E402
 from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint  # noqa: E402
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.models import load_model_config  # noqa: E402
+from dynamo_megatron.models.mapping import ROUTER_BIAS  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.types import Sequences  # noqa: E402
+from dynamo_megatron.weight_sync.folder import write_huggingface  # noqa: E402
 from dynamo_megatron.weight_sync.schedule import BucketSource, make_schedule  # noqa: E402
 
 LENGTHS = (9, 70, 33, 21)
@@ -41,9 +44,19 @@ def sequences(vocabulary):
 
 
 def reference(folder, data):
-    """(logprobs of the responses, norm of the gradient of their mean)"""
+    """(logprobs of the responses, norm of the gradient of their mean, tokens of each expert by its router's name)"""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    parts = []
+    parts, load = [], {}
+
+    def count(name, size):
+        def hook(_, __, output):
+            load[name] = load.get(name, 0) + output[2][:-1].flatten().bincount(minlength=size)  # the last has no label
+
+        return hook
+
+    for name, module in model.named_modules():
+        if hasattr(module, ROUTER_BIAS):
+            module.register_forward_hook(count(name, len(module.weight)))
     for start, end in zip(data.offsets, data.offsets[1:], strict=False):
         tokens = torch.from_numpy(data.tokens[start:end])
         logits = model(tokens[None]).logits[0, 1:-1]
@@ -51,13 +64,14 @@ def reference(folder, data):
     logprobs = torch.cat(parts)
     logprobs.mean().neg().backward()
     gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-    return logprobs.detach(), torch.stack(gradients).norm().item()
+    return logprobs.detach(), torch.stack(gradients).norm().item(), load
 
 
 def check_sent(policy, folder):
     """What the senders send is the folder's tensors, each once, bit by bit."""
     layout, spec = policy.layout, policy.spec
-    schedule = make_schedule(spec, policy.config.parallel, layout.world_size, bucket_bytes=1 << 16, itemsize=4)
+    schedule = make_schedule(spec, policy.config.parallel, layout.world_size, bucket_bytes=1 << 12, itemsize=4)
+    assert all(("q_a_proj" in str(b.names)) == ("kv_a_proj" in str(b.names)) for b in schedule.buckets)  # MLA's
     source, stored = BucketSource(policy, schedule), load_file(Path(folder, "model.safetensors"))
     sent = []
     for number in range(len(schedule.rounds)):
@@ -71,22 +85,53 @@ def check_sent(policy, folder):
 def check_checkpoint(policy, root):
     state = {} if policy.layout.rank == 0 else None
     begin_save(policy, root, 1, state, background=False).complete(1, 60, print)
-    kept = [parameter.detach().clone() for parameter in policy.chunks[0].parameters()]
+    kept = held(policy)
     policy.fit(sequences(policy.spec.vocab_size), np.full(len(LENGTHS), 0.01), 1e-2)
     load_checkpoint(policy, root / "step-000001")
-    assert all(torch.equal(a, b) for a, b in zip(kept, policy.chunks[0].parameters(), strict=True))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in held(policy).items())
+
+
+def held(policy):
+    """The rank's parameters and lasting buffers."""
+    return {n: t.detach().clone() for n, t in policy.chunks[0].state_dict().items() if isinstance(t, torch.Tensor)}
+
+
+def check_balance(policy, folder, load, out):
+    """One update has moved each bias by the rate towards its layer's mean load, as transformers routes the tokens, on
+    this rank and in what is exported. Returns logprobs that the exported model has."""
+    logged, rate = policy.routing.take(), policy.config.model.expert_bias_update_rate
+    assert logged["moe/load_max"] == max((n.max() / n.double().mean()).item() for n in load.values())
+    write_huggingface(policy, out)
+    stored, sent = load_file(Path(folder, "model.safetensors")), {}
+    for file in out.glob("*.safetensors"):
+        sent |= load_file(file)
+    moved = {}
+    for name, tokens in load.items():
+        key = f"{name}.{ROUTER_BIAS}"
+        moved[name] = stored[key] + (tokens.double().mean() - tokens).sign().float() * rate
+        assert torch.equal(sent[key], moved[name]), key
+    for number, layer in enumerate(policy.chunks[0].decoder.layers, policy.chunks[0].layer_offset):
+        if hasattr(layer.mlp, "router"):
+            assert torch.equal(layer.mlp.router.expert_bias, moved[f"model.layers.{number}.mlp.gate"])
+    return reference(out, sequences(policy.spec.vocab_size))[0]
 
 
 def compare(case, store):
     folder = case["folder"]
     spec = load_model_config(folder, source="bridge")
     config = Config(
-        model={"path": folder, "dtype": "float32", "source": "bridge"},
+        model={
+            "path": folder,
+            "dtype": "float32",
+            "source": "bridge",
+            "expert_bias_update_rate": case.get("rate", 0.0),
+        },
         data={"source": "none"},
         rollout={"proof": {"checksums": False}},
         output_dir="none",
+        algorithm={"kl": {"coef": 0.1}},
         parallel=case["parallel"],
-        trainer={"timeout": 120, "micro_batch_tokens": 80},
+        trainer={"timeout": 120, "micro_batch_tokens": 80, "recompute": case.get("recompute", "none")},
     )
     layout = join_ranks(config, store)
     policy = Policy(spec, config, layout, build=build_chunks)
@@ -94,13 +139,21 @@ def compare(case, store):
     data = sequences(spec.vocab_size)
     packed = policy.pack(data, [np.arange(len(LENGTHS))])
     stats = policy.token_stats(data, packed)
-    expected, norm = reference(folder, data)
-    gap = (stats.logprobs - expected).abs().max().item()
+    expected, norm, load = reference(folder, data)
+    gaps = [stats.logprobs - expected]
     responses = sum(LENGTHS) - 2 * len(LENGTHS)
+    if policy.routing is not None:
+        policy.routing.take()
     found = policy.fit(data, np.full(len(LENGTHS), 1 / responses), 1e-5)
+    if "rate" in case:
+        exported = check_balance(policy, folder, load, Path(case["out"], "hf"))
+        gaps.append(policy.token_stats(data, packed).logprobs - exported)
+        assert (exported - expected).abs().max() > 0.01, "no other routes"
+    gaps.append(policy.reference_logprobs(data, packed) - expected)
     check_checkpoint(policy, Path(case["out"]))
     if layout.rank == 0:
         loss = abs(found["loss"] + expected.mean().item())
+        gap = torch.stack(gaps).abs().max().item()
         result = {"gap": gap, "loss": loss, "gradient": abs(found["grad_norm"] / norm - 1), "norm": norm}
         print(json.dumps({"name": Path(folder).name, "parallel": case["parallel"], **result}), flush=True)
 

@@ -3,6 +3,7 @@ layout. In an interpreter of its own, BRIDGE_PYTHON or .venv-bridge/bin/python."
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,21 +18,27 @@ TOLERANCE = 1e-5  # of logits, also of models that are not made small
 PROCESSES = 2
 MODELS = {"deepseek_v3": {}, "glm4_moe": {}, "gpt_oss": {}, "qwen3_next": {}, "qwen3": {"tie_word_embeddings": True}}
 LAYOUTS = {"tp": {"tp": 2, "sequence_parallel": True}, "pp": {"pp": 2}, "ep": {"ep": 2}, "dp": {}}
+BALANCED = ("deepseek_v3", "glm4_moe")  # have biases of routers, which an update may move
 
 
 @pytest.fixture(scope="module")
-def run_job(tmp_path_factory):
-    """run_job(script, words of each process) -> the JSON lines that all of them print."""
+def bridge_python() -> str:
     python = os.environ.get("BRIDGE_PYTHON", str(HERE.parents[1] / ".venv-bridge" / "bin" / "python"))
     if not Path(python).is_file():
         pytest.skip(f"no {python} (make bridge)")
+    return python
+
+
+@pytest.fixture(scope="module")
+def run_job(bridge_python, tmp_path_factory):
+    """run_job(script, words of each process) -> the JSON lines that all of them print."""
 
     def run(script: str, *processes: list) -> list[dict]:
         folder = tmp_path_factory.mktemp("job")
         running = []
         for number, words in enumerate(processes):
             with open(folder / f"{number}.out", "w") as out, open(folder / f"{number}.log", "w") as log:
-                command = [python, "-P", str(HERE / script), *map(str, words)]
+                command = [bridge_python, "-P", str(HERE / script), *map(str, words)]
                 environment = {**os.environ, "OMP_NUM_THREADS": "1"}
                 running.append(subprocess.Popen(command, stdout=out, stderr=log, env=environment))
         codes = [process.wait(timeout=3000) for process in running]
@@ -89,18 +96,27 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_admitted_models_equal_transformers_in_every_layout(run_job, folders, tmp_path):
-    """Logprobs, the gradient's norm, what a weight sync sends, and a checkpoint that comes back."""
-    cases = [
-        {"folder": str(folder), "parallel": parallel, "out": str(tmp_path / f"{family}-{layout}")}
-        for family, folder in folders.items()
-        for layout, parallel in LAYOUTS.items()
+    """Logprobs, the gradient's norm, what a weight sync sends, a checkpoint that comes back, and the routers' biases
+    after an update, the reference policy's beside them."""
+
+    def case(family, layout):
+        options = {"rate": 0.05} if family in BALANCED else {}
+        out, recompute = str(tmp_path / f"{family}-{layout}"), "full" if layout == "dp" else "none"
+        parallel = LAYOUTS.get(layout, {})
+        return {"folder": str(folders[family]), "parallel": parallel, "out": out, "recompute": recompute, **options}
+
+    cases = {
+        1: [case(family, "one") for family in BALANCED],
         # GPT-OSS's folder has all experts in one tensor
-        if layout != "ep" or family not in ("gpt_oss", "qwen3")
-    ]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    run_job("ranks_job.py", [tmp_path / "cases.json", 2])
-    results = [json.loads(x) for x in (tmp_path / "rank0.log").read_text().splitlines() if x.startswith('{"name')]
-    assert len(results) == len(cases)
+        2: [case(f, layout) for f in folders for layout in LAYOUTS if layout != "ep" or f not in ("gpt_oss", "qwen3")],
+    }
+    for ranks, of_ranks in cases.items():
+        (tmp_path / str(ranks)).mkdir()
+        (tmp_path / str(ranks) / "cases.json").write_text(json.dumps(of_ranks))
+    run_job("ranks_job.py", *([tmp_path / str(ranks) / "cases.json", ranks] for ranks in cases))
+    logs = "".join((tmp_path / str(ranks) / "rank0.log").read_text() for ranks in cases)
+    results = [json.loads(x) for x in logs.splitlines() if x.startswith('{"name')]
+    assert len(results) == len(cases[1]) + len(cases[2])
     for result in results:
         print(result)
         assert max(result["gap"], result["loss"], result["gradient"]) <= TOLERANCE, result
@@ -111,3 +127,34 @@ def test_fused_experts_are_not_spread(run_job, folders, tmp_path):
     (tmp_path / "cases.json").write_text(json.dumps([case]))
     with pytest.raises(AssertionError, match=r"parallel\.ep: 2, but .*experts.* in one tensor; use 1"):
         run_job("ranks_job.py", [tmp_path / "cases.json", 2])
+
+
+@pytest.mark.parametrize("family", BALANCED)
+def test_a_live_run_agrees_with_its_server(bridge_python, folders, tiny_model, tmp_path, family):
+    """After weight syncs, too, in buckets of a few tensors; the biases of routers move far enough to change routes."""
+    for file in tiny_model.iterdir():
+        if file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copy(file, folders[family])
+    (tmp_path / "problems.jsonl").write_text(json.dumps({"id": "p", "problem": "Write.", "answer": "e"}) + "\n")
+    (tmp_path / "own_reward.py").write_text("def has_e(prompt, response):\n    return float('e' in response)\n")
+    config = {
+        "model": {"path": str(folders[family]), "source": "bridge", "dtype": "float32", "max_length": 256},
+        "data": {"source": str(tmp_path / "problems.jsonl"), "batch_prompts": 1, "template": "{prompt}\n"},
+        "rollout": {"max_new_tokens": 24, "start_timeout": 400, "proof": {"checksums": False}},
+        "reward": {"functions": ["own_reward:has_e"], "workers": 1},
+        "algorithm": {"allocation": {"budget": 16}},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 0},
+        "trainer": {"steps": 3, "micro_batch_tokens": 256},
+        "output_dir": "output",
+    }
+    config["model"]["expert_bias_update_rate"] = 0.05
+    config["rollout"]["sync"] = {"bucket_bytes": 20_000}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    command = [bridge_python, "-P", "-m", "dynamo_megatron.cli", "train", "config.yaml"]
+    with open(tmp_path / "log", "w") as log:
+        code = subprocess.run(command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, timeout=900).returncode
+    assert code == 0, (tmp_path / "log").read_text()[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
+    print([row["rollout/logprob_gap_max"] for row in rows])
+    assert len(rows) == 3 and all(row["policy/grad_norm"] > 0 and row["moe/load_max"] > 1 for row in rows)
+    assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4

@@ -14,7 +14,9 @@ from dynamo_megatron.bridge.environment import prove_folder
 from dynamo_megatron.bridge.loading import load_model
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.jobs.start_checks import check_layout
 from dynamo_megatron.models import load_model_config
+from dynamo_megatron.models.fp8 import sent_bytes
 from dynamo_megatron.models.mapping import huggingface_shapes
 
 CONFIG = {
@@ -170,3 +172,16 @@ def test_what_is_not_supported_beside_it_is_refused(section, value, key):
     given[section] = {**(given.get(section, {}) if value else {}), **value}
     with pytest.raises(ValueError, match=key):
         Config(**given)
+
+
+@pytest.mark.parametrize(("family", "options"), [("qwen3_moe", {"experts": 4}), ("qwen2", {})])
+def test_biases_that_no_server_could_take_are_refused(make_tiny_model, tmp_path, family, options):
+    folder = make_tiny_model(tmp_path, family=family, **options)
+    given = {"model": {"path": str(folder), "expert_bias_update_rate": 0.001}, "data": {"source": "d"}}
+    with pytest.raises(InputError, match=f"model.expert_bias_update_rate: a {family} model has no e_score_correction"):
+        check_layout(Config(**given, output_dir="o"), 1)
+
+
+def test_routers_biases_are_sent_in_float32():
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert sent_bytes(name, (8,), 2, None) == {name: 32}
