@@ -28,9 +28,7 @@ from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans
 
 NAME = "dynamo_megatron.runtime.guard"
 STDIN = 0
-# seconds between looks at the shared memory in use, longer and longer: a process that has ended maps none, and most is
-# taken early
-LOOK_EVERY, LOOK_LATER = 2.0, 32.0
+LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: a process that has ended maps none
 KILL_EVERY = 0.02  # seconds
 KILLS = 400  # 8 s for killed processes to end; one in an uninterruptible system call may not
 COPIED_WITHIN = 1.0  # seconds for the last output to reach the log
@@ -70,11 +68,11 @@ def main(log: str | None, folders: list[str], command: list[str]) -> int:
     if copying:
         copying.start()
     segments: set[str] = set()
-    look, pause, ready, status = 0.0, LOOK_EVERY, [], None
+    look, ready, status = 0.0, [], None
     while status is None and STDIN not in ready:
         if time.monotonic() > look:
             segments |= shared_memory_of(below(own))
-            look, pause = time.monotonic() + pause, min(2 * pause, LOOK_LATER)
+            look = time.monotonic() + LOOK_EVERY
         ready = select.select([STDIN, woken], [], [], LOOK_EVERY)[0]
         if woken in ready:
             os.read(woken, 4096)
