@@ -98,7 +98,8 @@ class Placed:
     cores: int = 1
     ended: ray.ObjectRef | None = None  # what `run` returns
     code: int | None = None  # of its child, once that has ended
-    output: TextIO | None = field(default=None, repr=False)  # its child's log, as far as it has been printed
+    output: TextIO | None = field(default=None, repr=False)  # its child's log, as far as it has been read
+    unfinished: str = ""  # of the log, a line that is still written
 
 
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
@@ -274,8 +275,9 @@ class RayRun:
         ended, _ = ray.wait(list(running), num_returns=len(running), timeout=POLL_EVERY)
         for placed in self._placed:
             prefix = "" if placed is self._placed[0] else f"[{placed.name}] "
-            for line in placed.output:
-                print(prefix + line.rstrip("\n"), flush=True)
+            *lines, placed.unfinished = (placed.unfinished + placed.output.read()).split("\n")
+            for line in lines:
+                print(prefix + line, flush=True)
         for reference in ended:
             placed, code = running[reference], self._get(running[reference], reference)
             if isinstance(code, str):
