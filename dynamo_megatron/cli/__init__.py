@@ -1,15 +1,18 @@
-"""The entry point of `dynamo-megatron`. Importing the commands takes a second."""
+"""The entry point of `dynamo-megatron`. Importing the commands takes a second; Ctrl-C works during the import, too."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 HELP = {"-h", "--help", "--version"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
     # When one rank ends before the others, torch's store would print 30 lines of C++ frames on each of the others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -21,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser().parse_known_args(arguments)
             from dynamo_megatron.cli.commands import carry_out
 
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             return carry_out(arguments)
         finally:
             sys.stdout.flush()
@@ -30,3 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(_number: int, _frame: Any) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
