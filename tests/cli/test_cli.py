@@ -8,7 +8,6 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,7 +188,6 @@ def test_an_evaluation_uses_all_gpus_unless_a_number_is_given(
         raise RolloutError(f"{config.rollout.servers} servers")
 
     monkeypatch.setattr(command, "RolloutWorker", started)
-    monkeypatch.setattr(command, "StopFlag", lambda: SimpleNamespace(catch_signals=lambda: None))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     keys = [*keys, f"eval.data={base / 'problems.jsonl'}", "model.max_length=128", "rollout.max_new_tokens=8"]
     assert main(["eval", "--model", str(tiny_model), "--out", str(base / "scores"), *keys]) == 1

@@ -179,7 +179,8 @@ def test_a_port_in_use(failure, monkeypatch):
 
 
 def test_host_memory_for_a_large_model_on_a_cpu(base, failure):
-    edit_json(base / "model" / "config.json", num_hidden_layers=80, hidden_size=8192, intermediate_size=29568)
+    layers = {"num_hidden_layers": 80, "layer_types": ["full_attention"] * 80}
+    edit_json(base / "model" / "config.json", **layers, hidden_size=8192, intermediate_size=29568)
     said = failure("host memory")
     assert "available on this node, the run needs about" in said and "sbatch --mem" in said
 

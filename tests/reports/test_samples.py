@@ -1,10 +1,7 @@
 import dataclasses
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -117,17 +114,6 @@ def test_what_is_not_there_is_named(make_run, two_steps, tmp_path):
         list(read_samples(make_run()))
     with pytest.raises(ValueError, match="no run's folder"):
         list(read_samples(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["samples", "report"])
-def test_a_command_in_a_pipe_that_is_closed(folders, new_rollout, name):
-    run = folders.run("run", [new_rollout(1, 0, 0, 0.1)])
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "wb") as closed:
-        command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", name, run]
-        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE)
-    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_an_episode_is_shown_as_a_conversation(make_run, new_rollout):
