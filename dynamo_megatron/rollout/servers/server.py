@@ -175,7 +175,7 @@ class SGLangServer:
         self._port = config.port + slot if config.port else free_port()  # it is bound seconds later
         check_port(self._host, self._port, self._port_key)
         url = http_url(self._host, self._port)
-        # One that outlives its run (comparison/fleet.py) has the key that the next run knows.
+        # One that outlives its run (comparison/runs.py) has the key that the next run knows.
         key = os.environ[config.api_key_env] if config.api_key_env else secrets.token_hex(32)
         self.endpoint = Endpoint(name, incarnation, url, config.tp, key)
 
