@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import torch
@@ -81,10 +83,15 @@ def evaluate(
         why, code = str(error), 1
     except (RolloutError, OSError) as error:
         why, code = str(error), 1
-    except KeyboardInterrupt:
-        why, code = "interrupted", 130
+    except KeyboardInterrupt as stopped:
+        why, code = (str(stopped), 1) if stopped.args else ("interrupted", 130)
     show(f"{why}; {f'the responses of {finished} finished sets' if finished else 'nothing'} can be found in {out}")
     return code
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    """As Ctrl-C: nothing is left behind."""
+    raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
 
 
 def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path) -> Iterator[str]:
@@ -97,6 +104,7 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path) -> It
         warnings = [*greedy_warnings(config.eval), *_overlap_warnings(subjects.values(), problems, progress)]
         for warning in warnings:
             log.warning("%s", warning)
+        signal.signal(signal.SIGTERM, _stop)
         prepared = [
             _prepared(subject, problems, Path(folder) / str(number), progress)
             for number, subject in enumerate(subjects.values())

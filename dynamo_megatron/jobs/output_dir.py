@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_state
 from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
@@ -136,11 +137,15 @@ class OutputDir:
             file.write(yaml.safe_dump(plain, sort_keys=False).encode())
 
     def _saved(self) -> dict[str, Any]:
-        """config.yaml. Raises ConfigError."""
+        """config.yaml; keys that came to the config since then have their defaults. Raises ConfigError."""
         try:
-            return read_yaml(self._file, str(self._file))
+            plain = read_yaml(self._file, str(self._file))
         except ConfigError as error:
             raise ConfigError(f"output_dir: {error}; restore it from a copy, or name another folder") from None
+        try:
+            return to_plain(Config.model_validate(plain))
+        except ValidationError:  # a key is gone since then: it is named among those that differ
+            return plain
 
 
 def _shown(value: Any) -> str:

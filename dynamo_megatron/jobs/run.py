@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -92,7 +93,8 @@ class Job:
     def clear_screen(self) -> None:
         """Takes a live line away: the next line may be the last one that the user sees. An interrupt may have come
         between a print and its flush."""
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # its reader has ended
+            sys.stdout.flush()
         if self.journal is not None:
             self.journal.progress.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
@@ -23,7 +24,7 @@ from dynamo_megatron.models.server_layout import check_served, check_server_para
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.serve import NodeServers
-from dynamo_megatron.rollout.servers.server import cpu_threads, cuda_available, shares_memory
+from dynamo_megatron.rollout.servers.server import check_reachable, cpu_threads, cuda_available, shares_memory
 from dynamo_megatron.rollout.teacher import check_teacher
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.rounds import check_savable
@@ -163,6 +164,7 @@ class TrainJob(Job):
             self._rollout = NodeServers(self.config, ranks // local, int(os.environ["RANK"]) // local)
 
     def wait_ready(self, coordinator: Coordinator, layout: Layout) -> None:
+        check_reachable(self.config.rollout, layout.gather(socket.gethostname()))
         self.show("starting server")
         coordinator.on_rank_0(
             "the rollout server to start",

@@ -20,7 +20,7 @@ from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD
 from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import call_for
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, call_for
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 NAMED = 5  # parameters that a message names
@@ -203,3 +203,9 @@ def mismatch(endpoint: Endpoint, expected: Expected, timeout: float) -> str | No
     """
     (ranks,) = call_for(endpoint, "/weights_checker", {"action": "checksum"}, timeout, "ranks")
     return compare(expected, ranks)
+
+
+def server_device(endpoint: Endpoint) -> str:
+    """ "cpu" or "cuda": which of the two hashes the server has. Raises ServerError."""
+    (device,) = call_for(endpoint, "/server_info", None, CONTROL_TIMEOUT, "device")
+    return "cpu" if device == "cpu" else "cuda"

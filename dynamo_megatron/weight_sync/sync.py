@@ -28,7 +28,7 @@ from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.weight_sync.folder import DiskTransport
-from dynamo_megatron.weight_sync.proof import Expected, ExpectedChecksums, mismatch
+from dynamo_megatron.weight_sync.proof import Expected, ExpectedChecksums, mismatch, server_device
 from dynamo_megatron.weight_sync.schedule import BucketSource, floor_bytes, make_schedule
 from dynamo_megatron.weight_sync.transports import choose_transport
 from dynamo_megatron.weight_sync.transports.base import Transport
@@ -86,6 +86,7 @@ class WeightSync:
         self._whole: set[Endpoint] = set()  # servers that have all weights of the last sync
         self._proved: dict[int, Expected] = {}  # on rank 0, by tp, what they have
         self.endpoints: list[Endpoint] = []  # that the last sync began with
+        self._device: str | None = None  # of the servers, once one has been asked
 
     def sync(self, version: int, on_poll: OnPoll = None, on_wait: OnPoll = None) -> SyncReport:
         """Brings every server to the policy's weights under `version`. Collective over all ranks.
@@ -95,9 +96,7 @@ class WeightSync:
         OSError if the disk is full.
         """
         start = time.monotonic()
-        rollout, device = self._rollout, self._layout.device.type
-        begin = partial(rollout.begin_sync, version, on_wait) if rollout is not None else list
-        endpoints: list[Endpoint] = self._on_rank_0("begin", begin)
+        endpoints, device = self._on_rank_0("begin", partial(self._begin, version, on_wait))
         paused = time.monotonic()
         self.endpoints = endpoints
         if not endpoints:
@@ -141,6 +140,17 @@ class WeightSync:
 
     def close(self) -> None:
         self._transport.close()
+
+    def _begin(self, version: int, on_wait: OnPoll) -> tuple[list[Endpoint], str]:
+        """The servers and what they run on, "cpu" or "cuda": external ones perhaps not on what this rank does."""
+        endpoints = [] if self._rollout is None else self._rollout.begin_sync(version, on_wait)
+        for endpoint in endpoints if self._device is None else ():
+            try:
+                self._device = server_device(endpoint)
+                break
+            except ServerError:
+                continue
+        return endpoints, self._device or self._layout.device.type
 
     # -- the steps of a sync ---------------------------------------------------------------------------------------
     def _stage(

@@ -18,11 +18,20 @@ from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import server as server_module
-from dynamo_megatron.rollout.servers.server import LONGER_CONTEXT, SGLangServer, library_path
+from dynamo_megatron.rollout.servers.server import LONGER_CONTEXT, SGLangServer, check_reachable, library_path
 from dynamo_megatron.rollout.servers.server_api import call
 from dynamo_megatron.runtime import guard
 
 END = 3  # <|im_end|>
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "lo", "localhost"])
+def test_servers_beside_ranks_of_several_hosts_are_not_each_hosts_own(host):
+    with pytest.raises(ValueError, match=f"rollout.host: '{host}' .*on 2 \\(node-a, node-b...\\)"):
+        check_reachable(RolloutConfig(host=host), ["node-a", "node-b", "node-a"])
+    check_reachable(RolloutConfig(host=host), ["node-a", "node-a"])  # virtual nodes of one machine
+    check_reachable(RolloutConfig(host=host, placement="split"), ["node-a", "node-b"])
+    check_reachable(RolloutConfig(host="192.0.2.7"), ["node-a", "node-b"])
 
 
 def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):

@@ -30,11 +30,14 @@ def test_the_ranks_meet_in_rank_0s_store(rank_0, host):
     assert other.get("a") == b"b"
 
 
-def test_a_taken_port_is_refused(rank_0):
-    rank_0.setenv("MASTER_ADDR", "127.0.0.1")
-    with socket.create_server(("", 0)) as taken:
+def test_an_address_of_another_host_and_a_taken_port_are_refused(rank_0):
+    rank_0.setenv("MASTER_ADDR", "198.51.100.7")  # of RFC 5737: nobody's
+    with pytest.raises(ValueError, match=r"MASTER_ADDR: rank 0 cannot listen at 198\.51\.100\.7:0 "):
+        connect_store(10)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        rank_0.setenv("MASTER_ADDR", "127.0.0.1")
         rank_0.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(ValueError, match="MASTER_PORT: rank 0 cannot listen at port"):
+        with pytest.raises(ValueError, match="Address already in use"):
             connect_store(10)
 
 

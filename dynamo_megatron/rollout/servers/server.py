@@ -115,6 +115,20 @@ def listening_address(host: str) -> str:
         ) from None
 
 
+def check_reachable(config: RolloutConfig, hosts: Sequence[str]) -> None:
+    """Raises ValueError where the servers beside ranks on `hosts` would hear their own host alone: the run would go on
+    with those of rank 0's."""
+    several = sorted(set(hosts))
+    if config.engine != "sglang" or config.placement != "colocated" or len(several) == 1:
+        return
+    if ipaddress.ip_address(listening_address(config.host)).is_loopback:
+        raise InputError(
+            f"rollout.host: {config.host!r} is each host's own, and the ranks are on {len(several)} ({several[0]}, "
+            f"{several[1]}...): rank 0 could not reach the others' servers; name the interface between them, as in "
+            "rollout.host=ib0"
+        )
+
+
 def library_path(python: str) -> str | None:
     """Returns LD_LIBRARY_PATH for the ranks of a server under the interpreter `python`: the folders of the CUDA runtime
     that pip installed for it, then this process's own value. None: nothing to set.
