@@ -71,7 +71,8 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool 
     spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
     if config.model.lora is not None:
         check_lora(config.model.lora, spec)
-    if config.model.expert_bias_update_rate and not any(n.endswith(ROUTER_BIAS) for n in huggingface_shapes(spec)):
+    has_biases = spec.num_experts and any(name.endswith(ROUTER_BIAS) for name in huggingface_shapes(spec))
+    if config.model.expert_bias_update_rate and not has_biases:
         raise InputError(
             f"model.expert_bias_update_rate: a {spec.family} model has no {ROUTER_BIAS}, as DeepSeek-V3 and GLM-4-MoE "
             "have, in which servers and exports could take the biases; leave it out"

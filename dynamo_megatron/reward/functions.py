@@ -66,11 +66,11 @@ class NoScore(Exception):
         self.state = state
 
 
-def load_function(name: str, config: RewardConfig) -> Callable[[Prompt, str], Any]:
-    """The reward function `name`: a built-in one or `module:function`. Raises ValueError (one line) where there is no
-    such function, and where `code` has no sandbox on this machine."""
+def load_function(name: str, config: RewardConfig | None = None) -> Callable[[Prompt, str], Any]:
+    """The reward function `name`: a built-in one or `module:function`. `config`: None has the defaults. Raises
+    ValueError (one line) where there is no such function, and where `code` has no sandbox on this machine."""
     if name in CONFIGURED:
-        return load_callable(CONFIGURED[name], "reward.functions")(config)
+        return load_callable(CONFIGURED[name], "reward.functions")(config or RewardConfig())
     return UserFunction.load(BUILT_IN.get(name, name), "reward.functions", "prompt", "response").function
 
 

@@ -125,7 +125,7 @@ class DiskTransport(Transport):
     def finish(self, endpoint: Endpoint, version: int) -> None:
         payload = {
             "model_path": str(self._folder),
-            "load_format": "auto",  # the server's own may be dummy (rollout/server.py)
+            "load_format": "auto",  # the server's own may be dummy (rollout/servers/server.py)
             "weight_version": str(version),
             "flush_cache": True,
         }

@@ -53,7 +53,7 @@ class DeviceMemory:
             offload.allocate_ahead()
 
     def set_servers(self, endpoints: Sequence[Endpoint]) -> None:
-        """Sets the servers there are now. A new one comes without its caches (rollout/supervisor.py)."""
+        """Sets the servers there are now. A new one comes without its caches (rollout/servers/supervisor.py)."""
         if self._rollout is not None:
             self._released = {e: self._released.get(e, set(CACHES)) for e in endpoints}
 
