@@ -69,13 +69,10 @@ def load_prompts(
             on_progress(len(first))
             if len(first) == config.limit:
                 break
-        elif _content_digest(known) == _content_digest(prompt):  # NaN, which an answer may be, does not equal itself
+        elif content_digest(known) == content_digest(prompt):  # NaN, which a column may hold, does not equal itself
             repeated += 1
         else:
-            raise InputError(
-                f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
-                f"give every problem its own id (data.id_key: {config.id_key})"
-            )
+            raise id_taken(prompt, where, known.where, config)
     if bad:
         counted = f"{len(bad):,} of {len(bad) + repeated + len(first):,} rows cannot be used"
         if len(bad) > repeated + len(first):
@@ -123,6 +120,20 @@ def located_prompts(
             raise InputError(f"{where}: {NEEDS_CHAT}")
         prompt.where = where
         yield where, prompt
+
+
+def id_taken(prompt: Prompt, where: str, by: str, config: DataConfig) -> InputError:
+    return InputError(
+        f"{where}: the id {prompt.prompt_id!r:.80} is taken by {by} with other content; "
+        f"give every problem its own id (data.id_key: {config.id_key})"
+    )
+
+
+def content_digest(prompt: Prompt) -> str:
+    """A hash (16 hexadecimal digits) that is equal for rows that may share an id."""
+    from_content = prompt.prompt_id == _digest(prompt.messages or prompt.text, prompt.answer)
+    columns = [] if from_content else [prompt.meta]  # else other columns (row numbers) may differ
+    return _digest(prompt.messages, prompt.text, prompt.answer, *columns)
 
 
 def look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
@@ -331,10 +342,6 @@ def _digest(*values: Any) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of plain data."""
     canonical = json.dumps(values, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _content_digest(prompt: Prompt) -> str:
-    return _digest(prompt.messages or prompt.text, prompt.answer)
 
 
 def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, str | int | float] | None:

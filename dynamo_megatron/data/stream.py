@@ -10,12 +10,12 @@ import queue
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data.sources import load_prompts, located_prompts
+from dynamo_megatron.data.sources import content_digest, id_taken, load_prompts, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
@@ -53,12 +53,13 @@ def open_stream(
 
 
 class _Place(NamedTuple):
-    """Where a stream is: `taken` prompts (or rows of a function) of the epoch, and `skipped`, the prompts of all epochs
-    that were too long and the rows that were no problem."""
+    """Where a stream is: `taken` prompts (or rows of a function) of the epoch, `skipped`, the prompts of all epochs
+    that were too long and the rows that were no problem, and `digest`, a hash of the problems taken of a function."""
 
     epoch: int = 0
     taken: int = 0
     skipped: int = 0
+    digest: str = ""
 
 
 class PromptStream:
@@ -110,12 +111,12 @@ class PromptStream:
         return [self.encoded(prompt) for prompt in self.candidates(n, on_poll)]
 
     def candidates(self, n: int, on_poll: Callable[[], None] = lambda: None) -> list[Prompt]:
-        """The next `n` prompts, without their tokens unless they are known already."""
+        """The next `n` prompts, to be `encoded`."""
         return [self._draw(on_poll) for _ in range(n)]
 
     def encoded(self, prompt: Prompt) -> Prompt:
         """A copy of one of the `candidates` with `tokens` set."""
-        return prompt if prompt.tokens is not None else dataclasses.replace(prompt, tokens=self._encode(prompt))
+        return dataclasses.replace(prompt, tokens=self._encode(prompt))
 
     def _draw(self, on_poll: Callable[[], None]) -> Prompt:
         if self._drawn.taken == self.size:
@@ -137,21 +138,23 @@ class PromptStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`. Raises ValueError where `state` belongs to other prompts."""
-        if state["fingerprint"] != self._fingerprint:
+        place = _Place(*(state[name] for name in _Place._fields))
+        if state["fingerprint"] != self._fingerprint or not self._go_on(place):
             raise InputError(
                 f"data.source: {self._config.source} has changed: the checkpoint's run has drawn from other problems "
                 "(ids, order, problems, answers, or the tokens of the first one); resume with the same data, or start "
                 "a new output_dir. A function has to yield the same items each time it is called: give its random "
                 "numbers a seed"
             )
-        self._go_on(_Place(*(state[name] for name in _Place._fields)))
 
-    def _go_on(self, place: _Place) -> None:
+    def _go_on(self, place: _Place) -> bool:
+        """False where other problems lie before `place`."""
         self._drawn = place
         self._order = self._shuffled()
+        return True
 
 
-def _fingerprint(prompts: Iterable[Prompt], first: list[int]) -> str:
+def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
     """A hash of the ids, problems and answers in order, and of the first prompt's tokens: these show a change of
     tokenizer or template."""
     digest = hashlib.sha256(repr(first).encode())
@@ -196,8 +199,9 @@ class IteratorStream(PromptStream):
     """Prompts without end, in the order in which the function `config.source` yields them.
 
     If the iterator ends, the function is called again, and a new epoch begins. Only the first batch is read ahead, so
-    that errors in the data show before the run. Arguments and errors are as for `open_stream` and `PromptStream`. A
-    resumed run calls the function again and skips the items that were taken.
+    that errors in the data show before the run. The ids of all items stay in memory with a hash of the content. An id
+    that occurs again is the same problem; it is an error if its content differs. Arguments and errors are as for
+    `open_stream` and `PromptStream`. A resumed run calls the function again and skips the items that were taken.
     """
 
     def __init__(
@@ -212,6 +216,7 @@ class IteratorStream(PromptStream):
         self.prompts, self.size = (), None  # none is known before the run
         self._config, self._encode, self._limit, self._on_progress = config, encode, max_prompt_length, on_progress
         self._bad: InputError | None = None  # what is wrong with the first row that was skipped as no problem
+        self._known: dict[str, str] = {}  # id -> digest of the content
         self._reader = _Reader()
         self._drawn = self._read = _Place()
         self._opened = functools.partial(located_prompts, config, needs_answer=needs_answer)
@@ -220,8 +225,12 @@ class IteratorStream(PromptStream):
         while len(self._ahead) < config.batch_prompts:
             self._ahead.append((self._next(lambda: None), self._read))
             on_progress(len(self._ahead))
-        first = [prompt for prompt, _ in self._ahead]
-        self._fingerprint = _fingerprint(first, first[0].tokens)
+        first = self._ahead[0][0]
+        self._fingerprint = _fingerprint([first], first.tokens)
+
+    def encoded(self, prompt: Prompt) -> Prompt:
+        """Returns `prompt`, one of the `candidates`, as it is: prompts are encoded as they are read."""
+        return prompt
 
     def _draw(self, on_poll: Callable[[], None]) -> Prompt:
         prompt, self._drawn = self._ahead.popleft() if self._ahead else (self._next(on_poll), self._read)
@@ -229,40 +238,51 @@ class IteratorStream(PromptStream):
 
     def _next(self, on_poll: Callable[[], None]) -> Prompt:
         """The iterator's next problem that is not too long; where it has ended, the first of the next epoch."""
-        source = self._config.source
         for _ in range(SKIPPED_IN_A_ROW):
-            item = self._reader.next(self._items, on_poll)
-            epoch, taken, skipped = self._read
-            if item is None and not taken:
-                raise InputError(
-                    f"data.source: {source} has no prompts (it has to return a new iterator each time it is called)"
-                )
-            if item is None:
-                self._items, self._read = self._opened(), _Place(epoch + 1, 0, skipped)
-                continue
-            prompt = item[1]
-            if not isinstance(prompt, InputError):
+            prompt = self._take(on_poll)
+            if prompt is not None:
                 tokens = self._encode(prompt)
                 if not too_long(prompt, tokens, self._limit, self._config):
-                    self._read = _Place(epoch, taken + 1, skipped)
                     return dataclasses.replace(prompt, tokens=tokens)
-            elif self._bad is None:
-                self._bad = prompt
-                log.warning("data.source: rows that are no problems are counted in data/skipped_prompts: %s", prompt)
-            self._read = _Place(epoch, taken + 1, skipped + 1)
+            self._read = self._read._replace(skipped=self._read.skipped + 1)
         raise InputError(
-            f"data.source: {SKIPPED_IN_A_ROW:,} rows of {source} in a row are no problems or have more "
+            f"data.source: {SKIPPED_IN_A_ROW:,} rows of {self._config.source} in a row are no problems or have more "
             f"than {self._limit} tokens{'' if self._bad is None else f'; the first that is none: {self._bad}'}"
         )
 
-    def _go_on(self, place: _Place) -> None:
+    def _take(self, on_poll: Callable[[], None]) -> Prompt | None:
+        """The iterator's next item, None for a row that is no problem."""
+        while (item := self._reader.next(self._items, on_poll)) is None:
+            if not self._read.taken:
+                raise InputError(
+                    f"data.source: {self._config.source} has no prompts "
+                    "(it has to return a new iterator each time it is called)"
+                )
+            self._items, self._read = self._opened(), _Place(self._read.epoch + 1, skipped=self._read.skipped)
+        self._read = self._read._replace(taken=self._read.taken + 1)
+        where, prompt = item
+        if isinstance(prompt, InputError):
+            if self._bad is None:
+                self._bad = prompt
+                log.warning("data.source: rows that are no problems are counted in data/skipped_prompts: %s", prompt)
+            return None
+        content = content_digest(prompt)
+        if self._known.setdefault(prompt.prompt_id, content) != content:
+            raise id_taken(prompt, where, "an earlier problem", self._config)
+        chained = f"{self._read.digest} {content} {prompt.prompt_id}".encode("utf-8", "surrogatepass")
+        self._read = self._read._replace(digest=hashlib.sha256(chained).hexdigest())
+        return prompt
+
+    def _go_on(self, place: _Place) -> bool:
         if place == self._drawn:
-            return  # to skip the items a second time could take hours
-        self._items, self._drawn, self._read = self._opened(), place, place
+            return True  # to skip the items a second time could take hours
+        self._items, self._read = self._opened(), _Place(place.epoch, skipped=place.skipped)
         self._ahead.clear()
-        for number in range(place.taken):
-            self._reader.next(self._items, lambda: None)
-            self._on_progress(number + 1)
+        while self._read[:2] < place[:2]:
+            self._take(lambda: None)
+            self._on_progress(self._read.taken)
+        self._drawn = self._read
+        return self._read == place
 
 
 def too_long(prompt: Prompt, tokens: list[int], limit: int | None, config: DataConfig) -> bool:

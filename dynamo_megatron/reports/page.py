@@ -27,7 +27,7 @@ from dynamo_megatron.rollout.token_spans import character_ends
 from dynamo_megatron.runtime.plain_text import printable
 from dynamo_megatron.runtime.run_folder import is_held
 from dynamo_megatron.runtime.whole_files import replacing
-from dynamo_megatron.tracking.token_rows import read_token_rows
+from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash
 from dynamo_megatron.types import Rollout
 
 IN_PICTURE = ("Reward", "Policy entropy", "Response length", "Rollouts by earlier success rate")
@@ -133,10 +133,12 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
     for step in dict.fromkeys([*of_asked, *(list(files)[place] for place in places)]):
         rollouts = sorted(read_rollouts(files[step], routes=False), key=lambda r: r.rollout_id)
         rows = read_token_rows(tokens_file(run.folder, step))
+        keys = {r.rollout_id: (r.rollout_id, response_hash(r.response_tokens)) for r in rollouts} if rows else {}
+        statistics = {name: rows[key] for name, key in keys.items() if key in rows}
         scored = sorted((r for r in rollouts if r.status == "ok"), key=lambda r: r.reward)
         kinds = {
             "asked for": [r for r in rollouts if r.rollout_id in asked],
-            "token statistics": [r for r in rollouts if r.rollout_id in rows],
+            "token statistics": [r for r in rollouts if r.rollout_id in statistics],
             "best": scored[: -EACH - 1 : -1],
             "worst": scored[:EACH],
             "truncated": [r for r in rollouts if r.finish_reason == "length"][:EACH],
@@ -144,7 +146,7 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
         }
         for rollout in {r.rollout_id: r for its in kinds.values() for r in its}.values():
             labels = [kind for kind, its in kinds.items() if rollout in its]
-            found.append((rollout, labels, rows.get(rollout.rollout_id, {})))
+            found.append((rollout, labels, statistics.get(rollout.rollout_id, {})))
     if missing := set(asked) - {rollout.rollout_id for rollout, _, _ in found}:
         raise InputError(f"--rollout: {source} has no rollout {min(missing)!r}; ids begin with the step")
     return sorted(found, key=lambda each: "asked for" not in each[1])

@@ -151,8 +151,7 @@ def test_content_ids_do_not_depend_on_place_and_repeats_are_dropped(tmp_path, ca
     numbered = [{"problem": "q", "answer": 1, "index": i} for i in range(3)]
     (kept,) = load(write(tmp_path / "d.jsonl", *numbered))
     assert kept.meta == {"index": 0}
-    others = ({"id": "a", "problem": "q", "answer": i} for i in range(2))
-    assert "is taken by" in refused(write(tmp_path / "e.jsonl", *others))
+    assert "is taken by" in refused(write(tmp_path / "e.jsonl", *({"id": "a"} | row for row in numbered)))
 
 
 def test_reasoning_gym_is_reproducible_and_its_meta_is_plain_data():

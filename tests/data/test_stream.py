@@ -108,6 +108,13 @@ def cycle():
 def unseeded():
     while True:
         yield row(random.randrange(10**9))
+def clash():
+    yield from five()
+    yield {"id": 2, "problem": "another one", "answer": "3"}
+changed = []
+def changes():
+    yield from five()
+    yield from changed or [row(5), row(6), row(7)]
 def long_ones():
     for number in itertools.count():
         yield {"problem": f"{number} " + "x" * (40 if number % 3 else 0), "answer": "1"}
@@ -225,9 +232,28 @@ def test_resume_refuses_other_items_and_another_template(functions):
         other.load_state_dict(streamed(functions, "five").state_dict())
 
 
+@pytest.mark.parametrize("to", [lambda row: [row(8), row(6), row(7)], lambda row: [row(5)]])
+def test_resume_refuses_another_or_a_missing_item_after_the_first_batch(functions, to):
+    s = streamed(functions, "changes")
+    s.next(7)
+    __import__(functions).changed[:] = to(__import__(functions).row)
+    with pytest.raises(ValueError, match="has changed: "):
+        streamed(functions, "changes", before=s.state_dict())
+
+
+def test_tokens_that_a_prompt_brings_are_not_those_of_the_template(tmp_path, monkeypatch):
+    text = "from dynamo_megatron.types import Prompt\ndef five():\n    return [Prompt('a', text='x', tokens=[7, 7])]\n"
+    (tmp_path / "brings_tokens.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for limit in (None, 1):
+        (prompt,) = streamed("brings_tokens", "five", batch_prompts=1, limit=limit).next(1)
+        assert prompt.tokens == [1]
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
+        ("clash", "row 6: the id '2' is taken by an earlier problem with other content"),
         ("too_long", "10,000 rows of .* in a row are no problems or have more than 20 tokens$"),
         ("all_bad", "^.*:all_bad row 1: 'problem' must be text or a list of messages, not null$"),
         ("endless_bad", "10,000 rows .* the first that is none: .*:endless_bad row 2: 'problem' must be text"),
