@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -57,7 +58,10 @@ class RunFailed(Exception):
 
 class Child:
     """An actor: a rank, or one server's `serve`, is its child process under the guard, and ends with it. `stop` may be
-    called while `run` waits for the child."""
+    called while `run` waits for the child, or before."""
+
+    def __init__(self) -> None:
+        self._started: Future[subprocess.Popen] = Future()
 
     def node(self) -> tuple[str, list[str], int, int]:
         """Returns (address, GPUs that Ray gave to this actor, a free port, cores)."""
@@ -67,7 +71,7 @@ class Child:
         """Runs `command` in `folder`, its output appended to `log`. Returns its exit code, or why it cannot start."""
         try:
             with open(log, "ab") as output:
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-P", "-m", guard.NAME, "--", *command],
                     cwd=folder,
                     env={**os.environ, **environment},
@@ -78,11 +82,12 @@ class Child:
                 )
         except OSError as error:
             return f"{type(error).__name__}: {error}"
-        return self._process.wait()
+        self._started.set_result(process)
+        return process.wait()
 
     def stop(self) -> None:
-        """Asks the child to save and end."""
-        self._process.send_signal(signal.SIGUSR1)
+        """Asks the child, once it has started, to save and end."""
+        self._started.result(SILENCE).send_signal(signal.SIGUSR1)
 
 
 @dataclass
@@ -150,7 +155,10 @@ class RayRun:
         before = {number: signal.signal(number, lambda *_: self._asked.set()) for number in ASK_TO_STOP}
         group = placement_group(self._bundles, strategy="PACK")
         try:
-            if not group.wait(wait):
+            deadline = time.monotonic() + wait
+            while not (ready := group.wait(1)) and not self._asked.is_set():  # no signal ends Ray's wait
+                if time.monotonic() < deadline:
+                    continue
                 kinds = Counter(tuple(sorted(bundle.items())) for bundle in self._bundles)
                 wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
                 free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
@@ -158,7 +166,11 @@ class RayRun:
                     f"ray: no resources for {wanted} within {wait:g} s (--wait); free in the cluster: "
                     f"{free or 'nothing'}; lower --ranks or rollout.servers, or add nodes with `ray start`"
                 )
-            self._place(group)
+            if ready:
+                self._place(group)
+            if self._asked.is_set():
+                print(f"stopped while it started; {after_a_stop(self._output)}", file=sys.stderr, flush=True)
+                return 75
             self._start()
             return self._watch()
         except KeyboardInterrupt:
