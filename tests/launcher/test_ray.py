@@ -124,6 +124,25 @@ def test_an_actor_that_is_asked_to_stop_before_its_child_has_started_stops_it(tm
         assert code == -signal.SIGUSR1 and asked.result() is None
 
 
+def test_lines_of_a_child_are_printed_once_and_whole(tmp_path, capsys):
+    pytest.importorskip("ray")
+    from dynamo_megatron.launcher.ray import Placed
+
+    log = tmp_path / "rank-1.log"
+    placed = Placed("rank-1", actor=None, node="", log=str(log), printed=len("earlier\n"))
+    log.write_bytes("earlier\none\ntwö".encode()[:-1])
+    placed.print_output("[rank-1] ", ended=False)
+    assert capsys.readouterr().out == "[rank-1] one\n"
+    log.with_suffix(".new").write_text("earlier\none\ntwö\nlast")
+    log.with_suffix(".new").rename(log)  # as over NFS, where an open file may not show what another node writes
+    placed.print_output("[rank-1] ", ended=False)
+    assert capsys.readouterr().out == "[rank-1] twö\n"
+    placed.print_output("[rank-1] ", ended=True)
+    log.unlink()
+    placed.print_output("[rank-1] ", ended=True)
+    assert capsys.readouterr().out == "[rank-1] last\n"
+
+
 @pytest.mark.full
 def test_two_raylets_train_as_this_machine_alone_does(start, ends_as_undisturbed):
     run, output = start("ray")
