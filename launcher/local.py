@@ -8,7 +8,6 @@ once. They die with this process (PR_SET_PDEATHSIG), even when it is killed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from dynamo_megatron.runtime.cores import choose_threads, usable_cores
-from dynamo_megatron.runtime.guard import below
+from dynamo_megatron.runtime.guard import below, end_below
 from dynamo_megatron.runtime.listening import free_port
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
@@ -125,9 +124,7 @@ def _end_orphans() -> None:
     deadline = time.monotonic() + ORPHANS_GRACE
     while time.monotonic() < deadline and any(map(_will_end, below(os.getpid()))):
         time.sleep(0.05)
-    for pid in below(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    end_below()
 
 
 def _will_end(pid: int) -> bool:

@@ -9,6 +9,7 @@ with `reward.placement: ray` the rollout process joins the cluster, and has rewa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -18,9 +19,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -57,7 +58,10 @@ class RunFailed(Exception):
 
 class Child:
     """An actor: a rank, or one server's `serve`, is its child process under the guard, and ends with it. `stop` may be
-    called while `run` waits for the child."""
+    called while `run` waits for the child, or before."""
+
+    def __init__(self) -> None:
+        self._started: Future[subprocess.Popen] = Future()
 
     def node(self) -> tuple[str, list[str], int, int]:
         """Returns (address, GPUs that Ray gave to this actor, a free port, cores)."""
@@ -67,7 +71,7 @@ class Child:
         """Runs `command` in `folder`, its output appended to `log`. Returns its exit code, or why it cannot start."""
         try:
             with open(log, "ab") as output:
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-P", "-m", guard.NAME, "--", *command],
                     cwd=folder,
                     env={**os.environ, **environment},
@@ -78,11 +82,12 @@ class Child:
                 )
         except OSError as error:
             return f"{type(error).__name__}: {error}"
-        return self._process.wait()
+        self._started.set_result(process)
+        return process.wait()
 
     def stop(self) -> None:
-        """Asks the child to save and end."""
-        self._process.send_signal(signal.SIGUSR1)
+        """Asks the child, once it has started, to save and end."""
+        self._started.result(SILENCE).send_signal(signal.SIGUSR1)
 
 
 @dataclass
@@ -98,8 +103,20 @@ class Placed:
     cores: int = 1
     ended: ray.ObjectRef | None = None  # what `run` returns
     code: int | None = None  # of its child, once that has ended
-    output: TextIO | None = field(default=None, repr=False)  # its child's log, as far as it has been read
-    unfinished: str = ""  # of the log, a line that is still written
+    log: str = ""  # file with its child's output
+    printed: int = 0  # bytes of the log
+
+    def print_output(self, prefix: str, ended: bool) -> None:
+        """Prints the lines that the child has written since the last call; if it has `ended`, an unfinished one too."""
+        text = b""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:  # anew: else NFS may know an old size
+            file.seek(self.printed)
+            text = file.read()
+        if not ended:
+            text = text[: text.rfind(b"\n") + 1]
+        self.printed += len(text)
+        for line in text.splitlines():
+            print(prefix + line.decode(errors="replace"), flush=True)
 
 
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
@@ -124,7 +141,7 @@ def _connect(address: str | None, actors: int) -> None:
     if address is None:  # `num_cpus` is only for Ray's own count: it binds nothing to cores
         how = {"address": "local", "include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, actors)}
     try:
-        ray.init(**how, log_to_driver=False, logging_level="error")  # the children's lines come through `poll`
+        ray.init(**how, log_to_driver=False, logging_level="error")  # a child's lines are in its log
     except (ConnectionError, RuntimeError, ValueError) as error:
         text = on_one_line(str(error), 200)
         raise ConfigError(f"--address: no Ray cluster at {address}: {text}; start one with `ray start`") from None
@@ -150,7 +167,10 @@ class RayRun:
         before = {number: signal.signal(number, lambda *_: self._asked.set()) for number in ASK_TO_STOP}
         group = placement_group(self._bundles, strategy="PACK")
         try:
-            if not group.wait(wait):
+            deadline = time.monotonic() + wait
+            while not (ready := group.wait(1)) and not self._asked.is_set():  # no signal ends Ray's wait
+                if time.monotonic() < deadline:
+                    continue
                 kinds = Counter(tuple(sorted(bundle.items())) for bundle in self._bundles)
                 wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
                 free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
@@ -158,7 +178,11 @@ class RayRun:
                     f"ray: no resources for {wanted} within {wait:g} s (--wait); free in the cluster: "
                     f"{free or 'nothing'}; lower --ranks or rollout.servers, or add nodes with `ray start`"
                 )
-            self._place(group)
+            if ready:
+                self._place(group)
+            if self._asked.is_set():
+                print(f"stopped while it started; {after_a_stop(self._output)}", file=sys.stderr, flush=True)
+                return 75
             self._start()
             return self._watch()
         except KeyboardInterrupt:
@@ -235,10 +259,12 @@ class RayRun:
 
     def _begin(self, placed: Placed, command: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         log = self._output / "logs" / "ray" / f"{placed.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()
-        placed.output = log.open(errors="replace")
-        placed.output.seek(0, os.SEEK_END)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as file:
+                placed.log, placed.printed = str(log), file.tell()
+        except OSError as error:
+            raise ConfigError(f"output_dir: {log}: {error.strerror}") from None
         words = program(sys.executable, command, words)
         placed.ended = placed.actor.run.remote(words, dict(environment), os.getcwd(), str(log))
 
@@ -273,11 +299,9 @@ class RayRun:
         actor that is gone or could not start its child."""
         running = {p.ended: p for p in self._placed if p.code is None}
         ended, _ = ray.wait(list(running), num_returns=len(running), timeout=POLL_EVERY)
-        for placed in self._placed:
+        for reference, placed in running.items():
             prefix = "" if placed is self._placed[0] else f"[{placed.name}] "
-            *lines, placed.unfinished = (placed.unfinished + placed.output.read()).split("\n")
-            for line in lines:
-                print(prefix + line, flush=True)
+            placed.print_output(prefix, reference in ended)
         for reference in ended:
             placed, code = running[reference], self._get(running[reference], reference)
             if isinstance(code, str):

@@ -1,7 +1,7 @@
 """How ranks wait for each other and how a failure on one reaches all: keys in the job's TCPStore.
 
 A rank enters a collective only when the data is there, because a collective that times out breaks its group for good
-and generation may take half an hour. Meanwhile it polls the store. A watchdog thread ends a rank that is stuck in a
+and generation may take half an hour. Meanwhile it waits in the store. A watchdog thread ends a rank that is stuck in a
 collective when another rank has failed, when rank 0's heartbeat has stopped, or when the store is gone.
 """
 
@@ -139,7 +139,7 @@ class Coordinator:
         """Returns on every rank what `make` returns on rank 0, passed on by `share`. All ranks make the same calls in
         the same order.
 
-        The other ranks poll until the value is there, outside of any collective, for at most `timeout` seconds; `what`
+        The other ranks wait until the value is there, outside of any collective, for at most `timeout` seconds; `what`
         names it in the error message. Where `make` raises StopRequested, all ranks raise it.
         """
         self._calls += 1

@@ -62,9 +62,12 @@ class GpuMonitor:
         self._closed.set()
 
     def _watch(self, nvml: Any, handles: list[Any]) -> None:
-        """Ends with the first reading that fails."""
-        while not self._closed.wait(EVERY):
-            self._read(nvml, handles)
+        """Ends with the first reading that fails, and prints why."""
+        try:
+            while not self._closed.wait(EVERY):
+                self._read(nvml, handles)
+        except nvml.NVMLError as error:
+            print(f"{NOT_MEASURED} any more: NVML: {error}", flush=True)
 
     def _read(self, nvml: Any, handles: list[Any]) -> None:
         memory = max(nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)

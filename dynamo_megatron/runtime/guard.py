@@ -4,8 +4,7 @@
 
 stdin is a pipe that the parent holds open; a parent-death signal would reach one process only, and a process that calls
 setsid leaves its group. Orphans become children of this process, so that all that the command has started is below it.
-What killed processes leave behind goes too: the FOLDERs, and their shared memory, which processes of Python and torch
-remove once all others have ended.
+What killed processes leave behind goes too: the FOLDERs, and their segments of shared memory.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
 
 NAME = "dynamo_megatron.runtime.guard"
-CLEANERS = (NAME, "multiprocessing.resource_tracker", "torch_shm_manager")  # remove what others leave
 STDIN = 0
-LOOK_EVERY = 2.0  # seconds: a command that ended before this process could be woken
+LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: a process that has ended maps none
 KILL_EVERY = 0.02  # seconds
 KILLS = 400  # 8 s for killed processes to end; one in an uninterruptible system call may not
 SHARED_MEMORY = "/dev/shm/"
@@ -56,13 +55,17 @@ def main(folders: list[str], command: list[str]) -> int:
     signal.signal(signal.SIGUSR1, functools.partial(_pass_on, child))
     for number in inherited:
         os.close(number)
+    segments: set[str] = set()
     ready, status = [], None
     while status is None and STDIN not in ready:
         ready = select.select([STDIN, woken], [], [], LOOK_EVERY)[0]
         if woken in ready:
             os.read(woken, 4096)
         status = _reap().get(child)
+        segments |= shared_memory_of(below(own))
     end_below()
+    for segment in segments - shared_memory_of(processes()):
+        Path(segment).unlink(missing_ok=True)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     if status is not None and os.WIFSIGNALED(status):
@@ -74,16 +77,15 @@ def main(folders: list[str], command: list[str]) -> int:
 
 
 def end_below() -> None:
-    """Kills all processes below this one, and waits until they have ended. CLEANERS among them get half of the time
-    to end by themselves."""
+    """Kills all processes below this one, and waits until they have ended. Guards among them get half of the time to
+    end by themselves, since they remove what killed processes leave."""
     for i in range(KILLS):  # counted, not timed: if this process is itself held up, it has not killed meanwhile
         _reap()
         if not (left := below(os.getpid())):
             return
         for pid in left:
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-                if i > KILLS / 2 or not any(name in command for name in CLEANERS):
+                if i > KILLS / 2 or NAME.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
         time.sleep(KILL_EVERY)
 
@@ -91,15 +93,38 @@ def end_below() -> None:
 def below(pid: int) -> list[int]:
     """Returns the descendants of `pid`, without those that have ended and are not yet reaped."""
     children: dict[int, list[int]] = {}
-    for process in filter(str.isdecimal, os.listdir("/proc")):
+    for process in processes():
         with contextlib.suppress(OSError):
             # comm, the second field, may hold anything, but ends with the last parenthesis: state and parent follow.
             state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
             if state not in "ZX":
-                children.setdefault(int(parent), []).append(int(process))
+                children.setdefault(int(parent), []).append(process)
     found = children.get(pid, [])
     for child in found:  # grows
         found += children.get(child, [])
+    return found
+
+
+def processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Returns the files of POSIX shared memory that these processes map; none for another user's processes.
+
+    Files are matched by inode: a semaphore is created under one name, which stays in the maps of the process that
+    created it, and is renamed at once.
+    """
+    mapped = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if SHARED_MEMORY in line}
+    found = set()
+    for entry in os.scandir(SHARED_MEMORY) if mapped else ():
+        with contextlib.suppress(OSError):  # it may go meanwhile
+            if entry.stat(follow_symlinks=False).st_ino in mapped:
+                found.add(entry.path)
     return found
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from living_processes import shared_memory_of
 
 from dynamo_megatron.replay import what_if
 from dynamo_megatron.replay.recording import read_run
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.rollout.store import read_rollouts, step_file
+from dynamo_megatron.runtime.guard import shared_memory_of
 
 pytestmark = pytest.mark.full
 STEPS = FAULTS = 6

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import time
 
+from dynamo_megatron.runtime.guard import NAME
+
 FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
 ENDS_WITHOUT_A_WORD = """
 import os, pathlib, signal, time
@@ -40,3 +42,18 @@ def test_a_killed_rank_is_named_with_the_next_start(tmp_path):
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (1, f"rank 1 was ended by SIGKILL; {FROM_STEP_0}\n")
+
+
+def test_a_guard_that_a_rank_has_left_removes_its_folder(tmp_path):
+    folder, started = tmp_path / "folder", tmp_path / "started"
+    folder.mkdir()
+    command = [sys.executable, "-P", "-m", NAME, str(folder), "--", "sh", "-c", f"touch {started}; sleep 3600"]
+    rank = "import os, subprocess, time\nif os.environ.pop('RANK', None):\n    stdin, held = os.pipe()\n"
+    rank += f"    subprocess.Popen({command}, stdin=stdin, pass_fds=[held])\n"  # `sh` holds it open
+    rank += f"    while not os.path.exists({str(started)!r}): time.sleep(0.05)\n    os._exit(1)"
+    (tmp_path / "sitecustomize.py").write_text(rank)
+    code = "from pathlib import Path\nfrom dynamo_megatron.launcher import local\nlocal.ORPHANS_GRACE = 0.0\n"
+    code += "raise SystemExit(local.run_ranks([], 1, Path()))"
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path}, timeout=120)
+    assert done.returncode == 1 and not folder.exists()

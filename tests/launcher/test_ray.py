@@ -63,20 +63,19 @@ def ranks_of(output: Path) -> dict[int, psutil.Process]:
 
 
 class NoRoom:
-    """Of a placement group that is never placed."""
+    """Of a placement group that is never placed. `asked`: while the launcher waits, it gets SIGTERM."""
+
+    asked = False
 
     def wait(self, seconds):
+        if self.asked:
+            signal.raise_signal(signal.SIGTERM)
         return False
 
 
-@pytest.mark.parametrize(
-    ("key", "wanted"),
-    [
-        ("reward.servers.count=1", "3 x {'CPU': 1, 'GPU': 1}, 1 x {'CPU': 1, 'GPU': 3}, 1 x {'CPU': 1, 'GPU': 2}"),
-        ("reward.servers={count: 2, first_gpu: 0}", "3 x {'CPU': 1, 'GPU': 1}, 2 x {'CPU': 1, 'GPU': 2}"),
-    ],
-)
-def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(tmp_path, monkeypatch, capsys, key, wanted):
+@pytest.fixture
+def launch_without_room(tmp_path, monkeypatch):
+    """launch_without_room(*words) -> exit code, on a cluster of eight GPUs that are taken."""
     pytest.importorskip("ray")
     from dynamo_megatron.launcher import ray as launcher
 
@@ -90,10 +89,58 @@ def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(tmp_path,
     ):
         monkeypatch.setattr(launcher.ray, name, given)
     base = ["model.path=m", "data.source=d", f"output_dir={tmp_path / 'run'}", "rollout.host=ib0"]
-    base += ["rollout.placement=split", "rollout.servers=2", "rollout.tp=2"]
-    base += ["reward.functions=[reward_model]", "reward.reward_model.path=rm", key]
-    assert launcher.launch(argparse.Namespace(address=None, ranks=3, wait=3.0), [], base) == 1
-    assert capsys.readouterr().err.startswith(f"ray: no resources for {wanted} within 3 s")
+    return lambda *words: launcher.launch(argparse.Namespace(address=None, ranks=3, wait=0.0), [], [*base, *words])
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        ("reward.servers.count=1", "3 x {'CPU': 1, 'GPU': 1}, 1 x {'CPU': 1, 'GPU': 3}, 1 x {'CPU': 1, 'GPU': 2}"),
+        ("reward.servers={count: 2, first_gpu: 0}", "3 x {'CPU': 1, 'GPU': 1}, 2 x {'CPU': 1, 'GPU': 2}"),
+    ],
+)
+def test_a_serving_actor_has_the_gpus_of_the_reward_models_servers_too(launch_without_room, capsys, key, wanted):
+    words = ["rollout.placement=split", "rollout.servers=2", "rollout.tp=2"]
+    words += ["reward.functions=[reward_model]", "reward.reward_model.path=rm", key]
+    assert launch_without_room(*words) == 1
+    assert capsys.readouterr().err.startswith(f"ray: no resources for {wanted} within 0 s")
+
+
+def test_a_signal_to_stop_before_the_ranks_start_is_not_lost(launch_without_room, monkeypatch, capsys):
+    monkeypatch.setattr(NoRoom, "asked", True)
+    assert launch_without_room() == 75
+    said = "stopped while it started; nothing is saved yet: the same command starts from step 0\n"
+    assert capsys.readouterr().err == said
+
+
+def test_an_actor_that_is_asked_to_stop_before_its_child_has_started_stops_it(tmp_path):
+    pytest.importorskip("ray")
+    from dynamo_megatron.launcher.ray import Child
+
+    child = Child()
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(child.stop)
+        code = child.run(["sleep", "3600"], {}, str(tmp_path), str(tmp_path / "log"))
+        assert code == -signal.SIGUSR1 and asked.result() is None
+
+
+def test_lines_of_a_child_are_printed_once_and_whole(tmp_path, capsys):
+    pytest.importorskip("ray")
+    from dynamo_megatron.launcher.ray import Placed
+
+    log = tmp_path / "rank-1.log"
+    placed = Placed("rank-1", actor=None, node="", log=str(log), printed=len("earlier\n"))
+    log.write_bytes("earlier\none\ntwö".encode()[:-1])
+    placed.print_output("[rank-1] ", ended=False)
+    assert capsys.readouterr().out == "[rank-1] one\n"
+    log.with_suffix(".new").write_text("earlier\none\ntwö\nlast")
+    log.with_suffix(".new").rename(log)  # as over NFS, where an open file may not show what another node writes
+    placed.print_output("[rank-1] ", ended=False)
+    assert capsys.readouterr().out == "[rank-1] twö\n"
+    placed.print_output("[rank-1] ", ended=True)
+    log.unlink()
+    placed.print_output("[rank-1] ", ended=True)
+    assert capsys.readouterr().out == "[rank-1] last\n"
 
 
 @pytest.mark.full

@@ -8,7 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 from background_run import FAILS_ON_RANK_1
-from living_processes import living, shared_memory_of
+from living_processes import living
+
+from dynamo_megatron.runtime.guard import shared_memory_of
 
 # A step that takes a moment longer, so that what happens to a job happens to it before its last one.
 SLOW = """

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from living_processes import shared_memory_of
 from stand_ins import VOCABULARY, sampled
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.rollout.worker import RolloutWorker
+from dynamo_megatron.runtime.guard import shared_memory_of
 from dynamo_megatron.types import Prompt
 
 END = 3  # <|im_end|>

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,18 @@ def test_readings_are_added_up_until_they_are_taken(nvml, monkeypatch):
     use = monitor.take()
     monitor.close()
     assert use.samples >= 4 and use.memory == 3 and use.utilisation == pytest.approx(0.2)
+
+
+def test_a_later_reading_that_fails_is_one_line(nvml, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_usage, "EVERY", 0.001)
+    monitor = GpuMonitor([0])
+    nvml.fails = {"nvmlDeviceGetMemoryInfo"}
+    deadline, said = time.monotonic() + 60, ""
+    while not said.endswith("\n") and time.monotonic() < deadline:
+        time.sleep(0.01)
+        said += capsys.readouterr().out
+    monitor.close()
+    assert said == "no GPU utilisation is measured any more: NVML: nvmlDeviceGetMemoryInfo\n"
 
 
 @pytest.mark.parametrize("why", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUtilizationRates"])

@@ -1,5 +1,6 @@
 """What a guarded command leaves behind: nothing, however it ends."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from dynamo_megatron.runtime import guard
 
 GUARD = [sys.executable, "-P", "-m", guard.NAME]
 COMMAND = """
-import multiprocessing, os, sys, time
+import mmap, multiprocessing, os, sys, time
 from multiprocessing import shared_memory
 
 def child(name, lock):
     os.setsid()
     segment = shared_memory.SharedMemory(name)
+    with open(f"/dev/shm/{name}.plain", "w+b") as file:
+        file.truncate(4096)
+        plain = mmap.mmap(file.fileno(), 4096)
     print(name, lock._semlock.name.strip("/"), os.getpid(), flush=True)
     time.sleep(3600)
 
@@ -45,7 +49,7 @@ def test_processes_shared_memory_and_folders_go(tmp_path, end):
     family = guarding.children(recursive=True)
     (command,) = guarding.children()
     # Of a semaphore the process that made it maps a first name, which is gone.
-    left = [Path("/dev/shm", name), Path("/dev/shm", f"sem.{lock}")]
+    left = [Path("/dev/shm", file) for file in (name, f"sem.{lock}", f"{name}.plain")]
     assert int(child) in [process.pid for process in family] and all(path.exists() for path in left)
     if end == "SIGKILL of the command":
         command.kill()
@@ -56,6 +60,24 @@ def test_processes_shared_memory_and_folders_go(tmp_path, end):
     parent.communicate(timeout=300)  # all that has its output has ended
     assert living(family) == []
     assert not [path for path in [*left, *folders] if path.exists()]
+
+
+def test_shared_memory_of_a_process_that_was_killed_before_goes(tmp_path):
+    segment, looked = Path("/dev/shm", f"{os.getpid()}.plain"), tmp_path / "looked"
+    script = "import mmap, os, time\n"
+    script += f"with open({str(segment)!r}, 'w+b') as file:\n    file.truncate(4096)\n"
+    script += "    plain = mmap.mmap(file.fileno(), 4096)\n"
+    script += f"while not os.path.exists({str(looked)!r}): time.sleep(0.05)\nos.kill(os.getpid(), 9)"
+    code = f"""import pathlib, sys
+from dynamo_megatron.runtime import guard
+def look(pids, real=guard.shared_memory_of):
+    if {str(segment)!r} in (found := real(pids)): pathlib.Path({str(looked)!r}).touch()
+    return found
+guard.shared_memory_of = look
+guard.main([], [sys.executable, '-c', {script!r}])"""
+    with subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE) as process:
+        assert process.wait(300) == -signal.SIGKILL
+    assert not segment.exists()
 
 
 def guarded(*words: str, script: str) -> subprocess.CompletedProcess:
