@@ -11,7 +11,7 @@ from torch import Tensor
 from dynamo_megatron.algorithm.modulation import ModulationRanges
 from dynamo_megatron.config import PolicyLossConfig
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.kernels import reference
+from dynamo_megatron.kernels import layers, reference
 from dynamo_megatron.kernels.chunked import find_backend
 from dynamo_megatron.kernels.head import policy_loss
 
@@ -86,4 +86,30 @@ def check_backend(
             raise InputError(
                 f"kernels.backend: on this machine Triton and the reference differ by {worst.item():.2g} of {name} "
                 f"(limit {limit:g}); set kernels.backend=torch and report it"
+            )
+
+
+def check_layers(device: torch.device, dtype: torch.dtype) -> None:
+    """Compares RoPE and SwiGLU of a few random tokens in `dtype`, as Triton kernels, with torch's in float32. Raises
+    ValueError where they differ by more than rounding."""
+    from dynamo_megatron.kernels import layer_kernels
+
+    generator = torch.Generator().manual_seed(0)
+    made = {"generator": generator, "device": "cpu"}  # where `layers` has no kernels
+    x, y, gradient = (torch.randn(TOKENS, *shape, **made) for shape in ((3, 16), (80,), (40,)))
+    weights = torch.rand(TOKENS, 1, **made)
+    table = layers.rotary_table(torch.arange(TOKENS, device="cpu"), torch.rand(8, **made))
+    x, y, gradient = (t.to(dtype).float() for t in (x, y, gradient))
+    here = [t.to(device, dtype) for t in (x, y, gradient)]
+    found = [layer_kernels.rotated(here[0], table.to(device), 1.0, interleaved) for interleaved in (False, True)]
+    found.append(layer_kernels.swiglu(here[1], None))
+    found += layer_kernels.swiglu_gradient(here[2], here[1], weights.to(device))
+    wanted = [layers.rotate(x, table), layers.rotate(x, table, True), layers.swiglu(y)]
+    wanted += layers.swiglu_gradient(gradient, y, weights)
+    limit = LIMIT if dtype == torch.float32 else BFLOAT16_GRADIENT_LIMIT
+    names = ("RoPE", "interleaved RoPE", "SwiGLU", "SwiGLU's gradient", "its weights'")
+    for name, got, want in zip(names, found, wanted, strict=True):
+        if not (got.float().cpu() - want).norm() <= limit * want.norm():
+            raise InputError(
+                f"the Triton kernel of {name} and PyTorch differ on this machine: report it with its versions"
             )

@@ -21,6 +21,7 @@ from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.checkpoint.weights import model_digest
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.kernels.self_check import check_layers
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_finite
 from dynamo_megatron.policy.batch import (
@@ -77,6 +78,8 @@ class Policy:
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
         self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
         self.head = PolicyHead(self.chunks[-1], spec, config, layout)
+        if layout.device.type == "cuda":
+            check_layers(layout.device, self.chunks[0].config.params_dtype)
         if layout.is_last_stage:
             self._check_head()
 

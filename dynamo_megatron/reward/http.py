@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
@@ -30,7 +31,7 @@ REQUESTS = 8  # to one URL, under way at once
 CONNECT_TIMEOUT = 5.0  # seconds
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
-LOSSES = 3  # attempts at a server that is restarted which do not count; the request may be why it ended
+LOSSES = 3  # servers that may go away while they have a request: the request may be the reason
 SHOWN = 200  # characters of an answer in a message
 REPLY_SHOWN = 80  # characters of a reply in a message
 LONGEST_ERROR = 200  # characters of the description of a wrong reward in a message
@@ -54,8 +55,9 @@ class HttpReward:
 
     A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
     answer is final. A request and its repeats have `config.deadline` seconds; waiting for a free request does not
-    count, nor do the first LOSSES attempts that end with a server that is restarted. The last `config.cache` scores
-    are kept.
+    count, nor do attempts that end with a server that is restarted; such repeats go one at a time, so that a request
+    that ends servers is not held against the others. The last `config.cache` scores are kept. Samples may come from
+    one event loop after the other.
     """
 
     path = ""  # is appended to the address
@@ -78,6 +80,8 @@ class HttpReward:
         self._cache: dict[bytes, asyncio.Future[FunctionResult]] = {}  # the last used one last
         self._waiting: list[tuple[bytes, int, asyncio.Future[FunctionResult]]] = []
         self._requests: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None  # the last one that samples came from
+        self._opened: asyncio.Task[None] | None = None  # has the session of this loop
         self._next_turn = 0.0  # monotonic seconds
 
     def sample(self, prompt: Prompt, response: str) -> bytes:
@@ -109,26 +113,40 @@ class HttpReward:
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
             return FunctionResult(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
         key, loop = hashlib.sha256(sample).digest(), asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._enter(loop)
         result = self._cache.pop(key, None)
         if result is None:
             result = loop.create_future()
+            result.add_done_callback(lambda done: self._cache.pop(key, None) if not _scored(done) else None)
             self._waiting.append((sample, len(response), result))
             loop.call_soon(self._begin)  # later, so that the samples of this moment share requests
         if self._cached:
             self._cache[key] = result
             if len(self._cache) > self._cached:
                 del self._cache[next(iter(self._cache))]
-        found = await asyncio.shield(result)  # others may wait for it too
-        if found.state != "scored":
-            self._cache.pop(key, None)
-        return found
+        return await asyncio.shield(result)  # others may wait for it too
 
     def close(self) -> None:
         """Cancels the requests under way and the samples that wait. May be called from any thread, and twice."""
         waiting = [result for _, _, result in self._waiting]
         self._waiting.clear()
-        for future in (*self._requests, *waiting):
-            future.get_loop().call_soon_threadsafe(future.cancel)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and they with it
+            for future in (*self._requests, *waiting, *([self._opened] if self._opened else [])):
+                future.get_loop().call_soon_threadsafe(future.cancel)
+
+    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Leaves the event loop that samples came from before."""
+        self.close()
+        self._cache = {key: result for key, result in self._cache.items() if _scored(result)}
+        self._requests, self._alone = set(), asyncio.Lock()
+        self._loop, self._opened = loop, loop.create_task(self._open())
+
+    async def _open(self) -> None:
+        """Holds the session, which reuses connections, until `close` or the end of the loop."""
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT) as self._session:
+            await asyncio.get_running_loop().create_future()
 
     def _begin(self) -> None:
         """Begins as many requests as may be under way."""
@@ -161,40 +179,40 @@ class HttpReward:
 
     async def _reply(self, body: bytes) -> bytes:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
-        failure, pause, left, losses = "", FIRST_PAUSE, self._deadline, 0
+        failure, pause, left, lost = "", FIRST_PAUSE, self._deadline, 0
         while True:
-            address = next(self._turns) if self._servers is None else await self._servers()
-            headers = {"Content-Type": "application/json"}
-            if address.api_key:
-                headers["Authorization"] = f"Bearer {address.api_key}"
-            await self._turn()
-            begun, counts = time.monotonic(), True
-            try:
-                # A followed redirect may become a GET, and would send the API key to another address.
-                given = {"data": body, "headers": headers, "allow_redirects": False, "timeout": TIMEOUT}
-                async with (
-                    asyncio.timeout(left),
-                    aiohttp.request("POST", address.url + self.path, **given) as answer,
-                ):
-                    reply = await answer.read()
-                if answer.status == 200:
-                    return reply
-                failure = f"answered {answer.status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
-                if answer.status != 429 and answer.status < 500:
-                    raise NoScore(failure, "crashed")
-                asked = answer.headers.get("Retry-After", "")
-                pause = max(pause, float(asked) if asked.isdecimal() else 0.0)
-            except aiohttp.ClientError as error:
-                failure = on_one_line(error_line(error), SHOWN)
-                counts = self._servers is None or losses == LOSSES
-                losses += not counts
-            except TimeoutError:
-                within = f"within reward.deadline ({self._deadline:g} s)"
-                if not failure:
-                    raise NoScore(f"no answer {within}", "timed_out") from None
-                raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
+            async with self._alone if lost else contextlib.nullcontext():
+                address = next(self._turns) if self._servers is None else await self._servers()
+                headers = {"Content-Type": "application/json"}
+                if address.api_key:
+                    headers["Authorization"] = f"Bearer {address.api_key}"
+                await self._turn()
+                begun, restarted = time.monotonic(), False
+                try:
+                    # A followed redirect may become a GET, and would send the API key to another address.
+                    given = {"data": body, "headers": headers, "allow_redirects": False}
+                    async with asyncio.timeout(left), self._session.post(address.url + self.path, **given) as answer:
+                        reply = await answer.read()
+                    if answer.status == 200:
+                        return reply
+                    failure = f"answered {answer.status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
+                    if answer.status != 429 and answer.status < 500:
+                        raise NoScore(failure, "crashed")
+                    asked = answer.headers.get("Retry-After", "")
+                    pause = max(pause, float(asked) if asked.isdecimal() else 0.0)
+                except aiohttp.ClientError as error:
+                    failure = on_one_line(error_line(error), SHOWN)
+                    restarted = self._servers is not None
+                    lost += restarted and not isinstance(error, aiohttp.ClientConnectorError)  # nothing was sent
+                    if lost == LOSSES:
+                        raise NoScore(f"its server went away in {lost} attempts: {failure}", "crashed") from None
+                except TimeoutError:
+                    within = f"within reward.deadline ({self._deadline:g} s)"
+                    if not failure:
+                        raise NoScore(f"no answer {within}", "timed_out") from None
+                    raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
             await asyncio.sleep(min(pause, max(left, 0.0)))
-            left -= time.monotonic() - begun if counts else 0.0
+            left -= 0.0 if restarted else time.monotonic() - begun
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _turn(self) -> None:
@@ -332,6 +350,10 @@ class RewardModel(HttpReward):
             low, high = self._range
             value = (min(max(value, low), high) - low) / (high - low)
         return [FunctionResult(self.name, "scored", value)]
+
+
+def _scored(result: asyncio.Future[FunctionResult]) -> bool:
+    return result.done() and not result.cancelled() and result.result().state == "scored"
 
 
 def key_of(variable: str | None, key: str) -> str:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dynamo_megatron.kernels import layers
+from dynamo_megatron.kernels.self_check import check_layers
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -80,3 +81,16 @@ def test_geglu_and_its_gradient(dtype):
     wanted.backward(gradient.float())
     close(layers.geglu(y), wanted.detach(), dtype)
     close(layers.geglu_gradient(gradient, y), at.grad, dtype)
+
+
+def test_a_kernel_that_is_wrong_is_found_before_training(device, request, monkeypatch):
+    if device.type == "cpu":
+        request.getfixturevalue("interpreter")
+    from dynamo_megatron.kernels import layer_kernels
+
+    for dtype in (torch.float32, torch.bfloat16):
+        check_layers(device, dtype)
+    right = layer_kernels.swiglu
+    monkeypatch.setattr(layer_kernels, "swiglu", lambda y, weights: 1.1 * right(y, weights))
+    with pytest.raises(ValueError, match="kernel of SwiGLU and PyTorch differ"):
+        check_layers(device, torch.bfloat16)

@@ -299,6 +299,54 @@ def test_close_ends_requests_and_scoring_after_it_is_an_error(start):
         asyncio.run(pool.score(PROMPT, "x"))
 
 
+def test_a_failure_is_not_kept_where_nobody_waits_for_it_any_more(start):
+    left = []
+
+    async def answer(_, number):
+        while not left:
+            await asyncio.sleep(0.01)
+        return completion("Score: 5" if number > 1 else "?")
+
+    endpoint, pool, _ = start("judge", answer, {"concurrency": 1}, cache=2)
+
+    async def cancelled_and_again():
+        first = asyncio.create_task(pool.score(PROMPT, "a"))
+        while not endpoint.under_way:
+            await asyncio.sleep(0.01)
+        left.append(first.cancel())
+        await pool.score(PROMPT, "b")  # its request is sent after that of "a"
+        return await pool.score(PROMPT, "a")
+
+    assert asyncio.run(cancelled_and_again()).status == "ok"
+
+
+def test_samples_that_wait_as_their_event_loop_ends_end_with_it(start):
+    async def answer(_, number):
+        await asyncio.sleep(3600 if number == 1 else 0)
+        return value()["judge"]
+
+    endpoint, pool, _ = start("judge", answer, {"concurrency": 1}, cache=10)
+
+    async def leave():
+        tasks = [asyncio.create_task(pool.score(PROMPT, response)) for response in "abc"]
+        while not endpoint.under_way:
+            await asyncio.sleep(0.01)
+        return len(tasks)
+
+    assert asyncio.run(leave()) == 3
+    assert scored(pool, "c")[0].status == "ok" and len(endpoint.requests) == 2
+    endpoint.answer = lambda *_: asyncio.sleep(3600)
+    endpoint.requests.clear()
+    asyncio.run(leave())
+    pool.close()
+
+
+def test_requests_share_connections(start):
+    endpoint, pool, _ = start("judge", lambda *_: value()["judge"], {"concurrency": 1})
+    assert {score.status for score in scored(pool, *"abcdef")} == {"ok"}
+    assert len(endpoint.requests) == 6 and len(endpoint.peers) == 1
+
+
 # Servers that are restarted
 
 
@@ -317,12 +365,37 @@ def test_servers_of_the_run_are_asked_for_their_address(start):
     assert scored(pool, "b")[0].status == "ok" and endpoint.keys == ["Bearer k0"]
 
 
-def test_what_ends_every_server_that_reads_it_is_given_up(start, slow_clock):
-    endpoint, pool, _ = start("reward_model", lambda *_: None, servers=lambda: where(endpoint))
-    (score,) = scored(pool, "x")
-    within = "within reward.deadline (600 s), the last attempt: "
-    assert score.failures == {"reward_model": "crashed"} and within in score.failure
-    assert len(endpoint.requests) <= http.LOSSES + 2
+def test_what_ends_every_server_is_given_up_and_the_others_are_scored(start):
+    """Two responses end every server that reads them, and with it what the server is asked for others."""
+    reading = ends = 0
+
+    async def answer(request, _):
+        nonlocal reading, ends
+        if len(request["input_ids"][0]) > 200:
+            reading += 1
+            await asyncio.sleep(0.05)
+            reading, ends = reading - 1, ends + 1
+            return None
+        before = ends
+        while reading:
+            await asyncio.sleep(0.01)
+        return value()["reward_model"] if ends == before else None
+
+    endpoint, pool, _ = start("reward_model", answer, {"concurrency": 12}, lambda: where(endpoint))
+    scores = scored(pool, *["x" * n for n in range(1, 11)], "x" * 300, "x" * 301)
+    assert [score.status for score in scores] == ["ok"] * 10 + ["reward_error"] * 2
+    assert scores[-1].failure.startswith("reward_model: its server went away in 3 attempts: ")
+
+
+def test_a_server_that_refuses_connections_is_waited_for(start, slow_clock):
+    async def later():
+        return next(gone, None) or await where(endpoint)
+
+    with socket.socket() as nobody:  # a port that refuses connections, and that nobody else can take
+        nobody.bind(("127.0.0.1", 0))
+        gone = iter([Address(f"http://127.0.0.1:{nobody.getsockname()[1]}")] * 6)
+        endpoint, pool, _ = start("reward_model", lambda *_: value()["reward_model"], servers=later)
+        assert scored(pool, "x")[0].status == "ok" and next(gone, None) is None
 
 
 def test_attempts_that_end_with_their_server_do_not_count(start, slow_clock):

@@ -37,6 +37,7 @@ from dynamo_megatron.reward.mathematics.value import (
 )
 
 MOST_ITEMS = 100
+PROPORTIONAL = (("=",), ("!=",), ("<",), ("<=",))
 LESS = {"<": "<", "<=": "<=", ">": "<", ">=": "<="}
 
 
@@ -64,7 +65,9 @@ def _shape(node: Node) -> Node:
     if isinstance(node, Op) or (isinstance(node, Group) and node.kind in ("list", "set", "()")):
         several = isinstance(node, Group) and node.kind != "()"
         items = [each for item in (node.items if several else (node,)) for each in _both_signs(item)]
-        return items[0] if len(items) == 1 else Group(node.kind if several else "list", tuple(items))
+        if len(items) == 1:
+            return node if items[0] is node else _shape(items[0])  # {(x, y) = (1, 2)}
+        return Group(node.kind if several else "list", tuple(items))
     if (
         isinstance(node, Relation)
         and node.signs == ("=",)
@@ -90,6 +93,8 @@ def _both_signs(node: Node) -> list[Node]:
 def _with_sign(node: Node, sign: int) -> Node:
     if isinstance(node, Op) and node.name in ("pm", "mp"):
         name = "add" if (node.name == "pm") == (sign == 1) else "sub"
+        if isinstance(node.args[1], Group):  # \pm(1, 2)
+            return node.args[1] if name == "add" else rebuilt(node.args[1], lambda item: Op("neg", (item,)))
         node = Op(name, node.args)
     return rebuilt(node, lambda part: _with_sign(part, sign))
 
@@ -201,9 +206,11 @@ def _equal_relations(reference: Node, answer: Node) -> bool:
     if reference.modulus or answer.modulus:
         return _congruent(reference, answer)
     mine, other = (turned_left(_renamed(each)) for each in (reference, answer))
+    if _without_index(other.members[0]) == mine.members[0]:  # x_1 = 3 for x = 3
+        other = replace(other, members=(mine.members[0], *other.members[1:]))
     if mine.signs == other.signs and equal(mine.members[0], other.members[0]):
         return _equal_in_order(mine.members[1:], other.members[1:])
-    return mine.signs == other.signs and mine.signs in (("=",), ("!=",)) and _proportional(mine, other)
+    return mine.signs == other.signs and mine.signs in PROPORTIONAL and _proportional(mine, other)
 
 
 def _element_of(relation: Relation) -> Node | None:
@@ -220,6 +227,10 @@ def _stated(relation: Relation, of_answer: bool) -> list[Node]:
         *_, value, last = members
         if len(members) == 2 and _is_name(value, False):
             return [last]
+        if _is_structured(value) or _is_structured(_bare_value(last)):
+            return []
+        if not is_constant(value):
+            return [value, last] if _is_name(members[0], False) else []
         return [value, last] if _rounds_to(_bare_value(value), _bare_value(last)) else [value]
     if set(relation.signs) != {"="} or relation.modulus is not None:
         found = _element_of(relation) or interval_of(relation)
@@ -315,7 +326,8 @@ def _proportional(reference: Relation, answer: Relation) -> bool:
     if len(pairs) < ENOUGH or any(a == 0 or b == 0 for a, b in pairs):
         return False
     ratios = [b / a for a, b in pairs]
-    return all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-25 for ratio in ratios)
+    same = all(abs(ratio - ratios[0]) <= abs(ratios[0]) * 1e-25 for ratio in ratios)
+    return same and (reference.signs[0] not in LESS or ratios[0].real > 0)
 
 
 # Sets of real numbers

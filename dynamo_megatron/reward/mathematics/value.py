@@ -17,8 +17,9 @@ from mpmath import mp
 from dynamo_megatron.reward.mathematics.tokens import HYPERBOLIC, TRIGONOMETRIC, Unit
 
 TOLERANCE = Fraction(5, 10**7)  # relative, where a side is written with a decimal point
-DIGITS = 100  # decimal digits of a value, so that SURE of them remain where terms cancel
+DIGITS, WITH_VARIABLES = 800, 200  # decimal digits of a value, so that SURE of them remain where terms cancel
 SURE = 30  # digits that two exact values have in common if they are equal
+LOST, CANCELLED = 120, 100  # at these bits from the last one a term is too small, and a sum is 0 up to rounding
 BITS = 100_000  # of an exact number
 HUGE = 10**12  # no value above 2^HUGE, and no argument of a function above it
 POINTS, ENOUGH = 12, 4  # points of variables; on how many both sides must have a value
@@ -262,8 +263,8 @@ def both_values(first: Node, second: Node, points: Iterable[Mapping]) -> Iterato
 
 
 def value_at(node: Node, point: Mapping[str, Fraction]) -> mp.mpf | mp.mpc:
-    """The value at DIGITS digits. Raises Undefined."""
-    with mp.workdps(DIGITS):
+    """The value at DIGITS or WITH_VARIABLES digits. Raises Undefined."""
+    with mp.workdps(WITH_VARIABLES if point else DIGITS):
         try:
             value = _decimal(_value(node, point))
         except (ZeroDivisionError, OverflowError, ValueError, TypeError, mp.NoConvergence) as error:
@@ -281,7 +282,7 @@ def _value(node: Node, point: Mapping[str, Fraction] | None) -> Fraction | mp.mp
         args = [_value(arg, point) for arg in node.args]
         if all(isinstance(arg, Fraction) for arg in args):
             found = _exact_operation(node.name, *args)
-            if found is not None and _bits(found) <= BITS:
+            if found is not None and _bits(found) <= (BITS if point is None else mp.prec - LOST):
                 return found
     if point is None:
         raise Undefined("not rational")
@@ -317,9 +318,11 @@ def _decimal(value: Fraction | mp.mpf | mp.mpc) -> mp.mpf | mp.mpc:
 
 
 def _sum(a: mp.mpf, b: mp.mpf) -> mp.mpf:
-    """0 where the terms cancel up to rounding."""
+    """0 where the terms cancel up to rounding. Raises Undefined where one is below the other's last digits."""
     total = a + b
-    cancelled = a and b and total and max(_size(a), _size(b)) - _size(total) > (DIGITS - SURE) * 3.33
+    if a and b and abs(_size(a) - _size(b)) > mp.prec - LOST:
+        raise Undefined("terms of too different sizes")
+    cancelled = a and b and total and max(_size(a), _size(b)) - _size(total) > mp.prec - CANCELLED
     return mp.mpf(0) if cancelled else total
 
 
