@@ -7,12 +7,13 @@ import dataclasses
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.runtime.line_files import compressed, read_raw_lines, whole_frames
+from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import Rollout
 
 STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl\.zst")
@@ -105,6 +106,18 @@ class RolloutStore:
                 found[name] = line
         if found:
             self.append(*(dataclasses.replace(Rollout.from_json(line), status="rejected") for line in found.values()))
+
+    def discard(self, step: int, rollout_ids: Collection[str], instead: Sequence[Rollout] = ()) -> None:
+        """Removes these rollouts from the file of this step and adds `instead`, in one atomic rewrite."""
+        path = step_file(self._folder, step)
+        self.close()
+        try:
+            with replacing(path) as kept:
+                lines = (line for line in read_raw_lines(path) if _id_of(line) not in rollout_ids)
+                kept.writelines(map(compressed, lines))
+                kept.writelines(map(_frame, instead))
+        except OSError as error:
+            raise self._cannot_write(step, error.strerror) from error
 
     def remove_after(self, step: int) -> int:
         """Removes the files of later steps; returns how many there were."""

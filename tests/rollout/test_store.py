@@ -102,6 +102,8 @@ def test_a_line_that_is_no_rollout_of_a_step_is_named(tmp_path, changes, why):
     path = step_file(tmp_path, 3)
     with pytest.raises(ConfigError, match=f"^{re.escape(f'{path}:2: {why}')}"):  # a resume ends with exit code 2
         read_rollouts(path)
+    store.discard(3, ["000003-0000-001", "000003-0000-x"])
+    assert read_rollouts(path) == [rollout("000003-0000-000")]
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
