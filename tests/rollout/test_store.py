@@ -90,6 +90,11 @@ def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
     ("changes", "why"),
     [
         ({"tokens": "abc"}, "not a rollout: tokens: Input should be a valid array, not 'abc'"),
+        ({"group_id": "000003-0001"}, "rollout_id '000003-0000-001' in group '000003-0001'"),
+        ({"rollout_id": "000003-0000-x"}, "rollout_id '000003-0000-x' in group '000003-0000'"),
+        ({"response_mask": [0, 0, 1, 2]}, "mask, tokens, logprobs and weight_versions disagree in length"),
+        ({"engine_logprobs": [-0.5]}, "mask, tokens, logprobs and weight_versions disagree in length"),
+        ({"weight_versions": [(2, 0, 3)]}, "mask, tokens, logprobs and weight_versions disagree in length"),
         (
             {"episode": EpisodeRecord([0], {"turns": "3"})},
             "not a rollout: episode.counts.turns: Input should be a valid",
