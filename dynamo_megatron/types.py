@@ -95,7 +95,9 @@ class EpisodeRecord:
 
 
 def _stored_routes(plain: Any, info: ValidationInfo) -> np.ndarray | None:
-    return None if plain is None or info.context == WITHOUT_ROUTES else unpacked(plain)
+    if plain is None or info.context == WITHOUT_ROUTES:
+        return None
+    return unpacked(plain, len(info.data.get("tokens", ())))  # what was read before it
 
 
 @dataclass
@@ -132,7 +134,7 @@ class Rollout:
     tokens: list[int]
     response_mask: list[int]
     engine_logprobs: list[float]
-    weight_versions: list[tuple[int, ...]]
+    weight_versions: list[tuple[int, int, int]]
     finish_reason: str
     reward: float
     success: bool

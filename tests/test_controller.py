@@ -45,7 +45,7 @@ def controller(tmp_path):
 @pytest.mark.parametrize("prompts", [30, 5])  # of five one teaches, and is drawn four times in a step
 def test_a_batch_is_filled_with_groups_that_teach(controller, tmp_path, prompts):
     live = controller(prompts, 30, Answering(RolloutStore(tmp_path)))
-    replayed = controller(prompts, 30, RecordedRollouts(tmp_path))
+    replayed = controller(prompts, 30, RecordedRollouts(tmp_path, 1 << 31))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(live.config)))
     for step in (1, 2):
         batch, record = batch_of(live, step)

@@ -88,7 +88,7 @@ def test_explored_rounds_are_groups_of_their_own_with_known_weights(tmp_path):
 def test_a_recorded_run_repeats_its_rounds(tmp_path, sequential):
     method = algorithm(sequential)
     live = make_controller(tmp_path, 5, Answering(RolloutStore(tmp_path)), method)  # every prompt comes again
-    recorded = RecordedRollouts(tmp_path)
+    recorded = RecordedRollouts(tmp_path, 1 << 31)
     replayed = make_controller(tmp_path, 5, recorded, method)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(live.config)))
     for step in (1, 2, 3):

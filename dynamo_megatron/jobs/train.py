@@ -146,7 +146,7 @@ class TrainJob(Job):
         self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
         self._selection = open_selection(config.prompt_stream, self._stream, self._allocator.history)
         if config.rollout.engine == "recorded":
-            self._sampler = RecordedRollouts(config.rollout.recorded)
+            self._sampler = RecordedRollouts(config.rollout.recorded, spec.vocab_size)
         if evaluates:
             longest = max_prompt_length(config, spec, evaluation=True)
             progress.phase("loading evaluation data")

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episodes import Agents
 from dynamo_megatron.rollout.client import Response, open_session
 from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
-from dynamo_megatron.rollout.result import RolloutError, RolloutResult
+from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.sampling import Sampling
 from dynamo_megatron.rollout.scoring import (
@@ -40,7 +40,7 @@ from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
 from dynamo_megatron.runtime.routes import RouteShape
 from dynamo_megatron.runtime.threads import first_error
-from dynamo_megatron.types import ProblemResult, Prompt
+from dynamo_megatron.types import ProblemResult, Prompt, Rollout
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -141,11 +141,15 @@ class Generator:
             await asyncio.wait([self._evaluation])
         endpoints = await self._fleet.begin_sync(version)
         for session, sampling in self._dispatched.values():  # a resumed run continues partial responses
-            unscored, begun = self._scoring.unscored, sampling.begun.items()
-            lines = [unscored(session.step, session.wanted[name], response, "") for name, response in begun]
-            if partial := [dataclasses.replace(line, status="partial") for line in lines]:
+            if partial := self._partial(session, sampling.begun):
                 await self._in_thread(self._store.append, *partial)
         return endpoints
+
+    def _partial(self, session: StepSession, begun: Mapping[str, Response]) -> list[Rollout]:
+        """Returns the lines of the step's file for these partial responses."""
+        unscored = self._scoring.unscored
+        lines = [unscored(session.step, session.wanted[name], response, "") for name, response in begun.items()]
+        return [dataclasses.replace(line, status="partial") for line in lines]
 
     async def end_sync(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
         await self._fleet.end_sync(version, outcomes)
@@ -217,8 +221,15 @@ class Generator:
         session, versions = StepSession(step, wanted, notes), range(version, version + 1)
         if rollout.max_staleness:  # versions after the first weight sync may not come again with the same weights
             versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_sync or 0) + 1)
-        limits = versions, rollout.max_new_tokens, rollout.max_staleness > 0
-        await self._in_thread(lambda: session.reuse(self._store.lines(step), *limits))
+        groups = {group_id(step, position) for position in range(first, first + len(prompts))}
+
+        def reuse() -> None:
+            lines = (rollout for rollout in self._store.lines(step) if rollout.group_id in groups)
+            if gone := session.reuse(lines, versions, rollout.max_new_tokens, rollout.max_staleness > 0):
+                begun = {name: request.begun for name, request in wanted.items() if request.begun is not None}
+                self._store.discard(step, gone, self._partial(session, begun))
+
+        await self._in_thread(reuse)
         return session
 
     async def _take(self, session: StepSession, request: Request, response: Response, server: str) -> None:

@@ -20,11 +20,12 @@ class RecordedRollouts:
     """Samples as `RolloutWorker` does, with rollouts from the `rollouts/` of the run in `folder`. Writes nothing.
 
     The k-th occurrence of a prompt in a step gets the first n rollouts of the k-th group recorded for it in that step.
-    Rewards are the recorded ones. Raises ValueError where `folder` has no rollouts/.
+    Rewards are the recorded ones. `vocab_size`: token ids are below it. Raises ValueError where `folder` has
+    no rollouts/.
     """
 
-    def __init__(self, folder: str | os.PathLike):
-        self._folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike, vocab_size: int):
+        self._folder, self._vocab_size = Path(folder), vocab_size
         self._seen: dict[str, int] = defaultdict(int)  # groups taken of each prompt in the step under way
         self._dispatched: dict[tuple[int, int], tuple[list[Prompt], list[int]]] = {}
         if not (self._folder / "rollouts").is_dir():
@@ -40,7 +41,7 @@ class RecordedRollouts:
 
     def collect(self, step: int, on_poll: OnPoll = None, on_count: OnCount = None, first: int = 0) -> RolloutResult:
         """Raises ValueError that names the step, prompt or group that was not recorded, the group that is too small, or
-        the rollout of another prompt than the data's (path: id: why)."""
+        the rollout of another prompt than the data's or with unknown token ids (path: id: why)."""
         started, (prompts, counts) = time.monotonic(), self._dispatched.pop((step, first))
         path = step_file(self._folder, step)
         if not path.exists():
@@ -66,5 +67,7 @@ class RecordedRollouts:
                         f"{path}: {rollout.rollout_id}: it is of other tokens of prompt {prompt.prompt_id!r}; "
                         "tokenizer, template or data have changed"
                     )
+                if not all(0 <= token < self._vocab_size for token in rollout.tokens):
+                    raise InputError(f"{path}: {rollout.rollout_id}: a token id that is not in the vocabulary")
                 rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
         return RolloutResult.from_rollouts(rollouts, {"generate": time.monotonic() - started}, [])

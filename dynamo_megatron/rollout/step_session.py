@@ -53,14 +53,19 @@ class StepSession:
     finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
 
-    def reuse(self, lines: Iterable[Rollout], versions: range, max_new_tokens: int, continues: bool = False) -> None:
-        """Keeps what an interrupted run left of these rollouts, the `lines` of the step's file: those that weights of
+    def reuse(
+        self, lines: Iterable[Rollout], versions: range, max_new_tokens: int, continues: bool = False
+    ) -> set[str]:
+        """Keeps what an interrupted run left of these rollouts, the `lines` of their groups: those that weights of
         `versions` sampled. Of several lines with one rollout_id the last one counts. `continues`: of a response that
-        newer weights sampled or that is partial, the leading tokens that these weights sampled are continued."""
+        newer weights sampled or that is partial, the leading tokens that these weights sampled are continued. Returns
+        the ids of all others: a later resume must not find them, since a version's weights may be others then."""
         begun: dict[str, Response] = {}
         discarded: dict[str, str] = {}
+        not_wanted: set[str] = set()
         for rollout in lines:
             if (request := self.wanted.get(name := rollout.rollout_id)) is None:
+                not_wanted.add(name)
                 continue
             for earlier in (self.outcomes, self.batches, begun, discarded):
                 earlier.pop(name, None)
@@ -83,6 +88,7 @@ class StepSession:
             (f"discarded rollouts of an interrupted run: {reasons}", len(discarded)),
         ):
             self.notes += [f"step {self.step}: {note}"] if count else []
+        return not_wanted | discarded.keys() | begun.keys()
 
     def answer(self, name: str, response: Response, server: str) -> None:
         """Records a response, or the error in its place; it is not scored yet."""

@@ -7,17 +7,19 @@ import dataclasses
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.runtime.line_files import compressed, read_raw_lines, whole_frames
+from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.types import Rollout
 
 STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl\.zst")
 # Files of steps under way. Opening one reads all of it, to find a torn end; an open one keeps its space when removed.
 MOST_OPEN = 8
+ROLLOUT_ID = re.compile(r"[0-9]{6,}-[0-9]{4,}-[0-9]{3,}")
 
 
 def step_file(folder: str | os.PathLike, step: int) -> Path:
@@ -48,12 +50,22 @@ def read_rollouts(path: Path, routes: bool = True) -> list[Rollout]:
 
 def read_lines(path: Path, routes: bool = True) -> Iterator[Rollout]:
     """Yields the rollout of each line, one in memory at a time, without a last line that a kill has torn. Raises
-    ConfigError (path:line) for any other line that is not a rollout, and where bytes are damaged."""
+    ConfigError (path:line) for any other line that is not a rollout of a step, and where bytes are damaged."""
     for number, line in enumerate(read_raw_lines(path), 1):
         try:
             rollout = Rollout.from_json(line, routes)
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
+        name, group, response = rollout.rollout_id, rollout.group_id, rollout.response_mask.count(1)
+        if not ROLLOUT_ID.fullmatch(name) or name.rpartition("-")[0] != group:
+            raise ConfigError(f"{path}:{number}: rollout_id {name!r:.40} in group {group!r:.40}")
+        masked, starts = response + rollout.response_mask.count(0), [start for _, start, _ in rollout.weight_versions]
+        if (
+            not masked == len(rollout.response_mask) == len(rollout.tokens)
+            or len(rollout.engine_logprobs) != response
+            or [*starts, response] != [0, *(end for _, _, end in rollout.weight_versions)]
+        ):
+            raise ConfigError(f"{path}:{number}: mask, tokens, logprobs and weight_versions disagree in length")
         yield rollout
 
 
@@ -105,6 +117,18 @@ class RolloutStore:
                 found[name] = line
         if found:
             self.append(*(dataclasses.replace(Rollout.from_json(line), status="rejected") for line in found.values()))
+
+    def discard(self, step: int, rollout_ids: Collection[str], instead: Sequence[Rollout] = ()) -> None:
+        """Removes these rollouts from the file of this step and adds `instead`, in one atomic rewrite."""
+        path = step_file(self._folder, step)
+        self.close()
+        try:
+            with replacing(path) as kept:
+                lines = (line for line in read_raw_lines(path) if _id_of(line) not in rollout_ids)
+                kept.writelines(map(compressed, lines))
+                kept.writelines(map(_frame, instead))
+        except OSError as error:
+            raise self._cannot_write(step, error.strerror) from error
 
     def remove_after(self, step: int) -> int:
         """Removes the files of later steps; returns how many there were."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import zstandard
 
 from dynamo_megatron.errors import InputError
 
+LARGEST = 1 << 30  # bytes of a rollout's routes: a few bytes of a file can stand for any number of zeros
 WIDTHS = {1: np.uint8, 2: np.uint16}
 _compressor = zstandard.ZstdCompressor(level=1)
 
@@ -58,10 +60,14 @@ def packed(array: np.ndarray) -> dict[str, Any]:
     return {"shape": list(array.shape), "bytes": array.itemsize, "data": data}
 
 
-def unpacked(plain: Any) -> np.ndarray:
-    """The array that `packed` was given. Raises ValueError for what is not of its form."""
+def unpacked(plain: Any, tokens: int) -> np.ndarray:
+    """The array of `tokens` tokens that `packed` was given. Raises ValueError for what is not of its form, before it
+    takes memory."""
     try:
         shape, data = plain["shape"], base64.b64decode(plain["data"])
+        size = math.prod(shape) * plain["bytes"]
+        if [tokens, size] != [shape[0], zstandard.frame_content_size(data)] or size > LARGEST or len(shape) != 3:
+            raise ValueError(f"no routes of {tokens} tokens (shape {shape!r:.40})")
         columns = np.frombuffer(zstandard.ZstdDecompressor().decompress(data), WIDTHS[plain["bytes"]])
         return np.ascontiguousarray(np.moveaxis(columns.reshape(*shape[1:], *shape[:1]), -1, 0))
     except (LookupError, TypeError, zstandard.ZstdError) as error:

@@ -92,7 +92,7 @@ def read_step(run: Path, step: int | None) -> StepRecord:
     if config.rollout.recorded and metrics[number]["rollout/rejected"]:
         raise InputError(f"{run}: step {number} rejected some of the recorded rollouts, and no file says which")
     spec = load_model_config(config.model.path, config.model.family, config.model.source)
-    rollouts = RecordedRollouts(config.rollout.recorded or run)
+    rollouts = RecordedRollouts(config.rollout.recorded or run, spec.vocab_size)
     rollouts.dispatch(number, [Prompt(row["prompt_id"], text="") for row in rows], [row["n"] for row in rows])
     batch = rollouts.collect(number).batch
     if config.algorithm.dynamic_sampling is not None:  # trains on groups of different rewards, unless there are none

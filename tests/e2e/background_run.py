@@ -110,7 +110,7 @@ class Run:
             try:
                 words = process.cmdline()
                 if "dynamo_megatron.runtime.guard" in words and "--served-model-name" in words:
-                    name = words[words.index("--served-model-name") + 1]
+                    name = words[words.index("--served-model-name") + 1].rpartition("-")[0]
                     found[name] = process.children(recursive=True)
             except psutil.NoSuchProcess:
                 continue

@@ -41,6 +41,7 @@ def test_an_openai_client_runs_a_tool_loop_whose_ids_go_on():
         messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
         second = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
         assert second.choices[0].message.content == "it is 7" and second.choices[0].finish_reason == "stop"
+        assert (await client.models.list()).data[0].id == "policy"
         assert second.usage.completion_tokens == len(scripted.session.episode.turns[1].response.tokens)
         return scripted
 

@@ -6,7 +6,7 @@ from engine_stand_in import FIRST, VERSIONS, Engine, run_steps
 
 from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
-from dynamo_megatron.rollout.store import read_lines, read_rollouts, step_file
+from dynamo_megatron.rollout.store import RolloutStore, read_lines, read_rollouts, step_file
 from dynamo_megatron.types import Prompt, Rollout
 
 PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]
@@ -111,6 +111,27 @@ def test_a_killed_run_continues_what_it_has_begun(with_generator, tmp_path):
         check_tokens(result.batch)
         assert sorted(r.rollout_id for r in read_rollouts(step_file(tmp_path, step))) == names(step)
         assert result.batch.response_lengths.tolist() == [length(p.tokens) for p in PROMPTS for _ in range(2)]
+
+
+def test_what_a_resumed_run_discards_no_later_one_finds(with_generator, tmp_path):
+    """The first run left one line of versions 11 and 12, and one of a rollout that is not wanted any more."""
+    made = {"reward": 77.0, "success": True, "reward_parts": {}, "weight_versions": [(11, 0, 1), (12, 1, 2)]}
+    made |= {"tokens": [1, 30, 7, 8], "response_mask": [0, 0, 1, 1], "engine_logprobs": [-1.0] * 2}
+    made |= {"group_id": "000013-0000", "prompt_id": "q0", "step": 13, "finish_reason": "length"}
+    store = RolloutStore(tmp_path)
+    store.append(Rollout("000013-0000-000", **made), Rollout("000013-0000-001", **(made | {"prompt_id": "q9"})))
+    rewards, left = [], []
+    for checkpoint in (10, 12):  # the second run is killed before it has sampled anew
+
+        async def work(generator, push, checkpoint=checkpoint):
+            await push(checkpoint)
+            await generator.dispatch(13, PROMPTS[:1], [1])
+            left.extend(r.reward for r in read_lines(step_file(tmp_path, 13)))
+            if checkpoint == 12:
+                rewards.extend((await generator.collect(13)).batch.rewards.tolist())
+
+        with_generator(work, Engine(length, 0.05), max_staleness=2, max_new_tokens=40)
+    assert 77.0 not in left and len(rewards) == 1 and 77.0 not in rewards
 
 
 @pytest.mark.parametrize(("last", "kept"), [("rejected", 0), ("ok", 2), ("partial", 2)])

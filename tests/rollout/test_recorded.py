@@ -33,7 +33,7 @@ def generate(folder, request, step=5):
 
 
 def source(folder):
-    return RecordedRollouts(folder)
+    return RecordedRollouts(folder, 100)
 
 
 def test_unequal_groups_and_a_prompt_twice(folder):
@@ -71,9 +71,12 @@ def put(folder, **changes):
     store.close()
 
 
-def test_a_rollout_of_another_prompt_is_refused_with_its_place_in_one_line(folder):
-    put(folder, tokens=[9, 11, 22])
-    with pytest.raises(ValueError, match="of other tokens of prompt 'b'") as error:
+@pytest.mark.parametrize(
+    ("tokens", "why"), [([9, 11, 22], "of other tokens of prompt 'b'"), ([11, 11, 100], "not in the vocabulary")]
+)
+def test_a_rollout_of_other_tokens_is_refused_with_its_place_in_one_line(folder, tokens, why):
+    put(folder, tokens=tokens)
+    with pytest.raises(ValueError, match=why) as error:
         generate(folder, [("b", 4)])
     said, path = str(error.value), folder / "rollouts" / "step-000005.jsonl.zst"
     assert said.startswith(f"{path}: {DAMAGED}: ") and said.isprintable() and len(said) < 400

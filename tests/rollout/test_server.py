@@ -187,6 +187,19 @@ def test_a_server_that_falls_in_its_first_request_is_a_start_that_failed(tmp_pat
         server.stop()
 
 
+def test_a_server_of_somebody_else_at_the_port_is_not_taken_for_it(tmp_path):
+    """It needs no key, and answers whatever it is asked."""
+    text = FALLS.format(python=sys.executable).replace('word("--served-model-name")', '"server-0"')
+    config = RolloutConfig(python=program(tmp_path, text))
+    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
+    server.start()
+    try:
+        with pytest.raises(RolloutError, match="answered by another server"):
+            asyncio.run(server.wait_ready())
+    finally:
+        server.stop()
+
+
 def test_nobody_else_can_use_or_reach_a_server(sglang_server):
     log, key = sglang_server.log, sglang_server.endpoint.api_key
     assert stat.S_IMODE(log.stat().st_mode) == 0o600 and len(key) == 64

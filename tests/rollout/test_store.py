@@ -90,6 +90,11 @@ def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
     ("changes", "why"),
     [
         ({"tokens": "abc"}, "not a rollout: tokens: Input should be a valid array, not 'abc'"),
+        ({"group_id": "000003-0001"}, "rollout_id '000003-0000-001' in group '000003-0001'"),
+        ({"rollout_id": "000003-0000-x"}, "rollout_id '000003-0000-x' in group '000003-0000'"),
+        ({"response_mask": [0, 0, 1, 2]}, "mask, tokens, logprobs and weight_versions disagree in length"),
+        ({"engine_logprobs": [-0.5]}, "mask, tokens, logprobs and weight_versions disagree in length"),
+        ({"weight_versions": [(2, 0, 3)]}, "mask, tokens, logprobs and weight_versions disagree in length"),
         (
             {"episode": EpisodeRecord([0], {"turns": "3"})},
             "not a rollout: episode.counts.turns: Input should be a valid",
@@ -102,6 +107,8 @@ def test_a_line_that_is_no_rollout_of_a_step_is_named(tmp_path, changes, why):
     path = step_file(tmp_path, 3)
     with pytest.raises(ConfigError, match=f"^{re.escape(f'{path}:2: {why}')}"):  # a resume ends with exit code 2
         read_rollouts(path)
+    store.discard(3, ["000003-0000-001", "000003-0000-x"])
+    assert read_rollouts(path) == [rollout("000003-0000-000")]
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):

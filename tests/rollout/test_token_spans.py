@@ -75,7 +75,7 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
     session = StepSession(5, wanted_rollouts(5, [prompt], [2], 0, ExpectedLengths(4), 0))
     session.reuse(RolloutStore(tmp_path).lines(5), range(4, 5), 4)
     kept = RolloutBatch.join([session.batches[name] for name in session.wanted])
-    replayed = sampled(RecordedRollouts(tmp_path), 5, [prompt], [2]).batch
+    replayed = sampled(RecordedRollouts(tmp_path, 100), 5, [prompt], [2]).batch
     for batch in (kept, replayed, RolloutBatch.from_rollouts([WITH, WITHOUT])):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
 

@@ -37,6 +37,7 @@ class SessionService:
         route("completions", Session.complete, _chunks)
         for path in ("messages", "v1/messages"):  # Anthropic's clients add the /v1 themselves
             route(path, _message, _named_events)
+        app.router.add_get("/{key}/v1/models", self._models)
         # An agent that goes away, or closes its connection, does not want the answer any more.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
 
@@ -80,6 +81,9 @@ class SessionService:
         for event in events(answer, asked):
             await stream.write(event)
         return stream
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
 
 
 async def _message(session: Session, asked: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import LONGEST, Endpoint
-from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, call
+from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, call, call_for
 from dynamo_megatron.runtime import guard, plain_json
 from dynamo_megatron.runtime.cores import usable_cores, users_threads
 from dynamo_megatron.runtime.late import torch
@@ -185,6 +185,7 @@ class SGLangServer:
         self._process: subprocess.Popen | None = None
         self._folders: list[str] = []
         self._log_start = 0
+        self._served_name = f"{name}-{secrets.token_hex(8)}"  # of this start alone
         self._host = listening_address(config.host)
         self._port = config.port + slot if config.port else free_port()  # it is bound seconds later
         check_port(self._host, self._port, self._port_key)
@@ -227,9 +228,9 @@ class SGLangServer:
         )
 
     async def wait_ready(self) -> None:
-        """Until the server, and no other one at its port (it has another key), has answered a request.
+        """Until the server, and no other one at its port, has answered a request.
 
-        Raises RolloutError where it ends, or has not come so far in `config.start_timeout` seconds.
+        Raises RolloutError where it ends, is another one, or has not come so far in `config.start_timeout` seconds.
         """
         deadline = time.monotonic() + self._config.start_timeout
         async with open_session() as session:
@@ -244,6 +245,9 @@ class SGLangServer:
                     f"the SGLang server did not answer within rollout.start_timeout ({self._config.start_timeout:g} s)"
                     f"; see {self.log}"
                 )
+            asked = self.endpoint, "/model_info", None, CONTROL_TIMEOUT, "served_model_name"
+            if await asyncio.to_thread(call_for, *asked) != (self._served_name,):
+                raise RolloutError(f"{self.endpoint.url} is answered by another server, not by the one started there")
             await self._warm_up(client, max(1.0, deadline - time.monotonic()))
             await client.freeze_gc()
 
@@ -304,7 +308,7 @@ class SGLangServer:
         command += ["--model-path", self._model.path, "--dtype", self._model.dtype, self._task]
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
-        command += ["--served-model-name", self.endpoint.name]
+        command += ["--served-model-name", self._served_name]
         if not config.stop and config.agent is None:  # no text is looked for in responses, and no tool calls are parsed
             command.append("--skip-tokenizer-init")
         if self._config.router_replay and self._model_config().get("num_experts_per_tok"):
