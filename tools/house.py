@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 CODE = r"\.(py|js|css|html|sh)$"
 # what is counted: (the most, unit, pattern of a path)
 BUDGETS = {
-    "product": (40_300, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
-    "tests": (31_500, "lines", r"^tests/.*\.py$"),
-    "benchmarks": (4_450, "lines", r"^benchmarks/.*\.py$"),
+    "product": (39_100, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
+    "tests": (31_700, "lines", r"^tests/.*\.py$"),
+    "benchmarks": (4_000, "lines", r"^benchmarks/.*\.py$"),
     "docs": (38_000, "words", r"^(docs/.*|README|CONTRIBUTING|CHANGELOG)\.md$|^(README|CONTRIBUTING|CHANGELOG)\.md$"),
 }
 

@@ -42,6 +42,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
 from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.late import torch
+from dynamo_megatron.runtime.listening import ranks_address
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 from dynamo_megatron.runtime.run_folder import refuse_foreign
 from dynamo_megatron.types import Prompt
@@ -263,6 +264,8 @@ def network(subject: Subject) -> Iterator[Finding]:
     """The ports and addresses that the configuration or the launcher has fixed, and what brings the servers weights."""
     config, rewards = subject.config, subject.config.reward.servers
     transport = start_checks.check_node(config)
+    if "RANK" in os.environ:
+        ranks_address()  # raises where other hosts could not reach this one
     where = f"rollout.port {config.rollout.port}" if config.rollout.port else "free ones are taken"
     if rewards is not None and rewards.port is not None:
         where += f", reward.servers.port {rewards.port}"

@@ -12,7 +12,6 @@ import datetime
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.array_sharing import share
 from dynamo_megatron.runtime.late import dist
-from dynamo_megatron.runtime.listening import address_of, family
+from dynamo_megatron.runtime.listening import serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
 T = TypeVar("T")
@@ -44,18 +43,15 @@ def connect_store(timeout: float) -> dist.TCPStore:
     """Returns the job's store at MASTER_ADDR:MASTER_PORT; rank 0 serves it there unless the launcher (torchrun) does.
     Raises InputError where rank 0's host cannot listen there."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 29500))
-    serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout))
     try:
-        if serves:  # torch would listen on every interface, and then wait for itself at the address
-            address = address_of(host)
-            socket.create_server((address, port), family=family(address)).close()
+        return serve_store(store_address(), port, timeout)
     except OSError as error:
         raise InputError(
             f"MASTER_ADDR: rank 0 cannot listen at {host}:{port} ({error.strerror}); set it to an address of rank 0's "
             "host, and MASTER_PORT to a free port there"
         ) from None
-    timeout = datetime.timedelta(seconds=timeout)
-    return dist.TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)
 
 
 def _value(store: dist.Store, key: str) -> str | None:

@@ -1,18 +1,44 @@
-"""On which addresses and ports this package's processes listen, and over which interface gloo connects."""
+"""Decides on which address this package's processes listen: torch's stores, and gloo, which opens a socket for each
+group.
+
+torch's own TCPStore listens on every interface, and gloo on whatever the host's name resolves to. Here both listen only
+on the address that the processes that connect were given.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import ipaddress
 import os
 import random
 import socket
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from dynamo_megatron.errors import InputError
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 ANOTHER_HOST = "192.0.2.1"  # RFC 5737: no host has it
+
+
+def serve_store(address: str, port: int, timeout: float) -> dist.TCPStore:
+    """Serves a store on `address`, an IP address of this host ("": on all of them), at `port` (0: a free one). Raises
+    OSError where it cannot listen there."""
+    import torch.distributed as dist  # not above: the rollout process imports this module, but not torch
+
+    listener = socket.create_server((address, port), family=family(address))
+    return dist.TCPStore(
+        address or "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=datetime.timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def free_port(count: int = 1) -> int:
@@ -53,15 +79,21 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def ranks_address() -> str:
-    """Returns the address from which this host reaches rank 0; "" where there is none. On rank 0's host, where
-    MASTER_ADDR may be a name for loopback, and there may be ranks on other hosts, it is that of the default route."""
+def store_address() -> str:
+    """Returns the address that MASTER_ADDR has on this host; "" where it is a name for loopback here and there may be
+    ranks on other hosts, on which the name has another address. Raises OSError for an unknown name."""
     host, ranks = os.environ["MASTER_ADDR"], os.environ["WORLD_SIZE"]
+    address = address_of(host)
     # A launcher that does not say how many ranks are here names localhost only where all are.
     here = os.environ.get("LOCAL_WORLD_SIZE", ranks if host == "localhost" else "1")
+    return "" if here != ranks and address != host and is_loopback(address) else address
+
+
+def ranks_address() -> str:
+    """Returns the address from which this host reaches rank 0. On rank 0's host, where `store_address` is "", returns
+    that of the default route, or "" where there is none."""
     with contextlib.suppress(OSError):
-        address = address_towards(host)
-        return address_towards(ANOTHER_HOST) if here != ranks and address != host and is_loopback(address) else address
+        return address_towards(store_address() or ANOTHER_HOST)
     return ""
 
 

@@ -1,16 +1,21 @@
-"""Where the ranks meet, and over which interface gloo connects."""
+"""Where the ranks' store and gloo listen: loopback, or the interface between the hosts."""
 
 import datetime
 import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from dynamo_megatron.runtime import listening as addresses
 from dynamo_megatron.runtime.coordination import connect_store
-from dynamo_megatron.runtime.listening import address_towards, interface_of, ranks_address
+from dynamo_megatron.runtime.listening import address_of, interface_of, store_address
+
+
+def listening() -> set[str]:
+    return {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
 @pytest.fixture
@@ -21,13 +26,21 @@ def rank_0(monkeypatch):
     return monkeypatch
 
 
-@pytest.mark.parametrize("host", ["localhost", "::1"])
-def test_the_ranks_meet_in_rank_0s_store(rank_0, host):
+@pytest.mark.parametrize(("host", "address"), [("localhost", "127.0.0.1"), ("::1", "::1")])
+def test_the_ranks_store_listens_on_one_address(rank_0, host, address):
     rank_0.setenv("MASTER_ADDR", host)
+    before = listening()
     store = connect_store(10)
+    assert listening() - before <= {address} and address in listening()
     store.set("a", "b")
     other = dist.TCPStore(host, store.port, is_master=False, timeout=datetime.timedelta(seconds=10))
     assert other.get("a") == b"b"
+
+
+def test_for_a_name_that_is_loopback_here_and_not_elsewhere_the_store_listens_on_all_addresses(rank_0):
+    rank_0.setenv("MASTER_ADDR", "localhost")
+    rank_0.setenv("LOCAL_WORLD_SIZE", "1")
+    assert connect_store(10).host and "0.0.0.0" in listening()
 
 
 def test_an_address_of_another_host_and_a_taken_port_are_refused(rank_0):
@@ -41,28 +54,33 @@ def test_an_address_of_another_host_and_a_taken_port_are_refused(rank_0):
             connect_store(10)
 
 
+@pytest.fixture
+def node0(rank_0):
+    """MASTER_ADDR is this host's name, which its own /etc/hosts has as Debian's installer leaves it."""
+    rank_0.setenv("MASTER_ADDR", "node0")
+    rank_0.setattr(addresses, "address_of", lambda host: {"node0": "127.0.1.1"}.get(host) or address_of(host))
+    return rank_0
+
+
 @pytest.mark.parametrize(
-    ("host", "local", "ranks", "loopback"),
+    ("host", "local", "ranks", "address"),
     [
-        ("node0", None, "2", False),  # a launcher that does not say which ranks are here
-        ("node0", "1", "2", False),
-        ("node0", "2", "2", True),
-        ("node0", None, "1", True),
-        ("localhost", None, "2", True),
-        ("localhost", "1", "2", False),
-        ("127.0.0.1", None, "2", True),
+        ("node0", None, "2", ""),  # a launcher that does not say which ranks are here
+        ("node0", "1", "2", ""),
+        ("node0", "2", "2", "127.0.1.1"),
+        ("node0", None, "1", "127.0.1.1"),
+        ("localhost", None, "2", "127.0.0.1"),
+        ("localhost", "1", "2", ""),
+        ("127.0.0.1", None, "2", "127.0.0.1"),
     ],
 )
-def test_loopback_is_for_ranks_of_one_host(rank_0, host, local, ranks, loopback):
-    """node0 is this host's name, which its own /etc/hosts has as Debian's installer leaves it."""
-    towards = {"node0": "127.0.1.1", addresses.ANOTHER_HOST: "10.0.0.5"}
-    rank_0.setattr(addresses, "address_towards", lambda host: towards.get(host) or address_towards(host))
-    rank_0.setenv("MASTER_ADDR", host)
-    rank_0.setenv("WORLD_SIZE", ranks)
-    rank_0.delenv("LOCAL_WORLD_SIZE")
+def test_loopback_is_for_ranks_of_one_host(node0, host, local, ranks, address):
+    node0.setenv("MASTER_ADDR", host)
+    node0.setenv("WORLD_SIZE", ranks)
+    node0.delenv("LOCAL_WORLD_SIZE")
     if local is not None:
-        rank_0.setenv("LOCAL_WORLD_SIZE", local)
-    assert ranks_address().startswith("127.") == loopback
+        node0.setenv("LOCAL_WORLD_SIZE", local)
+    assert store_address() == address
 
 
 GROUP = """

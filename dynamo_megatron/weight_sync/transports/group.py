@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, ServerError, call, request
-from dynamo_megatron.runtime.listening import address_towards, gloo_listens_on
+from dynamo_megatron.runtime.listening import address_towards, gloo_listens_on, serve_store
 from dynamo_megatron.runtime.threads import Call
 from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Transport
 
@@ -46,8 +46,7 @@ class GroupTransport(Transport):
         self.forget(endpoint)  # the group of an earlier incarnation
         name = f"{endpoint.name}-{endpoint.incarnation}-{uuid.uuid4().hex[:12]}"  # a server may outlive the run
         size, address = 1 + endpoint.tp, address_towards(urlsplit(endpoint.url).hostname)
-        timeout = datetime.timedelta(seconds=JOIN_TIMEOUT)
-        store = dist.TCPStore(address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = serve_store(address, 0, JOIN_TIMEOUT)
         payload = {
             "master_address": address,
             "master_port": store.port,
