@@ -136,9 +136,9 @@ def wrong_divisor(_) -> None:
 
 
 def new_optimizer(_) -> None:
-    from dynamo_megatron.jobs import checkpoints
+    from dynamo_megatron.jobs import training_run
 
-    checkpoints.load_checkpoint = partial(checkpoints.load_checkpoint, optimizer=False)
+    training_run.load_checkpoint = partial(training_run.load_checkpoint, optimizer=False)
 
 
 def late_learning_rate(policy) -> None:
