@@ -46,7 +46,7 @@ def processes_of(name: str) -> list[psutil.Process]:
     """The SGLang processes, the HTTP server first, of the server `name` that some descendant of this process runs."""
     for process in psutil.Process().children(recursive=True):
         words = command_line_of(process)
-        if "dynamo_megatron.runtime.guard" in words and name in words:
+        if "dynamo_megatron.runtime.guard" in words and any(word.startswith(f"{name}-") for word in words):
             return process.children(recursive=True)
     return []
 

@@ -1,6 +1,7 @@
 """What becomes of requests when servers misbehave."""
 
 import asyncio
+import math
 from types import MappingProxyType
 
 import pytest
@@ -10,6 +11,7 @@ from stand_ins import Server, fleet_of, reply
 from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.sampling import Sampling, tail_seconds
+from dynamo_megatron.rollout.servers import fleet as fleet_module
 
 
 def sample(*servers: Server, requests: int = 40, pushed: bool = False, limits=MappingProxyType({}), **rollout):
@@ -99,6 +101,27 @@ def test_a_server_that_serves_nobody_costs_no_rollout(status):
     assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
     assert fleet.uses["server-0"].retries > 0
     assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
+
+
+class Closing(Server):
+    """Closes the connections of its first `count` requests."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.left = count
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        if self.left:
+            self.left -= 1
+            request.transport.close()
+        return await super().generate(request)
+
+
+def test_connections_lost_in_one_moment_are_one_fault_of_a_healthy_server(monkeypatch):
+    monkeypatch.setattr(fleet_module, "MOMENT", math.inf)  # however fast the machine is
+    outcomes, fleet = sample(Closing(40))
+    assert not any(r.error for r, _ in outcomes.values()) and fleet.uses["server-0"].retries > 0
+    assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
 def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
