@@ -223,7 +223,7 @@ def sglang_server(tiny_model, tmp_path_factory):
     from dynamo_megatron.rollout.servers.server import SGLangServer
 
     log = tmp_path_factory.mktemp("server") / "logs" / "sglang.log"
-    # The log names every request, which tests count. With a stop text it has a tokenizer: tests sample up to a text.
+    # The log names every request, which tests count. A stop text gives it a tokenizer, which tests need.
     config = RolloutConfig(start_timeout=400, server_args=["--log-level-http", "info"], stop=["stop"])
     model = ModelConfig(path=str(tiny_model), dtype="float32")
     server = SGLangServer(config, model, log, name="shared")  # no test that hurts "server-0" takes it for its own

@@ -227,7 +227,7 @@ def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[Para
 
 
 def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: str) -> str:
-    """A text with the best SHOWN plans, and with the config words for the first."""
+    """The best SHOWN plans as a table, and the config words for the first."""
     fitting = sum(plan.fault is None for plan in plans)
     sizes = ["tp", "pp", "vpp", "cp", "ep"]
     rows = [["rank", "ranks", *sizes, "dp", "recompute", "servers", "of tp", "GiB", "step s", "train s", "fits"]]

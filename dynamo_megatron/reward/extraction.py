@@ -29,8 +29,8 @@ LONGEST = 200  # characters of an answer that is kept as it is
 
 
 class Graded(float):
-    """A score of a response with the `answer` that a reward read in it, "" where it found none; of a text longer than
-    LONGEST the SHA-256."""
+    """A score of a response with the `answer` that a reward read in it, "" if it found none, and the
+    SHA-256 of one longer than LONGEST."""
 
     def __new__(cls, score: float, answer: str) -> Graded:
         graded = super().__new__(cls, score)

@@ -45,7 +45,7 @@ def test_what_a_run_leaves_on_the_disk(room):
     assert "rollouts" not in room("rollout.engine=recorded", "rollout.recorded=x")
 
 
-def test_a_run_that_goes_on_may_find_little_room(small_disk, room):
+def test_a_resumed_run_does_not_check_free_disk_space(small_disk, room):
     file = small_disk / "run" / "checkpoints" / "file"
     with pytest.raises(ValueError, match=r"has 1\.0\d MB free, the run needs .*lower checkpoint\.keep_last"):
         room(f"output_dir={small_disk}/run")
