@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from dynamo_megatron.policy.model import PackedAttention
+from dynamo_megatron.policy.attention import PackedAttention
 from dynamo_megatron.policy.norms import RMSNorm
 
 

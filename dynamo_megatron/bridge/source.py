@@ -18,8 +18,9 @@ from dynamo_megatron.config import Config, ParallelConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import KV_DOWN, OUTPUT_LAYER, is_expert
 from dynamo_megatron.models.spec import ModelSpec
+from dynamo_megatron.policy.attention import PackedAttention
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.policy.model import PackedAttention, PolicyModel, run_settings
+from dynamo_megatron.policy.model import PolicyModel, run_settings
 
 
 class BridgeModel(PolicyModel):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynamo_megatron.policy.model import PackedAttention, SegmentPlan, Segments
+from dynamo_megatron.policy.attention import PackedAttention, SegmentPlan, Segments
 
 
 @pytest.mark.parametrize("window", [None, (15, 0)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dynamo_megatron.policy import varlen
-from dynamo_megatron.policy.model import PackedAttention, SegmentPlan, Segments
+from dynamo_megatron.policy.attention import PackedAttention, SegmentPlan, Segments
 
 LENGTHS = [5, 40, 1, 40, 17]
 WINDOW = 16
