@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,6 @@ REQUESTS = 8  # to one URL, under way at once
 CONNECT_TIMEOUT = 5.0  # seconds
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
-LOSSES = 3  # servers that may go away while they have a request: the request may be the reason
 SHOWN = 200  # characters of an answer in a message
 REPLY_SHOWN = 80  # characters of a reply in a message
 LONGEST_ERROR = 200  # characters of the description of a wrong reward in a message
@@ -47,17 +46,12 @@ class Address:
     api_key: str = field(default="", repr=False)
 
 
-Servers = Callable[[], Awaitable[Address]]  # gives the address of one that is up, and waits for it
-
-
 class HttpReward:
     """A reward function that a service computes: `sample`, `body` and `results` say what is sent and received.
 
     A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
     answer is final. A request and its repeats have `config.deadline` seconds; waiting for a free request does not
-    count, nor do attempts that end with a server that is restarted; such repeats go one at a time, so that a request
-    that ends servers is not held against the others. The last `config.cache` scores are kept. Samples may come from
-    one event loop after the other.
+    count. The last `config.cache` scores are kept. Samples may come from one event loop after the other.
     """
 
     path = ""  # is appended to the address
@@ -70,12 +64,11 @@ class HttpReward:
         config: RewardConfig,
         concurrency: int,
         per_second: float | None = None,
-        servers: Servers | None = None,
     ) -> None:
         """`concurrency`: requests under way at once. `per_second`: how many may be sent per second, repeats included;
-        None: no limit. `servers`: where requests go in place of the `addresses`, in turn, if servers are restarted."""
+        None: no limit."""
         self.name, self._addresses, self._deadline, self._cached = name, addresses, config.deadline, config.cache
-        self._turns, self._servers = itertools.cycle(addresses), servers
+        self._turns = itertools.cycle(addresses)
         self._concurrency, self._per_second = concurrency, per_second
         self._cache: dict[bytes, asyncio.Future[FunctionResult]] = {}  # the last used one last
         self._waiting: list[tuple[bytes, int, asyncio.Future[FunctionResult]]] = []
@@ -139,7 +132,7 @@ class HttpReward:
         """Leaves the event loop that samples came from before."""
         self.close()
         self._cache = {key: result for key, result in self._cache.items() if _scored(result)}
-        self._requests, self._alone = set(), asyncio.Lock()
+        self._requests = set()
         self._loop, self._opened = loop, loop.create_task(self._open())
 
     async def _open(self) -> None:
@@ -179,40 +172,35 @@ class HttpReward:
 
     async def _reply(self, body: bytes) -> bytes:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
-        failure, pause, left, lost = "", FIRST_PAUSE, self._deadline, 0
+        failure, pause, left = "", FIRST_PAUSE, self._deadline
         while True:
-            async with self._alone if lost else contextlib.nullcontext():
-                address = next(self._turns) if self._servers is None else await self._servers()
-                headers = {"Content-Type": "application/json"}
-                if address.api_key:
-                    headers["Authorization"] = f"Bearer {address.api_key}"
-                await self._turn()
-                begun, restarted = time.monotonic(), False
-                try:
-                    # A followed redirect may become a GET, and would send the API key to another address.
-                    given = {"data": body, "headers": headers, "allow_redirects": False}
-                    async with asyncio.timeout(left), self._session.post(address.url + self.path, **given) as answer:
-                        reply = await answer.read()
-                    if answer.status == 200:
-                        return reply
-                    failure = f"answered {answer.status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
-                    if answer.status != 429 and answer.status < 500:
-                        raise NoScore(failure, "crashed")
-                    asked = answer.headers.get("Retry-After", "")
-                    pause = max(pause, float(asked) if asked.isdecimal() else 0.0)
-                except aiohttp.ClientError as error:
-                    failure = on_one_line(error_line(error), SHOWN)
-                    restarted = self._servers is not None
-                    lost += restarted and not isinstance(error, aiohttp.ClientConnectorError)  # nothing was sent
-                    if lost == LOSSES:
-                        raise NoScore(f"its server went away in {lost} attempts: {failure}", "crashed") from None
-                except TimeoutError:
-                    within = f"within reward.deadline ({self._deadline:g} s)"
-                    if not failure:
-                        raise NoScore(f"no answer {within}", "timed_out") from None
-                    raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
+            address = next(self._turns)
+            headers = {"Content-Type": "application/json"}
+            if address.api_key:
+                headers["Authorization"] = f"Bearer {address.api_key}"
+            await self._turn()
+            begun = time.monotonic()
+            try:
+                # A followed redirect may become a GET, and would send the API key to another address.
+                given = {"data": body, "headers": headers, "allow_redirects": False}
+                async with asyncio.timeout(left), self._session.post(address.url + self.path, **given) as answer:
+                    reply = await answer.read()
+                if answer.status == 200:
+                    return reply
+                failure = f"answered {answer.status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
+                if answer.status != 429 and answer.status < 500:
+                    raise NoScore(failure, "crashed")
+                asked = answer.headers.get("Retry-After", "")
+                pause = max(pause, float(asked) if asked.isdecimal() else 0.0)
+            except aiohttp.ClientError as error:
+                failure = on_one_line(error_line(error), SHOWN)
+            except TimeoutError:
+                within = f"within reward.deadline ({self._deadline:g} s)"
+                if not failure:
+                    raise NoScore(f"no answer {within}", "timed_out") from None
+                raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed") from None
             await asyncio.sleep(min(pause, max(left, 0.0)))
-            left -= 0.0 if restarted else time.monotonic() - begun
+            left -= time.monotonic() - begun
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _turn(self) -> None:
@@ -322,14 +310,13 @@ class RewardModel(HttpReward):
 
     path = "/classify"
 
-    def __init__(self, config: RewardConfig, servers: Servers | None) -> None:
-        """`servers`: None: those of `urls`. Raises ValueError (one line) if the folder has no tokenizer, or the
-        tokenizer has no chat template."""
+    def __init__(self, config: RewardConfig) -> None:
+        """Raises ValueError (one line) if the folder has no tokenizer, or the tokenizer has no chat template."""
         model = config.reward_model
         key = key_of(model.api_key_env, "reward.reward_model.api_key_env")
         addresses = [Address(url.rstrip("/"), key) for url in model.urls]
         limits = (model.concurrency, model.requests_per_second)
-        super().__init__("reward_model", addresses, config, *limits, servers)
+        super().__init__("reward_model", addresses, config, *limits)
         self._range, self._tokenizer = model.range, load_tokenizer(model.path, key="reward.reward_model.path")
         if self._tokenizer.chat_template is None:
             raise InputError(f"reward.reward_model.path: the tokenizer of {model.path} has no chat template")

@@ -12,8 +12,6 @@ from scoring_endpoint import PROMPT, completion, scored
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError, RewardPool, Score, http
-from dynamo_megatron.reward.functions import NoScore
-from dynamo_megatron.reward.http import Address
 from dynamo_megatron.types import Prompt
 
 PATIENCE = 600.0  # seconds for what takes none
@@ -30,17 +28,15 @@ def value(number: float = 0.5) -> dict:
 def start(serve, pool, tiny_model):
     """start(kind, answer, its section, **settings of reward) -> (endpoint, started pool, name of the function)."""
 
-    def started(kind, answer, section=None, servers=None, **settings):
+    def started(kind, answer, section=None, **settings):
         endpoint = serve(answer)
         settings = {"on_error": "zero", "deadline": PATIENCE, **settings}
         if kind == "url":
             return endpoint, pool(endpoint, **settings), endpoint.score
         sections = {"judge": {"url": endpoint.url, "model": "m"}, "reward_model": {"path": str(tiny_model)}}
-        if kind == "reward_model":
-            settings["servers"] = {} if servers else None
-            sections[kind] |= {} if servers else {"urls": [endpoint.url]}
+        sections["reward_model"]["urls"] = [endpoint.url]
         settings[kind] = {**sections[kind], **(section or {})}
-        return endpoint, pool(kind, addresses=servers, **settings), kind
+        return endpoint, pool(kind, **settings), kind
 
     return started
 
@@ -347,67 +343,10 @@ def test_requests_share_connections(start):
     assert len(endpoint.requests) == 6 and len(endpoint.peers) == 1
 
 
-# Servers that are restarted
-
-
-async def where(endpoint):
-    return Address(endpoint.url, "k0")
-
-
-def test_servers_of_the_run_are_asked_for_their_address(start):
-    async def none():
-        raise NoScore("no server is up", "crashed")
-
-    up, answer = [], lambda *_: value()["reward_model"]
-    endpoint, pool, _ = start("reward_model", answer, servers=lambda: where(up[0]) if up else none())
-    assert scored(pool, "a")[0].failure == "reward_model: no server is up"
-    up.append(endpoint)
-    assert scored(pool, "b")[0].status == "ok" and endpoint.keys == ["Bearer k0"]
-
-
-def test_what_ends_every_server_is_given_up_and_the_others_are_scored(start):
-    """Two responses end every server that reads them, and with it what the server is asked for others."""
-    reading = ends = 0
-
-    async def answer(request, _):
-        nonlocal reading, ends
-        if len(request["input_ids"][0]) > 200:
-            reading += 1
-            await asyncio.sleep(0.05)
-            reading, ends = reading - 1, ends + 1
-            return None
-        before = ends
-        while reading:
-            await asyncio.sleep(0.01)
-        return value()["reward_model"] if ends == before else None
-
-    endpoint, pool, _ = start("reward_model", answer, {"concurrency": 12}, lambda: where(endpoint))
-    scores = scored(pool, *["x" * n for n in range(1, 11)], "x" * 300, "x" * 301)
-    assert [score.status for score in scores] == ["ok"] * 10 + ["reward_error"] * 2
-    assert scores[-1].failure.startswith("reward_model: its server went away in 3 attempts: ")
-
-
-def test_a_server_that_refuses_connections_is_waited_for(start, slow_clock):
-    async def later():
-        return next(gone, None) or await where(endpoint)
-
-    with socket.socket() as nobody:  # a port that refuses connections, and that nobody else can take
-        nobody.bind(("127.0.0.1", 0))
-        gone = iter([Address(f"http://127.0.0.1:{nobody.getsockname()[1]}")] * 6)
-        endpoint, pool, _ = start("reward_model", lambda *_: value()["reward_model"], servers=later)
-        assert scored(pool, "x")[0].status == "ok" and next(gone, None) is None
-
-
-def test_attempts_that_end_with_their_server_do_not_count(start, slow_clock):
-    answer = lambda _, n: value()["reward_model"] if n > 2 else None  # noqa: E731
-    endpoint, pool, _ = start("reward_model", answer, servers=lambda: where(endpoint))
-    assert scored(pool, "x")[0].status == "ok" and len(endpoint.requests) == 3
-
-
 def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_model, tmp_path):
     def start(path):
-        config = RewardConfig(functions=["reward_model"], servers={}, reward_model={"path": str(path)})
-        RewardPool(config, where).start()
+        model = {"path": str(path), "urls": ["http://unused"]}
+        RewardPool(RewardConfig(functions=["reward_model"], reward_model=model)).start()
 
     with pytest.raises(ValueError, match=r"^reward.reward_model.path: .* has no tokenizer"):
         start(tmp_path)
@@ -426,7 +365,7 @@ def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_mode
         ("judge", {"judge": {"template": "{prompt}"}}, "has no {response}"),
         ("judge", {"judge": {"pattern": "Score: [0-9]+"}}, "has no group"),
         ("reward_model", {}, "reward_model.path: name the reward model's folder"),
-        ("reward_model", {"reward_model": {"path": "p"}}, "servers: the run starts servers of the reward model, or"),
+        ("reward_model", {"reward_model": {"path": "p"}}, "reward_model.urls: name its servers"),
         ("code", {"deadline": 5.0}, "code.seconds: a test may take 6 s and the whole sample 5 s"),
     ],
 )
