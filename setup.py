@@ -62,7 +62,6 @@ setup(
         "datasets": ["datasets"],
         "reasoning-gym": ["reasoning-gym==0.1.25"],
         "test": [
-            "anthropic",
             "hypothesis",
             "mypy",
             "playwright",

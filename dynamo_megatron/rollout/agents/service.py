@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
-from dynamo_megatron.rollout.agents.anthropic_messages import chat_request, events_of, message_of
 from dynamo_megatron.rollout.agents.messages import BadRequest, LimitReached, reading
-from dynamo_megatron.rollout.agents.session import Session, as_event, chunks
+from dynamo_megatron.rollout.agents.session import Session, events
 from dynamo_megatron.runtime.plain_text import error_line
 
 LARGEST = 1 << 28  # bytes of a request
@@ -19,7 +19,6 @@ STATUS = 400  # of what is refused: clients do not send it again
 LIMIT_CODE = "episode_limit"  # of the error, where a limit of the episode refuses the request
 
 Ask = Callable[[Session, dict[str, Any]], Awaitable[dict[str, Any]]]
-Events = Callable[[dict[str, Any], dict[str, Any]], Iterator[bytes]]
 
 
 class SessionService:
@@ -29,14 +28,8 @@ class SessionService:
         self._sessions: dict[str, Session] = {}
         self._base = ""
         app = web.Application(client_max_size=LARGEST)
-
-        def route(path: str, ask: Ask, events: Events) -> None:
-            app.router.add_post(f"/{{key}}/v1/{path}", functools.partial(self._answer, ask=ask, events=events))
-
-        route("chat/completions", Session.chat, _chunks)
-        route("completions", Session.complete, _chunks)
-        for path in ("messages", "v1/messages"):  # Anthropic's clients add the /v1 themselves
-            route(path, _message, _named_events)
+        app.router.add_post("/{key}/v1/chat/completions", functools.partial(self._answer, ask=Session.chat))
+        app.router.add_post("/{key}/v1/completions", functools.partial(self._answer, ask=Session.complete))
         app.router.add_get("/{key}/v1/models", self._models)
         # An agent that goes away, or closes its connection, does not want the answer any more.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
@@ -58,8 +51,7 @@ class SessionService:
     def close(self, key: str) -> None:
         del self._sessions[key]
 
-    async def _answer(self, request: web.Request, ask: Ask, events: Events) -> web.StreamResponse:
-        """`events(answer, request)`: of a stream."""
+    async def _answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         session = self._sessions.get(request.match_info["key"])
         if session is None:
             return _error("the episode has ended", 404)
@@ -78,31 +70,16 @@ class SessionService:
             return web.json_response(answer)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
-        for event in events(answer, asked):
-            await stream.write(event)
+        options = asked.get("stream_options")
+        for event in events(answer, isinstance(options, dict) and bool(options.get("include_usage"))):
+            await stream.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await stream.write(b"data: [DONE]\n\n")
         return stream
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
 
 
-async def _message(session: Session, asked: dict[str, Any]) -> dict[str, Any]:
-    with reading("the request"):
-        translated = chat_request(asked)
-    return message_of(await session.chat(translated))
-
-
-def _chunks(completion: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
-    options = asked.get("stream_options")
-    yield from map(as_event, chunks(completion, isinstance(options, dict) and bool(options.get("include_usage"))))
-    yield b"data: [DONE]\n\n"
-
-
-def _named_events(message: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
-    for event in events_of(message):
-        yield f"event: {event['type']}\n".encode() + as_event(event)
-
-
 def _error(message: str, status: int, code: str | None = None) -> web.Response:
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return web.json_response({"type": "error", "error": error}, status=status)  # "type" is Anthropic's
+    return web.json_response({"error": error}, status=status)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 import uuid
 from collections import Counter
@@ -71,7 +70,7 @@ class Session:
         stop = _stop_texts(request)
         async with self._turns:
             place, response, times = await self._turn(lambda: self.episode.place_chat(messages, tools), request, stop)
-            text, stopped_by = self._shown(response, stop, tools is not None)
+            text = self._shown(response, stop, tools is not None)
             message: Message = {"role": "assistant", "content": text}
             if tools and request.get("tool_choice") != "none":
                 try:
@@ -84,7 +83,7 @@ class Session:
             self.episode.record(place, response, [*messages, *normalised([message])], times)
             self.texts.append(message["content"] or "")
         finish = "tool_calls" if "tool_calls" in message else response.finish_reason
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish, "matched_stop": stopped_by}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
         return _completion("chat.completion", request, choice, place, response)
 
     async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +93,7 @@ class Session:
         stop = _stop_texts(request)
         async with self._turns:
             place, response, times = await self._turn(lambda: self.episode.place_tokens(tokens), request, stop)
-            text, _ = self._shown(response, stop, False)
+            text = self._shown(response, stop, False)
             self.episode.record(place, response, None, times)
             self.texts.append(text)
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": response.finish_reason}
@@ -172,14 +171,11 @@ class Session:
         self.reached.add(name)
         raise LimitReached(why)
 
-    def _shown(self, response: Response, stop: tuple[str, ...], specials: bool) -> tuple[str, str | None]:
-        """The text before the stop text that ended it, and that one."""
+    def _shown(self, response: Response, stop: tuple[str, ...], specials: bool) -> str:
+        """The text before the stop text that ended it."""
         text = self.episode.chat.text_of(response.tokens, specials)
-        found = [(place, s) for place, s in ((text.find(s), s) for s in stop) if place >= 0]
-        if not found or response.finish_reason != "stop":
-            return text, None
-        place, stopped_by = min(found)
-        return text[:place], stopped_by
+        found = [text.index(s) for s in stop if s in text]
+        return text[: min(found)] if found and response.finish_reason == "stop" else text
 
 
 def _stop_texts(request: Mapping[str, Any]) -> tuple[str, ...]:
@@ -217,7 +213,7 @@ def tool_calls(parsed: Mapping[str, Any]) -> tuple[str, list[Message]]:
     return parsed["normal_text"] or "", calls
 
 
-def chunks(completion: Mapping[str, Any], with_usage: bool) -> list[dict[str, Any]]:
+def events(completion: Mapping[str, Any], with_usage: bool) -> list[dict[str, Any]]:
     """A finished completion as the events of a stream: an answer is in as few of them as its parts."""
     (choice,) = completion["choices"]
     head = {name: completion[name] for name in ("id", "created", "model")}
@@ -229,16 +225,10 @@ def chunks(completion: Mapping[str, Any], with_usage: bool) -> list[dict[str, An
     finish = choice["finish_reason"]
     if "message" in choice:
         message = choice["message"]
-        events = [event(delta={"role": "assistant", "content": message["content"]})]
+        made = [event(delta={"role": "assistant", "content": message["content"]})]
         numbered = zip(itertools.count(), message.get("tool_calls", ()), strict=False)
-        events += [event(delta={"tool_calls": [{"index": i, **call}]}) for i, call in numbered]
-        events.append(event(finish, delta={}))
+        made += [event(delta={"tool_calls": [{"index": i, **call}]}) for i, call in numbered]
+        made.append(event(finish, delta={}))
     else:
-        events = [event(finish, text=choice["text"], token_ids=choice["token_ids"])]
-    if with_usage:
-        events.append({**head, "choices": [], "usage": completion["usage"]})
-    return events
-
-
-def as_event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+        made = [event(finish, text=choice["text"], token_ids=choice["token_ids"])]
+    return [*made, *([{**head, "choices": [], "usage": completion["usage"]}] if with_usage else [])]
