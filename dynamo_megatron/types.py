@@ -112,9 +112,7 @@ class Rollout:
     `finish_reason`: "stop" (the stop token is the last token), "length" (truncated), "abort" (timed out, or ended by
     the engine) or "error" (the server refused it).
     `status`: "ok", "reward_timeout", "reward_error", "failed" (no response came) or "rejected" (its server had other
-    weights than it said); the last two are not trained on. Files also have "partial" ones: what there was of a response
-    when new weights came, which a resumed run continues; its finish_reason is "abort". `server`: the name of the server
-    that it came from.
+    weights than it said); the last two are not trained on. `server`: the name of the server that it came from.
     `reward_parts`: the value of each reward function that gave one, by its name in `reward.functions`;
     `reward_failures`: the state (one of REWARD_STATES) of each that gave none; one that was not run because another one
     in its worker took all the time is in neither. `step_rewards`: (start, end, reward) spans over the response tokens,

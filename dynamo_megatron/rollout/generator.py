@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
 from dynamo_megatron.runtime.routes import RouteShape
 from dynamo_megatron.runtime.threads import first_error
-from dynamo_megatron.types import ProblemResult, Prompt, Rollout
+from dynamo_megatron.types import ProblemResult, Prompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -130,17 +130,7 @@ class Generator:
                 await self._in_thread(self._store.remove_after, version + 1 + staleness)
         if self._evaluation is not None:  # it evaluates the weights that the servers still have
             await asyncio.wait([self._evaluation])
-        endpoints = await self._fleet.begin_sync(version)
-        for session, sampling in self._dispatched.values():  # a resumed run continues partial responses
-            if partial := self._partial(session, sampling.begun):
-                await self._in_thread(self._store.append, *partial)
-        return endpoints
-
-    def _partial(self, session: StepSession, begun: Mapping[str, Response]) -> list[Rollout]:
-        """Returns the lines of the step's file for these partial responses."""
-        unscored = self._scoring.unscored
-        lines = [unscored(session.step, session.wanted[name], response, "") for name, response in begun.items()]
-        return [dataclasses.replace(line, status="partial") for line in lines]
+        return await self._fleet.begin_sync(version)
 
     async def end_sync(self, version: int, outcomes: dict[Endpoint, str | None]) -> None:
         await self._fleet.end_sync(version, outcomes)
@@ -214,9 +204,8 @@ class Generator:
 
         def reuse() -> None:
             lines = (rollout for rollout in self._store.lines(step) if rollout.group_id in groups)
-            if gone := session.reuse(lines, versions, rollout.max_new_tokens, rollout.max_staleness > 0):
-                begun = {name: request.begun for name, request in wanted.items() if request.begun is not None}
-                self._store.discard(step, gone, self._partial(session, begun))
+            if gone := session.reuse(lines, versions, rollout.max_new_tokens):
+                self._store.discard(step, gone)
 
         await self._in_thread(reuse)
         return session

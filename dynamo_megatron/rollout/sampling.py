@@ -77,12 +77,6 @@ class Sampling:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    @property
-    def begun(self) -> dict[str, Response]:
-        """The partial responses, by name of the request, that a weight sync interrupted and that wait for the new
-        weights."""
-        return {request.name: request.begun for request in self._left if request.begun is not None}
-
 
 async def ask(fleet: Fleet, request: Request) -> tuple[Response, str]:
     """Returns the outcome of one request, and the server that it came from. Raises NoServer where none is left."""

@@ -17,7 +17,6 @@ from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
 LISTED = 3  # prompts named in a note
 UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose reward function failed: reward 0
-OTHER_VERSION = "of another weight version"
 
 
 def wanted_rollouts(
@@ -53,42 +52,30 @@ class StepSession:
     finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
 
-    def reuse(
-        self, lines: Iterable[Rollout], versions: range, max_new_tokens: int, continues: bool = False
-    ) -> set[str]:
+    def reuse(self, lines: Iterable[Rollout], versions: range, max_new_tokens: int) -> set[str]:
         """Keeps what an interrupted run left of these rollouts, the `lines` of their groups: those that weights of
-        `versions` sampled. Of several lines with one rollout_id the last one counts. `continues`: of a response that
-        newer weights sampled or that is partial, the leading tokens that these weights sampled are continued. Returns
-        the ids of all others: a later resume must not find them, since a version's weights may be others then."""
-        begun: dict[str, Response] = {}
+        `versions` sampled. Of several lines with one rollout_id the last one counts. Returns the ids of all others: a
+        later resume must not find them, since a version's weights may be others then."""
         discarded: dict[str, str] = {}
         not_wanted: set[str] = set()
         for rollout in lines:
             if (request := self.wanted.get(name := rollout.rollout_id)) is None:
                 not_wanted.add(name)
                 continue
-            for earlier in (self.outcomes, self.batches, begun, discarded):
+            for earlier in (self.outcomes, self.batches, discarded):
                 earlier.pop(name, None)
-            why = _unwanted(rollout, request.prompt, versions, max_new_tokens)
-            if not why and rollout.status != "partial":
+            if why := _unwanted(rollout, request.prompt, versions, max_new_tokens):
+                discarded[name] = why
+            else:
                 self.keep(rollout, "")
-                continue
-            part = _begun(rollout, versions)
-            if continues and why in ("", OTHER_VERSION) and part.tokens and rollout.episode is None:
-                begun[name] = part
-            else:  # an episode starts again
-                discarded[name] = why or OTHER_VERSION
-        for name, part in begun.items():
-            self.wanted[name].begun = part
         self.reused = len(self.outcomes)
         reasons = ", ".join(f"{count} {why}" for why, count in sorted(Counter(discarded.values()).items()))
         for note, count in (
             (f"{self.reused} rollouts of an interrupted run are reused, with their rewards", self.reused),
-            (f"{len(begun)} responses that an interrupted run has begun are continued", len(begun)),
             (f"discarded rollouts of an interrupted run: {reasons}", len(discarded)),
         ):
             self.notes += [f"step {self.step}: {note}"] if count else []
-        return not_wanted | discarded.keys() | begun.keys()
+        return not_wanted | discarded.keys()
 
     def answer(self, name: str, response: Response, server: str) -> None:
         """Records a response, or the error in its place; it is not scored yet."""
@@ -146,19 +133,6 @@ def _listed(prompts: Sequence[Prompt]) -> str:
     return f"prompt{'s' * (len(labels) > 1)} {', '.join(labels[:LISTED])}{more}"
 
 
-def _begun(rollout: Rollout, versions: range) -> Response:
-    """Returns the beginning of the response, up to the first token that was not sampled by weights in `versions`."""
-    spans, prompt = [], rollout.response_mask.count(0)
-    for span in rollout.weight_versions:
-        if span[0] not in versions:
-            break
-        spans.append(span)
-    end = spans[-1][2] if spans else 0
-    tokens, routes = rollout.tokens[prompt : prompt + end], rollout.routes
-    routes = None if routes is None else routes[: prompt + end]
-    return Response(tokens, rollout.engine_logprobs[:end], spans, "abort", routes=routes)
-
-
 def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens: int) -> str:
     """Returns why the rollout is not wanted; "" where it is. `prompt`: of the request with its id."""
     if rollout.status in NOT_TRAINED:
@@ -171,4 +145,4 @@ def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens:
         return "of another prompt"
     if len(rollout.engine_logprobs) > max_new_tokens:
         return "of more than rollout.max_new_tokens"
-    return OTHER_VERSION if any(v not in versions for v, _, _ in rollout.weight_versions) else ""
+    return "of another weight version" if any(v not in versions for v, _, _ in rollout.weight_versions) else ""

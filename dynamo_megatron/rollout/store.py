@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from dynamo_megatron.errors import ConfigError
@@ -43,9 +43,9 @@ def read_rollouts(path: Path, routes: bool = True) -> list[Rollout]:
     """Returns the rollouts of a file in the order of their first line; of two lines with one rollout_id the later one
     counts.
 
-    Partial responses are left out. `routes`: as in `Rollout.from_json`. Raises ValueError as `read_lines`.
+    `routes`: as in `Rollout.from_json`. Raises ValueError as `read_lines`.
     """
-    return list({r.rollout_id: r for r in read_lines(path, routes) if r.status != "partial"}.values())
+    return list({r.rollout_id: r for r in read_lines(path, routes)}.values())
 
 
 def read_lines(path: Path, routes: bool = True) -> Iterator[Rollout]:
@@ -89,19 +89,17 @@ class RolloutStore:
         self._descriptors: dict[int, int] = {}  # of the files that are open, by step
         step_file(self._folder, 0).parent.mkdir(parents=True, exist_ok=True)
 
-    def append(self, *rollouts: Rollout) -> None:
-        """Appends rollouts, at least one, all of one step. Raises RolloutError where the disk does not take all their
-        lines."""
-        step = rollouts[0].step
-        for frame in map(_frame, rollouts):  # one at a time: Linux takes at most 2 GiB
-            try:
-                written = os.write(self._open(step), frame)
-            except OSError as error:
-                self.close()
-                raise self._cannot_write(step, error.strerror) from error
-            if written < len(frame):
-                self.close()  # the next append cuts the torn frame off
-                raise self._cannot_write(step, "the disk is full; free some space and resume")
+    def append(self, rollout: Rollout) -> None:
+        """Raises RolloutError where the disk does not take the whole line."""
+        step, frame = rollout.step, compressed(rollout.to_json().encode() + b"\n")
+        try:
+            written = os.write(self._open(step), frame)
+        except OSError as error:
+            self.close()
+            raise self._cannot_write(step, error.strerror) from error
+        if written < len(frame):
+            self.close()  # the next append cuts the torn frame off
+            raise self._cannot_write(step, "the disk is full; free some space and resume")
 
     def lines(self, step: int) -> Iterator[Rollout]:
         """Yields the rollouts in the file of this step, as `read_lines` does; none without a file."""
@@ -115,18 +113,17 @@ class RolloutStore:
         for line in read_raw_lines(path) if rollout_ids and path.exists() else ():
             if (name := _id_of(line)) in rollout_ids:
                 found[name] = line
-        if found:
-            self.append(*(dataclasses.replace(Rollout.from_json(line), status="rejected") for line in found.values()))
+        for line in found.values():
+            self.append(dataclasses.replace(Rollout.from_json(line), status="rejected"))
 
-    def discard(self, step: int, rollout_ids: Collection[str], instead: Sequence[Rollout] = ()) -> None:
-        """Removes these rollouts from the file of this step and adds `instead`, in one atomic rewrite."""
+    def discard(self, step: int, rollout_ids: Collection[str]) -> None:
+        """Removes these rollouts from the file of this step, in one atomic rewrite."""
         path = step_file(self._folder, step)
         self.close()
         try:
             with replacing(path) as kept:
                 lines = (line for line in read_raw_lines(path) if _id_of(line) not in rollout_ids)
                 kept.writelines(map(compressed, lines))
-                kept.writelines(map(_frame, instead))
         except OSError as error:
             raise self._cannot_write(step, error.strerror) from error
 
@@ -158,10 +155,6 @@ class RolloutStore:
 
     def _cannot_write(self, step: int, why: str) -> RolloutError:
         return RolloutError(f"{step_file(self._folder, step)}: cannot write rollouts: {why}")
-
-
-def _frame(rollout: Rollout) -> bytes:
-    return compressed(rollout.to_json().encode() + b"\n")
 
 
 def _id_of(line: bytes) -> str:

@@ -120,7 +120,7 @@ def problems_on_disk():
         for line in (output / "allocation.jsonl").read_text().splitlines():
             allocated[json.loads(line)["step"]] += json.loads(line)["n"]
         for step in steps:
-            rollouts = [r for r in RolloutStore(output).lines(step) if r.status != "partial"]
+            rollouts = list(RolloutStore(output).lines(step))
             final = {r.rollout_id: r.status for r in rollouts}
             twice = max(Counter(r.rollout_id for r in rollouts if r.status != "rejected").values(), default=0) > 1
             lost = sum(status in ("aborted", "failed", "rejected") for status in final.values())
