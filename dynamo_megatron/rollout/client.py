@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -23,13 +24,13 @@ from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, ServerError, call, call_for, rest
-from dynamo_megatron.rollout.validation import response_fault
 from dynamo_megatron.runtime.routes import RouteShape
 from dynamo_megatron.runtime.threads import Call
 
 CONNECT_TIMEOUT = 30.0  # seconds
 ANY_TOKEN = 1 << 31  # more than any vocabulary has
 KEEP_ALIVE = 2.0  # seconds: less than SGLang's 5, since a request on a connection that it is closing is lost
+ROUNDING = 1e-3  # nats: a logprob may be that much above 0
 LARGEST = 256  # requests in one list: a server starts them together
 ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
@@ -251,15 +252,22 @@ class SGLangClient:
     def _sampled(self, request: GenerateRequest, meta: dict[str, Any], finish_reason: str) -> Response:
         """Raises as `_response`."""
         spans, most = meta["weight_versions"], request.sampling["max_new_tokens"]
-        given = {
-            "tokens": [token for _, token, _ in meta["output_token_logprobs"]],
-            "logprobs": [logprob for logprob, _, _ in meta["output_token_logprobs"]],
-            "weight_versions": [(_version(span["version"]), span["start"], span["end"]) for span in spans],
-            "finish_reason": finish_reason,
-        }
-        if fault := response_fault(given, vocab_size=self._vocab_size, max_new_tokens=most):
-            raise ValueError(fault)
-        return Response(**given, routes=self._routes(request, meta, len(given["tokens"])))
+        tokens = [token for _, token, _ in meta["output_token_logprobs"]]
+        logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+        versions = [(_version(span["version"]), span["start"], span["end"]) for span in spans]
+        if not 1 <= len(tokens) <= most:
+            raise ValueError(f"{len(tokens)} tokens, 1 to {most} were asked for")
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            raise ValueError(f"token id {max(tokens)} is not in the vocabulary (0 to {self._vocab_size - 1})")
+        if not all(-math.inf < logprob <= ROUNDING for logprob in logprobs):
+            raise ValueError("a logprob that is not finite, or above 0")
+        starts, ends = [start for _, start, _ in versions], [end for _, _, end in versions]
+        if [*starts, len(tokens)] != [0, *ends] or ends != sorted(ends):
+            raise ValueError(f"{len(tokens)} tokens, and weight versions of {versions}")
+        if finish_reason not in ("stop", "length"):
+            raise ValueError(f"finish_reason {finish_reason!r}")
+        routes = self._routes(request, meta, len(tokens))
+        return Response(tokens, logprobs, versions, finish_reason, routes=routes)
 
     def _routes(self, request: GenerateRequest, meta: dict[str, Any], response: int) -> np.ndarray | None:
         """The routes that were asked for, of which SGLang names that of a token after the token itself. `response`:

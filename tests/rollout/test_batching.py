@@ -1,12 +1,14 @@
 """Requests that share an HTTP request: each is answered when it is finished, and fails alone."""
 
 import asyncio
+import math
 
 import pytest
+from aiohttp import web
 from stand_ins import Server, event, listening, open_stream, reply
 
 from dynamo_megatron.config import RolloutConfig
-from dynamo_megatron.rollout.client import LARGEST, SGLangClient, open_session
+from dynamo_megatron.rollout.client import LARGEST, ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.runtime.routes import RouteShape
 
@@ -122,3 +124,27 @@ def test_routes_of_a_long_prompt_do_not_get_a_shorter_one_of_its_list_refused():
 
     server = Server(lists=lists)
     assert [r.error for r in run(server, work)] == ["", ""] and server.asked == [["evaluation", "continued"]]
+
+
+NONSENSE = {
+    "no tokens": {"output_token_logprobs": []},
+    "one too many": {"output_token_logprobs": [[-1.0, 7, None]] * 5},
+    "beyond the vocabulary": {"output_token_logprobs": [[-1.0, 1 << 31, None]] * 3},
+    "negative": {"output_token_logprobs": [[-1.0, -1, None]] * 3},
+    "text": {"output_token_logprobs": [[-1.0, "8", None]] * 3},
+    "above 0": {"output_token_logprobs": [[0.01, 7, None]] * 3},
+    "nan": {"output_token_logprobs": [[math.nan, 7, None]] * 3},
+    "a gap": {"weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 2, "end": 3}]},
+    "short": {"weight_versions": [{"version": "3", "start": 0, "end": 2}]},
+    "unknown": {"finish_reason": {"type": "tool"}},
+    "of another request": {"id": "b;"},
+}
+
+
+@pytest.mark.parametrize("changes", NONSENSE.values(), ids=NONSENSE.keys())
+def test_a_reply_that_is_no_sample_is_nonsense_of_its_server(changes):
+    def behaviour(name, number):
+        return web.json_response({"meta_info": reply("a;")["meta_info"] | changes})
+
+    (error,) = run(Server(behaviour), lambda client: ask(client, "a"), max_new_tokens=4)
+    assert isinstance(error, ServerLost) and "answers with nonsense: " in str(error) and "\n" not in str(error)
