@@ -20,7 +20,7 @@ from dynamo_megatron.reward import RewardError, RewardPool
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episodes import Agents
 from dynamo_megatron.rollout.client import Response, open_session
-from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
+from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, group_id
 from dynamo_megatron.rollout.retention import Retention
 from dynamo_megatron.rollout.sampling import Sampling
@@ -64,7 +64,6 @@ class Generator:
         self._thread = ThreadPoolExecutor(1, "rollouts")  # the store's: it may block as long as a disk does
         self._tokenizer = decoder  # None: loaded in `open`
         self._agents: Agents | None = None
-        self._lengths = ExpectedLengths(config.rollout.max_new_tokens)
         self._trimmed = -1  # the step before which old rollouts were last removed
         self._unscored_steps = 0  # in a row, up to the last one
         self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
@@ -196,7 +195,7 @@ class Generator:
         if self._trimmed != step:
             self._trimmed = step
             notes = [f"step {step}: {note}" for note in await self._in_thread(self._retention.trim, complete)]
-        wanted = wanted_rollouts(step, prompts, counts, first, self._lengths, self._config.seed)
+        wanted = wanted_rollouts(step, prompts, counts, first, self._config.seed)
         session, versions = StepSession(step, wanted, notes), range(version, version + 1)
         if rollout.max_staleness:  # versions after the first weight sync may not come again with the same weights
             versions = range(max(0, step - 1 - rollout.max_staleness), (self._first_sync or 0) + 1)
@@ -212,8 +211,6 @@ class Generator:
 
     async def _take(self, session: StepSession, request: Request, response: Response, server: str) -> None:
         session.answer(request.name, response, server)
-        if not response.error:
-            self._lengths.observe(request.prompt.prompt_id, len(response.tokens))
         rollout, failure = await self._scoring.rollout(session.step, request, response, server)
         await self._in_thread(self._store.append, rollout)
         session.keep(rollout, failure)
@@ -255,7 +252,7 @@ class Generator:
             if not beside:
                 self._finished(response)
 
-        requests = evaluation_requests(self._config, self._lengths, by_group)
+        requests = evaluation_requests(self._config, by_group)
         await self._sampling(requests, take, urgent=beside).run()
         check_evaluation(outcomes)
         by_prompt = ((p, [outcomes[f"{group}-{k}"] for k in range(samples)]) for group, p in by_group.items())

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from dynamo_megatron.rollout.client import Response, ServerLost
-from dynamo_megatron.rollout.dispatch import Request, Siblings, dispatch_order
+from dynamo_megatron.rollout.dispatch import Request, Siblings
 from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.servers.fleet import Fleet, NoServer, Server
 
@@ -35,11 +35,10 @@ class Sampling:
         after all of an earlier Sampling; `urgent`: before all others. `answer`: as `ask` of `fleet`, the default."""
         self._fleet, self._take, self._answer = fleet, take, answer or functools.partial(ask, fleet)
         number, groups = fleet.next_number(urgent), defaultdict[str, Siblings](Siblings)
-        order = dispatch_order([r.group for r in requests], [r.expected for r in requests])
-        self._left = {requests[i]: None for i in order}  # without an outcome
+        self._left = dict.fromkeys(requests)  # without an outcome
         for place, request in enumerate(self._left):
             request.order, request.siblings = (number, place), groups[request.group]
-            request.siblings.tokens += request.expected
+            request.siblings.count += 1
 
     async def run(self) -> None:
         """Returns once each request has its outcome. Raises SyncNeeded where no server is left, after all responses
@@ -85,7 +84,7 @@ async def ask(fleet: Fleet, request: Request) -> tuple[Response, str]:
         try:
             response = await _outcome(fleet, request, server)
         finally:
-            fleet.release(request, server)
+            fleet.release(server)
         if response is not None:
             return response, server.name
 

@@ -11,7 +11,7 @@ from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.agents.episode import Finished
 from dynamo_megatron.rollout.client import Response
-from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
+from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.token_spans import token_spans
 from dynamo_megatron.runtime.seeds import derived_seed
@@ -85,7 +85,7 @@ class Evaluated(NamedTuple):
     text: str
 
 
-def evaluation_requests(config: Config, lengths: ExpectedLengths, by_group: Mapping[str, Prompt]) -> list[Request]:
+def evaluation_requests(config: Config, by_group: Mapping[str, Prompt]) -> list[Request]:
     """Returns the requests for `eval.samples` responses to each prompt; request k of a group is named GROUP-k."""
     return [
         Request(
@@ -93,7 +93,6 @@ def evaluation_requests(config: Config, lengths: ExpectedLengths, by_group: Mapp
             group,
             prompt,
             prompt.tokens,
-            lengths(prompt.prompt_id),
             derived_seed(config.seed, "eval", prompt.prompt_id, str(k)),
             config.eval.temperature,
             config.eval.max_new_tokens,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dynamo_megatron.rollout.client import Response
-from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
+from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse, group_id, rollout_id
 from dynamo_megatron.rollout.sampling import tail_seconds
 from dynamo_megatron.runtime.array_sharing import concatenate
@@ -20,16 +20,16 @@ UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose rewa
 
 
 def wanted_rollouts(
-    step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int, lengths: ExpectedLengths, seed: int
+    step: int, prompts: Sequence[Prompt], counts: Sequence[int], first: int, seed: int
 ) -> dict[str, Request]:
     """Returns a request for each rollout that is wanted, by rollout_id, in batch order. `first`: the position of the
     first prompt. `seed`: the run's."""
     wanted = {}
     for position, (prompt, n) in enumerate(zip(prompts, counts, strict=True), first):
-        group, expected = group_id(step, position), lengths(prompt.prompt_id)
+        group = group_id(step, position)
         for name in (rollout_id(group, k) for k in range(n)):
             own = derived_seed(seed, "rollout", name)
-            wanted[name] = Request(name, group, prompt, prompt.tokens, expected, own, routes_from=0)
+            wanted[name] = Request(name, group, prompt, prompt.tokens, own, routes_from=0)
     return wanted
 
 

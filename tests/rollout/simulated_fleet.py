@@ -134,7 +134,7 @@ class World:
         return [f"{step}-{group}-{k}" for group in range(4) for k in range(2)]
 
     def _dispatch(self, step: int) -> Sampling:
-        requests = [Request(n, n[:-2], n[:-2], [1, 2], 100.0) for n in self._names(step)]
+        requests = [Request(n, n[:-2], n[:-2], [1, 2]) for n in self._names(step)]
 
         async def take(request: Request, response: Response, server: str) -> None:
             assert request.name not in self.responses, "a second outcome"

@@ -30,10 +30,10 @@ def sample(*servers: Server, requests: int = 40, pushed: bool = False, limits=Ma
                 endpoints = await fleet.begin_sync(0)
                 await fleet.end_sync(0, dict.fromkeys(endpoints))
             names = [(f"r{i}", i // 4) for i in range(requests)]
-            asked = [Request(r, f"g{i}", f"p{i}", [1, 2], 10.0, limit=limits.get(r)) for r, i in names]
+            asked = [Request(r, f"g{i}", f"p{i}", [1, 2], limit=limits.get(r)) for r, i in names]
             sampling = Sampling(fleet, asked, take)
             await sampling.run()
-            assert len(outcomes) == requests and not any(m.load.requests for m in fleet.serving().values())
+            assert len(outcomes) == requests and not any(m.requests for m in fleet.serving().values())
             return outcomes, fleet
 
     return asyncio.run(work())

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from stand_ins import Server, generated, rollout, sampled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dynamo_megatron.rollout.dispatch import ExpectedLengths
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
@@ -69,10 +68,12 @@ ENDS = [0.1, np.nan, -2.0]
 
 
 def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
-    RolloutStore(tmp_path).append(WITH, WITHOUT)
+    store = RolloutStore(tmp_path)
+    store.append(WITH)
+    store.append(WITHOUT)
     assert read_rollouts(step_file(tmp_path, 5)) == [WITH, WITHOUT]
     prompt = Prompt("é", text="?", tokens=[1, 2])
-    session = StepSession(5, wanted_rollouts(5, [prompt], [2], 0, ExpectedLengths(4), 0))
+    session = StepSession(5, wanted_rollouts(5, [prompt], [2], 0, 0))
     session.reuse(RolloutStore(tmp_path).lines(5), range(4, 5), 4)
     kept = RolloutBatch.join([session.batches[name] for name in session.wanted])
     replayed = sampled(RecordedRollouts(tmp_path, 100), 5, [prompt], [2]).batch

@@ -203,7 +203,6 @@ class _Attempt:
             request.name,
             request.prompt,
             ids,
-            min(request.expected, most),
             # The first turn is sampled as a rollout without an agent is.
             request.seed if number == 0 else derived_seed(request.seed, "turn", str(number)),
             request.temperature,
@@ -214,7 +213,7 @@ class _Attempt:
             order=request.order,
             limit=self._until,
         )
-        self._turns.tokens += turn.expected
+        self._turns.count += 1
         asking = asyncio.create_task(ask(self._agents.fleet, turn))
         try:
             await asyncio.wait({asking, self._ended}, return_when=asyncio.FIRST_COMPLETED)

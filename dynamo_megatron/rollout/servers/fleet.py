@@ -23,7 +23,7 @@ import aiohttp
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient
-from dynamo_megatron.rollout.dispatch import Load, Request, choose_server
+from dynamo_megatron.rollout.dispatch import Request, choose_server
 from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
@@ -56,7 +56,7 @@ class Server:
     version: int | None
     gone: asyncio.Future
     use: ServerUse  # since the last `take_use`
-    load: Load = field(default_factory=Load)
+    requests: int = 0  # under way
     refusals: int = 0  # in a row
     moment: float = -math.inf  # monotonic seconds: start of the last MOMENT with lost connections
     lost: int = 0  # connections lost in that moment
@@ -68,17 +68,15 @@ class Server:
     def name(self) -> str:
         return self.endpoint.name
 
-    def enter(self, tokens: float) -> None:
-        """Counts in a request whose response is expected to have `tokens` tokens."""
-        if not self.load.requests:
+    def enter(self) -> None:
+        """Counts in a request."""
+        if not self.requests:
             self.busy_since = self.heard = time.monotonic()
-        self.load.requests += 1
-        self.load.tokens += tokens
+        self.requests += 1
 
-    def leave(self, tokens: float) -> None:
-        self.load.requests -= 1
-        self.load.tokens -= tokens
-        if not self.load.requests:
+    def leave(self) -> None:
+        self.requests -= 1
+        if not self.requests:
             self.use.busy += time.monotonic() - self.busy_since
             self.rested.set()
 
@@ -212,12 +210,12 @@ class Fleet:
             return await found
         except asyncio.CancelledError:
             if not found.cancelled() and found.exception() is None:
-                self.release(request, found.result())
+                self.release(found.result())
             raise
 
-    def release(self, request: Request, server: Server) -> None:
+    def release(self, server: Server) -> None:
         """Counts a request out."""
-        server.leave(request.expected)
+        server.leave()
         self._assign()
 
     def _assign(self) -> None:
@@ -230,12 +228,12 @@ class Fleet:
             if not found.done():
                 failed = {*request.refused, *request.lost}  # another server is preferred where there is one
                 allowed = {name: server for name, server in servers.items() if name not in failed} or servers
-                loads, siblings = {name: server.load for name, server in allowed.items()}, request.siblings
-                name = choose_server(loads, self.config.rollout.concurrency, siblings.home, siblings.tokens)
+                loads = {name: server.requests for name, server in allowed.items()}
+                name = choose_server(loads, self.config.rollout.concurrency, request.siblings)
                 if name is None:
                     return
-                siblings.home = name
-                servers[name].enter(request.expected)
+                request.siblings.home = name
+                servers[name].enter()
                 found.set_result(servers[name])
             heapq.heappop(self._waiting)
 
@@ -307,11 +305,11 @@ class Fleet:
         """Waits until the server has none of our requests under way. `rollout.at_sync` decides whether each response is
         interrupted, to continue under the new weights, or generated to its end. Raises RolloutError."""
         deadline, partial = time.monotonic() + CONTROL_TIMEOUT, self.config.rollout.at_sync == "partial"
-        while server.load.requests and not server.gone.done():
+        while server.requests and not server.gone.done():
             server.rested.clear()
             if partial:
                 if time.monotonic() > deadline:
-                    raise RolloutError(f"{server.load.requests} requests did not end within {CONTROL_TIMEOUT:g} s")
+                    raise RolloutError(f"{server.requests} requests did not end within {CONTROL_TIMEOUT:g} s")
                 await server.client.abort_all()  # again and again: a request may have been on its way
             try:
                 async with asyncio.timeout(ABORT_EVERY if partial else HEALTH_EVERY):
@@ -327,7 +325,7 @@ class Fleet:
         a check after a second, and until then no weight update begins: one that answers requests is not checked."""
         while True:
             await asyncio.sleep(min(HEALTH_EVERY, self.config.rollout.health_timeout / 4))
-            busy = [server for server in self.serving().values() if server.load.requests]
+            busy = [server for server in self.serving().values() if server.requests]
             await asyncio.gather(*map(self._watch_one, busy))
 
     async def _watch_one(self, server: Server) -> None:
@@ -397,7 +395,7 @@ class Fleet:
         before, self._used_since = self._used_since, time.monotonic()
         uses, self.uses = dict(self.uses), defaultdict(ServerUse)
         for name, server in self._servers.items():
-            if server.load.requests:
+            if server.requests:
                 server.use.busy += self._used_since - server.busy_since
                 server.busy_since = self._used_since
             server.use = self.uses[name]
