@@ -34,7 +34,6 @@ from dynamo_megatron.runtime.routes import RouteShape
 HEALTH_EVERY = 2.0  # seconds
 ABORT_EVERY = 0.5  # seconds
 REFUSALS = 16  # requests in a row that a server does not take, after which it is restarted
-MOMENT = 1.0  # seconds: of the connections lost within it, at most half of REFUSALS count, as one fault
 REJECTED_SHARE = 0.5  # of a server's rollouts in one call: where more are rejected, it is restarted
 
 
@@ -57,8 +56,6 @@ class Server:
     use: ServerUse  # since the last `take_use`
     requests: int = 0  # under way
     refusals: int = 0  # in a row
-    moment: float = -math.inf  # monotonic seconds: start of the last MOMENT with lost connections
-    lost: int = 0  # connections lost in that moment
     busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `use` yet
     heard: float = -math.inf  # monotonic seconds: its last response, or the first request since it rested
     rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
@@ -339,12 +336,9 @@ class Fleet:
             raise RolloutError(f"no answer to /health within rollout.health_timeout ({limit:g} s)")
 
     async def request_lost(self, server: Server, error: ServerLost) -> None:
-        """Counts a lost request, and checks whether the server is lost too."""
-        broken, now = isinstance(error.__cause__, aiohttp.ClientError), time.monotonic()
-        if broken and now - server.moment >= MOMENT:
-            server.moment, server.lost = now, 0
-        server.lost += broken
-        if not broken or server.lost <= REFUSALS // 2:
+        """Checks whether the server is lost too, and counts a request that it did not take. A broken connection is not
+        counted: all that are under way may break at once."""
+        if not isinstance(error.__cause__, aiohttp.ClientError):
             self.refused(server.name, str(error))
         if not server.gone.done() and not await answers(server.client, self.config.rollout.health_timeout):
             self.mark_failed(server.endpoint, str(error))
