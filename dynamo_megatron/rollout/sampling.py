@@ -152,10 +152,3 @@ async def _response(fleet: Fleet, request: Request, server: Server) -> Response:
     if response.tokens and response.routes is None and routes_from is not None:
         fleet.returned_no_routes(server)
     return response
-
-
-def tail_seconds(finished: Sequence[float]) -> float:
-    """Returns the seconds between the arrival of 90 % of the responses and that of the last one; 0 without
-    responses."""
-    times = sorted(finished)
-    return times[-1] - times[max(0, -(-9 * len(times) // 10) - 1)] if times else 0.0

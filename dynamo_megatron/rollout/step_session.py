@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse, group_id, rollout_id
-from dynamo_megatron.rollout.sampling import tail_seconds
 from dynamo_megatron.runtime.array_sharing import concatenate
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
@@ -49,7 +48,6 @@ class StepSession:
     started: float = field(default_factory=time.monotonic)
     errors: list[str] = field(default_factory=list)  # of responses that did not come
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
-    finished: list[float] = field(default_factory=list)  # monotonic seconds, of each response
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
 
     def reuse(self, lines: Iterable[Rollout], versions: range, max_new_tokens: int) -> set[str]:
@@ -79,7 +77,6 @@ class StepSession:
 
     def answer(self, name: str, response: Response, server: str) -> None:
         """Records a response, or the error in its place; it is not scored yet."""
-        self.finished.append(time.monotonic())
         if response.error:
             self.errors.append(response.error)
         else:
@@ -102,12 +99,11 @@ class StepSession:
 
     def result(self, said: Sequence[str], uses: dict[str, ServerUse]) -> RolloutResult:
         """`said`: the fleet's notes. `uses`: of servers, by name."""
-        times = {"generate": time.monotonic() - self.started, "tail": tail_seconds(self.finished)}
         batches = [self.batches[name] for name in self.wanted if name in self.batches]
         return RolloutResult(
             RolloutBatch.join(batches, concatenate),
             {name: self.outcomes[name] for name in self.wanted},
-            times,
+            {"generate": time.monotonic() - self.started},
             [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
             self.reused,
             uses,

@@ -152,13 +152,11 @@ def _diversity(sampled: RolloutBatch) -> dict[str, float]:
 def _of_servers(result: RolloutResult) -> dict[str, float]:
     """Of each server SERVER `fleet/SERVER/`: `tokens_per_second`, `busy_share` (the share of the generation time with a
     request under way; both of the time since the step before if rollouts are generated ahead) and `rollouts` (how many
-    it answered). Of all: requests that were lost with a server and sent again, restarts, and the seconds after 90 % of
-    the responses."""
+    it answered). Of all: requests that were lost with a server and sent again, and restarts."""
     seconds = max(1e-9, result.times.get("generate", 0.0) if result.seconds_ahead is None else result.seconds_ahead)
     metrics = {
         "fleet/retries": sum(use.retries for use in result.uses.values()),
         "fleet/restarts": sum(use.restarts for use in result.uses.values()),
-        "time/generate_tail": result.times.get("tail", 0.0),
     }
     answered = result.counts_by_server
     for name, use in sorted(result.uses.items()):

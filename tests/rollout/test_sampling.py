@@ -9,7 +9,7 @@ from stand_ins import Server, fleet_of, reply
 
 from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import SyncNeeded
-from dynamo_megatron.rollout.sampling import Sampling, tail_seconds
+from dynamo_megatron.rollout.sampling import Sampling
 
 
 def sample(*servers: Server, requests: int = 40, pushed: bool = False, limits=MappingProxyType({}), **rollout):
@@ -156,12 +156,6 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
     # Not pushed to, a server that is back has the weights that it had.
     outcomes, *_ = sample(Server(refuse), requests=8)
     assert all("lost with server-0, server-0" in r.error for r, _ in outcomes.values())
-
-
-def test_the_tail_begins_when_nine_of_ten_are_there():
-    assert tail_seconds([]) == 0 and tail_seconds([5.0]) == 0
-    assert tail_seconds([float(i) for i in range(1, 11)]) == 1.0
-    assert tail_seconds([1.0] * 8 + [3.0, 9.0]) == 6.0
 
 
 def test_a_request_that_all_refuse_fails_and_one_that_one_refuses_does_not():
