@@ -17,7 +17,7 @@ MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 TIMES = ("generate", "logprobs", "update", "weight_sync", "other", "evaluate", "save")
 NETWORK = "resources/network/"  # before INTERFACE/WAY in a metric's name
 INTERFACES = 4  # that are shown, those that moved most
-BUSY = {"resources/gpu_utilisation": "mean", "resources/gpu_utilisation_min": "least busy rank"}
+BUSY = {"resources/gpu_utilisation": "ranks", "fleet/gpu_utilisation": "servers"}
 # title, unit, metrics and what the legend calls them; a unit that ends in "log" has a logarithmic axis. NETWORK stands
 # for the metrics of the interfaces.
 CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
@@ -38,8 +38,8 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Groups of equal rewards", "share of the groups", {"rollout/zero_variance_groups": "all rewards equal"}),
     ("Distinct answers", "share, mean of the groups", {"reward/unique_answers": "of rollouts"}),
     ("Distinct 4-grams", "share, mean of the groups", {"rollout/distinct_4grams": "of all 4-grams"}),
-    ("GPU utilisation", "share of the time", BUSY),
-    ("GPU memory", "bytes, fullest GPU", {"resources/gpu_used_max": "of the ranks"}),
+    ("GPU utilisation", "share of the time", BUSY | {"resources/gpu_utilisation_min": "least busy rank"}),
+    ("GPU memory", "bytes, fullest GPU", {"resources/gpu_used_max": "ranks", "fleet/gpu_memory_max": "servers"}),
     ("Network", "bytes per second, busiest node", {NETWORK: ""}),
     ("Rollouts of a prompt", "rollouts", {"allocation/n_max": "most", "allocation/n_min": "fewest"}),
 )

@@ -21,8 +21,9 @@ import numpy as np
 from pydantic_core import from_json
 
 from dynamo_megatron.config.rollout import RolloutConfig
+from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, ServerError, call, rest
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, ServerError, call, call_for, rest
 from dynamo_megatron.runtime.routes import RouteShape
 from dynamo_megatron.runtime.threads import Call
 
@@ -123,6 +124,14 @@ class SGLangClient:
         except ServerError:
             return False
         return True
+
+    async def kv_cache_share(self, timeout: float) -> float:
+        """Share of the server's KV cache in use, asked for `timeout` seconds. Raises RolloutError."""
+        (loads,) = await self._control(call_for, "/v1/loads?include=core", None, timeout, "loads")
+        try:
+            return max((float(load["token_usage"]) for load in loads), default=0.0)
+        except MALFORMED:
+            raise RolloutError(f"the rollout server {self.url} does not tell its load: {loads!r:.80}") from None
 
     async def generate(
         self,

@@ -202,6 +202,9 @@ class Client:
                 return not self._ended.is_set()
         return False
 
+    async def kv_cache_share(self, timeout: float) -> float:
+        return 0.0
+
     async def abort_all(self) -> None:
         self._server.aborted.set()
         self._server.aborted = asyncio.Event()

@@ -139,6 +139,9 @@ class Server:
     async def answer(self, request: web.Request) -> web.Response:
         return web.json_response({})
 
+    async def load(self, request: web.Request) -> web.Response:
+        return web.json_response({"loads": []})
+
 
 async def open_stream(request: web.Request) -> web.StreamResponse:
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -153,6 +156,7 @@ async def listening(server: Server, port: int = 0):
     app.router.add_post("/generate", server.generate)
     app.router.add_post("/abort_request", server.abort)
     app.router.add_get("/health", server.health)
+    app.router.add_get("/v1/loads", server.load)
     app.router.add_post("/flush_cache", server.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

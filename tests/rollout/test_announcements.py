@@ -9,8 +9,10 @@ import pytest
 from dynamo_megatron.rollout.servers import announcements
 from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide, _Watched, servers_folder
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.runtime.gpu_usage import GpuUse
 
 NAMES = ["server-0", "server-1"]
+HALF, FULL = GpuUse(1, 40, 0.5), GpuUse(1, 80, 1.0)
 
 
 class Recorder:
@@ -24,6 +26,9 @@ class Recorder:
 
     def down(self, name, why, final):
         self.heard.append(("down", name, why, final))
+
+    def gpu_use(self, name, use):
+        self.heard.append((name, use))
 
     def restart(self, name, incarnation, why):
         if ("restart", name, incarnation, why) not in self.heard:
@@ -84,6 +89,24 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
         ups = [(name, incarnation) for kind, name, incarnation, *_ in fleet.heard if kind == "up"]
         assert set(ups) == {("server-0", 2), ("server-0", 3), ("server-1", 1)}
         assert not list(servers_folder(tmp_path).iterdir())
+
+    asyncio.run(work())
+
+
+def test_what_the_gpus_of_a_node_do_reaches_the_run(tmp_path):
+    async def work():
+        fleet, side = Recorder(), NodeSide(tmp_path, NAMES)
+        running = asyncio.create_task(Announced(tmp_path, NAMES, fleet).run())
+        await side.join(60)
+        serving = asyncio.create_task(side.run(Recorder()))
+        side.up(endpoint("server-0", 1))
+        for use in (HALF, FULL):
+            side.gpu_use("server-0", use)
+            await until(lambda use=use: ("server-0", use) in fleet.heard)
+        side.down("server-0", "hung", False)
+        assert "gpu" not in side._said["server-0"]
+        for task in (serving, running):
+            task.cancel()
 
     asyncio.run(work())
 

@@ -1,6 +1,7 @@
 """Restarts: when, and after what. The servers do not start, or are stand-ins that end."""
 
 import asyncio
+from types import SimpleNamespace
 
 from stand_ins import external
 
@@ -8,17 +9,21 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import supervisor
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
+from dynamo_megatron.runtime.gpu_usage import GpuUse
 
 
 class Recorder:
     def __init__(self):
-        self.ups, self.downs = [], []
+        self.ups, self.downs, self.uses = [], [], []
 
     def up(self, endpoint):
         self.ups.append(endpoint.incarnation)
 
     def down(self, name, why, final):
         self.downs.append((why, final))
+
+    def gpu_use(self, name, use):
+        self.uses.append((name, use))
 
 
 class Ending:
@@ -71,3 +76,26 @@ def test_a_server_that_comes_up_and_ends_is_never_given_up(tmp_path, monkeypatch
     run_until(servers, lambda: len(heard.ups) >= 7)
     assert heard.ups[:7] == [1, 2, 3, 4, 5, 6, 7]
     assert not any(final for _, final in heard.downs)
+
+
+class OnGpus(Ending):
+    """Stays up, on GPUs 2 and 3."""
+
+    gpus = (2, 3)
+
+    def check(self):
+        pass
+
+
+def test_the_gpus_of_a_server_are_read_while_it_is_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "SGLangServer", OnGpus)
+    monkeypatch.setattr(supervisor, "POLL_EVERY", 0.01)
+    monkeypatch.setattr(
+        supervisor,
+        "GpuMonitor",
+        lambda gpus: SimpleNamespace(lacks="", take=lambda: GpuUse(1, sum(gpus)), close=lambda: None),
+    )
+    heard = Recorder()
+    servers = Supervisor(external(["http://unused"], output=tmp_path), ["server-0"], heard)
+    run_until(servers, lambda: len(heard.uses) >= 3)
+    assert set(heard.uses) == {("server-0", GpuUse(1, 5))} and heard.downs == []

@@ -10,6 +10,7 @@ from background_run import made_rollout
 from dynamo_megatron.config import Config
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse
+from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.tracking.phases import Clock
 from dynamo_megatron.tracking.step_metrics import StepRecord, step_metrics
 from dynamo_megatron.types import REWARD_STATES, RolloutBatch, TokenStats
@@ -60,8 +61,8 @@ def metrics(
         )
     }
     uses = {
-        "server-0": ServerUse(tokens=10, busy=1.0, retries=1),
-        "server-1": ServerUse(busy=2.5, restarts=2),
+        "server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1),
+        "server-1": ServerUse(busy=2.5, restarts=2, gpu=GpuUse(4, 70, 1.0)),
     }
     result = RolloutResult(rollouts, outcomes, {"generate": 2.0}, [], uses=uses).without(rejected, [])
     allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
@@ -149,9 +150,13 @@ def test_what_the_servers_did():
     found = metrics()
     assert found["rollout/truncated"] == 0.5
     assert found["fleet/retries"] == 1 and found["fleet/restarts"] == 2
-    per_server = {"tokens_per_second": 5.0, "busy_share": 0.5, "rollouts": 2}
+    per_server = {"tokens_per_second": 5.0, "busy_share": 0.5, "kv_cache": 0.25, "rollouts": 2}
     assert {k: found[f"fleet/server-0/{k}"] for k in per_server} == per_server
     assert (found["fleet/server-1/rollouts"], found["fleet/server-1/busy_share"]) == (0, 1.0)
+    assert "fleet/server-1/kv_cache" not in found  # nobody has asked for it
+    assert (found["fleet/server-1/gpu_memory"], found["fleet/server-1/gpu_utilisation"]) == (70, 0.25)
+    assert (found["fleet/gpu_memory_max"], found["fleet/gpu_utilisation"]) == (70, 0.25)
+    assert "fleet/server-0/gpu_memory" not in found
 
 
 def test_updates_that_were_skipped_as_spikes_are_counted():

@@ -29,6 +29,7 @@ from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT
 from dynamo_megatron.rollout.servers.supervisor import External, Supervisor
+from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.runtime.routes import RouteShape
 
 HEALTH_EVERY = 2.0  # seconds
@@ -157,6 +158,9 @@ class Fleet:
         if final:
             self.notes.append(f"{name} is not started again: {why}")
         self._announce()
+
+    def gpu_use(self, name: str, use: GpuUse) -> None:
+        self.uses[name].gpu = self.uses[name].gpu.plus(use)
 
     def mark_failed(self, endpoint: Endpoint, why: str) -> None:
         """Takes the server at `endpoint` out of the rotation and has it restarted, unless it is out already."""
@@ -328,6 +332,10 @@ class Fleet:
         except RolloutError as error:
             if server.version is not None:  # else a weight sync has begun meanwhile
                 self.mark_failed(server.endpoint, str(error))
+            return
+        with contextlib.suppress(RolloutError):
+            share = await server.client.kv_cache_share(HEALTH_EVERY)
+            server.use.kv_cache = max(server.use.kv_cache or 0.0, share)
 
     async def _check(self, server: Server) -> None:
         """Raises RolloutError where the server does not answer."""
@@ -374,7 +382,7 @@ class Fleet:
         """Forgets what evaluations have used."""
         self._used_since = time.monotonic()
         for use in self.uses.values():
-            use.tokens, use.busy, use.retries = 0, 0.0, 0
+            use.tokens, use.busy, use.retries, use.gpu = 0, 0.0, 0, GpuUse()
 
     def take_use(self) -> tuple[float, dict[str, ServerUse]]:
         """Returns the seconds since the last call, or since `work_begins`, and what each server did in them."""
