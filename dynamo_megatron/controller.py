@@ -68,12 +68,10 @@ class Controller:
     def begin(self, start: int) -> None:
         """To be called before the step after `start`. Prints what the user should know about the method, and the legend
         of the step lines."""
-        allocation = self.config.algorithm.allocation
-        if allocation.kind == "neyman":
-            alike = "in the pool, so that a first pass is uniform"
-            if allocation.prior_by is not None:
-                alike = f"of its {allocation.prior_by}"
-            self._journal.say(f"allocation: a prompt without history gets what the average prompt gets {alike}")
+        if self.config.algorithm.allocation.kind == "neyman":
+            self._journal.say(
+                "allocation: a prompt without history gets what the average prompt gets: a first pass is uniform"
+            )
         for warning in premise_warnings(self.config):
             self._journal.say(f"warning: {warning}")
         self._journal.say(LEGEND)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ class Allocation:
     counts: np.ndarray  # int64 [N]
     variance: np.ndarray  # float64 [N], from the allocator's method `variance`
     history: np.ndarray  # bool [N], the prompt was observed before
-    strata: list[Hashable] | None = None  # [N], each prompt's label (prior_by)
     tokens: np.ndarray | None = None  # float64 [N], expected tokens of a rollout: its price; None: cost is rollouts
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -39,7 +38,6 @@ class Allocation:
             "variance": self.variance.tolist(),
             "history": self.history.tolist(),
         }
-        columns |= {} if self.strata is None else {"stratum": self.strata}
         columns |= {} if self.tokens is None else {"tokens": self.tokens.tolist()}
         for row in zip(*columns.values(), strict=True):
             yield {"step": self.step, **dict(zip(columns, row, strict=True))}
@@ -48,19 +46,16 @@ class Allocation:
 class RolloutAllocator:
     """Allocates a step's rollouts to prompts from what their earlier rollouts showed (DynaMO, arXiv 2602.19208).
 
-    `config` is an AllocationConfig or a mapping of its keys. `strata`: prompt_id -> label; prompts of one label share a
-    prior. The weight of observations decays with a half-life in visits (a visit is one `observe` that contains the
-    prompt), except for allocators that never forget. The same calls give the same counts.
+    `config` is an AllocationConfig or a mapping of its keys. The weight of observations decays with a half-life in
+    visits (a visit is one `observe` that contains the prompt), except for allocators that never forget. The same calls
+    give the same counts.
     """
 
-    def __init__(
-        self, config: AllocationConfig | Mapping[str, Any], strata: Mapping[str, Hashable] | None = None
-    ) -> None:
+    def __init__(self, config: AllocationConfig | Mapping[str, Any]) -> None:
         self.config = AllocationConfig.model_validate(config)
         self.last: Allocation | None = None
         self._allocator = load_allocator(self.config.kind)(self.config)
-        self._strata = strata
-        self.history = History(strata)
+        self.history = History()
 
     def allocate(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> np.ndarray:
         """Returns only the counts of `decide`, int64 [N]. `last` keeps the whole decision."""
@@ -108,8 +103,7 @@ class RolloutAllocator:
                 counts = self._allocator.counts(prompts, variance, budget * tokens.mean(), low, high, tokens)
             self._check("counts", counts, "int64", ids, low, high)
             self._check_budget(counts, tokens, budget, high)
-        strata = None if self._strata is None else [self._strata.get(i) for i in ids]
-        return Allocation(step, ids, counts, variance, prompts.trials > 0, strata, tokens)
+        return Allocation(step, ids, counts, variance, prompts.trials > 0, tokens)
 
     def _check(self, name: str, value: Any, dtype: str, ids: list[str], least: int, most: float) -> None:
         """Raises InputError unless `value` is an array of `dtype` with an entry for each of `ids` within the bounds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ MEASURES = ("energy_right_trials", "energy_right", "energy_wrong_trials", "energ
 COLUMNS = (*REWARDS, *MEASURES)
 # A rollout's energy is a sum of squares that float32 may leave this far below 0.
 ROUNDING = 1e-2
-NO_STRATUM = -1
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class Statistics:
     """N prompts and their rollouts so far. Under forgetting the counts are weights and need not be whole."""
 
     prompt_ids: Sequence[str]
-    strata: np.ndarray  # int64 [N]: prompts of one number share a prior; NO_STRATUM: the pool's
     trials: np.ndarray  # float64 [N]; 0 for a prompt without history
     successes: np.ndarray  # float64 [N]
     reward_mean: np.ndarray  # float64 [N]
@@ -40,11 +38,6 @@ class Statistics:
 
     def __len__(self) -> int:
         return len(self.trials)
-
-    def take(self, indices: np.ndarray) -> Statistics:
-        """The statistics of the prompts at `indices`, int64 [M]."""
-        columns = {name: getattr(self, name)[indices] for name in ("strata", *COLUMNS)}
-        return Statistics([self.prompt_ids[i] for i in indices.tolist()], **columns)
 
 
 def checked(
@@ -71,12 +64,9 @@ def checked(
 
 
 class History:
-    """Statistics of all prompts observed so far, and the regression of rollouts' energy on reward (`energy_line`).
-    `strata`: prompt_id -> any label; None: no strata."""
+    """Statistics of all prompts observed so far, and the regression of rollouts' energy on reward (`energy_line`)."""
 
-    def __init__(self, strata: Mapping[str, Hashable] | None = None) -> None:
-        labels: dict[Hashable, int] = {}
-        self._stratum = {i: labels.setdefault(label, len(labels)) for i, label in (strata or {}).items()}
+    def __init__(self) -> None:
         self.energy_line = EnergyLine()
         self._start([], np.zeros((len(COLUMNS), 1)))
 
@@ -84,21 +74,15 @@ class History:
         """`numbers` [COLUMNS, 1 + prompts]: column 0 stands for every prompt that was never seen."""
         self._ids, self._numbers = prompt_ids, numbers
         self._column = {i: n for n, i in enumerate(prompt_ids, 1)}
-        self._strata = self._strata_of(prompt_ids)
-
-    def _strata_of(self, prompt_ids: Sequence[str]) -> np.ndarray:
-        if not self._stratum:
-            return np.full(len(prompt_ids), NO_STRATUM, np.int64)
-        return np.fromiter((self._stratum.get(i, NO_STRATUM) for i in prompt_ids), np.int64, len(prompt_ids))
 
     def of(self, prompt_ids: Sequence[str]) -> Statistics:
         """Statistics aligned with `prompt_ids`, in which a prompt may occur twice."""
         columns = np.fromiter((self._column.get(i, 0) for i in prompt_ids), np.int64, len(prompt_ids))
-        return _read_only(prompt_ids, self._strata_of(prompt_ids), self._numbers[:, columns])
+        return _read_only(prompt_ids, self._numbers[:, columns])
 
     def pool(self) -> Statistics:
         """Every prompt observed so far."""
-        return _read_only(self._ids, self._strata.view(), self._numbers[:, 1:])
+        return _read_only(self._ids, self._numbers[:, 1:])
 
     def observe(
         self, prompt_ids: list[str], observed: dict[str, np.ndarray], keep: float, *, only_new: bool = False
@@ -126,7 +110,6 @@ class History:
         if new := sorted(i for i in visited if i not in self._column):
             self._column |= {i: n for n, i in enumerate(new, self._numbers.shape[1])}
             self._ids = self._ids + new
-            self._strata = np.concatenate([self._strata, self._strata_of(new)])
             numbers = np.concatenate([self._numbers, np.zeros((len(COLUMNS), len(new)))], axis=1)
             columns = np.fromiter((self._column[i] for i in visited), np.int64, len(visited))
         numbers[:, columns] = updated
@@ -159,11 +142,10 @@ class History:
         self._start(ids, np.concatenate([np.zeros((len(COLUMNS), 1)), numbers], axis=1))
 
 
-def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarray) -> Statistics:
-    # A view: the flag must not reach the table itself.
-    numbers = numbers.view()
-    strata.flags.writeable = numbers.flags.writeable = False
-    return Statistics(prompt_ids, strata, *numbers)
+def _read_only(prompt_ids: Sequence[str], numbers: np.ndarray) -> Statistics:
+    numbers = numbers.view()  # the flag must not reach the table itself
+    numbers.flags.writeable = False
+    return Statistics(prompt_ids, *numbers)
 
 
 def _visit(index: np.ndarray, observed: dict[str, np.ndarray]) -> np.ndarray:

@@ -8,26 +8,21 @@ shrunk to 1 by an amount fitted to the pool. The papers estimate gradient norms 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
-from dynamo_megatron.algorithm.history import NO_STRATUM, Statistics
+from dynamo_megatron.algorithm.history import Statistics
 
 # Prior strength a + b in rollouts: the bounds of a fit, and the value if nothing can be fitted.
 STRENGTH_RANGE = (0.1, 1000.0)
 STRENGTH_UNKNOWN = 1.0
 # The weight, in rollouts, of the pool's variance and mean length in those of every prompt.
 POOL_ROLLOUTS = 4.0
-# A stratum with at least this many prompts with history has a prior of its own. Measured on eight strata, 8 rollouts
-# per prompt: compared with the pool's prior, the variance changes by -3 % with 8 prompts and -5 % with 16 where strata
-# matter, and by +3 % and +1 % where they do not.
-STRATUM_LEAST = 16
 # At both of its ends a line is at least this share of its mean.
 LEAST_SHARE = 0.1
 # Bounds of the fitted weight, in rollouts, of the factor 1 in every prompt's factor.
@@ -91,8 +86,14 @@ def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray,
 
 def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
     """The expected variance of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, surprise, energy,
-    empirical). The prior is from the pool's prompts of the same stratum (`by_stratum`)."""
-    return by_stratum(functools.partial(_variance, model), prompts, pool)
+    empirical)."""
+    if model == "empirical":
+        return empirical(prompts.reward_squares, prompts.trials, pool.reward_squares, pool.trials)
+    prior = beta_prior(pool.successes, pool.trials)
+    if model == "energy":
+        return energy_variance(prompts, pool, prior)
+    a, b = prior[0] + prompts.successes, prior[1] + prompts.trials - prompts.successes
+    return {"bernoulli": bernoulli, "surprise": surprise}[model](a, b)
 
 
 def expected_tokens(prompts: Statistics, pool: Statistics) -> np.ndarray:
@@ -103,47 +104,13 @@ def expected_tokens(prompts: Statistics, pool: Statistics) -> np.ndarray:
 
 
 def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1); the prior is as in `expected_variance`."""
-    return by_stratum(lambda own, all_: posterior_mean(own, beta_prior(all_.successes, all_.trials)), prompts, pool)
+    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1); the prior is fitted to the pool."""
+    return posterior_mean(prompts, beta_prior(pool.successes, pool.trials))
 
 
 def posterior_mean(prompts: Statistics, prior: tuple[float, float]) -> np.ndarray:
     """Of p of each of `prompts` under the Beta `prior` (a, b), float64 [N]."""
     return (prior[0] + prompts.successes) / (sum(prior) + prompts.trials)
-
-
-def _variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
-    if model == "empirical":
-        return empirical(prompts.reward_squares, prompts.trials, pool.reward_squares, pool.trials)
-    prior = beta_prior(pool.successes, pool.trials)
-    if model == "energy":
-        return energy_variance(prompts, pool, prior)
-    a, b = prior[0] + prompts.successes, prior[1] + prompts.trials - prompts.successes
-    return {"bernoulli": bernoulli, "surprise": surprise}[model](a, b)
-
-
-def by_stratum(
-    estimate: Callable[[Statistics, Statistics], np.ndarray], prompts: Statistics, pool: Statistics
-) -> np.ndarray:
-    """`estimate(prompts, pool)`, float64 [..., N]; of the prompts of a stratum with enough of them in `pool`, from
-    those of the pool alone."""
-    result = estimate(prompts, pool)
-    peers_of = _members(pool.strata)
-    for stratum, own in _members(prompts.strata).items():
-        peers = peers_of.get(stratum)
-        if peers is not None and len(peers) >= STRATUM_LEAST:
-            result[..., own] = estimate(prompts.take(own), pool.take(peers))
-    return result
-
-
-def _members(strata: np.ndarray) -> dict[int, np.ndarray]:
-    """stratum -> the indices of its prompts, without NO_STRATUM."""
-    if (strata == NO_STRATUM).all():
-        return {}
-    order = np.argsort(strata, kind="stable")
-    numbers, starts = np.unique(strata[order], return_index=True)
-    members = zip(numbers.tolist(), np.split(order, starts[1:]), strict=True)
-    return {number: indices for number, indices in members if number != NO_STRATUM}
 
 
 def _sum(values: np.ndarray) -> float:
@@ -276,22 +243,19 @@ class Baseline:
 
 
 def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance: float | None) -> Baseline:
-    """Returns each prompt's mean reward so far, shrunk to the mean of the pool, or of its stratum (`prior_by`), which
-    counts as `pool_strength` rollouts, or for rewards other than 0 and 1 (`variance` not None) as many as the ratio of
-    their variances within and between prompts. Without any history mean and strength are 0."""
-
-    def estimate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-        trials, means = pool.trials, pool.reward_mean
-        c = _fitted_strength(trials, means, variance) if variance else pool_strength  # 0: not known yet
-        weight = trials / (trials + c)
-        centre = float((weight * means).sum() / weight.sum())
-        if variance is None:
-            centre = min(max(centre, MEAN_RANGE[0]), MEAN_RANGE[1])
-        mean = (c * centre + prompts.trials * prompts.reward_mean) / (c + prompts.trials)
-        return np.stack([mean, np.minimum(c + prompts.trials, STRENGTH_MOST)])
-
-    mean, strength = by_stratum(estimate, prompts, pool) if len(pool) else np.zeros((2, len(prompts)))
-    return Baseline(mean, strength, variance=variance)
+    """Returns each prompt's mean reward so far, shrunk to the mean of the pool, which counts as `pool_strength`
+    rollouts, or for rewards other than 0 and 1 (`variance` not None) as many as the ratio of their variances within and
+    between prompts. Without any history mean and strength are 0."""
+    if not len(pool):
+        return Baseline(*np.zeros((2, len(prompts))), variance=variance)
+    trials, means = pool.trials, pool.reward_mean
+    c = _fitted_strength(trials, means, variance) if variance else pool_strength  # 0: not known yet
+    weight = trials / (trials + c)
+    centre = float((weight * means).sum() / weight.sum())
+    if variance is None:
+        centre = min(max(centre, MEAN_RANGE[0]), MEAN_RANGE[1])
+    mean = (c * centre + prompts.trials * prompts.reward_mean) / (c + prompts.trials)
+    return Baseline(mean, np.minimum(c + prompts.trials, STRENGTH_MOST), variance=variance)
 
 
 def variance_within(pool: Statistics) -> float | None:

@@ -347,11 +347,6 @@ class Config(Section):
                 f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "
                 "a mini-batch needs a prompt"
             )
-        if self.algorithm.allocation.prior_by is not None and self.data.streamed:
-            yield (
-                "algorithm.allocation.prior_by: needs all problems at the start, and those of "
-                f"{self.data.source} are read while the run goes on; set data.limit to read that number at the start"
-            )
         teacher = self.algorithm.teacher
         if teacher is not None and teacher.is_url and self.rollout.temperature != 1:
             yield (

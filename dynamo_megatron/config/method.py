@@ -317,7 +317,6 @@ class AllocationConfig(Section):
     # energy: of the gradient by the logits; empirical: of the rewards, not 0/1 alone
     variance: Literal["bernoulli", "surprise", "energy", "empirical"] = "bernoulli"
     cost: Literal["rollouts", "tokens"] = "rollouts"  # neyman: what is held to the budget; tokens: expected ones
-    prior_by: str | None = None  # data column (dotted) or `source`: its values have a prior each; None: one for all
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
     on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]

@@ -11,7 +11,6 @@ from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.user_functions import load_advantage
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import open_selection
-from dynamo_megatron.data.sources import prompt_strata
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
@@ -142,8 +141,7 @@ class TrainJob(Job):
             config.prompt_stream, encode_savable, limit, before, progress.count, needs_answer=needs_answer
         )
         prompts = self._stream.prompts
-        allocation = config.algorithm.allocation
-        self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
+        self._allocator = RolloutAllocator(config.algorithm.allocation)
         self._selection = open_selection(config.prompt_stream, self._stream, self._allocator.history)
         if config.rollout.engine == "recorded":
             self._sampler = RecordedRollouts(config.rollout.recorded, spec.vocab_size)

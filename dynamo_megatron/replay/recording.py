@@ -49,7 +49,6 @@ class Recording:
     steps: list[RecordedStep]
     allocation: dict[str, Any]  # algorithm.allocation of the run, which allocators start from
     notes: list[str] = field(default_factory=list)  # one line for each thing that was left out
-    strata: dict[str, Hashable] | None = None  # prompt_id -> the prompt's stratum (algorithm.allocation.prior_by)
 
     @property
     def prompt_ids(self) -> list[str]:
@@ -91,9 +90,7 @@ def read_run(folder: Path) -> Recording:
         raise InputError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
     source = Path(config["rollout"]["recorded"] or folder)
     steps = [part for rows in by_step for part in _read_step(source, rows)]
-    strata = {row["prompt_id"]: row["stratum"] for row in rows} if "stratum" in rows[0] else None
-    allocation = config["algorithm"]["allocation"]
-    return Recording(folder, "dynamo-megatron", steps, allocation, notes=notes, strata=strata)
+    return Recording(folder, "dynamo-megatron", steps, config["algorithm"]["allocation"], notes)
 
 
 def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ def write_replay(
     steps, base = recording.steps, allocator_of(recording)
     counts = {"as recorded": given(steps)}
     for text in dict.fromkeys(["uniform", *(allocators or DEFAULT_ALLOCATORS)]):
-        counts[text] = replay(steps, allocator_of(recording, text), recording.strata)
+        counts[text] = replay(steps, allocator_of(recording, text))
     rates = success_rates(steps)
     text = "\n\n".join([*_heading(recording, base), *_tables(rates, counts, base)])
     found = {
@@ -74,7 +74,7 @@ def _heading(recording: Recording, base: AllocationConfig) -> list[str]:
     # Not reproducible: a record has only estimates of energies, and with cost: tokens not the step's budget in tokens.
     by_energy = base.kind in ("gvm", "cures") or base.variance == "energy"
     if recording.trainer == "dynamo-megatron" and not by_energy and base.cost == "rollouts":
-        difference = first_difference(steps, replay(steps, base, recording.strata))
+        difference = first_difference(steps, replay(steps, base))
         if difference is None:
             lines.append(f"Replaying the run's own allocator gives all {visits} counts of allocation.jsonl exactly.")
         else:
@@ -123,22 +123,17 @@ def allocator_of(recording: Recording, text: str = "") -> AllocationConfig:
         "algorithm": {"allocation": recording.allocation, "advantage": {"kind": "history"}},
     }
     config, _ = compose([], [f"algorithm.allocation.{word}" for word in words], tree)
-    allocation = config.algorithm.allocation
-    if allocation.prior_by not in (None, recording.allocation.get("prior_by")):
-        raise ConfigError(f"prior_by: the record does not say what {allocation.prior_by!r} is of its prompts")
-    return allocation
+    return config.algorithm.allocation
 
 
-def replay(
-    steps: Sequence[RecordedStep], config: AllocationConfig, strata: Mapping[str, Hashable] | None = None
-) -> np.ndarray:
+def replay(steps: Sequence[RecordedStep], config: AllocationConfig) -> np.ndarray:
     """Rollouts for every visit, int64 [V], by an allocator that observes the record as in training.
 
     Before a step the allocator has observed the rollouts of the earlier steps; if the run sampled ahead, of the steps
     that were trained on by then. It observes what was sampled, even where it would have requested other counts. Its
-    budget is the step's. `strata` and errors: as for `RolloutAllocator`.
+    budget is the step's. Errors: as for `RolloutAllocator`.
     """
-    allocator, counts, observed = RolloutAllocator(config, strata), [], 0
+    allocator, counts, observed = RolloutAllocator(config), [], 0
     for index, step in enumerate(steps):
         while observed < index and (step.version is None or steps[observed].step <= step.version):
             seen = steps[observed]

@@ -7,7 +7,6 @@ import pytest
 from dynamo_megatron.algorithm import success
 from dynamo_megatron.algorithm.allocation import RolloutAllocator, success_variance, waterfill
 from dynamo_megatron.algorithm.history import COLUMNS, MEASURES, REWARDS
-from dynamo_megatron.algorithm.success import STRATUM_LEAST
 from dynamo_megatron.config import AllocationConfig
 
 
@@ -177,37 +176,10 @@ def test_energies_and_lengths_are_summed_of_what_was_measured_and_forgotten_like
     assert measures(static, "a") == [1, 1.0, 0, 0, 1, 2] and measures(static, "b") == [0, 0, 1, 3.0, 1, 5]
 
 
-def test_strata_have_priors_of_their_own_once_they_are_large_enough():
-    strata = {**{f"easy{i}": "easy" for i in range(30)}, **{f"odd{i}": "odd" for i in range(30)}, "lone": "lone"}
-    allocator = RolloutAllocator({"variance_floor": 0.0}, strata)
-    observe(allocator, {"lone": (2, 4), **{f"easy{i}": (7 + i % 2, 8) for i in range(STRATUM_LEAST - 1)}})
-    observe(allocator, {f"odd{i}": (3 + i % 3, 8) for i in range(STRATUM_LEAST)})
-    allocator.allocate(["easy29", "odd29", "lone", "gone"], 40, step=1)
-    easy, odd, _, gone = allocator.last.variance
-    assert easy == gone < odd, "too few easy ones: the pool's prior"
-    observe(allocator, {"easy20": (8, 8)})
-    n = allocator.allocate(["easy29", "odd29", "lone", "gone"], 40, step=2)
-    easy, odd, _, gone = allocator.last.variance
-    assert easy < gone < odd and n[0] == n.min()
-    assert easy == pytest.approx(unseen([(7 + i % 2, 8) for i in range(STRATUM_LEAST - 1)] + [(8, 8)]), rel=1e-12)
-    assert odd == pytest.approx(unseen([(3 + i % 3, 8) for i in range(STRATUM_LEAST)]), rel=1e-12)
-    rows = list(allocator.last.rows())
-    assert [row["stratum"] for row in rows] == ["easy", "odd", "lone", None]
-    resumed = RolloutAllocator({"variance_floor": 0.0}, strata)
-    resumed.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
-    assert resumed.allocate(["easy29", "odd29", "lone", "gone"], 40, step=2).tolist() == n.tolist()
-
-
-def unseen(outcomes):
-    """The variance expected of a prompt without history, from its peers'."""
-    k, g = np.array(outcomes, float).T
-    return success.bernoulli(*success.beta_prior(k, g))
-
-
 def test_prompts_may_vanish_and_appear_on_resume():
-    allocator = RolloutAllocator({}, {"a": 1, "b": 1})
+    allocator = RolloutAllocator({})
     observe(allocator, {"a": (1, 4), "b": (2, 4)})
-    resumed = RolloutAllocator({}, {"b": 2, "c": 3})
+    resumed = RolloutAllocator({})
     resumed.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
     resumed.allocate(["b", "c"], 16, step=2)
     assert resumed.last.history.tolist() == [True, False]

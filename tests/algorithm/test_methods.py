@@ -19,7 +19,7 @@ model: {path: model}
 data: {source: train.jsonl}
 output_dir: out
 algorithm:
-  allocation: {kind: waterfill, half_life: 2, static: true, variance: surprise, prior_by: level, variance_floor: 0.9}
+  allocation: {kind: waterfill, half_life: 2, static: true, variance: surprise, variance_floor: 0.9}
   dynamic_sampling: {rounds: 3}
   sequential: null
   advantage:
@@ -107,7 +107,7 @@ RECIPES = {
         "prompt_mean",
         "history",
         advantage__score_ratio="auto",
-        allocation={"kind": "uniform", "half_life": 4.0, "static": False, "prior_by": None},
+        allocation={"kind": "uniform", "half_life": 4.0, "static": False},
     ),
     # verl's recipe/spo: train.sh, and clip_lower 0.875 of its config as a constant
     "spo": recipe(
@@ -116,7 +116,7 @@ RECIPES = {
         "history",
         c=10.0,
         advantage__normalise="batch",
-        allocation={"kind": "uniform", "half_life": 5.2, "static": False, "prior_by": None},
+        allocation={"kind": "uniform", "half_life": 5.2, "static": False},
     ),
     # databricks/pilot-commit: train_scripts/pc_qwen3-4b_p16c48.sh (verl's script with clip_ratio_c 10)
     "pilot": recipe(
@@ -142,7 +142,7 @@ RECIPES = {
         "history",
         advantage__score_ratio="auto",
         modulation={**DECAY6, "expectation": "exact", "scope": "mini_batch"},
-        allocation={"kind": "neyman", "variance": "bernoulli", "variance_floor": 0.2, **LEARNS, "prior_by": None},
+        allocation={"kind": "neyman", "variance": "bernoulli", "variance_floor": 0.2, **LEARNS},
     ),
     # arXiv 2306.13649 with lambda 1: the policy's own samples, the reverse KL
     "distill": recipe(

@@ -19,8 +19,7 @@ def statistics(right, wrong, energy_right=None, energy_wrong=None):
     rewards = (right + wrong, right, none, none)
     energies = (none, none) if energy_right is None else (right, np.array(energy_right, float))
     energies += (none, none) if energy_wrong is None else (wrong, np.array(energy_wrong, float))
-    strata = np.full(len(right), -1)
-    return Statistics([f"p{i}" for i in range(len(right))], strata, *rewards, *energies, none, none)
+    return Statistics([f"p{i}" for i in range(len(right))], *rewards, *energies, none, none)
 
 
 def rate(prompts):
