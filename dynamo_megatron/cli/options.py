@@ -211,7 +211,7 @@ COMMANDS = {  # in the order of --help
     "replay": command(
         "what each allocator would have given each prompt of a run: a table and JSON; with --step the pass of a step "
         "that ended in NaN or infinity, again",
-        "runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
+        "runs/first --allocator uniform --allocator neyman,half_life=4",
         option(
             "run",
             nargs="*",

@@ -20,7 +20,7 @@ from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.replay.recording import RecordedStep, Recording, read_record
 from dynamo_megatron.reports.figures import rate_classes
 
-DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "neyman,variance=energy", "knapsack", "cero", "gvm", "cures")
+DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cures")
 MEANING = (
     "p is a prompt's success rate over the whole record, known only afterwards; the rollouts that an allocator learned "
     "from are among those that it is evaluated on. Expected variance is sum p(1-p)/n, not the gradient's. Every "
@@ -72,7 +72,7 @@ def _heading(recording: Recording, base: AllocationConfig) -> list[str]:
         f"{visits - prompts} visits are later ones.",
     ]
     # Not reproducible: a record has only estimates of energies, and with cost: tokens not the step's budget in tokens.
-    by_energy = base.kind in ("gvm", "cures") or base.variance == "energy"
+    by_energy = base.kind in ("gvm", "cures")
     if recording.trainer == "dynamo-megatron" and not by_energy and base.cost == "rollouts":
         difference = first_difference(steps, replay(steps, base))
         if difference is None:

@@ -29,7 +29,7 @@ measures = partial(numbers, names=MEASURES)
 
 def test_resume_through_json_is_exact():
     def run(steps, state=None):
-        allocator = RolloutAllocator(AllocationConfig(variance="energy"))
+        allocator = RolloutAllocator(AllocationConfig(variance="empirical"))
         if state is not None:
             allocator.load_state_dict(json.loads(state))
         counts = []
@@ -153,7 +153,7 @@ def test_order_of_measured_rollouts_does_not_matter():
     right, energy, lengths = rng.uniform(size=180) < 0.6, rng.lognormal(size=180), rng.integers(0, 999, 180)
     states = []
     for order in (np.arange(180), rng.permutation(180)):
-        allocator = RolloutAllocator({"variance": "energy"})
+        allocator = RolloutAllocator({})
         columns = [right[order] * 1.0, right[order], 1, energy[order], lengths[order]]
         allocator.observe(who[order].tolist(), *columns)
         states.append(allocator.state_dict())

@@ -19,7 +19,7 @@ model: {path: model}
 data: {source: train.jsonl}
 output_dir: out
 algorithm:
-  allocation: {kind: waterfill, half_life: 2, static: true, variance: surprise, variance_floor: 0.9}
+  allocation: {kind: waterfill, half_life: 2, static: true, variance: empirical, variance_floor: 0.9}
   dynamic_sampling: {rounds: 3}
   sequential: null
   advantage:

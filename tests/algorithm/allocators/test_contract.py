@@ -13,8 +13,6 @@ CONFIGS = [
     {"kind": "waterfill", "power": "sigma2"},
     {"kind": "waterfill", "power": "sigma"},
     {"kind": "neyman", "variance_floor": 0.0},
-    {"kind": "neyman", "variance": "surprise"},
-    {"kind": "neyman", "variance": "energy"},
     {"kind": "neyman", "variance": "empirical"},
     {"kind": "neyman", "cost": "tokens"},
     {"kind": "knapsack"},
