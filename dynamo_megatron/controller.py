@@ -181,14 +181,13 @@ class Controller:
         self._journal.say(note)
 
     def observe(self, step: int, now: Round, sampled: RolloutBatch, stats: TokenStats) -> None:
-        """Adds reward, energy and length of each rollout of the round to the allocator's history, except those that
-        were rejected. `sampled`: the round's rollouts with the rejected ones; `stats`: of their tokens."""
+        """Adds reward and energy of each rollout of the round to the allocator's history, except those that were
+        rejected. `sampled`: the round's rollouts with the rejected ones; `stats`: of their tokens."""
         fresh, lengths = now.result.batch, sampled.response_lengths
         energies = rollout_energies(stats.logprobs.numpy(), stats.collision.numpy(), lengths)
         if self.config.algorithm.loss.aggregation == "sequence_mean":  # a token's gradient has the weight 1 / length
             energies = energies / np.maximum(lengths, 1) ** 2
-        measured = energies[now.kept], lengths[now.kept]
-        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, *measured)
+        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, energies[now.kept])
         self._prompts.observe(step, fresh)
 
     def select(self, step: int, rounds: Sequence[Round]) -> Selection | None:

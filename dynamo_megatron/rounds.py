@@ -181,7 +181,7 @@ class RoundsAhead:
             self.rounds[int(step)] = Round(prompts, allocation, baseline, 0, np.arange(len(prompts)), **late)
 
 
-ARRAYS = ("counts", "variance", "history", "tokens", "mean", "strength")
+ARRAYS = ("counts", "variance", "history", "mean", "strength")
 
 
 def _arrays(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from dynamo_megatron.algorithm.energy import EnergyLine
 from dynamo_megatron.errors import InputError
 
 REWARDS = ("trials", "successes", "reward_mean", "reward_squares")
-# Sums of measurements of rollouts; 0 where nothing was measured.
-MEASURES = ("energy_right_trials", "energy_right", "energy_wrong_trials", "energy_wrong", "token_trials", "tokens")
+# Of rollouts whose energy is known: their number and their sum.
+MEASURES = ("energy_right_trials", "energy_right", "energy_wrong_trials", "energy_wrong")
 COLUMNS = (*REWARDS, *MEASURES)
 # A rollout's energy is a sum of squares that float32 may leave this far below 0.
 ROUNDING = 1e-2
@@ -33,25 +33,23 @@ class Statistics:
     energy_right: np.ndarray  # float64 [N], the sum of their energies
     energy_wrong_trials: np.ndarray  # float64 [N]
     energy_wrong: np.ndarray  # float64 [N]
-    token_trials: np.ndarray  # float64 [N], rollouts whose length is known
-    tokens: np.ndarray  # float64 [N], the sum of their response tokens
 
     def __len__(self) -> int:
         return len(self.trials)
 
 
 def checked(
-    prompt_ids: list[str], rewards: Any, successes: Any, step: int, energy: Any = None, lengths: Any = None
+    prompt_ids: list[str], rewards: Any, successes: Any, step: int, energy: Any = None
 ) -> dict[str, np.ndarray]:
     """The arguments that are not None as columns by name: one entry a finished rollout, float64 [S] (`successes` bool).
-    Raises ValueError naming the argument that does not have one entry per rollout, or the prompt whose reward, energy
-    or length is not finite, whose energy or length is below 0, or whose success is not 0 or 1."""
-    columns = {"rewards": rewards, "successes": successes, "energy": energy, "lengths": lengths}
+    Raises ValueError naming the argument that does not have one entry per rollout, or the prompt whose reward or energy
+    is not finite, whose energy is below 0, or whose success is not 0 or 1."""
+    columns = {"rewards": rewards, "successes": successes, "energy": energy}
     observed = {name: to_numpy(x, name).astype(np.float64) for name, x in columns.items() if x is not None}
     if any(len(x) != len(prompt_ids) for x in observed.values()):
         given = ", ".join(f"{len(x)} {name}" for name, x in observed.items())
         raise ValueError(f"prompt_ids: {len(prompt_ids)} ids and {given} at step {step}; give one of each a rollout")
-    least = {"rewards": -np.inf, "successes": 0, "energy": -ROUNDING, "lengths": 0}
+    least = {"rewards": -np.inf, "successes": 0, "energy": -ROUNDING}
     for name, x in observed.items():
         fine = np.isfinite(x) & (x >= least[name]) & ((name != "successes") | (x == 0) | (x == 1))
         if (bad := np.flatnonzero(~fine)).size:
@@ -159,14 +157,12 @@ def _visit(index: np.ndarray, observed: dict[str, np.ndarray]) -> np.ndarray:
     above = rewards[order] - np.repeat(lowest, trials)
     mean = np.add.reduceat(above, starts) / trials
     squares = np.add.reduceat((above - np.repeat(mean, trials)) ** 2, starts)
-    energies, tokens = np.zeros((4, len(trials))), np.zeros((2, len(trials)))
+    energies = np.zeros((4, len(trials)))
     if (energy := observed.get("energy")) is not None:
         order = np.lexsort((energy, index))  # sums of floats depend on the order
         of_right, of_wrong = (np.bincount(index[order], (energy * chosen)[order]) for chosen in (right, ~right))
         energies = np.stack([wins, of_right, trials - wins, of_wrong])
-    if "lengths" in observed:
-        tokens = np.stack([trials, np.bincount(index, observed["lengths"])])
-    return np.concatenate([[trials, wins, lowest + mean, squares], energies, tokens])
+    return np.concatenate([[trials, wins, lowest + mean, squares], energies])
 
 
 def _merged(old: np.ndarray, visit: np.ndarray, keep: float) -> np.ndarray:
@@ -185,7 +181,7 @@ def _check(prompt_ids: Sequence[str], numbers: np.ndarray) -> None:
     fine = np.isfinite(numbers).all(axis=0) & (successes <= trials) & (trials > 0)
     for name in (*COLUMNS[:2], *COLUMNS[3:]):  # a mean reward may be below 0
         fine &= columns[name] >= 0
-    for name, most in (("energy_right", successes), ("energy_wrong", trials), ("token", trials)):
+    for name, most in (("energy_right", successes), ("energy_wrong", trials)):
         fine &= columns[f"{name}_trials"] <= most
     if not fine.all():
         j = int(np.flatnonzero(~fine)[0])

@@ -15,7 +15,7 @@ from dynamo_megatron.algorithm.history import Statistics
 # Prior strength a + b in rollouts: the bounds of a fit, and the value if nothing can be fitted.
 STRENGTH_RANGE = (0.1, 1000.0)
 STRENGTH_UNKNOWN = 1.0
-# The weight, in rollouts, of the pool's variance and mean length in those of every prompt.
+# The weight, in rollouts, of the pool's variance in that of every prompt.
 POOL_ROLLOUTS = 4.0
 
 
@@ -69,13 +69,6 @@ def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.n
         return empirical(prompts.reward_squares, prompts.trials, pool.reward_squares, pool.trials)
     a, b = beta_prior(pool.successes, pool.trials)
     return bernoulli(a + prompts.successes, b + prompts.trials - prompts.successes)
-
-
-def expected_tokens(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Mean response tokens of each of `prompts`, float64 [N] above 0, shrunk to the pool's; 1 if no length is known."""
-    trials, tokens = pool.token_trials.sum(), pool.tokens.sum()
-    mean = tokens / trials if tokens > 0 and trials > 0 else 1.0
-    return (prompts.tokens + POOL_ROLLOUTS * mean) / (prompts.token_trials + POOL_ROLLOUTS)
 
 
 def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:

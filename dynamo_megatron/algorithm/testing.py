@@ -92,7 +92,7 @@ def _histories(rng: np.random.Generator, ids: list[str]) -> dict[str, dict[str, 
     def state(seen: int, *columns: np.ndarray, measured: bool = False) -> dict[str, Any]:
         weights, successes = columns[:2]
         failures = weights - successes
-        measures = (successes, right * successes, failures, wrong * failures, weights, 50 * right * weights)
+        measures = (successes, right * successes, failures, wrong * failures)
         values = (*columns, *(m * measured for m in measures))
         named = {name: x[:seen].tolist() for name, x in zip(COLUMNS, values, strict=True)}
         return {"prompt_ids": ids[:seen], **named, "energy_line": [0.0] * 5}

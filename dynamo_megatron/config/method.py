@@ -305,7 +305,6 @@ ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cure
 
 
 class AllocationConfig(Section):
-    of_kinds = {"cost": ("neyman",)}
     # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
     kind: Annotated[str, built_in(ALLOCATORS)] = "neyman"
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
@@ -315,7 +314,6 @@ class AllocationConfig(Section):
     half_life: Annotated[float, Field(gt=0)] = 8.0  # visits in which a rollout's weight halves; not waterfill, cero
     static: bool = False  # learn from a prompt's first visit alone
     variance: Literal["bernoulli", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
-    cost: Literal["rollouts", "tokens"] = "rollouts"  # neyman: what is held to the budget; tokens: expected ones
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
     on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]

@@ -71,9 +71,8 @@ def _heading(recording: Recording, base: AllocationConfig) -> list[str]:
         f"rollouts: {visits} visits to {prompts} prompts. On a first visit nothing is known of a prompt; "
         f"{visits - prompts} visits are later ones.",
     ]
-    # Not reproducible: a record has only estimates of energies, and with cost: tokens not the step's budget in tokens.
-    by_energy = base.kind in ("gvm", "cures")
-    if recording.trainer == "dynamo-megatron" and not by_energy and base.cost == "rollouts":
+    # gvm and cures are not reproducible: a record has only estimates of energies.
+    if recording.trainer == "dynamo-megatron" and base.kind not in ("gvm", "cures"):
         difference = first_difference(steps, replay(steps, base))
         if difference is None:
             lines.append(f"Replaying the run's own allocator gives all {visits} counts of allocation.jsonl exactly.")
@@ -111,8 +110,6 @@ def allocator_of(recording: Recording, text: str = "") -> AllocationConfig:
     kind, *words = text.split(",")
     if kind:
         words.insert(0, kind if "=" in kind else f"kind={kind}")
-        if words[0].startswith("kind=") and words[0] != "kind=neyman":
-            words.insert(0, "cost=rollouts")  # the run's cost may be tokens, which only neyman supports
     if any(word.startswith("budget=") for word in words):
         raise ConfigError(f"--allocator {text}: a replay gives every allocator the budget that the step had")
     tree = {
@@ -138,7 +135,7 @@ def replay(steps: Sequence[RecordedStep], config: AllocationConfig) -> np.ndarra
         while observed < index and (step.version is None or steps[observed].step <= step.version):
             seen = steps[observed]
             ids = [seen.prompt_ids[i] for i in seen.dispatch]
-            allocator.observe(ids, seen.rewards, seen.successes, seen.step, seen.energy, seen.lengths)
+            allocator.observe(ids, seen.rewards, seen.successes, seen.step, seen.energy)
             observed += 1
         counts.append(allocator.allocate(step.prompt_ids, step.budget, step=step.step))
     return np.concatenate(counts)

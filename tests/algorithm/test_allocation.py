@@ -23,7 +23,7 @@ def numbers(allocator, prompt_id, names=REWARDS):
     return [state[name][state["prompt_ids"].index(prompt_id)] for name in names]
 
 
-# [right rollouts of known energy, its sum, wrong ones, its sum, rollouts of known length, tokens] of a prompt
+# [right rollouts of known energy, its sum, wrong ones, its sum] of a prompt
 measures = partial(numbers, names=MEASURES)
 
 
@@ -150,30 +150,29 @@ def test_visits_merge_to_the_variance_of_all_rewards():
 def test_order_of_measured_rollouts_does_not_matter():
     rng = np.random.default_rng(3)
     who = np.repeat([f"p{i}" for i in range(20)], 9)
-    right, energy, lengths = rng.uniform(size=180) < 0.6, rng.lognormal(size=180), rng.integers(0, 999, 180)
+    right, energy = rng.uniform(size=180) < 0.6, rng.lognormal(size=180)
     states = []
     for order in (np.arange(180), rng.permutation(180)):
         allocator = RolloutAllocator({})
-        columns = [right[order] * 1.0, right[order], 1, energy[order], lengths[order]]
-        allocator.observe(who[order].tolist(), *columns)
+        allocator.observe(who[order].tolist(), right[order] * 1.0, right[order], 1, energy[order])
         states.append(allocator.state_dict())
     assert states[0] == states[1]
 
 
-def test_energies_and_lengths_are_summed_of_what_was_measured_and_forgotten_like_the_rewards():
+def test_energies_are_summed_of_what_was_measured_and_forgotten_like_the_rewards():
     allocator = RolloutAllocator({"half_life": 1})
     ids, right = ["a", "a", "b", "a"], np.array([True, False, True, True])
-    allocator.observe(ids, right * 1.0, right, 1, energy=[1.5, 4.0, 7.0, 2.5], lengths=np.array([3, 9, 0, 4]))
-    assert measures(allocator, "a") == [2, 4.0, 1, 4.0, 3, 16] and measures(allocator, "b") == [1, 7.0, 0, 0, 1, 0]
+    allocator.observe(ids, right * 1.0, right, 1, energy=[1.5, 4.0, 7.0, 2.5])
+    assert measures(allocator, "a") == [2, 4.0, 1, 4.0] and measures(allocator, "b") == [1, 7.0, 0, 0]
     allocator.observe(["a", "a"], [0.0, 1.0], [False, True], 2)
     assert numbers(allocator, "a")[:2] == [3.5, 2.0], "the rollouts count"
-    assert measures(allocator, "a") == [1, 2.0, 0.5, 2.0, 1.5, 8], "their energies and lengths are not known"
+    assert measures(allocator, "a") == [1, 2.0, 0.5, 2.0], "their energies are not known"
     allocator.observe(["a"], [1.0], [True], 3, energy=np.array([-1e-4], np.float32))
-    assert measures(allocator, "a") == [1.5, 1.0, 0.25, 1.0, 0.75, 4], "rounding below 0 is 0"
+    assert measures(allocator, "a") == [1.5, 1.0, 0.25, 1.0], "rounding below 0 is 0"
     static = RolloutAllocator({"static": True})
-    static.observe(["a"], [1.0], [True], 1, energy=[1.0], lengths=[2])
-    static.observe(["a", "b"], [1.0, 0.0], [True, False], 1, energy=[2.0, 3.0], lengths=[4, 5])
-    assert measures(static, "a") == [1, 1.0, 0, 0, 1, 2] and measures(static, "b") == [0, 0, 1, 3.0, 1, 5]
+    static.observe(["a"], [1.0], [True], 1, energy=[1.0])
+    static.observe(["a", "b"], [1.0, 0.0], [True, False], 1, energy=[2.0, 3.0])
+    assert measures(static, "a") == [1, 1.0, 0, 0] and measures(static, "b") == [0, 0, 1, 3.0]
 
 
 def test_prompts_may_vanish_and_appear_on_resume():
@@ -224,7 +223,6 @@ def knowing(*prompt_ids):
         ((["x", "bad"], [0.0, 1.0], [0, 2], 3), "'bad'.*2"),
         ((["x"], [0.0, 1.0], [True, True], 3), "prompt_ids"),
         ((["x", "bad"], [0.0, 1.0], [0, 1], 3, [1.0, -1.0]), "energy: prompt 'bad' has -1.0"),
-        ((["x", "bad"], [0.0, 1.0], [0, 1], 3, None, [2, -1]), "lengths: prompt 'bad' has -1.0"),
     ],
 )
 def test_bad_observations_name_the_prompt_and_change_nothing(arguments, message):
@@ -245,7 +243,7 @@ def test_bad_observations_name_the_prompt_and_change_nothing(arguments, message)
             ("reward_squares", -1),
             ("energy_wrong", -1.0),
         ),
-        *(("energy_right_trials", 2.0), ("energy_wrong_trials", 5.0), ("token_trials", 5.0), ("tokens", -1.0)),
+        *(("energy_right_trials", 2.0), ("energy_wrong_trials", 5.0)),
     ],
 )
 def test_a_contradictory_state_names_the_prompt_and_changes_nothing(name, value):

@@ -14,7 +14,6 @@ CONFIGS = [
     {"kind": "waterfill", "power": "sigma"},
     {"kind": "neyman", "variance_floor": 0.0},
     {"kind": "neyman", "variance": "empirical"},
-    {"kind": "neyman", "cost": "tokens"},
     {"kind": "knapsack"},
     {"kind": "cero"},
     {"kind": "gvm"},
