@@ -132,7 +132,7 @@ class RolloutAllocator:
         ids, by_visit = list(prompt_ids), 0.5 ** (1 / self.config.half_life)
         observed = checked(ids, rewards, successes, step, energy)
         keep = by_visit if self._allocator.forgets else 1.0
-        self.history.observe(ids, observed, keep, only_new=self.config.static)
+        self.history.observe(ids, observed, keep)
         if ids and energy is not None:
             line = self.history.energy_line
             self.history.energy_line = line.after(observed["rewards"], observed["energy"], by_visit)

@@ -82,24 +82,17 @@ class History:
         """Every prompt observed so far."""
         return _read_only(self._ids, self._numbers[:, 1:])
 
-    def observe(
-        self, prompt_ids: list[str], observed: dict[str, np.ndarray], keep: float, *, only_new: bool = False
-    ) -> None:
+    def observe(self, prompt_ids: list[str], observed: dict[str, np.ndarray], keep: float) -> None:
         """Adds finished rollouts (`checked`); the weight of earlier observations of their prompts is multiplied by
         `keep`.
 
-        `only_new`: adds only rollouts of prompts without history. Nothing depends on the order of the rollouts. Raises
-        ValueError naming the prompt whose statistics would not be finite; then nothing is added.
+        Nothing depends on the order of the rollouts. Raises ValueError naming the prompt whose statistics would not be
+        finite; then nothing is added.
         """
-        ids = prompt_ids
-        if only_new:
-            rows = np.array([i not in self._column for i in ids], bool)
-            ids = [i for i in ids if i not in self._column]
-            observed = {name: x[rows] for name, x in observed.items()}
-        if not ids:
+        if not prompt_ids:
             return
         visited: dict[str, int] = {}
-        index = np.fromiter((visited.setdefault(i, len(visited)) for i in ids), np.int64, len(ids))
+        index = np.fromiter((visited.setdefault(i, len(visited)) for i in prompt_ids), np.int64, len(prompt_ids))
         columns = np.fromiter((self._column.get(i, 0) for i in visited), np.int64, len(visited))
         with np.errstate(over="ignore", invalid="ignore"):
             updated = _merged(self._numbers[:, columns], _visit(index, observed), keep)

@@ -16,8 +16,7 @@ def premise_warnings(config: Config) -> list[str]:
     kind, low, high = allocation.kind, allocation.rollout_n_min, allocation.rollout_n_max
     uneven, functions = kind != "uniform", len(config.reward.outcomes)
     even = not uneven and config.rollout_budget >= 2 * config.batch_prompts
-    forever = "static=true" if allocation.static else f"kind={kind}" if kind in NEVER_FORGET else None
-    forgetting = "static=false" if allocation.static else "kind=neyman"
+    forever = f"kind={kind}" if kind in NEVER_FORGET else None
     readers = {
         "algorithm.advantage.kind=history": advantage.kind == "history",
         f"data.selection.kind={selection.kind}": selection.kind in ("priority", "thompson"),
@@ -56,7 +55,7 @@ def premise_warnings(config: Config) -> list[str]:
             (
                 reads and forever,
                 f"{key} goes by a prompt's earlier rollouts, and algorithm.allocation.{forever} forgets none of them, "
-                f"however much the policy changes; set algorithm.allocation.{forgetting}",
+                f"however much the policy changes; set algorithm.allocation.kind=neyman",
             )
             for key, reads in readers.items()
         ),

@@ -312,7 +312,6 @@ class AllocationConfig(Section):
     rollout_n_max: Positive = 24
     initial_budget: Positive = 8
     half_life: Annotated[float, Field(gt=0)] = 8.0  # visits in which a rollout's weight halves; not waterfill, cero
-    static: bool = False  # learn from a prompt's first visit alone
     variance: Literal["bernoulli", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is

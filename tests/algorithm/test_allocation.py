@@ -169,10 +169,6 @@ def test_energies_are_summed_of_what_was_measured_and_forgotten_like_the_rewards
     assert measures(allocator, "a") == [1, 2.0, 0.5, 2.0], "their energies are not known"
     allocator.observe(["a"], [1.0], [True], 3, energy=np.array([-1e-4], np.float32))
     assert measures(allocator, "a") == [1.5, 1.0, 0.25, 1.0], "rounding below 0 is 0"
-    static = RolloutAllocator({"static": True})
-    static.observe(["a"], [1.0], [True], 1, energy=[1.0])
-    static.observe(["a", "b"], [1.0, 0.0], [True, False], 1, energy=[2.0, 3.0])
-    assert measures(static, "a") == [1, 1.0, 0, 0] and measures(static, "b") == [0, 0, 1, 3.0]
 
 
 def test_prompts_may_vanish_and_appear_on_resume():

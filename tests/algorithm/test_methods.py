@@ -19,7 +19,7 @@ model: {path: model}
 data: {source: train.jsonl}
 output_dir: out
 algorithm:
-  allocation: {kind: waterfill, half_life: 2, static: true, variance: empirical, variance_floor: 0.9}
+  allocation: {kind: waterfill, half_life: 2, variance: empirical, variance_floor: 0.9}
   dynamic_sampling: {rounds: 3}
   sequential: null
   advantage:
@@ -66,7 +66,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
 
 DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99, "stabiliser": "max", "quantile": 0.99}
 DAPO = {"dynamic_sampling": {"rounds": 9}, "advantage__overlong_buffer": 0.2}
-LEARNS = {"half_life": 4.0, "static": False}
+LEARNS = {"half_life": 4.0}
 ROUNDS = {"round_n": 8, "lower": 0.125, "upper": 0.25, "explore": 0.0, "exit": "balanced", "keep": 4}
 SIZES = {"budget": 8192, "rollout_n_min": 8, "rollout_n_max": 24, "initial_budget": 8}
 RECIPES = {
@@ -107,7 +107,7 @@ RECIPES = {
         "prompt_mean",
         "history",
         advantage__score_ratio="auto",
-        allocation={"kind": "uniform", "half_life": 4.0, "static": False},
+        allocation={"kind": "uniform", "half_life": 4.0},
     ),
     # verl's recipe/spo: train.sh, and clip_lower 0.875 of its config as a constant
     "spo": recipe(
@@ -116,7 +116,7 @@ RECIPES = {
         "history",
         c=10.0,
         advantage__normalise="batch",
-        allocation={"kind": "uniform", "half_life": 5.2, "static": False},
+        allocation={"kind": "uniform", "half_life": 5.2},
     ),
     # databricks/pilot-commit: train_scripts/pc_qwen3-4b_p16c48.sh (verl's script with clip_ratio_c 10)
     "pilot": recipe(
@@ -159,7 +159,7 @@ RECIPES = {
         "token_mean",
         c=10.0,
         modulation={**DECAY6, "expectation": "sequence_mean", "scope": "micro_batch"},
-        allocation={"kind": "waterfill", "power": "sigma2", "static": False, **SIZES},
+        allocation={"kind": "waterfill", "power": "sigma2", **SIZES},
     ),
 }
 

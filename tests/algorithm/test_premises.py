@@ -35,7 +35,6 @@ PILOT = {"kind": "pilot", "round_n": 4}
         ({"advantage": {"kind": "reinforce"}}, {}, ["advantage.kind=reinforce"]),
         ({"allocation": UNIFORM, "advantage": {"kind": "reinforce"}, "dynamic_sampling": {}}, {}, ["dynamic_sampling"]),
         ({"allocation": {"kind": "cero"}, "advantage": {"kind": "history"}}, {}, ["advantage.kind=history"]),
-        ({"allocation": {"static": True}, "advantage": {"kind": "history"}}, {}, ["advantage.kind=history"]),
         ({"advantage": {"kind": "history"}}, {}, []),
         ({}, {"optimizer": {"lr": 0}}, ["optimizer.lr=0"]),
         (
