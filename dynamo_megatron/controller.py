@@ -100,7 +100,7 @@ class Controller:
         round one for each group that the batch still lacks. With `algorithm.sequential` it returns the prompts of the
         first round that get further rollouts."""
         self._journal.progress.phase("read data")
-        if further := self._rules.next_round(step, rounds):
+        if further := self._rules.next_round(rounds):
             return [rounds[0].prompts[i] for i in further.prompts]
         missing = self._rules.missing(rounds, self.config.batch_prompts)
         under_way = {prompt.prompt_id for ahead in self.ahead.rounds.values() for prompt in ahead.prompts}
@@ -114,7 +114,7 @@ class Controller:
         budget = self.config.rollout_budget * len(prompts) // self.config.batch_prompts
         first = sum(len(r.prompts) for r in rounds)
         origin = first + np.arange(len(prompts))
-        if further := self._rules.next_round(step, rounds):
+        if further := self._rules.next_round(rounds):
             budget, origin = further.budget, further.prompts
         elif sequential := self.config.algorithm.sequential:
             budget = sequential.round_n * len(prompts)
@@ -199,7 +199,7 @@ class Controller:
         all are trained on. With `algorithm.sequential` its rule selects (algorithm/sequential.py).
         Raises RolloutError if no rollout can be trained on.
         """
-        if not self._rules.complete(step, rounds, self.config.batch_prompts):
+        if not self._rules.complete(rounds, self.config.batch_prompts):
             return None
         sampled = self._rules.joined(rounds)
         if not sampled.batch.rollout_ids:

@@ -96,8 +96,8 @@ class Trainer:
         There is usually one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are
         all equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one draw
         of a prompt. Its group_id is set when the rollouts are requested. With `algorithm.sequential` further rounds
-        sample prompts of the first round again. Unless `sequential.explore` is set, all rollouts of such a prompt then
-        become one group (`Selection.group_ids`).
+        sample prompts of the first round again. All rollouts of such a prompt then become one group
+        (`Selection.group_ids`).
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 

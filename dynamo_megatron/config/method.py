@@ -350,8 +350,8 @@ class SequentialConfig(Section):
     """Rounds of a step that look at its own outcomes, `round_n` rollouts of every prompt in the first."""
 
     of_kinds = {
-        **dict.fromkeys(("lower", "upper", "explore"), ("pilot",)),
-        **dict.fromkeys(("exit", "keep"), ("reinforce_ada",)),
+        **dict.fromkeys(("lower", "upper"), ("pilot",)),
+        "keep": ("reinforce_ada",),
     }
     # pilot (Pilot-Commit, arXiv 2605.26606): the rest of the budget to the prompts of middling success rates;
     # reinforce_ada (Reinforce-Ada, arXiv 2510.04996): rounds until a prompt has right and wrong rollouts
@@ -359,11 +359,7 @@ class SequentialConfig(Section):
     round_n: Positive = 8  # rollouts of a prompt in the first round; reinforce_ada: in every round
     lower: Annotated[float, Field(ge=0, le=1)] = 0.125  # pilot: least share of right rollouts for a second round
     upper: Annotated[float, Field(ge=0, le=1)] = 0.25  # pilot: least share of wrong ones
-    # pilot: chance of a second round for a prompt without these; above 0: both rounds are groups of their own, with
-    # weights that make the gradient unbiased
-    explore: Annotated[float, Field(ge=0, le=1)] = 0.0
-    exit: Literal["balanced", "positive"] = "balanced"  # reinforce_ada: keep / 2 right and wrong ones, or 1 right one
-    keep: Annotated[int, Field(ge=2)] = 4  # reinforce_ada: rollouts of a prompt that are trained on
+    keep: Annotated[int, Field(ge=2)] = 4  # reinforce_ada: rollouts of a prompt that are trained on, half of them right
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.lower + self.upper > 1:
@@ -381,10 +377,8 @@ class SequentialConfig(Section):
                 yield f"keep: {self.keep} rollouts of a prompt, and a first round has {n}; raise round_n or lower keep"
         elif high - n < low:
             yield f"round_n: {n} leaves no second round of allocation.rollout_n_min {low} below rollout_n_max {high}"
-        else:
-            least = prompts * (n + low) if self.explore else prompts * n + low
-            if budget < least:
-                yield (
-                    f"round_n: {n} rollouts for each of {prompts} prompts leave {max(0, budget - prompts * n)} of the "
-                    f"budget of {budget}; give allocation.budget {least} or more"
-                )
+        elif budget < (least := prompts * n + low):
+            yield (
+                f"round_n: {n} rollouts for each of {prompts} prompts leave {max(0, budget - prompts * n)} of the "
+                f"budget of {budget}; give allocation.budget {least} or more"
+            )

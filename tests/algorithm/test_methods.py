@@ -67,7 +67,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
 DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99, "stabiliser": "max", "quantile": 0.99}
 DAPO = {"dynamic_sampling": {"rounds": 9}, "advantage__overlong_buffer": 0.2}
 LEARNS = {"half_life": 4.0}
-ROUNDS = {"round_n": 8, "lower": 0.125, "upper": 0.25, "explore": 0.0, "exit": "balanced", "keep": 4}
+ROUNDS = {"round_n": 8, "lower": 0.125, "upper": 0.25, "keep": 4}
 SIZES = {"budget": 8192, "rollout_n_min": 8, "rollout_n_max": 24, "initial_budget": 8}
 RECIPES = {
     # TRL GRPOConfig: epsilon 0.2, epsilon_high and delta (the dual clip) off, loss_type bnpo for the token mean
