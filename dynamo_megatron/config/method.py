@@ -95,8 +95,6 @@ class AdvantageConfig(Section):
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
-    # How much more a right rollout counts whose answer or path is rare in its group (docs/methods.md); 0: off
-    diversity: Annotated[float, Field(ge=0, le=1)] = 0.0
     process: ProcessConfig = ProcessConfig()
     # per token: A + min(alpha H, |A| / kappa) (arXiv 2506.14758), or module:function, yours (docs/quickstart.md)
     entropy_shaping: EntropyShapingConfig | str | None = None
@@ -110,12 +108,11 @@ class AdvantageConfig(Section):
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.kind == "otb":
-            of_rollouts = ("positive_weight", "normalise", "diversity")
+            of_rollouts = ("positive_weight", "normalise")
             yield from self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
         if self.kind == "gae":
-            yield from self.unused(
-                ["positive_weight", "diversity"], "is of a rollout's advantage, and those of kind gae are of tokens"
-            )
+            why = "is of a rollout's advantage, and those of kind gae are of tokens"
+            yield from self.unused(["positive_weight"], why)
             if self.process.gamma != 1:
                 yield "process.gamma: kind gae discounts by its own gamma; set it to 1.0"
         if self.kind != "history" and self.score_ratio not in ("auto", 1):
