@@ -22,19 +22,16 @@ from dynamo_megatron.algorithm.history import COLUMNS
 from dynamo_megatron.algorithm.user_functions import (
     AdvantageInputs,
     LossInputs,
-    TokenInputs,
     TokenLosses,
     custom_advantages,
     custom_losses,
-    custom_shaping,
     load_advantage,
     load_loss,
-    load_shaping,
 )
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.runtime.user_code import UserFunction
 
-__all__ = ["check_advantage", "check_allocator", "check_loss", "check_shaping"]
+__all__ = ["check_advantage", "check_allocator", "check_loss"]
 
 DISTINCT = "forgotten in part"  # weights and rates are real numbers: no two prompts tie
 BOUNDS = ((1, 1), (1, 5), (2, 24), (8, 24))
@@ -138,32 +135,6 @@ def check_advantage(function: Callable | str, prompt_ids: Sequence[str] = ("p0",
             user.hold(same, f"gives a rollout another advantage where the batch is in another order ({case})")
 
 
-def check_shaping(function: Callable | str) -> None:
-    """Calls `function` ("module:function", or the function) with made-up tokens of one response and of several.
-
-    Checked: the result is finite float64 [n]; a second call returns the same; the inputs are not modified.
-    """
-    user = _user(function, load_shaping)
-    rng = np.random.default_rng(0)
-    for lengths in RESPONSES:
-        response = np.repeat(np.arange(len(lengths)), lengths)
-        for size in (0.0, 1.0):
-            logprobs = torch.from_numpy(rng.normal(0, 2, (len(response), 11))).log_softmax(1)
-            p = logprobs.exp()
-            entropy = -(p * logprobs).sum(1)
-            inputs = TokenInputs(
-                advantages=torch.from_numpy(size * rng.normal(size=len(lengths))[response]),
-                logprobs=logprobs[:, 0].float(),
-                entropy=entropy.float(),
-                expected_pi_lambda=(p.square() * (logprobs + entropy[:, None])).sum(1).float(),
-                collision=p.square().sum(1).float(),
-                response=torch.from_numpy(response),
-                rollout_ids=tuple(f"000001-{i:04}-000" for i in range(len(lengths))),
-            )
-            with _unchanged(user, inputs):
-                custom_shaping(user, inputs)
-
-
 def check_loss(
     function: Callable | str, *, reference: bool = False, kl_coef: float = 0.0, context_parallel: bool = False
 ) -> None:
@@ -205,7 +176,7 @@ def _user(function: Callable | str, load: Callable[[str], UserFunction]) -> User
 
 
 @contextlib.contextmanager
-def _unchanged(function: UserFunction, inputs: TokenInputs | LossInputs, case: str = "") -> Iterator[None]:
+def _unchanged(function: UserFunction, inputs: LossInputs, case: str = "") -> Iterator[None]:
     before = {name: t.detach().clone() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
     yield
     for name, tensor in before.items():

@@ -1,8 +1,5 @@
-"""A user's own advantages, shaping of token advantages, and losses; `testing.py` has the checks of them.
-
-The keys `algorithm.advantage.kind`, `algorithm.advantage.entropy_shaping` and `algorithm.loss.kind` name them as
-"module:function".
-"""
+"""A user's own advantages and losses, which `algorithm.advantage.kind` and `algorithm.loss.kind` name as
+"module:function"; `testing.py` has the checks of them."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.algorithm.arrays import described, to_numpy
+from dynamo_megatron.algorithm.arrays import described
 from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.user_code import UserFunction
 
@@ -46,23 +43,7 @@ def _load(key: str, spec: str) -> UserFunction:
 
 
 load_advantage = functools.partial(_load, "advantage.kind")
-load_shaping = functools.partial(_load, "advantage.entropy_shaping")
 load_loss = functools.partial(_load, "loss.kind")
-
-
-def _called_twice(function: UserFunction, inputs: Any, wanted: str, place: Callable[[int], str]) -> Any:
-    """What `function` returns, if it is finite, as `described` like `wanted`, and the same the second time. `place`
-    names an entry. Raises UserCodeError."""
-    with function.named():
-        values, again = function.function(inputs), function.function(inputs)
-    what = "tensor" if " on " in wanted else "numpy array"
-    function.hold(described(values) == wanted, f"returned {described(values)}, not a {what} of {wanted}")
-    numbers = to_numpy(values, "the result")
-    if (bad := np.flatnonzero(~np.isfinite(numbers))).size:
-        function.hold(False, f"returned {numbers[bad[0]]} for {place(bad[0])}; give finite numbers")
-    same = described(again) == wanted and np.array_equal(numbers, to_numpy(again, "the result"))
-    function.hold(same, "returned other advantages when called again with the same inputs")
-    return values
 
 
 def custom_advantages(
@@ -77,40 +58,20 @@ def custom_advantages(
     rollouts = len(inputs.rewards)
     if rollouts == 0:
         return np.zeros(0)
-    place = lambda i: f"rollout {i}, of prompt {inputs.prompt_ids[i]!r}"  # noqa: E731
-    advantages = _called_twice(function, inputs, f"float64 ({rollouts},)", place)
+    with function.named():
+        advantages, again = function.function(inputs), function.function(inputs)
+    wanted = f"float64 ({rollouts},)"
+    function.hold(described(advantages) == wanted, f"returned {described(advantages)}, not a numpy array of {wanted}")
+    if (bad := np.flatnonzero(~np.isfinite(advantages))).size:
+        where = f"rollout {bad[0]}, of prompt {inputs.prompt_ids[bad[0]]!r}"
+        function.hold(False, f"returned {advantages[bad[0]]} for {where}; give finite numbers")
+    same = np.array_equal(advantages, again)
+    function.hold(same, "returned other advantages when called again with the same inputs")
     if gather is not None:
         digests = gather(hashlib.sha256(advantages.tobytes()).hexdigest())
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         function.hold(other is None, f"returned other advantages on rank {other} than on rank 0 from the same inputs")
     return advantages
-
-
-@dataclass(frozen=True)
-class TokenInputs:
-    """The n response tokens of a mini-batch, response by response, the same on every rank.
-
-    float32 [n] on the CPU unless said otherwise, of the policy that the step began with: p = softmax(logits /
-    rollout.temperature), natural logs.
-    """
-
-    advantages: torch.Tensor  # float64, of the token's rollout; with kind otb or process rewards of the token
-    logprobs: torch.Tensor
-    entropy: torch.Tensor  # H, nats
-    expected_pi_lambda: torch.Tensor  # sum_v p_v^2 (log p_v + H)
-    collision: torch.Tensor  # sum_v p_v^2
-    response: torch.Tensor  # int64, ascending: which of `rollout_ids` a token belongs to
-    rollout_ids: tuple[str, ...]  # of the mini-batch's rollouts; a step has each once
-
-
-def custom_shaping(function: UserFunction, inputs: TokenInputs) -> torch.Tensor:
-    """Returns the tokens' advantages from `function`, float64 [n]. Without tokens `function` is not called. Raises
-    UserCodeError naming the function if it raises, returns anything but finite float64 [n], or returns other values
-    when called again with the same inputs."""
-    if len(inputs.advantages) == 0:
-        return inputs.advantages
-    place = lambda i: f"a token of rollout {inputs.rollout_ids[int(inputs.response[i])]}"  # noqa: E731
-    return _called_twice(function, inputs, described(inputs.advantages), place)
 
 
 @dataclass(frozen=True)

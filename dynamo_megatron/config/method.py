@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.dataclasses import dataclass
 
 from dynamo_megatron.runtime.user_code import SPEC
@@ -96,15 +96,7 @@ class AdvantageConfig(Section):
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
     process: ProcessConfig = ProcessConfig()
-    # per token: A + min(alpha H, |A| / kappa) (arXiv 2506.14758), or module:function, yours (docs/quickstart.md)
-    entropy_shaping: EntropyShapingConfig | str | None = None
-
-    @field_validator("entropy_shaping")
-    @classmethod
-    def _function(cls, value: EntropyShapingConfig | str | None) -> EntropyShapingConfig | str | None:
-        if isinstance(value, str) and not SPEC.fullmatch(value):
-            raise ValueError(f"{value!r} is no module:function; name one, or give keys (alpha, kappa)")
-        return value
+    entropy_shaping: EntropyShapingConfig | None = None
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.kind == "otb":

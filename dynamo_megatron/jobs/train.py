@@ -37,13 +37,11 @@ if TYPE_CHECKING:
 def check_functions(config: Config) -> None:
     """Loads the functions of the user's that the updates will call. Raises UserCodeError for one that is none, or a
     loss that breaks its contract on made-up tokens."""
-    from dynamo_megatron.algorithm.testing import check_loss, check_shaping  # imports torch
+    from dynamo_megatron.algorithm.testing import check_loss  # imports torch
 
     algorithm = config.algorithm
     if algorithm.advantage.of_the_user:
         load_advantage(algorithm.advantage.kind)  # not tried: it may know the data's prompts alone
-    if isinstance(algorithm.advantage.entropy_shaping, str):
-        check_shaping(algorithm.advantage.entropy_shaping)
     if algorithm.loss.function is not None:
         check_loss(
             algorithm.loss.function,

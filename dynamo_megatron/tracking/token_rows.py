@@ -35,11 +35,10 @@ def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int)
     The row's lists have one number per response token, under the weights at the beginning of the step: `logprob` and
     `entropy` (nats), `advantage` (as the loss gets it, before the modulation) and `modulation`, the factor of the
     modulation where the ratio is 1. `modulation` is left out where the method has no modulation, or its scope is the
-    micro-batch. Both are left out where `entropy_shaping` is a function of the user's: if only rank 0 called it, its
-    state could differ between the ranks. `stats`: float32 [R].
+    micro-batch. `stats`: float32 [R].
     """
-    rollouts, users = batch.rollouts, isinstance(config.algorithm.advantage.entropy_shaping, str)
-    advantages, lengths = batch.advantages, rollouts.response_lengths
+    rollouts, advantages = batch.rollouts, batch.advantages
+    lengths = rollouts.response_lengths
     if batch.process is not None:
         owners = np.repeat(np.arange(len(lengths)), lengths)
         advantages = advantages + np.bincount(owners, batch.process, len(lengths)) / np.maximum(lengths, 1)
@@ -50,17 +49,13 @@ def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int)
         taken = [s for s in members.tolist() if s in wanted]
         if not taken:
             continue
-        shaped = None
-        if not users:
-            fields = (batch.advantages, batch.weights, stats, config.algorithm)
-            shaped = shape_tokens(rollouts, members, *fields, seed=config.seed, process=batch.process)
+        fields = (batch.advantages, batch.weights, stats, config.algorithm)
+        shaped = shape_tokens(rollouts, members, *fields, seed=config.seed, process=batch.process)
         for s in taken:
             here = slice(int(offsets[s]), int(offsets[s + 1]))
             own = TokenStats(*(statistic[here] for statistic in stats))
-            found = {"logprob": own.logprobs, "entropy": own.entropy}
-            if shaped is not None:
-                found["advantage"] = shaped.advantages[here]
-            if shaped is not None and shaped.ranges is not None:
+            found = {"logprob": own.logprobs, "entropy": own.entropy, "advantage": shaped.advantages[here]}
+            if shaped.ranges is not None:
                 found["modulation"] = _factor(found["advantage"], own, shaped.ranges, config.algorithm)
             lists = {name: [float(f"{v:.6g}") for v in values.tolist()] for name, values in found.items()}
             response = response_hash(rollouts.response(s).tolist())

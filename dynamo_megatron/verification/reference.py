@@ -42,7 +42,6 @@ def not_covered(config: Config) -> str | None:
     keys = {
         "model.lora": config.model.lora is not None,
         "algorithm.advantage.kind": a.advantage.kind not in ("grpo", "dr_grpo", "rloo", "reinforce", "history"),
-        "algorithm.advantage.entropy_shaping": isinstance(a.advantage.entropy_shaping, str),
         "algorithm.loss.kind": a.loss.function is not None,
         "algorithm.loss.mini_batches": a.loss.mini_batches > 1,
         "algorithm.loss.old": a.loss.old == "engine",

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from dynamo_megatron.algorithm.advantages import group_advantages
-from dynamo_megatron.algorithm.shaping import shape_tokens
-from dynamo_megatron.algorithm.testing import check_advantage, check_loss, check_shaping
+from dynamo_megatron.algorithm.testing import check_advantage, check_loss
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.jobs.train import check_functions
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
+from dynamo_megatron.types import Rollout, RolloutBatch
 
 DEFAULTS = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
 FILE = str(Path(__file__))
@@ -116,40 +115,6 @@ def test_a_batch_of_the_same_advantages_is_the_same_batch(override):
     assert given.rewards.tolist() == ([-0.5, 0.625, -0.25, 0.5, -0.375, 0.75] if overlong else [0.0, 1.0] * 3)
 
 
-def numbered(inputs):
-    """From which each of the inputs can be read."""
-    names = torch.tensor([float(name[-1]) for name in inputs.rollout_ids]).double()
-    numbers = (inputs.logprobs, inputs.entropy, inputs.expected_pi_lambda, inputs.collision)
-    found = 1000 * inputs.advantages + 100 * names[inputs.response]
-    return found + sum(x.double() * 10.0**-i for i, x in enumerate(numbers))
-
-
-def test_the_tokens_of_a_mini_batch():
-    """Of the rollouts 1 and 2, of 7 and 6 tokens, after one of 8; the others are 0."""
-    config = compose([], [f"algorithm.advantage.entropy_shaping={__name__}:numbered"], DEFAULTS)[0]
-    count = len(batch().engine_logprobs)
-    stats = TokenStats(*(torch.arange(count) % 10 for _ in range(4)))
-    members, advantages = np.array([1, 2]), np.arange(6.0)
-    found = shape_tokens(batch(), members, advantages, np.ones(6), stats, config.algorithm, seed=0).advantages
-    digits = [(slot, (slot % 10) * 1.111) for slot in range(8, 8 + 7 + 6)]
-    wanted = [(1100 if slot < 15 else 2200) + digit for slot, digit in digits]
-    assert found[8:21].tolist() == pytest.approx(wanted) and len(found) == count
-    assert not found[:8].any() and not found[21:].any()
-
-
-def doubled_in_place(inputs):
-    return inputs.advantages.mul_(2)
-
-
-SHAPINGS = {  # wrong ones
-    "short": (lambda i: i.advantages[1:], r"returned float64 \[0\] on cpu, not a tensor of float64 \[1\] on cpu"),
-    "nan": (lambda i: i.advantages / i.advantages, "returned nan for a token of rollout 000001-0000-000"),
-    "drawn": (lambda i: i.advantages * torch.rand(()), "other advantages when called again"),
-    "in place": (doubled_in_place, "changes inputs.advantages"),
-    "raises": (lambda i: i.nothing, rf"failed: AttributeError: .* 'nothing' \({FILE}, line \d+\)$"),
-}
-
-
 def clipped(inputs):
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
     return torch.maximum(-inputs.advantages * ratio, -inputs.advantages * ratio.clamp(0.8, 1.2))
@@ -195,7 +160,7 @@ LOSSES = {  # wrong ones
 }
 
 
-WRONG = [(check_advantage, ADVANTAGES), (check_shaping, SHAPINGS), (check_loss, LOSSES)]
+WRONG = [(check_advantage, ADVANTAGES), (check_loss, LOSSES)]
 
 
 @pytest.mark.parametrize(("check", "functions", "name"), [(*kind, name) for kind in WRONG for name in kind[1]])
@@ -230,7 +195,6 @@ def test_a_run_checks_its_loss_before_it_starts_anything():
         (kl,): "with_reference failed: TypeError",
         (f"algorithm.loss.kind={__name__}:normalised",): "normalised gives a response other losses",
         ("algorithm.advantage.kind=no_module_like_this:f",): "cannot import 'no_module_like_this'",
-        (f"algorithm.advantage.entropy_shaping={__name__}:doubled_in_place",): "changes inputs.advantages",
     }.items():
         with pytest.raises(ValueError, match=says):
             check_functions(config(*words))
@@ -246,7 +210,6 @@ REFUSED = {
     "loss.kind=my.py:l.x": "algorithm.loss.kind: 'my.py:l.x' is unknown; give clip, cispo or module:function",
     "kl={where: function}": "algorithm.kl: where: function is about the KL term, which only a coef above 0 turns on",
     "advantage={kind: 'my:a', singleton: raw}": f"algorithm.advantage: singleton: {OF_THE_KIND} zero",
-    "advantage.entropy_shaping=my": "algorithm.advantage.entropy_shaping: 'my' is no module:function; name one, or",
     "advantage.kind=vtrace": "algorithm.advantage.kind: 'vtrace' is unknown; give grpo, dr_grpo, rloo, reinforce,",
 }
 

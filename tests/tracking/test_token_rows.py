@@ -1,6 +1,4 @@
 import dataclasses
-from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +14,6 @@ from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash, 
 from dynamo_megatron.types import RolloutBatch, TokenStats
 
 GROUPS, SIZE = 3, 4
-calls = []
-
-
-def doubled(inputs):
-    calls.append(inputs)
-    return 2 * inputs.advantages
 
 
 def made(**algorithm) -> tuple[TrainBatch, TokenStats, Config]:
@@ -92,18 +84,6 @@ def test_rewards_of_steps_are_in_the_advantage():
         s = batch.rollouts.rollout_ids.index(row["rollout_id"])
         here = slice(*batch.rollouts.response_offsets[s : s + 2])
         np.testing.assert_allclose(row["advantage"], batch.advantages[s] + process[here], rtol=1e-4, atol=1e-6)
-
-
-def test_a_function_of_the_users_is_not_called_on_one_rank_alone(monkeypatch):
-    """One that keeps state would shape the next step's advantages otherwise on rank 0 than on the other ranks."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    batch, stats, config = made(
-        advantage={"kind": "rloo", "entropy_shaping": "test_token_rows:doubled"}, modulation=MODULATION
-    )
-    rows = list(token_rows(batch, stats, config, 2))
-    names = {"rollout_id", "response", "logprob", "entropy"}
-    assert len(rows) == 2 and all(set(row) == names for row in rows)
-    assert import_module("test_token_rows").calls == []
 
 
 def test_what_is_written_is_read_and_replaced(tmp_path):
