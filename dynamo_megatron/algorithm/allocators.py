@@ -1,7 +1,7 @@
 """The allocators, built in and loaded by name, and their arithmetic: who gets how many rollouts.
 
 `variance` and `counts` of an allocator are pure functions of the statistics, never of random numbers, the time or
-earlier calls. So a resumed run and a replay give the same counts. `testing.check_allocator` tests all that is required.
+earlier calls. So a resumed run and a replay give the same counts.
 """
 
 from __future__ import annotations

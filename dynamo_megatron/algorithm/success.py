@@ -131,7 +131,7 @@ def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance
     rollouts, or for rewards other than 0 and 1 (`variance` not None) as many as the ratio of their variances within and
     between prompts. Without any history mean and strength are 0."""
     if not len(pool):
-        return Baseline(*np.zeros((2, len(prompts))), variance=variance)
+        return Baseline(np.zeros(len(prompts)), np.zeros(len(prompts)), variance=variance)
     trials, means = pool.trials, pool.reward_mean
     c = _fitted_strength(trials, means, variance) if variance else pool_strength  # 0: not known yet
     weight = trials / (trials + c)

@@ -1,5 +1,5 @@
 """A user's own advantages and losses, which `algorithm.advantage.kind` and `algorithm.loss.kind` name as
-"module:function"; `testing.py` has the checks of them."""
+"module:function"."""
 
 from __future__ import annotations
 
@@ -115,3 +115,44 @@ def custom_losses(function: UserFunction, inputs: LossInputs) -> TokenLosses:
             (gradient,) = torch.autograd.grad(summed, logprobs, allow_unused=True)
     function.hold(gradient is not None, "returned losses that have no gradient by inputs.logprobs")
     return TokenLosses(loss.detach(), gradient)
+
+
+def check_loss(function: UserFunction, *, reference: bool, kl_coef: float, context_parallel: bool) -> None:
+    """Calls `function` with made-up tokens of three responses, and with those of each response alone.
+
+    `reference`: with logprobs of a reference policy. Raises UserCodeError as `custom_losses`, and where the losses of a
+    response depend on the other responses of its micro-batch; with `context_parallel`, also where the loss of a token
+    depends on the other tokens of its response, since other ranks may have them.
+    """
+    rng, response = np.random.default_rng(0), np.repeat(np.arange(3), (3, 1, 8))
+    count = len(response)
+    old = -rng.exponential(1.5, count)
+    arrays = {
+        "logprobs": old + rng.normal(0, 0.3, count),
+        "entropy": rng.exponential(0.8, count),
+        "old_logprobs": old,
+        "engine_logprobs": old + rng.normal(0, 0.01, count),
+        "reference_logprobs": old + rng.normal(0, 0.3, count),
+        "advantages": rng.normal(size=count),
+        "weights": rng.uniform(0.5, 1, count) / count,
+    }
+
+    def losses(kept: np.ndarray) -> TokenLosses:
+        tensors = {name: torch.tensor(values[kept], dtype=torch.float32) for name, values in arrays.items()}
+        tensors["logprobs"].requires_grad_()
+        if not reference:
+            tensors["reference_logprobs"] = None
+        own = torch.from_numpy(np.unique(response[kept], return_inverse=True)[1])
+        return custom_losses(function, LossInputs(**tensors, response=own, kl_coef=kl_coef))
+
+    def compare(part: np.ndarray, what: str) -> None:
+        pairs = zip(whole, losses(part), strict=True)
+        same = all(torch.allclose(a[part], b, rtol=1e-4, atol=1e-6, equal_nan=True) for a, b in pairs)
+        function.hold(same, f"gives a response other losses {what}")
+
+    whole = losses(np.ones(count, bool))
+    for i in range(3):
+        compare(response == i, "by itself than beside others, so that they would depend on micro_batch_tokens")
+    if context_parallel:
+        half = np.arange(count) % 2 == 0
+        compare(half, "whose tokens are apart: with parallel.cp above 1 a rank has only a part of them; use cp 1")

@@ -8,7 +8,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.user_functions import load_advantage
+from dynamo_megatron.algorithm.user_functions import check_loss, load_advantage, load_loss
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import open_selection
 from dynamo_megatron.data.stream import open_stream
@@ -37,14 +37,12 @@ if TYPE_CHECKING:
 def check_functions(config: Config) -> None:
     """Loads the functions of the user's that the updates will call. Raises UserCodeError for one that is none, or a
     loss that breaks its contract on made-up tokens."""
-    from dynamo_megatron.algorithm.testing import check_loss  # imports torch
-
     algorithm = config.algorithm
     if algorithm.advantage.of_the_user:
         load_advantage(algorithm.advantage.kind)  # not tried: it may know the data's prompts alone
     if algorithm.loss.function is not None:
         check_loss(
-            algorithm.loss.function,
+            load_loss(algorithm.loss.function),
             reference=algorithm.kl.coef > 0,
             kl_coef=algorithm.kl.coef if algorithm.kl.where == "function" else 0.0,
             context_parallel=config.parallel.cp > 1,
