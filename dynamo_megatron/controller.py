@@ -37,7 +37,6 @@ class StepEnd(NamedTuple):
 
     evaluate: bool
     is_best: bool  # the best of all steps evaluated so far
-    stop_reason: str | None  # None: the run goes on
 
 
 class Controller:
@@ -231,20 +230,18 @@ class Controller:
         its export. With `rollout.max_staleness` an evaluation may begin here, and end while the next step trains."""
         evaluation, journal = self._evaluation, self._journal
         lost = evaluation is not None and evaluation.under_way is not None and not self._end_evaluation()
-        due = evaluation is not None and (lost or journal.finished() is not None or evaluation.due(step))
+        due = evaluation is not None and (lost or evaluation.due(step))
         evaluated = due and journal.evaluated(step)
         if due and not evaluated and self._evaluates_beside(step):
             evaluation.begin(step, self._coordinator.check_stop)
             due = False
-        return StepEnd(due and not evaluated, evaluated and journal.best(step), journal.finished())
+        return StepEnd(due and not evaluated, evaluated and journal.best(step))
 
     def _evaluates_beside(self, step: int) -> bool:
         """Whether the next step may train while this one is evaluated: this is neither the first nor the last
-        evaluation of the run, and neither an export nor the end of the run depends on it."""
+        evaluation of the run, and no export depends on it."""
         config = self.config
-        between = 0 < step < config.trainer.steps and self._journal.finished() is None
-        stop = config.trainer.stop_when
-        needed = config.checkpoint.export_hf == "best" or (stop and (stop.metric or "").startswith("eval/"))
+        between, needed = 0 < step < config.trainer.steps, config.checkpoint.export_hf == "best"
         return between and config.rollout.max_staleness > 0 and not needed
 
     def _end_evaluation(self) -> bool:

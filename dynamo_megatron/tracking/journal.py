@@ -1,4 +1,4 @@
-"""Rank 0's record of a run: the JSON lines on disk, the trackers, the terminal, and whether the run is finished."""
+"""Rank 0's record of a run: the JSON lines on disk, the trackers, and the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress
-from dynamo_megatron.tracking.stopping import StopRule
 from dynamo_megatron.tracking.trackers import Trackers
 
 
@@ -49,8 +48,6 @@ class Journal:
         self._config, self._folder, self._supervised = config, Path(config.output_dir), supervised
         self.progress = Progress(config.trainer.steps)
         self._trackers: Trackers | None = None
-        self._rule = StopRule(config.trainer.stop_when) if config.trainer.stop_when else None
-        self._why: str | None = None
         self._last_line: str | None = None  # of a run that is complete
 
     def open(self, start: int) -> None:
@@ -61,9 +58,6 @@ class Journal:
                 path.unlink()
         self._trackers = Trackers(self._config, start, self.say)
         self._evaluations = list(read_rows(self._folder / "evaluations.jsonl", "step"))
-        if self._rule is not None:  # a resumed run decides as the straight one: it sees what that one has seen
-            metrics = read_rows(self._folder / "metrics.jsonl", "step")
-            self._why = self._rule.replay(metrics, self._evaluations)
 
     def step(self, metrics: Mapping[str, Any], line: str | None, allocation: Iterable[Mapping[str, Any]] = ()) -> None:
         """A step's metrics and allocation; `line` is what the screen gets of it."""
@@ -73,7 +67,6 @@ class Journal:
         if line is not None:
             self.say(line)
         self.progress.step_done(metrics["step"])
-        self._judge(metrics)
 
     def tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Statistics of a step's tokens, as `token_rows`. Raises OSError."""
@@ -100,11 +93,6 @@ class Journal:
         if summary["eval/failed"]:
             problems += f", {summary['eval/failed']:.1%} of responses failed and count as wrong"
         self.say(f"evaluation at step {summary['step']}: {scores}  ({problems})")
-        self._judge(summary)
-
-    def finished(self) -> str | None:
-        """Why `trainer.stop_when` ends the run now, or None."""
-        return self._why
 
     def ended(self, step: int) -> None:
         """The run is complete, with its model of `step`: `close` prints the last line."""
@@ -121,7 +109,3 @@ class Journal:
             self._trackers.close()
         if self._last_line is not None:
             self.say(self._last_line)
-
-    def _judge(self, metrics: Mapping[str, Any]) -> None:
-        if self._rule is not None:
-            self._why = self._rule.observe(metrics) or self._why
