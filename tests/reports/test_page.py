@@ -1,6 +1,5 @@
-"""report.md, report.png and report.html of `report`, and `--watch`."""
+"""report.md, report.png and report.html of `report`."""
 
-import fcntl
 import json
 import re
 import shutil
@@ -10,7 +9,7 @@ import pytest
 from PIL import Image
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.reports.page import token_texts, watch, write_report
+from dynamo_megatron.reports.page import token_texts, write_report
 from dynamo_megatron.rollout.store import tokens_file
 from dynamo_megatron.rollout.token_spans import LONGEST
 from dynamo_megatron.tracking.token_rows import response_hash, write_token_rows
@@ -91,24 +90,6 @@ def test_tokens_that_are_parts_of_characters(ids, texts):
     pieces = token_texts(ids, decode)
     assert texts in (None, pieces) and "".join(pieces) == decode(ids) and len(pieces) == len(ids)
     assert max([0, *given[1:-1]]) <= 2 * LONGEST  # the time is in proportion to the tokens
-
-
-def test_a_watch_follows_the_run_to_its_end(folders, new_rollout, tmp_path):
-    run, html, seen = folders.run("run"), tmp_path / "report.html", []
-    again = 'http-equiv="refresh" content="30"'
-    with open(run / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-        def wait(seconds: float) -> None:
-            """A step a call, in place of time. After two the run ends."""
-            seen.append(again in html.read_text() if html.exists() else None)
-            if len(seen) <= 2:
-                folders.step(run, len(seen), [new_rollout(len(seen), 0, 0)])
-            else:
-                fcntl.flock(lock, fcntl.LOCK_UN)
-
-        watch([run], tmp_path, 30, say=lambda line: None, wait=wait)
-    assert seen == [None, True, True] and again not in html.read_text() and "2 of 4" in html.read_text()
 
 
 @pytest.mark.full
