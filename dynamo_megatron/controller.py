@@ -60,7 +60,6 @@ class Controller:
         self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
         self.ahead, self._rules = RoundsAhead(), RoundRules(config)
-        self._said_even = False  # why an allocation came out even
         self._dispatched = 0  # the last step whose first round this process has dispatched
         self._journal, self._coordinator = journal, coordinator
 
@@ -118,9 +117,6 @@ class Controller:
         elif sequential := self.config.algorithm.sequential:
             budget = sequential.round_n * len(prompts)
         allocation, baseline = self._allocator.decide(ids, budget, step=step), None
-        if not self._said_even and (why := self._allocator.why_even(allocation)) is not None:
-            self._journal.say(f"allocation of step {step}: {why}")
-            self._said_even = True
         if advantage.kind == "history":
             ratio = None if advantage.score_ratio == "auto" else advantage.score_ratio
             baseline = self._allocator.reward_baseline(ids, advantage.prior_strength, ratio)

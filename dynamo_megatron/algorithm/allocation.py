@@ -55,23 +55,6 @@ class RolloutAllocator:
         self.last = self.decide(prompt_ids, budget, step=step)
         return self.last.counts
 
-    def why_even(self, decided: Allocation) -> str | None:
-        """Why `decided` gives every prompt the same number of rollouts, in a line; None where it does not, where
-        `kind` asks for it, or where no prompt has a history."""
-        counts, variance, prompts = decided.counts, decided.variance, len(decided.counts)
-        if self.config.kind == "uniform" or prompts < 2 or np.ptp(counts) > 1:
-            return None
-        budget, low, high = self.config.fit(prompts, int(counts.sum()))
-        for name, bound in (("rollout_n_min", low), ("rollout_n_max", high)):
-            if budget == prompts * bound:
-                return f"{name} is {bound}, and {prompts} prompts share {budget} rollouts: an even split"
-        if not decided.history.any() or not variance.min() > 0:
-            return None
-        return (
-            f"estimated variances differ by a factor of {variance.max() / variance.min():.3g}, too little to move a "
-            f"rollout at {counts.mean():.3g} a prompt: an even split"
-        )
-
     def decide(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> Allocation:
         """Decides how many rollouts each prompt gets, aligned with `prompt_ids`, in which a prompt may occur twice.
 

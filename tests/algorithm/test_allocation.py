@@ -61,29 +61,6 @@ def test_neyman_learns_who_is_mixed_and_logs_it():
     json.dumps(rows)
 
 
-@pytest.mark.parametrize(
-    ("settings", "budget", "outcomes", "why"),
-    [
-        ({}, 16, {}, None),  # a first pass: the start of the run says so
-        (
-            {},
-            16,
-            {"a": (2, 8), "b": (4, 8)},
-            "variances differ by a factor of 1.01, too little to move a rollout at 8 a",
-        ),
-        ({}, 16, {"a": (0, 40), "b": (20, 40)}, None),
-        ({}, 4, {"a": (0, 40), "b": (20, 40)}, "rollout_n_min is 2, and 2 prompts share 4 rollouts: an even split"),
-        ({"rollout_n_max": 4}, 8, {}, "rollout_n_max is 4, and 2 prompts share 8 rollouts: an even split"),
-        ({"kind": "uniform"}, 16, {"a": (1, 4)}, None),
-    ],
-)
-def test_an_even_split_has_a_reason(settings, budget, outcomes, why):
-    allocator = RolloutAllocator(settings)
-    observe(allocator, outcomes)
-    said = allocator.why_even(allocator.decide(["a", "b"], budget, step=2))
-    assert said is None if why is None else why in said
-
-
 def test_variance_floor_evens_out():
     counts = []
     for floor in (0.0, 1.0):
