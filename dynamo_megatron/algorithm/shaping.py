@@ -133,5 +133,4 @@ def _ranges(
         expected_pi_lambda = (sums / torch.from_numpy(np.maximum(lengths, 1)))[owner]
     everywhere = torch.ones_like(entropy)
     change = entropy_change(advantages, logprobs, entropy, logprobs, everywhere, *bounds, expected_pi_lambda)
-    quantile = modulation.quantile if modulation.stabiliser == "quantile" else None
-    return modulation_ranges(entropy, change, everywhere, quantile=quantile)
+    return modulation_ranges(entropy, change, everywhere)

@@ -132,14 +132,6 @@ class ModulationConfig:
     tau: float = 0.99
     expectation: Literal["exact", "sequence_mean"] = "exact"
     scope: Literal["mini_batch", "micro_batch"] = "mini_batch"
-    stabiliser: Literal["max", "quantile"] = "max"  # what an entropy change is divided by
-    quantile: Annotated[float, Field(gt=0, le=1)] = 0.99  # of the changes above 0, with stabiliser: quantile
-
-    @model_validator(mode="after")
-    def _published_scope(self) -> ModulationConfig:
-        if self.stabiliser == "quantile" and self.scope == "micro_batch":
-            raise ValueError("stabiliser: quantile goes with scope mini_batch; micro_batch is the published maximum")
-        return self
 
 
 Aggregation = Literal[

@@ -152,9 +152,6 @@ def _modulation(a: np.ndarray, m: ModulationConfig | None, seen: Statistics) -> 
     if m is None or len(h) == 0:
         return np.ones_like(a)
     change = np.abs(a * (np.exp(seen.logprobs) * (seen.logprobs + h) - seen.expected_pi_lambda))
-    most, changes = change.max(), np.sort(change[change > 0])
-    if m.stabiliser == "quantile" and len(changes):
-        most = changes[max(1, math.ceil(m.quantile * len(changes) - 1e-9)) - 1]
-    share = np.clip(change / (most + 1e-8), 0, 1)
+    share = np.clip(change / (change.max() + 1e-8), 0, 1)
     stab = m.lambda_min + (1 - m.lambda_min) / (1 + np.exp(m.gamma * (share - m.tau)))
     return stab * np.where(a > 0, 1 + m.alpha * (h.max() - h) / (h.max() - h.min() + 1e-8), 1)

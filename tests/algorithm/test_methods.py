@@ -32,7 +32,7 @@ algorithm:
     overlong_penalty: 0.9
     process: {weight: 0.3, gamma: 0.8}
     entropy_shaping: {alpha: 0.3}
-  modulation: {alpha: 0.7, lambda_min: 0.1, gamma: 5.0, tau: 0.2, stabiliser: quantile, quantile: 0.5}
+  modulation: {alpha: 0.7, lambda_min: 0.1, gamma: 5.0, tau: 0.2}
   loss:
     kind: mine:loss
     clip_ratio_low: 0.4
@@ -63,7 +63,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     return section
 
 
-DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99, "stabiliser": "max", "quantile": 0.99}
+DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99}
 DAPO = {"dynamic_sampling": {"rounds": 9}, "advantage__overlong_buffer": 0.2}
 LEARNS = {"half_life": 4.0}
 ROUNDS = {"round_n": 8, "lower": 0.125, "upper": 0.25, "keep": 4}
@@ -296,7 +296,6 @@ def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
             "dynamic_sampling: {}}",
             "algorithm.dynamic_sampling: goes by groups of equal rewards",
         ),
-        ("algorithm.modulation={scope: micro_batch, stabiliser: quantile}", "modulation: stabiliser: quantile goes"),
         (
             "algorithm.advantage={kind: otb, positive_weight: 0.5}",
             "positive_weight: is of a rollout's advantage, and those of",
