@@ -66,7 +66,7 @@ class SFTJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
-        self.journal = Journal(config, supervised=True)
+        self.journal = Journal(config)
         progress = self.journal.progress
         progress.phase("loading tokenizer")
         self._tokenizer = load_tokenizer(config.model.path, config.data.chat_template)

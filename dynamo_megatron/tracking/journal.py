@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,35 +15,22 @@ from dynamo_megatron.tracking.progress import Progress
 from dynamo_megatron.tracking.trackers import Trackers
 
 
-def last_line(config: Config, step: int, *, evaluated: bool, supervised: bool = False) -> str:
-    """Where the model of a run that ended at `step` is, and which command comes next. `supervised`: a run of `sft`; its
-    config is about examples, which says nothing of the problems to evaluate on, so the keys for `train` come next."""
+def last_line(config: Config, step: int) -> str:
+    """Where the model of a run that ended at `step` is."""
     output, export = Path(config.output_dir), config.checkpoint.export_hf
-    model = every_export(output, step) if export == "every" else output / "hf"
-    if export == "never":
-        saved = latest_checkpoint(output / "checkpoints")
-        if saved is None:
-            return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
-        where, words = f"{saved[1]} (Megatron checkpoint)", ["convert", "mcore2hf", str(output), str(model)]
-    else:
-        where, words = f"{model} (step {exported_step(model)})", ["report", str(output)]
-        if supervised:
-            keys = [f"model.path={model}", f"data.template={json.dumps(config.data.template)}"]
-            words = ["train", "CONFIG.yaml", *keys]
-        elif not evaluated:
-            data = [] if config.eval.data else ["eval.data=FILE"]
-            bridged = config.model.source == "bridge"  # `eval` converts a run's checkpoint, and `convert` knows none
-            of = [str(model), "model.source=bridge"] if bridged else [str(output)]
-            words = ["eval", "--model", *of, "--out", str(output / "scores"), *data]
-    return f"model: {where}; next: {shlex.join(['dynamo-megatron', *words])}"
+    if export != "never":
+        model = every_export(output, step) if export == "every" else output / "hf"
+        return f"model: {model} (step {exported_step(model)})"
+    if (saved := latest_checkpoint(output / "checkpoints")) is None:
+        return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
+    return f"model: {saved[1]} (Megatron checkpoint, for `dynamo-megatron convert mcore2hf`)"
 
 
 class Journal:
     """`metrics.jsonl` (an object a step), `allocation.jsonl` (a prompt of a step), `evaluations.jsonl`, `tokens/`."""
 
-    def __init__(self, config: Config, *, supervised: bool = False):
-        """`supervised`: as `last_line`."""
-        self._config, self._folder, self._supervised = config, Path(config.output_dir), supervised
+    def __init__(self, config: Config):
+        self._config, self._folder = config, Path(config.output_dir)
         self.progress = Progress(config.trainer.steps)
         self._trackers: Trackers | None = None
         self._last_line: str | None = None  # of a run that is complete
@@ -96,8 +81,7 @@ class Journal:
 
     def ended(self, step: int) -> None:
         """The run is complete, with its model of `step`: `close` prints the last line."""
-        evaluated = bool(self._evaluations)
-        self._last_line = last_line(self._config, step, evaluated=evaluated, supervised=self._supervised)
+        self._last_line = last_line(self._config, step)
 
     def say(self, line: str) -> None:
         self.progress.say(line)
