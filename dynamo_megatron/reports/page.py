@@ -24,7 +24,7 @@ from dynamo_megatron.reports.tables import Section, sections
 from dynamo_megatron.rollout.store import read_rollouts, step_files, tokens_file
 from dynamo_megatron.rollout.token_spans import character_ends
 from dynamo_megatron.runtime.plain_text import printable
-from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash
+from dynamo_megatron.tracking.token_rows import read_token_rows
 from dynamo_megatron.types import Rollout
 
 IN_PICTURE = ("Reward", "Policy entropy", "Response length", "Rollouts by earlier success rate")
@@ -93,9 +93,7 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
     found = []
     for step in dict.fromkeys([*of_asked, *(list(files)[place] for place in places)]):
         rollouts = sorted(read_rollouts(files[step], routes=False), key=lambda r: r.rollout_id)
-        rows = read_token_rows(tokens_file(run.folder, step))
-        keys = {r.rollout_id: (r.rollout_id, response_hash(r.response_tokens)) for r in rollouts} if rows else {}
-        statistics = {name: rows[key] for name, key in keys.items() if key in rows}
+        statistics = read_token_rows(tokens_file(run.folder, step))
         scored = sorted((r for r in rollouts if r.status == "ok"), key=lambda r: r.reward)
         kinds = {
             "asked for": [r for r in rollouts if r.rollout_id in asked],

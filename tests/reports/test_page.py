@@ -12,7 +12,7 @@ from dynamo_megatron.cli import main
 from dynamo_megatron.reports.page import token_texts, write_report
 from dynamo_megatron.rollout.store import tokens_file
 from dynamo_megatron.rollout.token_spans import LONGEST
-from dynamo_megatron.tracking.token_rows import response_hash, write_token_rows
+from dynamo_megatron.tracking.token_rows import write_token_rows
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ATTACK = "</script><script nonce='report'>window.owned = 1</script><img src=x onerror='window.owned = 1'>\u2028"
@@ -39,8 +39,7 @@ def run(folders, new_rollout, tiny_model) -> Path:
     folder = folders.run("run", rollouts)
     (folder / "hf").symlink_to(tiny_model)
     lists = {"logprob": [-1.5, -2.0], "entropy": [0.25, 0.5], "advantage": [-0.5, -0.5], "modulation": [0.6, 1.2]}
-    row = {"rollout_id": "000004-0001-001", "response": response_hash([31, 31])}
-    write_token_rows(tokens_file(folder, 4), [{**row, **lists}])
+    write_token_rows(tokens_file(folder, 4), [{"rollout_id": "000004-0001-001", **lists}])
     for step in (0, 4):
         folders.evaluation(folder, step, [True, False, step > 0])
     return folder
@@ -62,13 +61,6 @@ def test_a_report_of_a_run(run, tmp_path, capsys):
     assert values["version of the weights"] == [3.0, 3.0] and len(shown["texts"]) == 2
     assert main(["report", str(run), "--out", str(out), "--rollout", "000001-0009-000"]) == 2
     assert "has no rollout '000001-0009-000'" in capsys.readouterr().err
-
-
-def test_statistics_of_another_response_are_not_shown(run, tmp_path):
-    row = {"rollout_id": "000004-0001-001", "response": response_hash([1, 2]), "entropy": [0.25, 0.5]}
-    write_token_rows(tokens_file(run, 4), [row])
-    write_report([run], tmp_path)
-    assert all("entropy" not in its["values"] for its in tokens_of(tmp_path / "report.html").values())
 
 
 @pytest.mark.parametrize(
