@@ -339,7 +339,8 @@ class SequentialConfig(Section):
     round_n: Positive = 8  # rollouts of a prompt in the first round; reinforce_ada: in every round
     lower: Annotated[float, Field(ge=0, le=1)] = 0.125  # pilot: least share of right rollouts for a second round
     upper: Annotated[float, Field(ge=0, le=1)] = 0.25  # pilot: least share of wrong ones
-    keep: Annotated[int, Field(ge=2)] = 4  # reinforce_ada: rollouts of a prompt that are trained on, half of them right
+    # reinforce_ada: rollouts of a prompt that are trained on; with half of them right and half wrong it gets no more
+    keep: Annotated[int, Field(ge=2)] = 4
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.lower + self.upper > 1:
