@@ -22,6 +22,7 @@ CONFIGS = [
     {"kind": "neyman", "variance_floor": 0.0},
     {"kind": "neyman", "variance": "empirical"},
     {"kind": "knapsack"},
+    {"kind": "cero"},
     {"kind": f"{__name__}:HardestFirst"},
 ]
 
