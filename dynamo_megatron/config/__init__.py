@@ -243,8 +243,14 @@ class DPOConfig(Section):
     """Of `dynamo-megatron dpo`, preference training (arXiv 2305.18290)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # ipo: arXiv 2310.12036
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # sigmoid: share of pairs in the wrong order
     reference: str | None = None  # folder of the reference policy, as model.path; None: model.path
     rejected_key: str = "rejected"  # dotted; of the completion that is not preferred; the other is data.answer_key
+
+    def faults(self, *, training: bool) -> Iterator[str]:
+        if self.loss == "ipo":
+            yield from self.unused(["label_smoothing"], "is of loss sigmoid")
 
 
 class Config(Section):
