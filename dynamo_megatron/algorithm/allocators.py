@@ -13,13 +13,14 @@ import numpy as np
 
 from dynamo_megatron.algorithm.arrays import Array, finite, like
 from dynamo_megatron.algorithm.history import Statistics
-from dynamo_megatron.algorithm.success import expected_variance, success_rate, success_variance
+from dynamo_megatron.algorithm.success import expected_variance, measured_energies, success_rate, success_variance
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.user_code import load_callable
 
 # The published priority of solved prompts, those with at least this success rate, is this variance.
 SOLVED_RATE, SOLVED_VARIANCE = 0.85, 0.01
+GVM_ALPHA, GVM_BETA = 1e-3, 2.0  # as in the published run_em.sh
 
 
 class Allocator(ABC):
@@ -124,12 +125,58 @@ class Cero(Allocator):
         return largest_gains(lambda n: value / ((after + n) * (after + n + 1)), len(value), budget, low, high)
 
 
+class Gvm(Allocator):
+    """GVM-RAFT's (arXiv 2505.02391; code RLHFlow/GVM): n ~ G / sqrt(p + alpha / p^(beta - 1)), G a prompt's gradient
+    norm over right rollouts; 0 without a right one.
+
+    The published code measures G by a backward pass through one matrix for each right rollout of a first stage. Here G
+    is sqrt(mean energy of right rollouts), from forward passes only; if none is known, the pool's. p is the success
+    rate of the prompt's earlier rollouts in place of a first stage; without history it is the pool's.
+    """
+
+    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
+        """What the counts are proportional to, float64 [N]."""
+        p = observed_rate(prompts, pool)
+        right, _ = measured_energies(prompts, pool)
+        safe = np.where(p > 0, p, 1.0)
+        return np.where(p > 0, np.sqrt(right / (safe + GVM_ALPHA / safe ** (GVM_BETA - 1))), 0.0)
+
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+        return proportional(variance, budget, low, high)
+
+
+class Cures(Gvm):
+    """CurES's (arXiv 2510.01037, equation 127; code ZexuSun/CurES): n ~ sigma, sigma^2 = p q^2 E1[G^2] + p^2 q E0[G^2]
+    - p^2 q^2 (E1[G] - E0[G])^2, q = 1 - p, G gradient norms of right (1) and of wrong (0) rollouts; a prompt that was
+    always right or always wrong has sigma 0.
+
+    The published code measures norms by backward passes once, before training. Here E[G^2] is the mean energy of
+    earlier rollouts (the pool's if none is known) and E[G] its root, so sigma = sqrt(p q) (q G1 + p G0). p is as in
+    `Gvm`. The method's selection of prompts is not implemented.
+    """
+
+    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
+        """sigma, float64 [N]."""
+        p = observed_rate(prompts, pool)
+        right, wrong = (np.sqrt(energy) for energy in measured_energies(prompts, pool))
+        return np.sqrt(p * (1 - p)) * ((1 - p) * right + p * wrong)
+
+
+def observed_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
+    """Successes / rollouts of each prompt, float64 [N]; without history the pool's, and without a pool 1/2."""
+    trials = pool.trials.sum()
+    unknown = np.full(len(prompts), pool.successes.sum() / trials if trials > 0 else 0.5)
+    return np.divide(prompts.successes, prompts.trials, out=unknown, where=prompts.trials > 0)
+
+
 BUILT_IN = {
     "uniform": Uniform,
     "waterfill": Waterfill,
     "neyman": Neyman,
     "knapsack": Knapsack,
     "cero": Cero,
+    "gvm": Gvm,
+    "cures": Cures,
 }
 
 
@@ -192,6 +239,17 @@ def largest_gains(
     above, tied = np.flatnonzero(gains > threshold), np.flatnonzero(gains == threshold)
     taken = np.concatenate([above, tied])[:left] // further
     return low + np.bincount(taken, minlength=prompts).astype(np.int64)
+
+
+def proportional(weight: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+    """int64 [N], sum `budget`, low <= n <= high, n as nearly in proportion to `weight` >= 0 as that allows.
+
+    Takes the largest weight_i / (n_i + 1/2) one by one (Sainte-Lague), ties by the lower index. What the others have no
+    room for goes to the prompts of weight 0 in turn. The caller ensures N low <= budget <= N high.
+    """
+    least = weight[weight > 0].min() if weight.any() else 1.0
+    share = np.where(weight > 0, weight, least / (2 * high + 1))[:, None]  # after all others have `high`
+    return largest_gains(lambda n: share / (n + 0.5), len(weight), budget, low, high)
 
 
 def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int) -> Array:

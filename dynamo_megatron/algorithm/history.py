@@ -12,7 +12,10 @@ from dynamo_megatron.algorithm.arrays import to_numpy
 from dynamo_megatron.algorithm.energy import EnergyLine
 from dynamo_megatron.errors import InputError
 
-COLUMNS = ("trials", "successes", "reward_mean", "reward_squares")
+REWARDS = ("trials", "successes", "reward_mean", "reward_squares")
+# Of rollouts whose energy is known: their number and their sum.
+MEASURES = ("energy_right_trials", "energy_right", "energy_wrong_trials", "energy_wrong")
+COLUMNS = (*REWARDS, *MEASURES)
 # A rollout's energy is a sum of squares that float32 may leave this far below 0.
 ROUNDING = 1e-2
 
@@ -26,6 +29,10 @@ class Statistics:
     successes: np.ndarray  # float64 [N]
     reward_mean: np.ndarray  # float64 [N]
     reward_squares: np.ndarray  # float64 [N], sum of squared deviations from reward_mean
+    energy_right_trials: np.ndarray  # float64 [N], right rollouts whose energy is known
+    energy_right: np.ndarray  # float64 [N], the sum of their energies
+    energy_wrong_trials: np.ndarray  # float64 [N]
+    energy_wrong: np.ndarray  # float64 [N]
 
     def __len__(self) -> int:
         return len(self.trials)
@@ -134,20 +141,25 @@ def _read_only(prompt_ids: Sequence[str], numbers: np.ndarray) -> Statistics:
 
 def _visit(index: np.ndarray, observed: dict[str, np.ndarray]) -> np.ndarray:
     """COLUMNS of the rollouts of one call, float64 [columns, prompts]. `index`: int64 [S], each rollout's prompt."""
-    rewards = observed["rewards"]
+    rewards, right = observed["rewards"], observed["successes"]
     order = np.lexsort((rewards, index))
-    trials, wins = np.bincount(index), np.bincount(index, observed["successes"])
+    trials, wins = np.bincount(index), np.bincount(index, right)
     starts = np.cumsum(trials) - trials
     # Measured from the prompt's lowest reward, equal rewards leave no rounding error behind.
     lowest = rewards[order][starts]
     above = rewards[order] - np.repeat(lowest, trials)
     mean = np.add.reduceat(above, starts) / trials
     squares = np.add.reduceat((above - np.repeat(mean, trials)) ** 2, starts)
-    return np.stack([trials, wins, lowest + mean, squares])
+    energies = np.zeros((4, len(trials)))
+    if (energy := observed.get("energy")) is not None:
+        order = np.lexsort((energy, index))  # sums of floats depend on the order
+        of_right, of_wrong = (np.bincount(index[order], (energy * chosen)[order]) for chosen in (right, ~right))
+        energies = np.stack([wins, of_right, trials - wins, of_wrong])
+    return np.concatenate([[trials, wins, lowest + mean, squares], energies])
 
 
 def _merged(old: np.ndarray, visit: np.ndarray, keep: float) -> np.ndarray:
-    trials, _, mean, squares = old
+    trials, _, mean, squares = old[: len(REWARDS)]
     weight = keep * trials
     merged = keep * old + visit  # correct for the columns that are sums
     shift = visit[2] - mean
@@ -157,9 +169,14 @@ def _merged(old: np.ndarray, visit: np.ndarray, keep: float) -> np.ndarray:
 
 
 def _check(prompt_ids: Sequence[str], numbers: np.ndarray) -> None:
-    trials, successes, _, squares = numbers
-    fine = np.isfinite(numbers).all(axis=0) & (trials > 0) & (successes >= 0) & (successes <= trials) & (squares >= 0)
+    columns = dict(zip(COLUMNS, numbers, strict=True))
+    trials, successes = columns["trials"], columns["successes"]
+    fine = np.isfinite(numbers).all(axis=0) & (successes <= trials) & (trials > 0)
+    for name in (*COLUMNS[:2], *COLUMNS[3:]):  # a mean reward may be below 0
+        fine &= columns[name] >= 0
+    for name, most in (("energy_right", successes), ("energy_wrong", trials)):
+        fine &= columns[f"{name}_trials"] <= most
     if not fine.all():
         j = int(np.flatnonzero(~fine)[0])
-        shown = ", ".join(f"{name} {x}" for name, x in zip(COLUMNS, numbers[:, j], strict=True))
+        shown = ", ".join(f"{name} {x[j]}" for name, x in columns.items())
         raise InputError(f"prompt {prompt_ids[j]!r}: its statistics contradict each other: {shown}")

@@ -82,6 +82,18 @@ def _sum(values: np.ndarray) -> float:
     return math.fsum(values.tolist())
 
 
+def measured_energies(prompts: Statistics, pool: Statistics) -> tuple[np.ndarray, np.ndarray]:
+    """Mean energies of right and of wrong rollouts, float64 [N] each, not shrunk: the pool's where a prompt has none,
+    and 1 where the pool has none."""
+    means = []
+    for kind in ("energy_right", "energy_wrong"):
+        trials, energy = getattr(pool, f"{kind}_trials").sum(), getattr(pool, kind).sum()
+        mean = np.full(len(prompts), energy / trials if trials > 0 else 1.0)
+        measured = getattr(prompts, f"{kind}_trials")
+        means.append(np.divide(getattr(prompts, kind), measured, out=mean, where=measured > 0))
+    return means[0], means[1]
+
+
 # -- baselines: a prompt's expected reward, the part that is known before its rollouts are sampled --------------------
 MEAN_RANGE = (0.02, 0.98)  # of the pool's success rate: no prompt counts as hopeless or solved before it is tried
 STRENGTH_MOST = 16.0  # rollouts: the policy changes, so more rollouts do not make the mean more reliable

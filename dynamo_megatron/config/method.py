@@ -281,11 +281,11 @@ class RolloutCorrectionConfig(Section):
             yield f"low: {self.low} is not below high {self.high}"
 
 
-ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero")
+ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cures")
 
 
 class AllocationConfig(Section):
-    # uniform, waterfill, neyman, knapsack, cero or module:Class
+    # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
     kind: Annotated[str, built_in(ALLOCATORS)] = "neyman"
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
     rollout_n_min: Positive = 2

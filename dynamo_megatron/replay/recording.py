@@ -31,6 +31,7 @@ class RecordedStep:
     dispatch: np.ndarray  # int64 [S], index in [0, N) of the rollout's dispatch
     rewards: np.ndarray  # float64 [S]
     successes: np.ndarray  # bool [S]
+    energy: np.ndarray | None = None  # float64 [S], sum_t (1 - pi_t)^2 by the server: 0.5 to 1 times the energy
     version: int | None = None  # the last step that the allocator had observed; None: all earlier steps and rounds
 
     @property
@@ -125,6 +126,7 @@ def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedSte
             dispatch=np.array([index for index, _ in observed], np.int64),
             rewards=np.array([rollout.reward for rollout in rollouts], np.float64),
             successes=np.array([rollout.success for rollout in rollouts], bool),
+            energy=np.array([((1 - np.exp(r.engine_logprobs)) ** 2).sum() for r in rollouts], np.float64),
             version=dispatches[0].get("version"),
         )
 

@@ -20,7 +20,7 @@ from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.replay.recording import RecordedStep, Recording, read_record
 from dynamo_megatron.reports.figures import rate_classes
 
-DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero")
+DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cures")
 MEANING = (
     "p is a prompt's success rate over the whole record, known only afterwards; the rollouts that an allocator learned "
     "from are among those that it is evaluated on. Expected variance is sum p(1-p)/n, not the gradient's. Every "
@@ -71,7 +71,8 @@ def _heading(recording: Recording, base: AllocationConfig) -> list[str]:
         f"rollouts: {visits} visits to {prompts} prompts. On a first visit nothing is known of a prompt; "
         f"{visits - prompts} visits are later ones.",
     ]
-    if recording.trainer == "dynamo-megatron":
+    # gvm and cures are not reproducible: a record has only estimates of energies.
+    if recording.trainer == "dynamo-megatron" and base.kind not in ("gvm", "cures"):
         difference = first_difference(steps, replay(steps, base))
         if difference is None:
             lines.append(f"Replaying the run's own allocator gives all {visits} counts of allocation.jsonl exactly.")
@@ -134,7 +135,7 @@ def replay(steps: Sequence[RecordedStep], config: AllocationConfig) -> np.ndarra
         while observed < index and (step.version is None or steps[observed].step <= step.version):
             seen = steps[observed]
             ids = [seen.prompt_ids[i] for i in seen.dispatch]
-            allocator.observe(ids, seen.rewards, seen.successes, seen.step)
+            allocator.observe(ids, seen.rewards, seen.successes, seen.step, seen.energy)
             observed += 1
         counts.append(allocator.allocate(step.prompt_ids, step.budget, step=step.step))
     return np.concatenate(counts)

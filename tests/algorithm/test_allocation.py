@@ -1,11 +1,12 @@
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm import success
 from dynamo_megatron.algorithm.allocation import RolloutAllocator, success_variance, waterfill
-from dynamo_megatron.algorithm.history import COLUMNS
+from dynamo_megatron.algorithm.history import COLUMNS, MEASURES, REWARDS
 from dynamo_megatron.config import AllocationConfig
 
 
@@ -16,10 +17,14 @@ def observe(allocator, outcomes, step=1):
     allocator.observe(ids, flags.astype(float), flags, step)
 
 
-def numbers(allocator, prompt_id):
+def numbers(allocator, prompt_id, names=REWARDS):
     """[trials, successes, reward mean, sum of squared deviations] of a prompt."""
     state = allocator.state_dict()
-    return [state[name][state["prompt_ids"].index(prompt_id)] for name in COLUMNS]
+    return [state[name][state["prompt_ids"].index(prompt_id)] for name in names]
+
+
+# [right rollouts of known energy, its sum, wrong ones, its sum] of a prompt
+measures = partial(numbers, names=MEASURES)
 
 
 def test_resume_through_json_is_exact():
@@ -131,6 +136,18 @@ def test_order_of_measured_rollouts_does_not_matter():
     assert states[0] == states[1]
 
 
+def test_energies_are_summed_of_what_was_measured_and_forgotten_like_the_rewards():
+    allocator = RolloutAllocator({"half_life": 1})
+    ids, right = ["a", "a", "b", "a"], np.array([True, False, True, True])
+    allocator.observe(ids, right * 1.0, right, 1, energy=[1.5, 4.0, 7.0, 2.5])
+    assert measures(allocator, "a") == [2, 4.0, 1, 4.0] and measures(allocator, "b") == [1, 7.0, 0, 0]
+    allocator.observe(["a", "a"], [0.0, 1.0], [False, True], 2)
+    assert numbers(allocator, "a")[:2] == [3.5, 2.0], "the rollouts count"
+    assert measures(allocator, "a") == [1, 2.0, 0.5, 2.0], "their energies are not known"
+    allocator.observe(["a"], [1.0], [True], 3, energy=np.array([-1e-4], np.float32))
+    assert measures(allocator, "a") == [1.5, 1.0, 0.25, 1.0], "rounding below 0 is 0"
+
+
 def test_prompts_may_vanish_and_appear_on_resume():
     allocator = RolloutAllocator({})
     observe(allocator, {"a": (1, 4), "b": (2, 4)})
@@ -191,11 +208,15 @@ def test_bad_observations_name_the_prompt_and_change_nothing(arguments, message)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("trials", 0),
-        ("trials", np.nan),
-        ("successes", 5),
-        ("successes", -1),
-        ("reward_squares", -1),
+        *(
+            ("trials", 0),
+            ("trials", np.nan),
+            ("successes", 5),
+            ("successes", -1),
+            ("reward_squares", -1),
+            ("energy_wrong", -1.0),
+        ),
+        *(("energy_right_trials", 2.0), ("energy_wrong_trials", 5.0)),
     ],
 )
 def test_a_contradictory_state_names_the_prompt_and_changes_nothing(name, value):

@@ -23,6 +23,8 @@ CONFIGS = [
     {"kind": "neyman", "variance": "empirical"},
     {"kind": "knapsack"},
     {"kind": "cero"},
+    {"kind": "gvm"},
+    {"kind": "cures"},
     {"kind": f"{__name__}:HardestFirst"},
 ]
 
@@ -40,8 +42,8 @@ class HardestFirst(Allocator):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "-".join(map(str, c.values())))
 def test_contract(config):
-    """Prompts: one, few, many, one of them twice; with and without history. Budgets: within the bounds, at them, and
-    beyond both. A repeated call and a state that went through JSON give the same counts, and a prompt's place
+    """Prompts: one, few, many, one of them twice; with and without history and energies. Budgets: within the bounds, at
+    them, and beyond both. A repeated call and a state that went through JSON give the same counts, and a prompt's place
     in the batch changes its count by one rollout at most (ties). `allocate` itself checks sum, bounds and dtype.
     """
     config = AllocationConfig.model_validate(config)
@@ -78,18 +80,25 @@ def histories(rng: np.random.Generator, ids: list[str]) -> dict[str, dict]:
     rates = rng.uniform(0.1, 0.8, size)
     zeros, spread = np.zeros(size), successes * (1 - successes / trials)
 
-    def state(seen: int, *columns: np.ndarray) -> dict:
-        named = {name: x[:seen].tolist() for name, x in zip(COLUMNS, columns, strict=True)}
+    right, wrong = rng.gamma(2, 9, size), rng.gamma(2, 30, size)
+
+    def state(seen: int, *columns: np.ndarray, measured: bool = False) -> dict:
+        weights, successes = columns[:2]
+        failures = weights - successes
+        measures = (successes, right * successes, failures, wrong * failures)
+        values = (*columns, *(m * measured for m in measures))
+        named = {name: x[:seen].tolist() for name, x in zip(COLUMNS, values, strict=True)}
         return {"prompt_ids": ids[:seen], **named, "energy_line": [0.0] * 5}
 
     real = (weights, rates * weights, rng.normal(size=size), weights * rng.gamma(2, 1, size))
     return {
         "never seen": state(0, zeros, zeros, zeros, zeros),
-        "all solved": state(size, trials, trials, zeros + 1, zeros),
+        "all solved": state(size, trials, trials, zeros + 1, zeros, measured=True),
         "none solved": state(size, trials, zeros, zeros, zeros),
-        "all seen": state(size, trials, successes, successes / trials, spread),
-        "half of them new": state(size // 2, trials, successes, successes / trials, spread),
-        DISTINCT: state(size, *real),
+        "all seen": state(size, trials, successes, successes / trials, spread, measured=True),
+        "half of them new": state(size // 2, trials, successes, successes / trials, spread, measured=True),
+        DISTINCT: state(size, *real, measured=True),
+        "no energies": state(size, *real),
     }
 
 
