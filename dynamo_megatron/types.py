@@ -297,6 +297,19 @@ class Sequences:
         owner = np.repeat(np.arange(len(sequences)), end - first)
         return owner, starts[chosen], np.append(starts[1:], len(self.tokens))[chosen]
 
+    def turns(self) -> tuple[np.ndarray, np.ndarray]:
+        """(turns of each sequence, int64 [S]; response tokens of each turn, int64 [K]): a turn is a run of response
+        tokens with none of a prompt or environment between. Without an agent each response is one."""
+        if self.trained is None:
+            counts = (self.response_lengths > 0).astype(np.int64)
+            return counts, self.response_lengths[counts > 0]
+        starts = self.offsets[:-1] if self.segment_starts is None else self.segment_starts
+        begins = self.trained & ~np.append(False, self.trained[:-1])
+        begins[starts] = self.trained[starts]
+        places = np.flatnonzero(begins)
+        counts = np.diff(np.searchsorted(places, self.offsets))
+        return counts, np.diff(np.append(self._trained_until[places] - 1, self.trained.sum()))
+
     def in_response(self, places: np.ndarray, sequences: np.ndarray) -> np.ndarray:
         """bool: whether the tokens at `places` belong to a response. `sequences`: the sequence that owns each token."""
         if self.trained is not None:

@@ -77,7 +77,7 @@ class AdvantageConfig(Section):
     of_kinds = {
         **dict.fromkeys(("singleton", "eps"), (*GROUP_ADVANTAGES, "otb")),
         "prior_strength": ("history",),
-        **dict.fromkeys(("gamma", "lam"), ("gae",)),
+        **dict.fromkeys(("gamma", "lam", "steps"), ("gae",)),
     }
     # grpo, dr_grpo, rloo, reinforce, otb, history, gae (PPO's, from a critic) or module:function
     kind: Annotated[str, built_in(ADVANTAGES)] = "rloo"
@@ -89,6 +89,7 @@ class AdvantageConfig(Section):
     score_ratio: Literal["auto"] | Annotated[float, Field(gt=0)] = 1.0
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # gae: discount of a later step's reward
     lam: Annotated[float, Field(ge=0, le=1, alias="lambda")] = 0.95  # gae: 0 trusts the critic, 1 the rewards alone
+    steps: Literal["tokens", "turns"] = "tokens"  # gae: what gamma and lambda act between; turns: of an agent's episode
     # batch: less the mean over the step's rollouts (SPO) or with gae its tokens, over their std
     normalise: Literal["none", "batch"] = "none"
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)

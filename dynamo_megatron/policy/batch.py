@@ -20,7 +20,7 @@ from dynamo_megatron.algorithm.advantages import (
 )
 from dynamo_megatron.algorithm.aggregation import token_divisors
 from dynamo_megatron.algorithm.arrays import group_index
-from dynamo_megatron.algorithm.gae import generalised_advantages, token_rewards, whitened
+from dynamo_megatron.algorithm.gae import generalised_advantages, token_rewards, turn_advantages, whitened
 from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
@@ -80,7 +80,10 @@ class TrainBatch:
         assert (values is not None) == (advantage.kind == "gae")
         if values is not None:
             each = token_rewards(advantages, lengths, rewards, advantage.process.weight)
-            process, returns = generalised_advantages(each, values, lengths, advantage.gamma, advantage.lam)
+            if advantage.steps == "turns":
+                process, returns = turn_advantages(each, values, rollouts.turns(), advantage.gamma, advantage.lam)
+            else:
+                process, returns = generalised_advantages(each, values, lengths, advantage.gamma, advantage.lam)
             process = whitened(process) if advantage.normalise == "batch" else process
             process = process if config.algorithm.teacher is None else config.algorithm.teacher.reward_weight * process
             advantages = np.zeros(len(group))
