@@ -95,16 +95,19 @@ class AdvantageConfig(Section):
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
+    # How much more a right rollout counts whose answer or path is rare in its group (docs/methods.md); 0: off
+    diversity: Annotated[float, Field(ge=0, le=1)] = 0.0
     process: ProcessConfig = ProcessConfig()
     entropy_shaping: EntropyShapingConfig | None = None
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.kind == "otb":
-            of_rollouts = ("positive_weight", "normalise")
+            of_rollouts = ("positive_weight", "normalise", "diversity")
             yield from self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
         if self.kind == "gae":
-            why = "is of a rollout's advantage, and those of kind gae are of tokens"
-            yield from self.unused(["positive_weight"], why)
+            yield from self.unused(
+                ["positive_weight", "diversity"], "is of a rollout's advantage, and those of kind gae are of tokens"
+            )
             if self.process.gamma != 1:
                 yield "process.gamma: kind gae discounts by its own gamma; set it to 1.0"
         if self.kind != "history" and self.score_ratio not in ("auto", 1):

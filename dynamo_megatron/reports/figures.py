@@ -36,6 +36,8 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Utilisation", "share of all time", {"fleet/idle_share": "servers idle", "resources/cpu": "cores busy"}),
     ("Age of the weights", "steps", {"rollout/staleness_mean": "mean", "rollout/staleness_max": "oldest token"}),
     ("Groups of equal rewards", "share of the groups", {"rollout/zero_variance_groups": "all rewards equal"}),
+    ("Distinct answers", "share, mean of the groups", {"reward/unique_answers": "of rollouts"}),
+    ("Distinct 4-grams", "share, mean of the groups", {"rollout/distinct_4grams": "of all 4-grams"}),
     ("GPU utilisation", "share of the time", BUSY | {"resources/gpu_utilisation_min": "least busy rank"}),
     ("GPU memory", "bytes, fullest GPU", {"resources/gpu_used_max": "ranks", "fleet/gpu_memory_max": "servers"}),
     ("Network", "bytes per second, busiest node", {NETWORK: ""}),

@@ -42,6 +42,7 @@ def not_covered(config: Config) -> str | None:
     keys = {
         "model.lora": config.model.lora is not None,
         "algorithm.advantage.kind": a.advantage.kind not in ("grpo", "dr_grpo", "rloo", "reinforce", "history"),
+        "algorithm.advantage.diversity": a.advantage.diversity > 0,
         "algorithm.loss.kind": a.loss.function is not None,
         "algorithm.loss.mini_batches": a.loss.mini_batches > 1,
         "algorithm.loss.old": a.loss.old == "engine",

@@ -28,6 +28,7 @@ algorithm:
     eps: 0.1
     normalise: batch
     positive_weight: 0.7
+    diversity: 0.6
     overlong_buffer: 0.4
     overlong_penalty: 0.9
     process: {weight: 0.3, gamma: 0.8}
@@ -54,7 +55,7 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     section = {"loss": loss | {"kl_cov": None}, "dynamic_sampling": None, "sequential": None, "modulation": None}
     section["advantage"] = {"kind": advantage, "positive_weight": 1.0, "overlong_buffer": None, "entropy_shaping": None}
     section["advantage"] |= {"singleton": "zero", "eps": 1e-6, "prior_strength": 1.0, "score_ratio": 1.0}
-    section["advantage"] |= {"normalise": "none", "process": {"weight": 1.0, "gamma": 1.0}}
+    section["advantage"] |= {"normalise": "none", "process": {"weight": 1.0, "gamma": 1.0}, "diversity": 0.0}
     section["advantage"] |= {"gamma": 1.0, "lambda": 0.95}
     section["allocation"] = {"kind": "uniform"}
     for key, value in others.items():
@@ -296,9 +297,11 @@ def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
             "dynamic_sampling: {}}",
             "algorithm.dynamic_sampling: goes by groups of equal rewards",
         ),
+        ("algorithm.advantage.diversity=1.5", "diversity: Input should be less than or equal to 1, got 1.5"),
+        ("algorithm.advantage.diversty=1", "did you mean algorithm.advantage.diversity?"),
         (
-            "algorithm.advantage={kind: otb, positive_weight: 0.5}",
-            "positive_weight: is of a rollout's advantage, and those of",
+            "algorithm.advantage={kind: otb, diversity: 0.5}",
+            "diversity: is of a rollout's advantage, and those of",
         ),
         ("algorithm.advantage.process.gamma=1.5", "process.gamma: Input should be less than or equal to 1, got 1.5"),
         ("algorithm.loss.entropy_top_ratio=1.5", "entropy_top_ratio: Input should be less than or equal to 1, got 1.5"),
