@@ -107,24 +107,6 @@ class Knapsack(Allocator):
         return largest_gains(lambda n: p * q * q * (p**n * q + q**n * p), len(p), budget, low, high)
 
 
-class Cero(Allocator):
-    """Gives rollouts to the prompts that have had too few over the whole run (CERO, arXiv 2606.05606): maximises
-    sum v_i (x_i + n_i) / (x_i + n_i + 1), x_i the rollouts of prompt i so far, v_i its expected p(1-p).
-
-    The paper has a concave, saturating utility of a prompt's rollouts over all epochs, scaled by E[p(1-p)] under a Beta
-    posterior, and prices for the prompts and the run's budget that are updated by projected gradient steps. Its text
-    was not at hand, so form and constants are ours: v x / (x + 1), whose optimum gives every prompt rollouts over the
-    whole run in proportion to sqrt(v). Here the step's budget is fixed and is used up exactly, which needs no prices.
-    """
-
-    forgets = False
-
-    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
-        value = (variance if variance.any() else np.ones(len(variance)))[:, None]
-        after = prompts.trials[:, None] + 1
-        return largest_gains(lambda n: value / ((after + n) * (after + n + 1)), len(value), budget, low, high)
-
-
 class Gvm(Allocator):
     """GVM-RAFT's (arXiv 2505.02391; code RLHFlow/GVM): n ~ G / sqrt(p + alpha / p^(beta - 1)), G a prompt's gradient
     norm over right rollouts; 0 without a right one.
@@ -174,7 +156,6 @@ BUILT_IN = {
     "waterfill": Waterfill,
     "neyman": Neyman,
     "knapsack": Knapsack,
-    "cero": Cero,
     "gvm": Gvm,
     "cures": Cures,
 }

@@ -285,17 +285,17 @@ class RolloutCorrectionConfig(Section):
             yield f"low: {self.low} is not below high {self.high}"
 
 
-ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cures")
+ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "gvm", "cures")
 
 
 class AllocationConfig(Section):
-    # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
+    # uniform, waterfill, neyman, knapsack, gvm, cures or module:Class
     kind: Annotated[str, built_in(ALLOCATORS)] = "neyman"
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
     rollout_n_min: Positive = 2
     rollout_n_max: Positive = 24
     initial_budget: Positive = 8
-    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits in which a rollout's weight halves; not waterfill, cero
+    half_life: Annotated[float, Field(gt=0)] = 8.0  # visits in which a rollout's weight halves; not waterfill
     variance: Literal["bernoulli", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is

@@ -20,7 +20,7 @@ from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.replay.recording import RecordedStep, Recording, read_record
 from dynamo_megatron.reports.figures import rate_classes
 
-DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cures")
+DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "gvm", "cures")
 MEANING = (
     "p is a prompt's success rate over the whole record, known only afterwards; the rollouts that an allocator learned "
     "from are among those that it is evaluated on. Expected variance is sum p(1-p)/n, not the gradient's. Every "

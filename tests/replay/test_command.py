@@ -39,7 +39,7 @@ def test_a_run(run, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"replay.md", "replay.json"}
     assert (tmp_path / "replay.md").read_text().startswith(text.split("\n\nThis text is in")[0])
     rows = table(text)
-    others = ["waterfill", "neyman", "knapsack", "cero", "gvm", "cures"]
+    others = ["waterfill", "neyman", "knapsack", "gvm", "cures"]
     assert list(rows) == ["as recorded", "uniform", *others] and all(row[0] == "768" for row in rows.values())
     assert rows["as recorded"] == rows["neyman"] and rows["uniform"][1] == "1.000" and float(rows["neyman"][1]) < 1
     found, record = json.loads((tmp_path / "replay.json").read_text()), read_run(run)
@@ -72,7 +72,7 @@ def test_dumps_of_other_trainers(tmp_path, capsys):
     assert main(["replay", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     rows = table(text)
-    assert len(rows) == 8 and float(rows["neyman"][1]) < 1 and all(row[0] == str(4 * 6 * 32) for row in rows.values())
+    assert len(rows) == 7 and float(rows["neyman"][1]) < 1 and all(row[0] == str(4 * 6 * 32) for row in rows.values())
     assert "had the step's budget and 8 to 96 rollouts for a prompt" in text
     assert "REPRODUCED" not in text and "own allocator" not in text
     assert json.loads((tmp_path / "replay.json").read_text())["prompt_ids"][2] == "q2"

@@ -22,7 +22,6 @@ CONFIGS = [
     {"kind": "neyman", "variance_floor": 0.0},
     {"kind": "neyman", "variance": "empirical"},
     {"kind": "knapsack"},
-    {"kind": "cero"},
     {"kind": "gvm"},
     {"kind": "cures"},
     {"kind": f"{__name__}:HardestFirst"},
