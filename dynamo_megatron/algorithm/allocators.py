@@ -1,7 +1,7 @@
 """The allocators, built in and loaded by name, and their arithmetic: who gets how many rollouts.
 
 `variance` and `counts` of an allocator are pure functions of the statistics, never of random numbers, the time or
-earlier calls. So a resumed run and a replay give the same counts. `testing.check_allocator` tests all that is required.
+earlier calls. So a resumed run and a replay give the same counts.
 """
 
 from __future__ import annotations
@@ -56,25 +56,15 @@ class Uniform(Allocator):
 
 class Neyman(Allocator):
     """Minimises sum_i v_i / n_i, v_i the expected variance plus `variance_floor` times the batch's mean variance: the
-    optimum of the theory (DynaMO, arXiv 2602.19208), with integer counts and bounds, also with prices."""
+    optimum of the theory (DynaMO, arXiv 2602.19208), with integer counts and bounds."""
 
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
         variance = super().variance(prompts, pool)
         return variance + self.config.variance_floor * variance.mean()
 
-    def counts(
-        self,
-        prompts: Statistics,
-        variance: np.ndarray,
-        budget: float,
-        low: int,
-        high: int,
-        price: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """As the other allocators'; with `price`, float64 [N], as `priced`."""
-        even = np.ones(len(prompts))
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
         # Without a variance all counts are equally good: spread evenly, not to the lower indices first.
-        return priced(variance if variance.any() else even, even if price is None else price, budget, low, high)
+        return neyman(variance if variance.any() else np.ones(len(prompts)), budget, low, high)
 
 
 class Waterfill(Allocator):
@@ -114,25 +104,7 @@ class Knapsack(Allocator):
         p = variance[:, None]
         q = 1 - p
         # The gain is p^n q + q^n p, times the worth p q^2.
-        return largest_gains(lambda n: p * q * q * (p**n * q + q**n * p), np.ones(len(p)), budget, low, high)
-
-
-class Cero(Allocator):
-    """Gives rollouts to the prompts that have had too few over the whole run (CERO, arXiv 2606.05606): maximises
-    sum v_i (x_i + n_i) / (x_i + n_i + 1), x_i the rollouts of prompt i so far, v_i its expected p(1-p).
-
-    The paper has a concave, saturating utility of a prompt's rollouts over all epochs, scaled by E[p(1-p)] under a Beta
-    posterior, and prices for the prompts and the run's budget that are updated by projected gradient steps. Its text
-    was not at hand, so form and constants are ours: v x / (x + 1), whose optimum gives every prompt rollouts over the
-    whole run in proportion to sqrt(v). Here the step's budget is fixed and is used up exactly, which needs no prices.
-    """
-
-    forgets = False
-
-    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
-        value = (variance if variance.any() else np.ones(len(variance)))[:, None]
-        after = prompts.trials[:, None] + 1
-        return largest_gains(lambda n: value / ((after + n) * (after + n + 1)), np.ones(len(value)), budget, low, high)
+        return largest_gains(lambda n: p * q * q * (p**n * q + q**n * p), len(p), budget, low, high)
 
 
 class Gvm(Allocator):
@@ -184,7 +156,6 @@ BUILT_IN = {
     "waterfill": Waterfill,
     "neyman": Neyman,
     "knapsack": Knapsack,
-    "cero": Cero,
     "gvm": Gvm,
     "cures": Cures,
 }
@@ -203,8 +174,6 @@ def load_allocator(kind: str) -> type[Allocator]:
     return found
 
 
-# Relative: counts that cost the budget exactly are not refused for the rounding of a sum.
-ROUNDING = 1e-12
 LEAST_PRIORITY = 1e-8  # at or below it a prompt takes no part in the published proportional share
 
 
@@ -234,30 +203,23 @@ def settle(n: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
 
 
 def largest_gains(
-    gain: Callable[[np.ndarray], np.ndarray], price: np.ndarray, budget: float, low: int, high: int
+    gain: Callable[[np.ndarray], np.ndarray], prompts: int, budget: int, low: int, high: int
 ) -> np.ndarray:
-    """The counts that maximise a sum of concave values: int64 [N], low <= n <= high, sum price n <= budget.
+    """The counts of N prompts that maximise a sum of concave values: int64 [N], sum `budget`, low <= n <= high.
 
-    A rollout of prompt i costs price_i > 0. `gain`: numbers of rollouts, float64 [1, M] -> the value of one more
-    rollout of each prompt, float64 [N, M], falling with the number. Takes the largest gains per price one by one, ties
-    by the lower index, until the next one costs more than is left. So less than a rollout's price is left, unless all
-    prompts have `high`. The caller ensures low sum price <= budget.
+    `gain`: numbers of rollouts, float64 [1, M] -> the value of one more rollout of each prompt, float64 [N, M], falling
+    with the number. Takes the largest gains one by one, ties by the lower index. The caller ensures N low <= budget <=
+    N high.
     """
-    if not len(price):
-        return np.zeros(0, np.int64)
-    left = budget * (1 + ROUNDING) - low * float(price.sum())
-    further = min(high - low, int(left / price.min()))  # of any one prompt
+    left = budget - low * prompts
+    further = min(high - low, left)  # of any one prompt
     if further <= 0:
-        return np.full(len(price), low, np.int64)
-    per_price = (gain(low + np.arange(further, dtype=np.float64)[None]) / price[:, None]).ravel()
-    most = min(int(left / price.min()), per_price.size)  # the rollouts that can be paid for are among the largest
-    threshold = np.partition(per_price, per_price.size - most)[per_price.size - most]
-    above, tied = np.flatnonzero(per_price > threshold), np.flatnonzero(per_price == threshold)
-    if price.min() < price.max():
-        above = above[np.argsort(-per_price[above], kind="stable")]
-    taken = np.concatenate([above, tied]) // further
-    paid = int(np.searchsorted(np.cumsum(price[taken]), left, side="right"))
-    return low + np.bincount(taken[:paid], minlength=len(price)).astype(np.int64)
+        return np.full(prompts, low, np.int64)
+    gains = gain(low + np.arange(further, dtype=np.float64)[None]).ravel()
+    threshold = np.partition(gains, gains.size - left)[gains.size - left]
+    above, tied = np.flatnonzero(gains > threshold), np.flatnonzero(gains == threshold)
+    taken = np.concatenate([above, tied])[:left] // further
+    return low + np.bincount(taken, minlength=prompts).astype(np.int64)
 
 
 def proportional(weight: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
@@ -268,7 +230,7 @@ def proportional(weight: np.ndarray, budget: int, low: int, high: int) -> np.nda
     """
     least = weight[weight > 0].min() if weight.any() else 1.0
     share = np.where(weight > 0, weight, least / (2 * high + 1))[:, None]  # after all others have `high`
-    return largest_gains(lambda n: share / (n + 0.5), np.ones(len(weight)), budget, low, high)
+    return largest_gains(lambda n: share / (n + 0.5), len(weight), budget, low, high)
 
 
 def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int) -> Array:
@@ -281,16 +243,8 @@ def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int)
     """
     v = checked(variance, "variance", 1, rollout_n_min, rollout_n_max)
     budget = min(max(budget, len(v) * rollout_n_min), len(v) * rollout_n_max)
-    return like(priced(v, np.ones(len(v)), budget, rollout_n_min, rollout_n_max), variance)
-
-
-def priced(variance: np.ndarray, price: np.ndarray, budget: float, low: int, high: int) -> np.ndarray:
-    """As `neyman`, but a rollout of prompt i costs price_i > 0: int64 [N] with sum price n <= budget, up to rounding.
-
-    No counts of at most the same cost have a smaller sum variance / n. (Counts that use up the rest may: a knapsack
-    problem.) The caller ensures low sum price <= budget.
-    """
-    return largest_gains(lambda n: variance[:, None] / (n * (n + 1)), price, budget, low, high)
+    gain = lambda n: v[:, None] / (n * (n + 1))  # noqa: E731
+    return like(largest_gains(gain, len(v), budget, rollout_n_min, rollout_n_max), variance)
 
 
 def waterfill(

@@ -175,22 +175,9 @@ class CriticConfig(Section):
 
 
 class StopConfig(Section):
-    """A run ends before `trainer.steps` where one of these holds."""
+    """When a run ends before `trainer.steps`."""
 
-    metric: str | None = None  # of metrics.jsonl, such as reward/mean or eval/pass@1
-    window: Positive = 1  # number of its last values that the metric is averaged over
-    above: float | None = None  # done: the average reaches this
-    below: float | None = None
-    patience: Positive | None = None  # done: steps without a new best average (the largest; `mode: min`)
-    mode: Literal["max", "min"] = "max"
     wall_time: Annotated[float, Field(gt=0)] | None = None  # seconds of this process; then save and exit 75, resumable
-
-    def faults(self, *, training: bool) -> Iterator[str]:
-        asked = [n for n in ("above", "below", "patience") if getattr(self, n) is not None]
-        if asked and self.metric is None:
-            yield f"metric: name the metric that {', '.join(asked)} is about"
-        if self.metric is not None and not asked:
-            yield f"metric: say with above, below or patience when {self.metric} ends the run"
 
 
 class TrainerConfig(Section):
@@ -347,11 +334,6 @@ class Config(Section):
                 f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "
                 "a mini-batch needs a prompt"
             )
-        if self.algorithm.allocation.prior_by is not None and self.data.streamed:
-            yield (
-                "algorithm.allocation.prior_by: needs all problems at the start, and those of "
-                f"{self.data.source} are read while the run goes on; set data.limit to read that number at the start"
-            )
         teacher = self.algorithm.teacher
         if teacher is not None and teacher.is_url and self.rollout.temperature != 1:
             yield (
@@ -372,9 +354,6 @@ class Config(Section):
                         f"algorithm.modulation.{key}: {value} needs whole sequences on a rank, and parallel.cp is "
                         f"{self.parallel.cp}; use cp 1 or the default {key}"
                     )
-        stop = self.trainer.stop_when
-        if stop and (stop.metric or "").startswith("eval/") and not self.eval.every:
-            yield f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every"
         if self.checkpoint.export_hf == "best" and not self.eval.every:
             yield "checkpoint.export_hf: 'best' is chosen by the periodic evaluation; set eval.every"
 

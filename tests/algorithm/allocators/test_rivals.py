@@ -70,21 +70,6 @@ def test_knapsack_goes_by_the_posterior_mean_and_to_the_hard_prompts():
     assert decision.counts[1] > decision.counts[2] > decision.counts[0]
 
 
-def test_cero_is_the_maximum_of_its_utility_and_catches_up():
-    outcomes = {"often": ([1.0] * 6, [1.0] * 6), "once": ([1.0] * 2, [1.0] * 2), "solved": ([1.0] * 4, [])}
-    allocator = observed("cero", outcomes, rollout_n_min=1, rollout_n_max=12, half_life=0.2)
-    allocator.observe(["often"] * 4, [1.0, 0.0] * 2, [True, False] * 2, 2)
-    ids = ["often", "once", "solved", "new"]
-    so_far, decision = np.array([16, 4, 4, 0]), allocator.decide(ids, 24, step=3)  # 12 and 4: nothing is forgotten
-
-    def utility(n):
-        return (decision.variance * (so_far + n) / (so_far + n + 1)).sum(-1)
-
-    every = every_allocation(4, 24, 1, 12)
-    assert utility(decision.counts) >= utility(every).max() - 1e-15
-    assert decision.counts[0] < decision.counts[1]
-
-
 def test_gvm_by_hand():
     outcomes = {"a": ([4.0, 16.0], [1.0] * 6), "b": ([9.0] * 4, [1.0] * 4), "never": ([], [2.0] * 8)}
     decision = observed("gvm", outcomes).decide(["a", "b", "never", "new"], 40, step=2)
