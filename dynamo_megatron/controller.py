@@ -106,7 +106,7 @@ class Controller:
             return [rounds[0].prompts[i] for i in further.prompts]
         missing = self._rules.missing(rounds, self.config.batch_prompts)
         under_way = {prompt.prompt_id for ahead in self.ahead.rounds.values() for prompt in ahead.prompts}
-        return self._prompts.draw(step, len(rounds), missing, self._coordinator.check_stop, under_way)
+        return self._prompts.draw(step, len(rounds), missing, under_way)
 
     def allocate(self, step: int, prompts: list[Prompt], rounds: Sequence[Round]) -> Round:
         """Decides how many rollouts each of `prompts` gets in the round after `rounds`. Divides their share of the
@@ -191,7 +191,6 @@ class Controller:
             energies = energies / np.maximum(lengths, 1) ** 2
         measured = energies[now.kept], lengths[now.kept]
         self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, *measured)
-        self._prompts.observe(step, fresh)
 
     def select(self, step: int, rounds: Sequence[Round]) -> Selection | None:
         """Selects the rollouts that are trained on from all that the step's rounds sampled. Returns None if another

@@ -20,7 +20,7 @@ def premise_warnings(config: Config) -> list[str]:
     forgetting = "static=false" if allocation.static else "kind=neyman"
     readers = {
         "algorithm.advantage.kind=history": advantage.kind == "history",
-        f"data.selection.kind={selection.kind}": selection.kind in ("priority", "thompson"),
+        "data.selection.kind=priority": selection.kind == "priority",
     }
     found = [
         (
@@ -59,11 +59,6 @@ def premise_warnings(config: Config) -> list[str]:
                 f"however much the policy changes; set algorithm.allocation.{forgetting}",
             )
             for key, reads in readers.items()
-        ),
-        (
-            selection.weights and algorithm.dynamic_sampling is not None,
-            "data.selection.weights is unbiased only if every drawn prompt counts, and algorithm.dynamic_sampling "
-            "leaves out groups by their rewards; set algorithm.dynamic_sampling=null",
         ),
         (
             uneven and advantage.kind == "reinforce",

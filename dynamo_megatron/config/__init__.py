@@ -320,12 +320,11 @@ class Config(Section):
                 "algorithm.allocation.rollout_n_min: 1 rollout has no other to be compared with, and advantage.kind "
                 f"{advantage.kind} compares with the group alone; set it to 2 or more, or advantage.kind to history"
             )
-        for key, asked in (
-            ("algorithm.dynamic_sampling", self.algorithm.dynamic_sampling is not None),
-            ("data.selection.kind=greso", self.data.selection.kind == "greso"),
-        ):
-            if asked and (high == 1 or (uniform and budget <= prompts)):
-                yield f"{key}: goes by groups of equal rewards, and one rollout a prompt makes none; ask for 2 or more"
+        if self.algorithm.dynamic_sampling is not None and (high == 1 or (uniform and budget <= prompts)):
+            yield (
+                "algorithm.dynamic_sampling: goes by groups of equal rewards, and one rollout a prompt makes none; ask "
+                "for 2 or more"
+            )
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.rollout.agent is not None and self.data.template != "chat":
@@ -346,11 +345,6 @@ class Config(Section):
             yield (
                 f"algorithm.loss.mini_batches: {self.algorithm.loss.mini_batches} mini-batches from {prompts} prompts; "
                 "a mini-batch needs a prompt"
-            )
-        if self.algorithm.allocation.prior_by is not None and self.data.streamed:
-            yield (
-                "algorithm.allocation.prior_by: needs all problems at the start, and those of "
-                f"{self.data.source} are read while the run goes on; set data.limit to read that number at the start"
             )
         teacher = self.algorithm.teacher
         if teacher is not None and teacher.is_url and self.rollout.temperature != 1:

@@ -27,7 +27,6 @@ DATASETS = "datasets:"
 ROWS = 16  # of a Parquet file read at once: Arrow cannot read 2 GiB of a nested column at once
 TEXT_OPTIONS = ("name", "split")  # not parsed as YAML, where the configuration "no" (Norwegian) would be False
 REASONING_GYM = "reasoning_gym:"
-REPEATS_IN_A_ROW = 10_000
 WAYS = "data.chat_template to plain (lines of User: and Assistant:) or to a Jinja file"
 NEEDS_CHAT = (
     f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
@@ -48,36 +47,36 @@ def load_prompts(
 ) -> list[Prompt]:
     """All prompts of `config.source` in their order there, or the first `config.limit` (docs/data.md).
 
-    A row that is no problem, or that has no answer where `needs_answer`, is skipped or an error (`config.on_bad_row`);
-    it is an error where more than half of the rows are so. A row that repeats an id with the same content is dropped;
-    with other content it is an error. A row without an id gets one from the hash of its prompt and answer. `say` is
-    called with a line that counts the skipped rows, and one that counts the dropped ones. `on_progress` is called with
-    the number of problems read so far. Raises ValueError (one line, with `path:line` or `path row N`).
+    A row that is no problem, or that has no answer where `needs_answer`, is skipped; it is an error where more than
+    half of the rows are so. A row that repeats an id with the same content is dropped; with other content it is an
+    error. A row without an id gets one from the hash of its prompt and answer. `say` is called with a line that counts
+    the skipped rows, and one that counts the dropped ones. `on_progress` is called with the number of problems read so
+    far. Raises ValueError (one line, with `path:line` or `path row N`).
     """
     first: dict[str, Prompt] = {}
     bad: list[InputError] = []
-    repeated = newest = 0
-    for number, (where, prompt) in enumerate(located_prompts(config, needs_answer=needs_answer)):
-        if config.limit is not None and number - newest > REPEATS_IN_A_ROW:  # an endless iterator may have no others
-            raise InputError(f"data.limit: {config.source} has {len(first):,} different problems, no more")
+    repeated = 0
+    for where, prompt in located_prompts(config, needs_answer=needs_answer):
         if isinstance(prompt, InputError):
             bad.append(prompt)
             continue
         known = first.setdefault(prompt.prompt_id, prompt)
         if known is prompt:
-            newest = number
             on_progress(len(first))
             if len(first) == config.limit:
                 break
-        elif content_digest(known) == content_digest(prompt):  # NaN, which a column may hold, does not equal itself
+        elif _content_digest(known) == _content_digest(prompt):  # NaN, which a column may hold, does not equal itself
             repeated += 1
         else:
-            raise id_taken(prompt, where, known.where, config)
+            raise InputError(
+                f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
+                f"give every problem its own id (data.id_key: {config.id_key})"
+            )
     if bad:
         counted = f"{len(bad):,} of {len(bad) + repeated + len(first):,} rows cannot be used"
         if len(bad) > repeated + len(first):
             raise InputError(f"{bad[0]}; {counted}") if len(bad) > 1 else bad[0]
-        say(f"data.source: {config.source}: {counted} and are skipped (data.on_bad_row), the first: {bad[0]}")
+        say(f"data.source: {config.source}: {counted} and are skipped, the first: {bad[0]}")
     if not first:
         raise InputError(f"data.source: {config.source} has no prompts")
     if repeated:
@@ -88,8 +87,8 @@ def load_prompts(
 def located_prompts(
     config: DataConfig, *, needs_answer: bool = False
 ) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
-    """(place in the source, prompt) of every row, including repeated rows; of a row that `config.on_bad_row` skips,
-    what is wrong with it takes the prompt's place. Raises ValueError as `load_prompts`."""
+    """(place in the source, prompt) of every row, including repeated rows; of a row that is skipped, what
+    is wrong with it takes the prompt's place. Raises ValueError as `load_prompts`."""
     source, in_arrow = config.source, False
     items: Iterable[tuple[str, Any]]
     if source.startswith(REASONING_GYM):
@@ -112,8 +111,6 @@ def located_prompts(
             prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
             _check_content(prompt, where, needs_answer)
         except InputError as error:
-            if config.on_bad_row == "error":
-                raise
             yield where, error
             continue
         if config.template != "chat" and prompt.messages is not None:
@@ -122,14 +119,7 @@ def located_prompts(
         yield where, prompt
 
 
-def id_taken(prompt: Prompt, where: str, by: str, config: DataConfig) -> InputError:
-    return InputError(
-        f"{where}: the id {prompt.prompt_id!r:.80} is taken by {by} with other content; "
-        f"give every problem its own id (data.id_key: {config.id_key})"
-    )
-
-
-def content_digest(prompt: Prompt) -> str:
+def _content_digest(prompt: Prompt) -> str:
     """A hash (16 hexadecimal digits) that is equal for rows that may share an id."""
     from_content = prompt.prompt_id == _digest(prompt.messages or prompt.text, prompt.answer)
     columns = [] if from_content else [prompt.meta]  # else other columns (row numbers) may differ

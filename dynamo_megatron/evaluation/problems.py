@@ -24,7 +24,6 @@ SHARE = 0.5  # of a problem's n-grams; less is no overlap, since problems of a c
 COMMON = 0.03  # of the training prompts; an n-gram that more of them have belongs to an instruction
 FEW, MOST = 10, 1000  # training prompts; an n-gram in FEW of them is never common, one in more than MOST always is
 WORD = re.compile(r"\w+|[-+*/^=<>]")
-UNLIMITED = 10_000  # problems that a function may yield without eval.limit; more are an error: it may be endless
 
 
 def load_problems(
@@ -49,22 +48,14 @@ def greedy_warnings(config: EvalConfig) -> list[str]:
 
 
 def read_problems(config: Config) -> list[Prompt]:
-    """The first `eval.limit` problems of `eval.data` (else `data.source`).
-
-    Raises ValueError, also for a function that yields more than UNLIMITED problems without a limit.
-    """
+    """The first `eval.limit` problems of `eval.data` (else `data.source`). Raises ValueError."""
     source = config.eval.data or config.data.source
     of_training = config.data.limit if config.eval.data is None else None
     data = config.data.model_copy(update={"source": source, "limit": config.eval.limit or of_training})
-    if streamed := data.streamed:
-        data = data.model_copy(update={"limit": UNLIMITED + 1})
     try:
-        prompts = load_prompts(data, needs_answer=config.needs_answers)
+        return load_prompts(data, needs_answer=config.needs_answers)
     except ValueError as error:
         raise InputError(str(error).replace("data.source:", "eval.data:", 1) if config.eval.data else error) from None
-    if streamed and len(prompts) > UNLIMITED:
-        raise InputError(f"eval.limit: {source} yields more than {UNLIMITED:,} problems; set how many are evaluated")
-    return prompts
 
 
 def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], max_length: int) -> list[Prompt]:

@@ -54,7 +54,6 @@ def not_covered(config: Config) -> str | None:
         "algorithm.rollout_correction": a.rollout_correction is not None,
         "algorithm.sequential": a.sequential is not None,
         "algorithm.teacher": a.teacher is not None,
-        "data.selection.weights": config.data.selection.weights,
         "reward.prime": config.reward.implicit,
         "algorithm.allocation.prior_by": a.needs_baseline and a.allocation.prior_by is not None,
         "rollout.max_staleness": a.needs_baseline and config.rollout.max_staleness > 0,

@@ -38,11 +38,6 @@ PILOT = {"kind": "pilot", "round_n": 4}
         ({"allocation": {"static": True}, "advantage": {"kind": "history"}}, {}, ["advantage.kind=history"]),
         ({"advantage": {"kind": "history"}}, {}, []),
         ({}, {"optimizer": {"lr": 0}}, ["optimizer.lr=0"]),
-        (
-            {"dynamic_sampling": {}},
-            {"data": {"source": "d", "selection": {"kind": "priority", "weights": True}}},
-            ["data.selection.weights"],
-        ),
     ],
 )
 def test_warnings(algorithm, others, said):

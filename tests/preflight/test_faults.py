@@ -108,12 +108,11 @@ def test_a_length_beyond_the_models(base, failure):
 
 
 # -- data and reward ---------------------------------------------------------------------------------------------------
-def test_rows_that_are_skipped_are_noted(base, check, failure):
+def test_rows_that_are_skipped_are_noted(base, check):
     with (base / "problems.jsonl").open("a") as file:
         file.write('{"problem": "What is 9 + 1?", "answer": null}\n')
     (skipped,) = (text for level, text in check("data") if level == "note")
     assert "1 of 5 rows cannot be used and are skipped" in skipped and "problems.jsonl:5: the answer is null" in skipped
-    assert "problems.jsonl:5: the answer is null" in failure("data", "data.on_bad_row=error")
 
 
 @pytest.mark.parametrize(
