@@ -101,12 +101,10 @@ class RewardPool:
         return self._combined(prompt, response, [*(await local if local else []), *results])
 
     def close(self) -> None:
-        """Stops all workers and requests now; samples under way are lost. May be called twice."""
+        """Stops all workers now; samples under way are lost. May be called twice."""
         self._closed = True
         if self._workers is not None:
             self._workers.close()
-        for service in self._services:
-            service.close()
 
     def _placed(self) -> Workers | RayWorkers:
         if self._config.placement == "local":
