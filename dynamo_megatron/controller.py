@@ -265,5 +265,5 @@ class Controller:
         none of them is left; after a weight sync it may be called again."""
         evaluation, journal = self._evaluation, self._journal
         journal.progress.phase("evaluate", evaluation.responses)
-        journal.evaluation(evaluation.run(step, self._coordinator.check_stop, journal.progress.count, journal.say))
+        journal.evaluation(evaluation.run(step, self._coordinator.check_stop, journal.progress.count))
         return self.end_of(step)

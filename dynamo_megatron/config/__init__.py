@@ -227,7 +227,6 @@ class EvalConfig(Section):
     k: Annotated[list[Positive], Field(min_length=1)] = [1]  # pass@k; the first is what checkpoint.export_hf: best uses
     temperature: Annotated[float, Field(ge=0)] | None = None  # None: rollout.temperature; 0: greedy
     max_new_tokens: Positive | None = None  # None: rollout.max_new_tokens
-    cache: bool = True  # responses of the evaluation before training are kept for other runs of the same model
     every: Positive | None = None  # steps of training between evaluations, with one before and after; None: none
 
     def faults(self, *, training: bool) -> Iterator[str]:
