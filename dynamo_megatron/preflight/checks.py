@@ -235,7 +235,7 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         return
     problems = load_problems(config, subject.encode, max_prompt_length(config, subject.spec, evaluation=True))
     yield ok(f"{len(problems):,} problems from {config.eval.data}")
-    for warning in overlap_warnings({config.eval.data: problems}, subject.prompts, config.data.source):
+    for warning in overlap_warnings(problems, subject.prompts, config.data.source):
         yield note(f"{warning}: take them out of data.source or eval.data")
 
 

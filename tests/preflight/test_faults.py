@@ -154,7 +154,11 @@ def test_problems_that_are_trained_on_are_noted(base, check):
     rows += [{"id": "e2", "problem": "What is 2 - 1?"}]  # an operator is no punctuation
     (base / "eval.jsonl").write_text("".join(json.dumps({**row, "answer": "2"}) + "\n" for row in rows))
     level, text = check("evaluation", "eval.data=eval.jsonl")[-1]
-    assert level == "note" and "2 of 3 problems of eval.jsonl have at least 50% of their" in text
+    assert (
+        level == "note"
+        and "2 of 3 problems are prompts of" in text
+        and "problems.jsonl too (the first, 'e0': '" in text
+    )
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
