@@ -56,10 +56,17 @@ def load_prompts(
     first: dict[str, Prompt] = {}
     bad: list[InputError] = []
     repeated = 0
-    for where, prompt in located_prompts(config, needs_answer=needs_answer):
-        if isinstance(prompt, InputError):
-            bad.append(prompt)
+    in_arrow = config.source.startswith(DATASETS) or config.source.endswith(".parquet")
+    for where, item in _located_rows(config.source):
+        try:
+            prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
+            _check_content(prompt, where, needs_answer)
+        except InputError as error:
+            bad.append(error)
             continue
+        if config.template != "chat" and prompt.messages is not None:
+            raise InputError(f"{where}: {NEEDS_CHAT}")
+        prompt.where = where
         known = first.setdefault(prompt.prompt_id, prompt)
         if known is prompt:
             on_progress(len(first))
@@ -84,39 +91,22 @@ def load_prompts(
     return list(first.values())
 
 
-def located_prompts(
-    config: DataConfig, *, needs_answer: bool = False
-) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
-    """(place in the source, prompt) of every row, including repeated rows; of a row that is skipped, what
-    is wrong with it takes the prompt's place. Raises ValueError as `load_prompts`."""
-    source, in_arrow = config.source, False
-    items: Iterable[tuple[str, Any]]
+def _located_rows(source: str) -> Iterator[tuple[str, Any]]:
+    """(place in the source, row or prompt) of every row. Raises ValueError as `load_prompts`."""
     if source.startswith(REASONING_GYM):
-        items = _reasoning_gym_prompts(source)
-    elif source.startswith(DATASETS):
-        items, in_arrow = _numbered(source, lambda: dataset_rows(source)), True
-    elif source.endswith(".jsonl"):
-        items = jsonl_rows(shipped.problems(source))
-    elif source.endswith(".parquet"):
-        items, in_arrow = _numbered(source, lambda: parquet_rows(Path(source))), True
-    elif SPEC.fullmatch(source):
-        items = _numbered(source, load_callable(source, "data.source"))
-    else:
-        raise InputError(
-            f"data.source: {source!r} is no known source; "
-            "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
-        )
-    for where, item in items:
-        try:
-            prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
-            _check_content(prompt, where, needs_answer)
-        except InputError as error:
-            yield where, error
-            continue
-        if config.template != "chat" and prompt.messages is not None:
-            raise InputError(f"{where}: {NEEDS_CHAT}")
-        prompt.where = where
-        yield where, prompt
+        return _reasoning_gym_prompts(source)
+    if source.startswith(DATASETS):
+        return _numbered(source, lambda: dataset_rows(source))
+    if source.endswith(".jsonl"):
+        return jsonl_rows(shipped.problems(source))
+    if source.endswith(".parquet"):
+        return _numbered(source, lambda: parquet_rows(Path(source)))
+    if SPEC.fullmatch(source):
+        return _numbered(source, load_callable(source, "data.source"))
+    raise InputError(
+        f"data.source: {source!r} is no known source; "
+        "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
+    )
 
 
 def _content_digest(prompt: Prompt) -> str:
