@@ -32,7 +32,6 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.options import check_servers, checked_config, program
 from dynamo_megatron.rollout.retention import after_a_stop
-from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.runtime import guard
 from dynamo_megatron.runtime.cores import choose_threads
 from dynamo_megatron.runtime.listening import free_port
@@ -154,10 +153,8 @@ class RayRun:
         self._config = config
         self._output = Path(config.output_dir).absolute()
         self._words, self._ranks, self._servers = list(words), ranks, servers
-        # An actor that serves has the GPUs of its rollout server, and of the reward model's servers that it starts.
-        names = (reward_servers.server_names(config, servers, i) for i in range(servers))
-        serving = [reward_servers.gpus(config, of_one, after=config.rollout.tp) for of_one in names]
-        self._bundles = [{"CPU": 1, **({"GPU": n} if gpu else {})} for n in (*[1] * ranks, *serving)]
+        gpus = [*[1] * ranks, *[config.rollout.tp] * servers]
+        self._bundles = [{"CPU": 1, **({"GPU": n} if gpu else {})} for n in gpus]
         self._placed: list[Placed] = []
         self._asked = threading.Event()  # by a signal to stop
 

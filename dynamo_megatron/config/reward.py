@@ -123,24 +123,11 @@ class JudgeConfig(Section):
 class RewardModelConfig(Section):
     """The model of the reward `reward_model`: a sequence classifier with one output, served by SGLang."""
 
-    path: str | None = None  # its Hugging Face folder: what our servers serve; tokenizer and chat template always
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of our servers
-    urls: list[Url] = []  # servers of it that run already; none: those of reward.servers
-    api_key_env: str | None = None  # of `urls`: environment variable with their key
+    path: str | None = None  # its Hugging Face folder, for tokenizer and chat template
+    urls: list[Url] = []  # its servers (docs/rewards.md)
+    api_key_env: str | None = None  # environment variable with their key
     range: Range | None = None  # scores that become 0 and 1, those beyond are cut off; None: the score as it is
     concurrency: Positive = 64  # requests under way at once, of one response each
-
-
-class RewardServersConfig(Section):
-    """Servers of reward.reward_model, which the run starts beside the rollout servers (docs/rewards.md)."""
-
-    count: Positive = 1
-    tp: Positive = 1  # ranks of a server
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None  # the first server's, the next ones'; None: free ones
-    # on their node; None: with rollout.placement split the one after the rollout servers', else 0
-    first_gpu: Annotated[int, Field(ge=0)] | None = None
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU
-    server_args: list[str] = []  # passed to sglang.launch_server as they are
 
 
 def _as_list(value: object) -> object:
@@ -164,7 +151,6 @@ class RewardConfig(Section):
     code: CodeConfig = CodeConfig()
     judge: JudgeConfig = JudgeConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
-    servers: RewardServersConfig | None = None
     prime: PrimeConfig = PrimeConfig()
 
     @property
@@ -212,10 +198,8 @@ class RewardConfig(Section):
         model, used = self.reward_model, "reward_model" in self.functions
         if used and model.path is None:
             yield "reward_model.path: name the reward model's folder"
-        if used and bool(model.urls) == (self.servers is not None):
-            yield "servers: the run starts servers of the reward model, or reward_model.urls names them"
-        if self.servers is not None and not used:
-            yield "servers: are those of the reward model; put reward_model into functions"
+        if used and not model.urls:
+            yield "reward_model.urls: name its servers (docs/rewards.md)"
         if "code" in self.functions and self.code.seconds >= self.deadline:
             yield (
                 f"code.seconds: a test may take {self.code.seconds:g} s and the whole sample {self.deadline:g} s "

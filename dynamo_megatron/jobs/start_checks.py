@@ -139,12 +139,9 @@ def default_ranks(config: Config) -> int:
 def check_node(config: Config) -> str:
     """Returns the name of the transport of weights. Raises InputError where this node has no room for its share of the
     colocated servers or no `rollout.python` for them, where `rollout.host` is no address or interface here, where
-    `rollout.port`, `reward.servers.port`, or a MASTER_PORT that is set, cannot be listened to, or where the transport
-    cannot work."""
-    rollout, rewards = config.rollout, config.reward.servers
-    here: list[tuple[str, int | None, int]] = []  # key, first port, ports
+    `rollout.port`, or a MASTER_PORT that is set, cannot be listened to, or where the transport cannot work."""
+    rollout = config.rollout
     if rollout.engine == "sglang" and rollout.placement == "colocated":
-        here.append(("rollout.port", rollout.port, max(1, rollout.servers // training_nodes())))
         ranks, gpus = -(-rollout.servers // training_nodes()) * rollout.tp, gpu_count()
         if ranks > (gpus or MOST_ON_A_CORE * os.cpu_count()):
             raise InputError(
@@ -156,12 +153,9 @@ def check_node(config: Config) -> str:
                 f"rollout.python: there is no program {rollout.python} here; name the python of an environment with "
                 "SGLang"
             )
-    if rewards is not None and rollout.placement != "split":  # rank 0's node starts all of them
-        here.append(("reward.servers.port", rewards.port, rewards.count))
-    host = listening_address(rollout.host) if here else ""
-    for key, first, count in here:
-        for port in range(first, first + count) if first is not None else ():
-            check_port(host, port, key)
+        host, servers = listening_address(rollout.host), max(1, rollout.servers // training_nodes())
+        for port in range(rollout.port, rollout.port + servers) if rollout.port is not None else ():
+            check_port(host, port, "rollout.port")
     if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
         check_port("", int(os.environ["MASTER_PORT"]), "MASTER_PORT")
     return check_transport(rollout)

@@ -186,14 +186,8 @@ def data(subject: Subject) -> Iterator[Finding]:
 
 def reward(subject: Subject) -> Iterator[Finding]:
     """Runs the reward functions on the right answer and on a wrong answer of three prompts, in reward workers and under
-    the deadline. A reward model whose servers start with the run is left out."""
+    the deadline."""
     config, prompts = subject.config.reward, subject.prompts[:SAMPLES]
-    if config.servers is not None:
-        functions = [name for name in config.outcomes if name != "reward_model"]
-        yield skipped("reward_model: its servers start with the run")
-        if not functions:
-            return
-        config = config.model_copy(update={"functions": functions, "servers": None})
     try:
         scores = asyncio.run(_score(config, prompts))
     except RewardError as error:
@@ -254,13 +248,11 @@ def devices(subject: Subject) -> Iterator[Finding]:
 
 def network(subject: Subject) -> Iterator[Finding]:
     """The ports and addresses that the configuration or the launcher has fixed, and what brings the servers weights."""
-    config, rewards = subject.config, subject.config.reward.servers
+    config = subject.config
     transport = start_checks.check_node(config)
     if "RANK" in os.environ:
         ranks_address()  # raises where other hosts could not reach this one
     where = f"rollout.port {config.rollout.port}" if config.rollout.port else "free ones are taken"
-    if rewards is not None and rewards.port is not None:
-        where += f", reward.servers.port {rewards.port}"
     rendezvous = os.environ.get("MASTER_PORT", "a free one is taken")
     yield ok(f"ports of servers: {where}; rendezvous: {rendezvous}; weights go by {transport}")
 

@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,31 +41,20 @@ class Address:
     api_key: str = field(default="", repr=False)
 
 
-Servers = Callable[[], Awaitable[Address]]  # gives the address of one that is up, and waits for it
-
-
 class HttpReward:
     """A reward function that a service computes: `body` and `result` say what is sent and received.
 
     A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
-    answer is final. A request and its repeats have `config.deadline` seconds; waiting for a free request or for a
-    server that is restarted does not count. Samples may come from one event loop after the other.
+    answer is final. A request and its repeats have `config.deadline` seconds; waiting for a free request does not
+    count. Samples may come from one event loop after the other.
     """
 
     path = ""  # is appended to the address
 
-    def __init__(
-        self,
-        name: str,
-        addresses: Sequence[Address],
-        config: RewardConfig,
-        concurrency: int,
-        servers: Servers | None = None,
-    ) -> None:
-        """`concurrency`: requests under way at once. `servers`: where requests go in place of the `addresses`, in turn,
-        if servers are restarted."""
+    def __init__(self, name: str, addresses: Sequence[Address], config: RewardConfig, concurrency: int) -> None:
+        """`addresses` get requests in turn, `concurrency` of them under way at once."""
         self.name, self._addresses, self._deadline = name, addresses, config.deadline
-        self._turns, self._servers, self._concurrency = itertools.cycle(addresses), servers, concurrency
+        self._turns, self._concurrency = itertools.cycle(addresses), concurrency
         self._loop: asyncio.AbstractEventLoop | None = None  # the last one that samples came from, `_free` is of it
 
     def body(self, prompt: Prompt, response: str) -> bytes:
@@ -105,7 +94,7 @@ class HttpReward:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
         failure, pause, left = "", FIRST_PAUSE, self._deadline
         while left > 0:
-            address = next(self._turns) if self._servers is None else await self._servers()
+            address = next(self._turns)
             headers = {"Content-Type": "application/json"}
             if address.api_key:
                 headers["Authorization"] = f"Bearer {address.api_key}"
@@ -213,13 +202,12 @@ class RewardModel(HttpReward):
 
     path = "/classify"
 
-    def __init__(self, config: RewardConfig, servers: Servers | None) -> None:
-        """`servers`: None: those of `urls`. Raises ValueError (one line) if the folder has no tokenizer, or the
-        tokenizer has no chat template."""
+    def __init__(self, config: RewardConfig) -> None:
+        """Raises ValueError (one line) if the folder has no tokenizer, or the tokenizer has no chat template."""
         model = config.reward_model
         key = key_of(model.api_key_env, "reward.reward_model.api_key_env")
         addresses = [Address(url.rstrip("/"), key) for url in model.urls]
-        super().__init__("reward_model", addresses, config, model.concurrency, servers)
+        super().__init__("reward_model", addresses, config, model.concurrency)
         self._range, self._tokenizer = model.range, load_tokenizer(model.path, key="reward.reward_model.path")
         if self._tokenizer.chat_template is None:
             raise InputError(f"reward.reward_model.path: the tokenizer of {model.path} has no chat template")
@@ -235,7 +223,17 @@ class RewardModel(HttpReward):
         return json.dumps({"input_ids": [list(encoded["input_ids"])]}).encode()
 
     def result(self, reply: bytes, characters: int) -> FunctionResult:
-        value = classifier_output(_parsed(reply))
+        parsed = _parsed(reply)
+        found = (
+            parsed[0].get("embedding") if isinstance(parsed, list) and parsed and isinstance(parsed[0], dict) else None
+        )
+        found = found if isinstance(found, list) else [found]  # from an encoder a number, from a decoder a list of one
+        if len(found) != 1:
+            raise NoScore(f"gave {len(found)} numbers for a response; a reward model is a classifier with num_labels 1")
+        try:
+            value = checked(found[0])
+        except (ValueError, OverflowError) as error:
+            raise NoScore(str(error)) from None
         if self._range is not None:
             low, high = self._range
             value = (min(max(value, low), high) - low) / (high - low)
@@ -249,18 +247,6 @@ def key_of(variable: str | None, key: str) -> str:
     if variable is not None and (not secret or not secret.isprintable()):  # mostly a line break at the end
         raise InputError(f"{key}: the environment variable {variable} is not set, or has a line break")
     return secret
-
-
-def classifier_output(reply: Any) -> float:
-    """The score in a reply of /classify to a list of one input. Raises NoScore for any other reply."""
-    found = reply[0].get("embedding") if isinstance(reply, list) and reply and isinstance(reply[0], dict) else None
-    found = found if isinstance(found, list) else [found]  # from an encoder a number, from a decoder a list of one
-    if len(found) != 1:
-        raise NoScore(f"gave {len(found)} numbers for a response; a reward model is a classifier with num_labels 1")
-    try:
-        return checked(found[0])
-    except (ValueError, OverflowError) as error:
-        raise NoScore(str(error)) from None
 
 
 def _problem(prompt: Prompt) -> str:

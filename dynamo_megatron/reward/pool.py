@@ -26,7 +26,7 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
 if TYPE_CHECKING:
-    from dynamo_megatron.reward.http import HttpReward, Servers
+    from dynamo_megatron.reward.http import HttpReward
     from dynamo_megatron.reward.ray_workers import RayWorkers
 
 SHOWN = 300  # characters of a problem, an answer or a response in a message
@@ -64,9 +64,8 @@ class RewardPool:
     but by the ranks (`Policy.implicit_rewards`). May be used from one event loop after the other.
     """
 
-    def __init__(self, config: RewardConfig, servers: Servers | None = None) -> None:
-        """`servers`: the addresses of those of `config.servers`, which the caller starts and stops."""
-        self._config, self._servers = config, servers
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
         self._local = [name for name in config.outcomes if not name.startswith(URLS) and name not in SERVICES]
         self._services: list[HttpReward] = []
         self._workers: Workers | RayWorkers | None = None
@@ -118,7 +117,7 @@ class RewardPool:
 
         if name == "judge":
             return Judge(self._config)
-        return RewardModel(self._config, self._servers) if name == "reward_model" else UrlService(name, self._config)
+        return RewardModel(self._config) if name == "reward_model" else UrlService(name, self._config)
 
     def _combined(self, prompt: Prompt, response: str, results: list[FunctionResult]) -> Score:
         by_name = {result.function: result for result in results if result.state == "scored"}

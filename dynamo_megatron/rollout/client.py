@@ -188,10 +188,6 @@ class SGLangClient:
         payload = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         return await self._control(call, "/parse_function_call", payload, CONTROL_TIMEOUT)
 
-    async def classify(self, tokens: Sequence[int], timeout: float) -> Any:
-        """What a server of a classifier says of one input, within `timeout` seconds. Raises RolloutError."""
-        return await self._control(call, "/classify", {"input_ids": [list(tokens)]}, timeout)
-
     async def freeze_gc(self) -> None:
         """Exempts what the server has allocated so far from its garbage collections.
 

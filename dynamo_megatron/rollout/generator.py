@@ -33,7 +33,6 @@ from dynamo_megatron.rollout.scoring import (
 )
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
-from dynamo_megatron.rollout.servers.reward_servers import RewardServers
 from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
@@ -83,12 +82,10 @@ class Generator:
         self._stack.callback(self._store.close)
         self._stack.callback(self._thread.shutdown)  # runs before `close`: a line may be being written
         session = await self._stack.enter_async_context(open_session())
-        rewards = RewardServers(config, session) if config.reward.servers is not None else None
-        self._pool = RewardPool(config.reward, rewards and rewards.next)
+        self._pool = RewardPool(config.reward)
         self._stack.callback(self._pool.close)
         self._fleet = Fleet(config, session, self._eos_token_ids, self._vocab_size, self._routes)
-        self._fleets = [self._fleet, *([rewards] if rewards is not None else [])]
-        self._fleet_run = asyncio.create_task(self._run_servers())
+        self._fleet_run = asyncio.create_task(self._fleet.run())
         self._stack.push_async_callback(self._end_fleet)
         await asyncio.to_thread(self._pool.start)  # finds a missing reward function in a second
         if reading is not None:
@@ -106,13 +103,7 @@ class Generator:
             self._agents = Agents(config, self._fleet, chat, length, self._vocab_size)
             await self._agents.open(self._stack)
         self._stack.push_async_callback(self._end_dispatched)
-        for fleet in self._fleets:
-            await self.watched(fleet.wait_started())
-
-    async def _run_servers(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for fleet in self._fleets:
-                group.create_task(fleet.run())
+        await self.watched(self._fleet.wait_started())
 
     async def _end_fleet(self) -> None:
         self._fleet_run.cancel()
@@ -200,11 +191,9 @@ class Generator:
         del self._dispatched[step, first]
         if first == 0:  # a later round only adds to these
             self._check_rewards(session)
-        said = [note for fleet in self._fleets for note in fleet.notes]
-        for fleet in self._fleets:
-            fleet.notes.clear()
         seconds, uses = self._fleet.take_use()
-        result = session.result(said, uses)
+        result = session.result(self._fleet.notes, uses)
+        self._fleet.notes.clear()
         return dataclasses.replace(result, seconds_ahead=seconds) if self._config.rollout.max_staleness else result
 
     async def _open_session(

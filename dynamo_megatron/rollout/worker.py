@@ -31,7 +31,6 @@ from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import end_run
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.reward_servers import announced_in
 from dynamo_megatron.runtime.array_sharing import receive, send
 from dynamo_megatron.runtime.log_files import log_to
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -178,7 +177,6 @@ class RolloutWorker:
             self._process.join()
         if self._process.exitcode and self._config.rollout.placement == "split":
             end_run(self._config.output_dir)
-            end_run(announced_in(self._config))
         self._connection.close()
         self._process = self._connection = None
 

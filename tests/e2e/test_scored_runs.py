@@ -1,5 +1,4 @@
-"""Live runs whose rewards come from elsewhere: a judge that is slow, wrong and down in turn; a reward model's server
-that is killed."""
+"""Live runs whose rewards come from elsewhere: a judge that is slow, wrong and down in turn; a reward model."""
 
 import asyncio
 import zlib
@@ -8,13 +7,15 @@ import numpy as np
 import pytest
 from scoring_endpoint import Endpoint, completion
 
+from dynamo_megatron.config import ModelConfig, RolloutConfig
+from dynamo_megatron.rollout.servers.server import SGLangServer
 from dynamo_megatron.rollout.store import read_lines, step_file
 from dynamo_megatron.types import REWARD_STATES
 
 pytestmark = pytest.mark.full
 
 TURNS = ("scored", "timed_out", "wrong_format", "crashed")  # what half of the responses of a step come to
-JUDGED_STEPS, KILL_STEP, MODEL_STEPS = 8, 3, 6
+JUDGED_STEPS, MODEL_STEPS = 8, 3
 OWN = "own_reward:contains"
 
 
@@ -73,26 +74,39 @@ def test_a_run_trains_through_a_judge_that_is_slow_wrong_and_down_in_turn(worksp
     assert "rollouts have reward 0 for a reward_timeout, of prompt" in run.text
 
 
-def test_a_run_trains_on_a_reward_model_whose_server_is_killed(
+class Classifier(SGLangServer):
+    def _command(self, on_cpu):
+        return ["--is-embedding" if word == "--enable-fp32-lm-head" else word for word in super()._command(on_cpu)]
+
+    async def _warm_up(self, client, timeout):
+        """It does not generate."""
+
+
+def test_a_run_trains_on_the_scores_of_a_reward_model(
     workspace, start_run, step_lines, tiny_reward_model, transformers_score, tmp_path
 ):
     output = tmp_path / "run"
-    run = start_run(
-        workspace,
-        workspace / "config.yaml",
-        f"output_dir={output}",
-        f"trainer.steps={MODEL_STEPS}",
-        "reward.functions=[reward_model]",
-        "reward.success_threshold=0",
-        f"reward.reward_model.path={tiny_reward_model}",
-        "reward.reward_model.dtype=float32",
-        "reward.servers.count=1",
-    )
-    run.wait_until(lambda: len(step_lines(output)) >= KILL_STEP, f"step {KILL_STEP}")
-    for process in run.servers()["reward-0"]:
-        process.kill()
-    assert run.wait() == 0, run.text[-3000:]
-    assert "reward-0 left the rotation: " in run.text  # its process had ended, or refused a connection
+    model = ModelConfig(path=str(tiny_reward_model), dtype="float32")
+    server = Classifier(RolloutConfig(start_timeout=400), model, tmp_path / "server.log")
+    server.start()
+    try:
+        asyncio.run(server.wait_ready())
+        run = start_run(
+            workspace,
+            workspace / "config.yaml",
+            f"output_dir={output}",
+            f"trainer.steps={MODEL_STEPS}",
+            "reward.functions=[reward_model]",
+            "reward.success_threshold=0",
+            "reward.deadline=60",
+            f"reward.reward_model.path={tiny_reward_model}",
+            f"reward.reward_model.urls=[{server.endpoint.url}]",
+            "reward.reward_model.api_key_env=MODEL_KEY",
+            environment={"MODEL_KEY": server.endpoint.api_key},
+        )
+        assert run.wait() == 0, run.text[-3000:]
+    finally:
+        server.stop()
     rows = step_lines(output)
     assert [row["step"] for row in rows] == list(range(1, MODEL_STEPS + 1))
     assert any(row["policy/grad_norm"] > 0 for row in rows)

@@ -141,14 +141,6 @@ def test_a_reward_that_cannot_tell_is_noted(base, check):
     assert level == "note" and "the answer itself scores as the wrong one does" in text
 
 
-def test_a_reward_model_whose_servers_start_with_the_run_is_left_out(check):
-    model = ("reward.reward_model.path=rm", "reward.servers={}")
-    left_out = ("skipped", "reward_model: its servers start with the run")
-    assert check("reward", "reward.functions=[reward_model]", *model) == [left_out]
-    first, second = check("reward", "reward.functions=[qa_exact,reward_model]", *model)
-    assert first == left_out and second[1].startswith("qa_exact on the answer and on 'I do not know.': 1 and 0")
-
-
 def test_problems_that_are_trained_on_are_noted(base, check):
     rows = [{"id": "e0", "problem": "What is 1 + 1?"}, {"id": "e1", "problem": "what is  2 + 1"}]
     rows += [{"id": "e2", "problem": "What is 2 - 1?"}]  # an operator is no punctuation
@@ -174,9 +166,6 @@ def test_a_port_in_use(failure, monkeypatch):
         taken.bind(("", port))
         said = failure("network", f"rollout.port={port}")
         assert said.startswith(f"rollout.port: port {port} cannot be used") and "or leave it out" in said
-        model = ["reward.functions=[reward_model]", "reward.reward_model.path=rm", "reward.servers.count=2"]
-        said = failure("network", *model, f"reward.servers.port={port - 1}")
-        assert said.startswith(f"reward.servers.port: port {port} cannot be used")
         monkeypatch.setenv("MASTER_PORT", str(port))
         assert failure("network").startswith(f"MASTER_PORT: port {port} cannot be used")
 

@@ -17,12 +17,12 @@ def serve():
 
 @pytest.fixture
 def pool():
-    """pool(functions or endpoints of them, addresses of servers, **settings of reward) -> a started pool."""
+    """pool(functions or endpoints of them, **settings of reward) -> a started pool."""
     with contextlib.ExitStack() as opened:
 
-        def start(*functions, addresses=None, **settings):
+        def start(*functions, **settings):
             names = [each.score if isinstance(each, Endpoint) else each for each in functions]
-            started = RewardPool(RewardConfig(functions=names, **settings), addresses)
+            started = RewardPool(RewardConfig(functions=names, **settings))
             opened.callback(started.close)
             started.start()
             return started

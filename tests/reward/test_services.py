@@ -12,8 +12,6 @@ from scoring_endpoint import PROMPT, completion, scored
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError, RewardPool, Score, http
-from dynamo_megatron.reward.functions import NoScore
-from dynamo_megatron.reward.http import Address
 from dynamo_megatron.types import Prompt
 
 PATIENCE = 600.0  # seconds for what takes none
@@ -30,17 +28,15 @@ def value(number: float = 0.5) -> dict:
 def start(serve, pool, tiny_model):
     """start(kind, answer, its section, **settings of reward) -> (endpoint, started pool, name of the function)."""
 
-    def started(kind, answer, section=None, servers=None, **settings):
+    def started(kind, answer, section=None, **settings):
         endpoint = serve(answer)
         settings = {"on_error": "zero", "deadline": PATIENCE, **settings}
         if kind == "url":
             return endpoint, pool(endpoint, **settings), endpoint.score
         sections = {"judge": {"url": endpoint.url, "model": "m"}, "reward_model": {"path": str(tiny_model)}}
-        if kind == "reward_model":
-            settings["servers"] = {} if servers else None
-            sections[kind] |= {} if servers else {"urls": [endpoint.url]}
+        sections["reward_model"]["urls"] = [endpoint.url]
         settings[kind] = {**sections[kind], **(section or {})}
-        return endpoint, pool(kind, addresses=servers, **settings), kind
+        return endpoint, pool(kind, **settings), kind
 
     return started
 
@@ -238,28 +234,10 @@ def test_no_more_requests_are_under_way_than_allowed(start):
     assert endpoint.most_under_way == 2 and len(endpoint.requests) == 24
 
 
-# Servers that are restarted
-
-
-async def where(endpoint):
-    return Address(endpoint.url, "k0")
-
-
-def test_servers_of_the_run_are_asked_for_their_address(start):
-    async def none():
-        raise NoScore("no server is up", "crashed")
-
-    up, answer = [], lambda *_: value()["reward_model"]
-    endpoint, pool, _ = start("reward_model", answer, servers=lambda: where(up[0]) if up else none())
-    assert scored(pool, "a")[0].failure == "reward_model: no server is up"
-    up.append(endpoint)
-    assert scored(pool, "b")[0].status == "ok" and endpoint.keys == ["Bearer k0"]
-
-
 def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_model, tmp_path):
     def start(path):
-        config = RewardConfig(functions=["reward_model"], servers={}, reward_model={"path": str(path)})
-        RewardPool(config, where).start()
+        model = {"path": str(path), "urls": ["http://unused"]}
+        RewardPool(RewardConfig(functions=["reward_model"], reward_model=model)).start()
 
     with pytest.raises(ValueError, match=r"^reward.reward_model.path: .* has no tokenizer"):
         start(tmp_path)
@@ -278,7 +256,7 @@ def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_mode
         ("judge", {"judge": {"template": "{prompt}"}}, "has no {response}"),
         ("judge", {"judge": {"pattern": "Score: [0-9]+"}}, "has no group"),
         ("reward_model", {}, "reward_model.path: name the reward model's folder"),
-        ("reward_model", {"reward_model": {"path": "p"}}, "servers: the run starts servers of the reward model, or"),
+        ("reward_model", {"reward_model": {"path": "p"}}, "reward_model.urls: name its servers"),
         ("code", {"deadline": 5.0}, "code.seconds: a test may take 6 s and the whole sample 5 s"),
     ],
 )

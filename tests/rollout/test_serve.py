@@ -91,7 +91,7 @@ def test_the_run_hears_of_servers_that_are_down_for_good(tmp_path, monkeypatch):
     async def work():
         running = asyncio.create_task(Announced(tmp_path, ["server-0"], Fleet()).run())
         side = NodeSide(tmp_path, ["server-0"])
-        serving = asyncio.create_task(_serve(config, [(side, Supervisor(config, ["server-0"], side))]))
+        serving = asyncio.create_task(_serve(side, Supervisor(config, ["server-0"], side), config.trainer.timeout))
         async with asyncio.timeout(20):
             while not heard or not heard[-1]:
                 await asyncio.sleep(0.02)
@@ -112,7 +112,7 @@ def test_an_error_of_a_node_s_servers_leaves_its_task_groups(tmp_path, monkeypat
         running = asyncio.create_task(Announced(tmp_path, [], None).run())
         try:
             with pytest.raises(InputError, match="taken"):
-                await _serve(external(["http://unused"]), [(NodeSide(tmp_path, []), SimpleNamespace(run=run))])
+                await _serve(NodeSide(tmp_path, []), SimpleNamespace(run=run), 60.0)
         finally:
             running.cancel()
 

@@ -97,8 +97,6 @@ class Fleet:
     cancelled or fails leaves the fleet in that state: `wait_serving` then returns after the next weight sync only.
     """
 
-    kind = "rollout server"  # in messages
-
     def __init__(
         self,
         config: Config,
@@ -329,10 +327,8 @@ class Fleet:
         a check after a second, and until then no weight update begins: one that answers requests is not checked."""
         while True:
             await asyncio.sleep(min(HEALTH_EVERY, self.config.rollout.health_timeout / 4))
-            await asyncio.gather(*map(self._watch_one, self._watched()))
-
-    def _watched(self) -> list[Server]:
-        return [server for server in self.serving().values() if server.load.requests]
+            busy = [server for server in self.serving().values() if server.load.requests]
+            await asyncio.gather(*map(self._watch_one, busy))
 
     async def _watch_one(self, server: Server) -> None:
         try:
@@ -425,8 +421,8 @@ class Fleet:
 
     def _why_none(self) -> str:
         if self._missing:
-            return f"no {self.kind} is up; {self._causes()}"
-        return f"no {self.kind} came up within rollout.start_timeout ({self.config.rollout.start_timeout:g} s)"
+            return f"no rollout server is up; {self._causes()}"
+        return f"no rollout server came up within rollout.start_timeout ({self.config.rollout.start_timeout:g} s)"
 
 
 def server_names(servers: int, nodes: int, node: int) -> list[str]:

@@ -8,10 +8,8 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TypeAlias
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.rollout.servers import reward_servers
 from dynamo_megatron.rollout.servers.announcements import NodeSide
 from dynamo_megatron.rollout.servers.fleet import server_names
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
@@ -26,12 +24,11 @@ def serve(config: Config, nodes: int, node: int) -> int:
     """Runs node `node`'s share of `rollout.servers` until the run ends or SIGTERM or SIGINT arrives; returns the exit
     code.
 
-    With `rollout.placement: split` also runs its share of the reward model's servers. Raises ValueError where the
-    rollout servers are not an equal share for each of `nodes`, or host or port cannot be used.
+    Raises ValueError where the servers are not an equal share for each of `nodes`, or host or port cannot be used.
     """
-    parts = _parts(config, nodes, node)
+    side, supervisor = _made(config, nodes, node)
     try:
-        asyncio.run(_serve(config, parts))
+        asyncio.run(_serve(side, supervisor, config.trainer.timeout))
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
@@ -40,40 +37,26 @@ def serve(config: Config, nodes: int, node: int) -> int:
     return 0
 
 
-Part: TypeAlias = "tuple[NodeSide, Supervisor]"
-
-
-def _parts(config: Config, nodes: int, node: int) -> list[Part]:
-    """Returns the part for the rollout servers and, where this node runs any, that for the reward model's servers.
-    Nothing is started yet. Raises ValueError as `serve` does."""
+def _made(config: Config, nodes: int, node: int) -> tuple[NodeSide, Supervisor]:
+    """Starts nothing yet. Raises ValueError as `serve` does."""
     names = server_names(config.rollout.servers, nodes, node)
     side = NodeSide(config.output_dir, names)
-    parts = [(side, Supervisor(config, names, side))]
-    rewards = reward_servers.server_names(config, nodes, node) if config.rollout.placement == "split" else []
-    if rewards:
-        side = NodeSide(reward_servers.announced_in(config), rewards)
-        parts.append((side, reward_servers.supervisor(config, rewards, side, after=len(names) * config.rollout.tp)))
-    return parts
+    return side, Supervisor(config, names, side)
 
 
-async def _serve(config: Config, parts: list[Part]) -> None:
+async def _serve(side: NodeSide, supervisor: Supervisor, timeout: float) -> None:
+    """Runs the servers until the run ends. Raises TimeoutError where no run shows itself for `timeout` seconds."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     for number in (signal.SIGTERM, signal.SIGINT, END):
         loop.add_signal_handler(number, task.cancel)
-    try:
-        await asyncio.gather(*(_serve_part(config, *part) for part in parts))  # where one fails, `run` ends the others
-    except BaseExceptionGroup as failures:
-        raise first_error(failures) from None
-
-
-async def _serve_part(config: Config, side: NodeSide, supervisor: Supervisor) -> None:
-    """Runs the servers of one part until the run ends. Raises TimeoutError where no run shows itself."""
-    await side.join(config.trainer.timeout)
+    await side.join(timeout)
     try:
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(supervisor.run())
             await side.run(supervisor)  # also where all servers are down for good: the run has to be notified
             keeping.cancel()
+    except BaseExceptionGroup as failures:
+        raise first_error(failures) from None
     finally:
         side.leave()
 
@@ -85,7 +68,7 @@ class NodeServers:
     """
 
     def __init__(self, config: Config, nodes: int, node: int):
-        _parts(config, nodes, node)  # raises here: if the child did, rank 0 would wait for ever
+        _made(config, nodes, node)  # raises here: if the child did, rank 0 would wait for ever
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_child, args=(config, nodes, node, os.getpid()), name="servers")
         with keeping(*ASK_TO_STOP):

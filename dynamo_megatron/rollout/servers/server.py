@@ -161,12 +161,9 @@ class SGLangServer:
 
     It is the `slot`-th of `slots` on this node, which says its GPUs, or without a GPU its CPU cores. Without a GPU it
     runs SGLang's CPU engine. `log` gets its stdout and stderr (appended, readable to its owner only: SGLang writes the
-    API key there). The head's logits are float32, as in `dynamo_megatron.kernels`. `first_gpu`: the GPU of slot 0.
+    API key there). The head's logits are float32, as in `dynamo_megatron.kernels`.
     Raises ValueError where `config.port` is taken or `config.host` unknown.
     """
-
-    _port_key = "rollout.port"
-    _task = "--enable-fp32-lm-head"
 
     def __init__(
         self,
@@ -178,17 +175,16 @@ class SGLangServer:
         incarnation: int = 1,
         slot: int = 0,
         slots: int = 1,
-        first_gpu: int = 0,
     ):
         self.log = Path(log)
-        self._config, self._model, self._slot, self._slots, self._first_gpu = config, model, slot, slots, first_gpu
+        self._config, self._model, self._slot, self._slots = config, model, slot, slots
         self._process: subprocess.Popen | None = None
         self._folders: list[str] = []
         self._log_start = 0
         self._served_name = f"{name}-{secrets.token_hex(8)}"  # of this start alone
         self._host = listening_address(config.host)
         self._port = config.port + slot if config.port else free_port()  # it is bound seconds later
-        check_port(self._host, self._port, self._port_key)
+        check_port(self._host, self._port, "rollout.port")
         url = http_url(self._host, self._port)
         # One that outlives its run (comparison/runs.py) has the key that the next run knows.
         key = os.environ[config.api_key_env] if config.api_key_env else secrets.token_hex(32)
@@ -197,7 +193,7 @@ class SGLangServer:
     @property
     def gpus(self) -> list[int]:
         """Its GPUs, indices among those that this process sees; [] on a CPU."""
-        first = self._first_gpu + self._slot * self._config.tp
+        first = self._slot * self._config.tp
         return list(range(first, first + self._config.tp)) if cuda_available() else []
 
     def start(self) -> None:
@@ -305,7 +301,7 @@ class SGLangServer:
             *(["--fork"] if on_cpu and not config.python else []),
         ]
         command += ["sglang.launch_server"]
-        command += ["--model-path", self._model.path, "--dtype", self._model.dtype, self._task]
+        command += ["--model-path", self._model.path, "--dtype", self._model.dtype, "--enable-fp32-lm-head"]
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
         command += ["--served-model-name", self._served_name]
@@ -329,7 +325,7 @@ class SGLangServer:
             command += ["--max-running-requests", str(config.concurrency)]
         else:
             command += ["--mem-fraction-static", str(config.memory_fraction)]
-            command += ["--base-gpu-id", str(self._first_gpu + self._slot * config.tp)]
+            command += ["--base-gpu-id", str(self._slot * config.tp)]
             if shares_memory(config):
                 command += ["--enable-memory-saver"]
         return [*command, *self._context(), *arguments]
@@ -373,15 +369,12 @@ class SGLangServer:
         environment["PYTHONPATH"] = os.pathsep.join([*ours, *([inherited] if inherited else [])])
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            environment["OMP_NUM_THREADS"] = str(self._threads())
+            environment["OMP_NUM_THREADS"] = str(cpu_threads(self._config, self._slots))
             environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take six times a small model's CPU
             environment |= {"MASTER_ADDR": self._host, "MASTER_PORT": str(self._port)}  # name its shared memory
             if self._slots * self._config.tp > 1:  # SGLang's default is a NUMA node for each rank of a server
                 environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(self._cores()))
         return environment
-
-    def _threads(self) -> int:
-        return cpu_threads(self._config, self._slots)
 
     def _cores(self) -> list[str]:
         """CPU cores of each rank of this server: an equal share of this process's, or one that it shares."""

@@ -49,21 +49,13 @@ class Listener(Protocol):
 
 
 class Supervisor:
-    """Keeps the servers `names` of this node running while `run` does, and notifies `listener`. `make` makes a server
-    from SGLangServer's arguments.
+    """Keeps the servers `names` of this node running while `run` does, and notifies `listener`.
 
     Raises ValueError where `rollout.host` or `rollout.port` cannot be used.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        names: Sequence[str],
-        listener: Listener,
-        make: Callable[..., SGLangServer] | None = None,
-    ):
+    def __init__(self, config: Config, names: Sequence[str], listener: Listener):
         self._config, self._names, self._listener = config, list(names), listener
-        self._make = make or SGLangServer
         self._restarts: dict[str, tuple[int, str]] = {}  # name -> incarnation that is to end, why
         self._first = [self._server(slot, 1) for slot in range(len(self._names))]
 
@@ -83,7 +75,7 @@ class Supervisor:
         slots = len(self._names)
         seeded = [*seed_arguments(config, name), *config.rollout.server_args]
         rollout = config.rollout.model_copy(update={"server_args": seeded})
-        return self._make(rollout, config.model, log, name=name, incarnation=incarnation, slot=slot, slots=slots)
+        return SGLangServer(rollout, config.model, log, name=name, incarnation=incarnation, slot=slot, slots=slots)
 
     async def _keep(self, slot: int, server: SGLangServer) -> None:
         name = server.endpoint.name
