@@ -37,7 +37,6 @@ class StepEnd(NamedTuple):
 
     evaluate: bool
     is_best: bool  # the best of all steps evaluated so far
-    stop_reason: str | None  # None: the run goes on
 
 
 class Controller:
@@ -61,19 +60,16 @@ class Controller:
         self.config, self._prompts, self._allocator = config, prompts, allocator
         self._rollout, self._evaluation = rollout, evaluation
         self.ahead, self._rules = RoundsAhead(), RoundRules(config)
-        self._said_even = False  # why an allocation came out even
         self._dispatched = 0  # the last step whose first round this process has dispatched
         self._journal, self._coordinator = journal, coordinator
 
     def begin(self, start: int) -> None:
         """To be called before the step after `start`. Prints what the user should know about the method, and the legend
         of the step lines."""
-        allocation = self.config.algorithm.allocation
-        if allocation.kind == "neyman":
-            alike = "in the pool, so that a first pass is uniform"
-            if allocation.prior_by is not None:
-                alike = f"of its {allocation.prior_by}"
-            self._journal.say(f"allocation: a prompt without history gets what the average prompt gets {alike}")
+        if self.config.algorithm.allocation.kind == "neyman":
+            self._journal.say(
+                "allocation: a prompt without history gets what the average prompt gets: a first pass is uniform"
+            )
         for warning in premise_warnings(self.config):
             self._journal.say(f"warning: {warning}")
         self._journal.say(LEGEND)
@@ -102,7 +98,7 @@ class Controller:
         round one for each group that the batch still lacks. With `algorithm.sequential` it returns the prompts of the
         first round that get further rollouts."""
         self._journal.progress.phase("read data")
-        if further := self._rules.next_round(step, rounds):
+        if further := self._rules.next_round(rounds):
             return [rounds[0].prompts[i] for i in further.prompts]
         missing = self._rules.missing(rounds, self.config.batch_prompts)
         under_way = {prompt.prompt_id for ahead in self.ahead.rounds.values() for prompt in ahead.prompts}
@@ -116,14 +112,11 @@ class Controller:
         budget = self.config.rollout_budget * len(prompts) // self.config.batch_prompts
         first = sum(len(r.prompts) for r in rounds)
         origin = first + np.arange(len(prompts))
-        if further := self._rules.next_round(step, rounds):
+        if further := self._rules.next_round(rounds):
             budget, origin = further.budget, further.prompts
         elif sequential := self.config.algorithm.sequential:
             budget = sequential.round_n * len(prompts)
         allocation, baseline = self._allocator.decide(ids, budget, step=step), None
-        if not self._said_even and (why := self._allocator.why_even(allocation)) is not None:
-            self._journal.say(f"allocation of step {step}: {why}")
-            self._said_even = True
         if advantage.kind == "history":
             ratio = None if advantage.score_ratio == "auto" else advantage.score_ratio
             baseline = self._allocator.reward_baseline(ids, advantage.prior_strength, ratio)
@@ -183,14 +176,13 @@ class Controller:
         self._journal.say(note)
 
     def observe(self, step: int, now: Round, sampled: RolloutBatch, stats: TokenStats) -> None:
-        """Adds reward, energy and length of each rollout of the round to the allocator's history, except those that
-        were rejected. `sampled`: the round's rollouts with the rejected ones; `stats`: of their tokens."""
+        """Adds reward and energy of each rollout of the round to the allocator's history, except those that were
+        rejected. `sampled`: the round's rollouts with the rejected ones; `stats`: of their tokens."""
         fresh, lengths = now.result.batch, sampled.response_lengths
         energies = rollout_energies(stats.logprobs.numpy(), stats.collision.numpy(), lengths)
         if self.config.algorithm.loss.aggregation == "sequence_mean":  # a token's gradient has the weight 1 / length
             energies = energies / np.maximum(lengths, 1) ** 2
-        measured = energies[now.kept], lengths[now.kept]
-        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, *measured)
+        self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, energies[now.kept])
 
     def select(self, step: int, rounds: Sequence[Round]) -> Selection | None:
         """Selects the rollouts that are trained on from all that the step's rounds sampled. Returns None if another
@@ -201,7 +193,7 @@ class Controller:
         all are trained on. With `algorithm.sequential` its rule selects (algorithm/sequential.py).
         Raises RolloutError if no rollout can be trained on.
         """
-        if not self._rules.complete(step, rounds, self.config.batch_prompts):
+        if not self._rules.complete(rounds, self.config.batch_prompts):
             return None
         sampled = self._rules.joined(rounds)
         if not sampled.batch.rollout_ids:
@@ -233,20 +225,18 @@ class Controller:
         its export. With `rollout.max_staleness` an evaluation may begin here, and end while the next step trains."""
         evaluation, journal = self._evaluation, self._journal
         lost = evaluation is not None and evaluation.under_way is not None and not self._end_evaluation()
-        due = evaluation is not None and (lost or journal.finished() is not None or evaluation.due(step))
+        due = evaluation is not None and (lost or evaluation.due(step))
         evaluated = due and journal.evaluated(step)
         if due and not evaluated and self._evaluates_beside(step):
             evaluation.begin(step, self._coordinator.check_stop)
             due = False
-        return StepEnd(due and not evaluated, evaluated and journal.best(step), journal.finished())
+        return StepEnd(due and not evaluated, evaluated and journal.best(step))
 
     def _evaluates_beside(self, step: int) -> bool:
         """Whether the next step may train while this one is evaluated: this is neither the first nor the last
-        evaluation of the run, and neither an export nor the end of the run depends on it."""
+        evaluation of the run, and no export depends on it."""
         config = self.config
-        between = 0 < step < config.trainer.steps and self._journal.finished() is None
-        stop = config.trainer.stop_when
-        needed = config.checkpoint.export_hf == "best" or (stop and (stop.metric or "").startswith("eval/"))
+        between, needed = 0 < step < config.trainer.steps, config.checkpoint.export_hf == "best"
         return between and config.rollout.max_staleness > 0 and not needed
 
     def _end_evaluation(self) -> bool:

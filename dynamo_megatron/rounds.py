@@ -16,7 +16,6 @@ from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.result import RolloutResult, group_id
-from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import Prompt, RolloutBatch, plain_data
 
 
@@ -67,12 +66,9 @@ class RoundRules:
         self._config, self._sequential = config, config.algorithm.sequential
         self._rule = None if self._sequential is None else SequentialRule(self._sequential, *config.rollout_bounds)
 
-    def next_round(self, step: int, rounds: Sequence[Round]) -> NextRound | None:
+    def next_round(self, rounds: Sequence[Round]) -> NextRound | None:
         """Returns the round of prompts of the first round that `sequential` requires after `rounds`, if any."""
-        if self._rule is None or not rounds:
-            return None
-        seed = derived_seed(self._config.seed, "sequential", str(step))
-        return self._rule.next_round(_outcomes(rounds), np.random.default_rng(seed).random(len(rounds[0].prompts)))
+        return self._rule.next_round(_outcomes(rounds)) if self._rule is not None and rounds else None
 
     def missing(self, rounds: Sequence[Round], prompts: int) -> int:
         """Returns the number of groups with different rewards that a batch of `prompts` still lacks."""
@@ -80,15 +76,14 @@ class RoundRules:
             prompts -= len(_informative_groups(batch))
         return prompts
 
-    def complete(self, step: int, rounds: Sequence[Round], prompts: int) -> bool:
+    def complete(self, rounds: Sequence[Round], prompts: int) -> bool:
         """Whether the step needs no further round."""
         sampling = self._config.algorithm.dynamic_sampling
         refill = sampling and len(rounds) <= sampling.rounds and self.missing(rounds, prompts)
-        return not refill and self.next_round(step, rounds) is None
+        return not refill and self.next_round(rounds) is None
 
     def joined(self, rounds: Sequence[Round]) -> RolloutResult:
-        """Joins the results of all rounds. With `sequential`, unless `explore` is set, a rollout joins the group of its
-        prompt's first round."""
+        """Joins the results of all rounds. With `sequential` a rollout joins the group of its prompt's first round."""
         sampled = RolloutResult.join([r.result for r in rounds])
         if not self._merges(rounds):
             return sampled
@@ -102,16 +97,16 @@ class RoundRules:
         kept = np.concatenate([start + r.kept for start, r in zip(starts, rounds, strict=False)])
         chosen, weights = np.arange(len(kept)), None
         if self._rule is not None:
-            chosen, weights = self._rule.trained(_outcomes(rounds))
+            chosen = self._rule.trained(_outcomes(rounds))
         elif self._config.algorithm.dynamic_sampling and (groups := _informative_groups(sampled)):
             chosen = np.flatnonzero([group in groups for group in sampled.group_ids])
         group_ids = [sampled.group_ids[i] for i in chosen] if self._merges(rounds) else None
         return Selection(kept[chosen], self._baseline(rounds, chosen), weights, group_ids)
 
     def _baseline(self, rounds: Sequence[Round], chosen: np.ndarray) -> Baseline | None:
-        """Returns the baseline of the rollouts `chosen` (indices into those of all rounds). Where rounds are merged it
-        is the first round's: later baselines already contain rewards of the same groups."""
-        if self._rule is None or not self._rule.merges:
+        """Returns the baseline of the rollouts `chosen` (indices into those of all rounds). With `sequential` it is the
+        first round's: later baselines already contain rewards of the same groups."""
+        if self._rule is None:
             known = [r.baseline.of(r.dispatch) for r in rounds if r.baseline is not None]
             return Baseline.join(known).of(chosen) if known else None
         known, seen = rounds[0].baseline, _outcomes(rounds)
@@ -125,7 +120,7 @@ class RoundRules:
 
     def _merges(self, rounds: Sequence[Round]) -> bool:
         """Whether the rollouts of a prompt in `rounds`, more than one, form one group."""
-        return self._rule is not None and self._rule.merges and len(rounds) > 1
+        return self._rule is not None and len(rounds) > 1
 
 
 def _informative_groups(batch: RolloutBatch) -> set[str]:
@@ -142,7 +137,6 @@ def _outcomes(rounds: Sequence[Round]) -> Outcomes:
         asked=asked,
         rounds=len(rounds),
         prompt=np.concatenate([r.origin[r.dispatch] for r in rounds]),
-        round=np.repeat(np.arange(len(rounds)), [len(r.dispatch) for r in rounds]),
         success=np.concatenate([r.result.batch.successes for r in rounds]),
     )
 
@@ -178,7 +172,7 @@ class RoundsAhead:
             self.rounds[int(step)] = Round(prompts, allocation, baseline, 0, np.arange(len(prompts)), **late)
 
 
-ARRAYS = ("counts", "variance", "history", "tokens", "mean", "strength")
+ARRAYS = ("counts", "variance", "history", "mean", "strength")
 
 
 def _arrays(fields: Mapping[str, Any]) -> dict[str, Any]:

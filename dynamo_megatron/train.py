@@ -64,7 +64,7 @@ class Trainer:
         self.critic = critic or NoCritic()
 
     def train(self) -> None:
-        """Trains until `trainer.steps` or `trainer.stop_when`."""
+        """Trains until `trainer.steps`."""
         run = self.run
         self.serving.sync(run.start, run.coordinator.check_stop)
         if self.controller is not None:
@@ -73,10 +73,8 @@ class Trainer:
         if self.phases.memory is not None:
             self.phases.memory.report()  # what the start has moved is no part of a step
         run.save()
-        stop_reason = self.evaluate_if_due(run.start)
+        self.evaluate_if_due(run.start)
         for step in range(run.start + 1, self.config.trainer.steps + 1):
-            if stop_reason is not None:
-                break
             run.begin_step(step)
             sampled = self.sample(step)
             batch = self.advantages(step, sampled)
@@ -87,8 +85,8 @@ class Trainer:
             synced = self.serving.sync(step)
             self.log(step, sampled, batch, updates, fits, synced)
             run.reached(step)
-            stop_reason = self.evaluate_if_due(step)
-            run.save_if_due(step, stop_reason)
+            self.evaluate_if_due(step)
+            run.save_if_due(step)
 
     def sample(self, step: int) -> Sampled:
         """Samples rollouts from the weights of step - 1, or from weights up to `rollout.max_staleness` steps older.
@@ -96,8 +94,8 @@ class Trainer:
         There is usually one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are
         all equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one draw
         of a prompt. Its group_id is set when the rollouts are requested. With `algorithm.sequential` further rounds
-        sample prompts of the first round again. Unless `sequential.explore` is set, all rollouts of such a prompt then
-        become one group (`Selection.group_ids`).
+        sample prompts of the first round again. All rollouts of such a prompt then become one group
+        (`Selection.group_ids`).
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
@@ -231,13 +229,11 @@ class Trainer:
             self.controller.log(record, metrics, batch, sampled.stats)
         clock.restart()  # the evaluation and the save of this step count into the time of the next one
 
-    def evaluate_if_due(self, step: int) -> str | None:
-        """Evaluates the policy if that is due, and exports it if it is the best. Returns why the run ends after `step`;
-        None: it goes on."""
+    def evaluate_if_due(self, step: int) -> None:
+        """Evaluates the policy if that is due, and exports it if it is the best."""
         end = self.run.on_rank_0(f"the end of step {step}", lambda: self.controller.end_of(step))
         if end.evaluate:
             what = f"the evaluation of step {step}"
             end = self.serving.ask("evaluate", what, lambda: self.controller.evaluate(step), version=step)
         if end.is_best:
             self.run.export_best()
-        return end.stop_reason

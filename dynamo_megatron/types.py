@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -152,14 +151,6 @@ class Rollout:
     def response_tokens(self) -> list[int]:
         return list(itertools.compress(self.tokens, self.response_mask))
 
-    @property
-    def answer_id(self) -> str:
-        """A hash: of `extracted`, else of the response in lower case with single blanks, else of its tokens."""
-        text = f"response {self.response_tokens if self.response is None else self.response.lower().split()}"
-        if self.extracted is not None:
-            text = f"answer {self.extracted}"
-        return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
-
     def to_json(self) -> str:
         # 8,000 tokens: json takes 10 times as long, dataclasses.asdict 50 times
         return to_json(vars(self), fallback=packed).decode()
@@ -293,12 +284,6 @@ class Sequences:
             return self.tokens[own][self.trained[own]]
         return self.tokens[own][self.prompt_lengths[sequence] :]
 
-    @property
-    def response_tokens(self) -> np.ndarray:
-        """int64 [R], of all responses in order."""
-        each = [self.response(s) for s in range(len(self.prompt_ids))]
-        return np.concatenate(each) if each else np.zeros(0, np.int64)
-
     def segments(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns three arrays int64 [g] for the g segments of `sequences`: the index in `sequences` of the sequence
         that each segment belongs to, and where the segment begins and ends in `tokens`."""
@@ -309,19 +294,6 @@ class Sequences:
         chosen = np.concatenate([np.arange(i, j) for i, j in zip(first, end, strict=True)] or [np.zeros(0, np.int64)])
         owner = np.repeat(np.arange(len(sequences)), end - first)
         return owner, starts[chosen], np.append(starts[1:], len(self.tokens))[chosen]
-
-    def turns(self) -> tuple[np.ndarray, np.ndarray]:
-        """(turns of each sequence, int64 [S]; response tokens of each turn, int64 [K]): a turn is a run of response
-        tokens with none of a prompt or environment between. Without an agent each response is one."""
-        if self.trained is None:
-            counts = (self.response_lengths > 0).astype(np.int64)
-            return counts, self.response_lengths[counts > 0]
-        starts = self.offsets[:-1] if self.segment_starts is None else self.segment_starts
-        begins = self.trained & ~np.append(False, self.trained[:-1])
-        begins[starts] = self.trained[starts]
-        places = np.flatnonzero(begins)
-        counts = np.diff(np.searchsorted(places, self.offsets))
-        return counts, np.diff(np.append(self._trained_until[places] - 1, self.trained.sum()))
 
     def in_response(self, places: np.ndarray, sequences: np.ndarray) -> np.ndarray:
         """bool: whether the tokens at `places` belong to a response. `sequences`: the sequence that owns each token."""
@@ -365,7 +337,6 @@ class RolloutBatch(Sequences):
     servers: list[str]  # their names
     # float64 [R]: where a step of the response ends its process reward, NaN elsewhere; None: no rollout has steps
     step_rewards: np.ndarray | None = None
-    answers: list[str] | None = None  # `Rollout.answer_id` of each; None: not known
 
     def name(self, sequence: int) -> str:
         return f"rollout {self.rollout_ids[sequence]} of {super().name(sequence)}"
@@ -393,9 +364,6 @@ class RolloutBatch(Sequences):
             fields["step_rewards"] = concatenate(steps)
         if any(b.routes is not None for b in batches):
             fields["routes"] = concatenate(filled_routes([(b.routes, len(b.tokens)) for b in batches]))
-        known = [b.answers for b in batches if b.answers is not None]
-        if len(known) == len(batches):
-            fields["answers"] = [answer for answers in known for answer in answers]
         if batches[0].trained is not None:  # of an agent, as all others are
             fields["trained"] = concatenate([b.trained for b in batches if b.trained is not None])
             places = zip(batches, starts, strict=False)
@@ -415,8 +383,6 @@ class RolloutBatch(Sequences):
         fields |= {name: getattr(self, name)[responses] for name in PER_RESPONSE_TOKEN}
         if self.step_rewards is not None:
             fields["step_rewards"] = self.step_rewards[responses]
-        if self.answers is not None:
-            fields["answers"] = [self.answers[s] for s in members]
         if self.trained is not None and self.segment_starts is not None:
             starts = self.segment_starts[tokens[self.segment_starts]]
             fields |= {"trained": self.trained[tokens], "segment_starts": np.cumsum(tokens)[starts] - 1}
@@ -457,7 +423,6 @@ class RolloutBatch(Sequences):
             finish_reasons=[r.finish_reason for r in rollouts],
             servers=[r.server for r in rollouts],
             step_rewards=_at_their_ends(rollouts),
-            answers=[r.answer_id for r in rollouts],
             routes=np.concatenate(filled_routes([(r.routes, len(r.tokens)) for r in rollouts])) if routed else None,
             **_of_episodes(rollouts, offsets),
         )

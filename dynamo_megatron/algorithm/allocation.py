@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dynamo_megatron.algorithm.allocators import Neyman, load_allocator, neyman, waterfill
+from dynamo_megatron.algorithm.allocators import load_allocator, neyman, waterfill
 from dynamo_megatron.algorithm.arrays import described
 from dynamo_megatron.algorithm.history import COLUMNS, History, checked
-from dynamo_megatron.algorithm.success import Baseline, expected_tokens, shrunk, success_variance, variance_within
+from dynamo_megatron.algorithm.success import Baseline, shrunk, success_variance, variance_within
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
 
@@ -28,88 +28,50 @@ class Allocation:
     counts: np.ndarray  # int64 [N]
     variance: np.ndarray  # float64 [N], from the allocator's method `variance`
     history: np.ndarray  # bool [N], the prompt was observed before
-    strata: list[Hashable] | None = None  # [N], each prompt's label (prior_by)
-    tokens: np.ndarray | None = None  # float64 [N], expected tokens of a rollout: its price; None: cost is rollouts
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The lines of allocation.jsonl."""
-        columns: dict[str, Sequence[Any]] = {
-            "prompt_id": self.prompt_ids,
-            "n": self.counts.tolist(),
-            "variance": self.variance.tolist(),
-            "history": self.history.tolist(),
-        }
-        columns |= {} if self.strata is None else {"stratum": self.strata}
-        columns |= {} if self.tokens is None else {"tokens": self.tokens.tolist()}
-        for row in zip(*columns.values(), strict=True):
-            yield {"step": self.step, **dict(zip(columns, row, strict=True))}
+        columns = (self.prompt_ids, self.counts.tolist(), self.variance.tolist(), self.history.tolist())
+        for prompt_id, n, variance, history in zip(*columns, strict=True):
+            yield {"step": self.step, "prompt_id": prompt_id, "n": n, "variance": variance, "history": history}
 
 
 class RolloutAllocator:
     """Allocates a step's rollouts to prompts from what their earlier rollouts showed (DynaMO, arXiv 2602.19208).
 
-    `config` is an AllocationConfig or a mapping of its keys. `strata`: prompt_id -> label; prompts of one label share a
-    prior. The weight of observations decays with a half-life in visits (a visit is one `observe` that contains the
-    prompt), except for allocators that never forget. The same calls give the same counts.
+    `config` is an AllocationConfig or a mapping of its keys. The weight of observations decays with a half-life in
+    visits (a visit is one `observe` that contains the prompt), except for allocators that never forget. The same calls
+    give the same counts.
     """
 
-    def __init__(
-        self, config: AllocationConfig | Mapping[str, Any], strata: Mapping[str, Hashable] | None = None
-    ) -> None:
+    def __init__(self, config: AllocationConfig | Mapping[str, Any]) -> None:
         self.config = AllocationConfig.model_validate(config)
         self.last: Allocation | None = None
         self._allocator = load_allocator(self.config.kind)(self.config)
-        self._strata = strata
-        self.history = History(strata)
+        self.history = History()
 
     def allocate(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> np.ndarray:
         """Returns only the counts of `decide`, int64 [N]. `last` keeps the whole decision."""
         self.last = self.decide(prompt_ids, budget, step=step)
         return self.last.counts
 
-    def why_even(self, decided: Allocation) -> str | None:
-        """Why `decided` gives every prompt the same number of rollouts, in a line; None where it does not, where
-        `kind` asks for it, or where no prompt has a history."""
-        counts, variance, prompts = decided.counts, decided.variance, len(decided.counts)
-        if self.config.kind == "uniform" or prompts < 2 or np.ptp(counts) > 1:
-            return None
-        budget, low, high = self.config.fit(prompts, int(counts.sum()))
-        for name, bound in (("rollout_n_min", low), ("rollout_n_max", high)):
-            if budget == prompts * bound:
-                return f"{name} is {bound}, and {prompts} prompts share {budget} rollouts: an even split"
-        if not decided.history.any() or not variance.min() > 0:
-            return None
-        return (
-            f"estimated variances differ by a factor of {variance.max() / variance.min():.3g}, too little to move a "
-            f"rollout at {counts.mean():.3g} a prompt: an even split"
-        )
-
     def decide(self, prompt_ids: Sequence[str], budget: int, *, step: int) -> Allocation:
         """Decides how many rollouts each prompt gets, aligned with `prompt_ids`, in which a prompt may occur twice.
 
         The counts' sum is `budget`, and each is within the configured bounds (`on_shortfall`: where that is not
-        possible). With `cost: tokens` the sum of expected tokens is at most that of `budget` rollouts of the batch's
-        mean length, and less than a rollout below it, unless every prompt has the maximum. Raises ValueError naming a
-        user's allocator that does not keep its contract.
+        possible). Raises ValueError naming a user's allocator that does not keep its contract.
         """
         ids = list(prompt_ids)
         budget, low, high = self.config.fit(len(ids), budget)
         prompts = self.history.of(ids)
-        variance, counts, tokens = np.zeros(0), np.zeros(0, np.int64), None
-        if self.config.cost == "tokens":
-            tokens = expected_tokens(prompts, self.history.pool())
+        variance, counts = np.zeros(0), np.zeros(0, np.int64)
         if ids:
             variance = self._allocator.variance(prompts, self.history.pool())
             self._check("variance", variance, "float64", ids, 0, math.inf)
-            if tokens is None:
-                counts = self._allocator.counts(prompts, variance, budget, low, high)
-            else:
-                assert isinstance(self._allocator, Neyman)  # the config refuses `cost: tokens` for others
-                counts = self._allocator.counts(prompts, variance, budget * tokens.mean(), low, high, tokens)
+            counts = self._allocator.counts(prompts, variance, budget, low, high)
             self._check("counts", counts, "int64", ids, low, high)
-            self._check_budget(counts, tokens, budget, high)
-        strata = None if self._strata is None else [self._strata.get(i) for i in ids]
-        return Allocation(step, ids, counts, variance, prompts.trials > 0, strata, tokens)
+            self._hold(counts.sum() == budget, f"gave {counts.sum()} rollouts in all for a budget of {budget}")
+        return Allocation(step, ids, counts, variance, prompts.trials > 0)
 
     def _check(self, name: str, value: Any, dtype: str, ids: list[str], least: int, most: float) -> None:
         """Raises InputError unless `value` is an array of `dtype` with an entry for each of `ids` within the bounds."""
@@ -117,14 +79,6 @@ class RolloutAllocator:
         self._hold(described(value) == wanted, f"{name} returned {described(value)}, not a numpy array of {wanted}")
         if (bad := np.flatnonzero(~((value >= least) & (value <= most) & np.isfinite(value)))).size:
             self._hold(False, f"{name} of prompt {ids[bad[0]]!r} is {value[bad[0]]}, outside [{least}, {most}]")
-
-    def _check_budget(self, counts: np.ndarray, tokens: np.ndarray | None, budget: int, high: int) -> None:
-        if tokens is None:
-            self._hold(counts.sum() == budget, f"gave {counts.sum()} rollouts in all for a budget of {budget}")
-            return
-        most = budget * tokens.mean()
-        left, rounding = most - (tokens * counts).sum(), 1e-9 * most
-        assert left >= -rounding and (left < tokens.max() + rounding or (counts == high).all()), left
 
     def _hold(self, kept: bool, broken: str) -> None:
         if not kept:
@@ -152,17 +106,16 @@ class RolloutAllocator:
         successes: Sequence[bool],
         step: int,
         energy: Sequence[float] | None = None,
-        lengths: Sequence[int] | None = None,
     ) -> None:
         """Adds finished rollouts to the history, one entry each, in any order: float [S] rewards, bool [S] successes.
 
-        `energy`, float [S]: from `algorithm.energy.rollout_energies`. `lengths`, int [S]: response tokens. None:
-        unknown. Raises ValueError naming the argument, or the prompt whose entry is not finite or out of range.
+        `energy`, float [S]: from `algorithm.energy.rollout_energies`. None: unknown. Raises ValueError naming the
+        argument, or the prompt whose entry is not finite or out of range.
         """
         ids, by_visit = list(prompt_ids), 0.5 ** (1 / self.config.half_life)
-        observed = checked(ids, rewards, successes, step, energy, lengths)
+        observed = checked(ids, rewards, successes, step, energy)
         keep = by_visit if self._allocator.forgets else 1.0
-        self.history.observe(ids, observed, keep, only_new=self.config.static)
+        self.history.observe(ids, observed, keep)
         if ids and energy is not None:
             line = self.history.energy_line
             self.history.energy_line = line.after(observed["rewards"], observed["energy"], by_visit)

@@ -1,7 +1,7 @@
 """The allocators, built in and loaded by name, and their arithmetic: who gets how many rollouts.
 
 `variance` and `counts` of an allocator are pure functions of the statistics, never of random numbers, the time or
-earlier calls. So a resumed run and a replay give the same counts. `testing.check_allocator` tests all that is required.
+earlier calls. So a resumed run and a replay give the same counts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import numpy as np
 
 from dynamo_megatron.algorithm.arrays import Array, finite, like
 from dynamo_megatron.algorithm.history import Statistics
-from dynamo_megatron.algorithm.success import expected_variance, measured_energies, success_rate, success_variance
+from dynamo_megatron.algorithm.success import expected_variance, success_rate, success_variance
 from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.user_code import load_callable
 
 # The published priority of solved prompts, those with at least this success rate, is this variance.
 SOLVED_RATE, SOLVED_VARIANCE = 0.85, 0.01
-GVM_ALPHA, GVM_BETA = 1e-3, 2.0  # as in the published run_em.sh
 
 
 class Allocator(ABC):
@@ -56,25 +55,15 @@ class Uniform(Allocator):
 
 class Neyman(Allocator):
     """Minimises sum_i v_i / n_i, v_i the expected variance plus `variance_floor` times the batch's mean variance: the
-    optimum of the theory (DynaMO, arXiv 2602.19208), with integer counts and bounds, also with prices."""
+    optimum of the theory (DynaMO, arXiv 2602.19208), with integer counts and bounds."""
 
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
         variance = super().variance(prompts, pool)
         return variance + self.config.variance_floor * variance.mean()
 
-    def counts(
-        self,
-        prompts: Statistics,
-        variance: np.ndarray,
-        budget: float,
-        low: int,
-        high: int,
-        price: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """As the other allocators'; with `price`, float64 [N], as `priced`."""
-        even = np.ones(len(prompts))
+    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
         # Without a variance all counts are equally good: spread evenly, not to the lower indices first.
-        return priced(variance if variance.any() else even, even if price is None else price, budget, low, high)
+        return neyman(variance if variance.any() else np.ones(len(prompts)), budget, low, high)
 
 
 class Waterfill(Allocator):
@@ -114,7 +103,7 @@ class Knapsack(Allocator):
         p = variance[:, None]
         q = 1 - p
         # The gain is p^n q + q^n p, times the worth p q^2.
-        return largest_gains(lambda n: p * q * q * (p**n * q + q**n * p), np.ones(len(p)), budget, low, high)
+        return largest_gains(lambda n: p * q * q * (p**n * q + q**n * p), len(p), budget, low, high)
 
 
 class Cero(Allocator):
@@ -132,51 +121,7 @@ class Cero(Allocator):
     def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
         value = (variance if variance.any() else np.ones(len(variance)))[:, None]
         after = prompts.trials[:, None] + 1
-        return largest_gains(lambda n: value / ((after + n) * (after + n + 1)), np.ones(len(value)), budget, low, high)
-
-
-class Gvm(Allocator):
-    """GVM-RAFT's (arXiv 2505.02391; code RLHFlow/GVM): n ~ G / sqrt(p + alpha / p^(beta - 1)), G a prompt's gradient
-    norm over right rollouts; 0 without a right one.
-
-    The published code measures G by a backward pass through one matrix for each right rollout of a first stage. Here G
-    is sqrt(mean energy of right rollouts), from forward passes only; if none is known, the pool's. p is the success
-    rate of the prompt's earlier rollouts in place of a first stage; without history it is the pool's.
-    """
-
-    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
-        """What the counts are proportional to, float64 [N]."""
-        p = observed_rate(prompts, pool)
-        right, _ = measured_energies(prompts, pool)
-        safe = np.where(p > 0, p, 1.0)
-        return np.where(p > 0, np.sqrt(right / (safe + GVM_ALPHA / safe ** (GVM_BETA - 1))), 0.0)
-
-    def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
-        return proportional(variance, budget, low, high)
-
-
-class Cures(Gvm):
-    """CurES's (arXiv 2510.01037, equation 127; code ZexuSun/CurES): n ~ sigma, sigma^2 = p q^2 E1[G^2] + p^2 q E0[G^2]
-    - p^2 q^2 (E1[G] - E0[G])^2, q = 1 - p, G gradient norms of right (1) and of wrong (0) rollouts; a prompt that was
-    always right or always wrong has sigma 0.
-
-    The published code measures norms by backward passes once, before training. Here E[G^2] is the mean energy of
-    earlier rollouts (the pool's if none is known) and E[G] its root, so sigma = sqrt(p q) (q G1 + p G0). p is as in
-    `Gvm`. The method's selection of prompts is not implemented.
-    """
-
-    def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
-        """sigma, float64 [N]."""
-        p = observed_rate(prompts, pool)
-        right, wrong = (np.sqrt(energy) for energy in measured_energies(prompts, pool))
-        return np.sqrt(p * (1 - p)) * ((1 - p) * right + p * wrong)
-
-
-def observed_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Successes / rollouts of each prompt, float64 [N]; without history the pool's, and without a pool 1/2."""
-    trials = pool.trials.sum()
-    unknown = np.full(len(prompts), pool.successes.sum() / trials if trials > 0 else 0.5)
-    return np.divide(prompts.successes, prompts.trials, out=unknown, where=prompts.trials > 0)
+        return largest_gains(lambda n: value / ((after + n) * (after + n + 1)), len(value), budget, low, high)
 
 
 BUILT_IN = {
@@ -185,8 +130,6 @@ BUILT_IN = {
     "neyman": Neyman,
     "knapsack": Knapsack,
     "cero": Cero,
-    "gvm": Gvm,
-    "cures": Cures,
 }
 
 
@@ -203,8 +146,6 @@ def load_allocator(kind: str) -> type[Allocator]:
     return found
 
 
-# Relative: counts that cost the budget exactly are not refused for the rounding of a sum.
-ROUNDING = 1e-12
 LEAST_PRIORITY = 1e-8  # at or below it a prompt takes no part in the published proportional share
 
 
@@ -234,41 +175,23 @@ def settle(n: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
 
 
 def largest_gains(
-    gain: Callable[[np.ndarray], np.ndarray], price: np.ndarray, budget: float, low: int, high: int
+    gain: Callable[[np.ndarray], np.ndarray], prompts: int, budget: int, low: int, high: int
 ) -> np.ndarray:
-    """The counts that maximise a sum of concave values: int64 [N], low <= n <= high, sum price n <= budget.
+    """The counts of N prompts that maximise a sum of concave values: int64 [N], sum `budget`, low <= n <= high.
 
-    A rollout of prompt i costs price_i > 0. `gain`: numbers of rollouts, float64 [1, M] -> the value of one more
-    rollout of each prompt, float64 [N, M], falling with the number. Takes the largest gains per price one by one, ties
-    by the lower index, until the next one costs more than is left. So less than a rollout's price is left, unless all
-    prompts have `high`. The caller ensures low sum price <= budget.
+    `gain`: numbers of rollouts, float64 [1, M] -> the value of one more rollout of each prompt, float64 [N, M], falling
+    with the number. Takes the largest gains one by one, ties by the lower index. The caller ensures N low <= budget <=
+    N high.
     """
-    if not len(price):
-        return np.zeros(0, np.int64)
-    left = budget * (1 + ROUNDING) - low * float(price.sum())
-    further = min(high - low, int(left / price.min()))  # of any one prompt
+    left = budget - low * prompts
+    further = min(high - low, left)  # of any one prompt
     if further <= 0:
-        return np.full(len(price), low, np.int64)
-    per_price = (gain(low + np.arange(further, dtype=np.float64)[None]) / price[:, None]).ravel()
-    most = min(int(left / price.min()), per_price.size)  # the rollouts that can be paid for are among the largest
-    threshold = np.partition(per_price, per_price.size - most)[per_price.size - most]
-    above, tied = np.flatnonzero(per_price > threshold), np.flatnonzero(per_price == threshold)
-    if price.min() < price.max():
-        above = above[np.argsort(-per_price[above], kind="stable")]
-    taken = np.concatenate([above, tied]) // further
-    paid = int(np.searchsorted(np.cumsum(price[taken]), left, side="right"))
-    return low + np.bincount(taken[:paid], minlength=len(price)).astype(np.int64)
-
-
-def proportional(weight: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
-    """int64 [N], sum `budget`, low <= n <= high, n as nearly in proportion to `weight` >= 0 as that allows.
-
-    Takes the largest weight_i / (n_i + 1/2) one by one (Sainte-Lague), ties by the lower index. What the others have no
-    room for goes to the prompts of weight 0 in turn. The caller ensures N low <= budget <= N high.
-    """
-    least = weight[weight > 0].min() if weight.any() else 1.0
-    share = np.where(weight > 0, weight, least / (2 * high + 1))[:, None]  # after all others have `high`
-    return largest_gains(lambda n: share / (n + 0.5), np.ones(len(weight)), budget, low, high)
+        return np.full(prompts, low, np.int64)
+    gains = gain(low + np.arange(further, dtype=np.float64)[None]).ravel()
+    threshold = np.partition(gains, gains.size - left)[gains.size - left]
+    above, tied = np.flatnonzero(gains > threshold), np.flatnonzero(gains == threshold)
+    taken = np.concatenate([above, tied])[:left] // further
+    return low + np.bincount(taken, minlength=prompts).astype(np.int64)
 
 
 def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int) -> Array:
@@ -281,16 +204,8 @@ def neyman(variance: Array, budget: int, rollout_n_min: int, rollout_n_max: int)
     """
     v = checked(variance, "variance", 1, rollout_n_min, rollout_n_max)
     budget = min(max(budget, len(v) * rollout_n_min), len(v) * rollout_n_max)
-    return like(priced(v, np.ones(len(v)), budget, rollout_n_min, rollout_n_max), variance)
-
-
-def priced(variance: np.ndarray, price: np.ndarray, budget: float, low: int, high: int) -> np.ndarray:
-    """As `neyman`, but a rollout of prompt i costs price_i > 0: int64 [N] with sum price n <= budget, up to rounding.
-
-    No counts of at most the same cost have a smaller sum variance / n. (Counts that use up the rest may: a knapsack
-    problem.) The caller ensures low sum price <= budget.
-    """
-    return largest_gains(lambda n: variance[:, None] / (n * (n + 1)), price, budget, low, high)
+    gain = lambda n: v[:, None] / (n * (n + 1))  # noqa: E731
+    return like(largest_gains(gain, len(v), budget, rollout_n_min, rollout_n_max), variance)
 
 
 def waterfill(

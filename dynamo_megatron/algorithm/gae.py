@@ -2,8 +2,7 @@
 
 The steps of a rollout are its R response tokens in order, of an agent's episode those of all its turns: what the
 environment wrote between them is no step. The value of a step is the critic's before the token is sampled; after a
-rollout's last token it is 0, whether the response is finished or truncated. Or its steps are its turns
-(`turn_advantages`): a response without an agent is then one step, in which gamma and lambda do nothing.
+rollout's last token it is 0, whether the response is finished or truncated.
 """
 
 from __future__ import annotations
@@ -51,17 +50,6 @@ def generalised_advantages(
     following[np.cumsum(lengths)[lengths > 0] - 1] = 0.0
     advantages = discounted_returns(rewards + gamma * following - values, lengths, gamma * lam)
     return Estimates(advantages, advantages + values)
-
-
-def turn_advantages(
-    rewards: np.ndarray, values: np.ndarray, turns: tuple[np.ndarray, np.ndarray], gamma: float, lam: float
-) -> Estimates:
-    """`generalised_advantages` where a step is a turn: its value is that of its first token, its reward the sum over
-    its tokens, and every token of it has its advantage and return. turns: as `Sequences.turns`."""
-    counts, lengths = turns
-    firsts = np.cumsum(lengths) - lengths
-    found = generalised_advantages(np.add.reduceat(rewards, firsts), values[firsts], counts, gamma, lam)
-    return Estimates(*(np.repeat(each, lengths) for each in found))
 
 
 def whitened(advantages: np.ndarray) -> np.ndarray:

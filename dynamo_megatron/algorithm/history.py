@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,9 @@ from dynamo_megatron.algorithm.arrays import to_numpy
 from dynamo_megatron.algorithm.energy import EnergyLine
 from dynamo_megatron.errors import InputError
 
-REWARDS = ("trials", "successes", "reward_mean", "reward_squares")
-# Sums of measurements of rollouts; 0 where nothing was measured.
-MEASURES = ("energy_right_trials", "energy_right", "energy_wrong_trials", "energy_wrong", "token_trials", "tokens")
-COLUMNS = (*REWARDS, *MEASURES)
+COLUMNS = ("trials", "successes", "reward_mean", "reward_squares")
 # A rollout's energy is a sum of squares that float32 may leave this far below 0.
 ROUNDING = 1e-2
-NO_STRATUM = -1
 
 
 @dataclass(frozen=True)
@@ -26,39 +22,27 @@ class Statistics:
     """N prompts and their rollouts so far. Under forgetting the counts are weights and need not be whole."""
 
     prompt_ids: Sequence[str]
-    strata: np.ndarray  # int64 [N]: prompts of one number share a prior; NO_STRATUM: the pool's
     trials: np.ndarray  # float64 [N]; 0 for a prompt without history
     successes: np.ndarray  # float64 [N]
     reward_mean: np.ndarray  # float64 [N]
     reward_squares: np.ndarray  # float64 [N], sum of squared deviations from reward_mean
-    energy_right_trials: np.ndarray  # float64 [N], right rollouts whose energy is known
-    energy_right: np.ndarray  # float64 [N], the sum of their energies
-    energy_wrong_trials: np.ndarray  # float64 [N]
-    energy_wrong: np.ndarray  # float64 [N]
-    token_trials: np.ndarray  # float64 [N], rollouts whose length is known
-    tokens: np.ndarray  # float64 [N], the sum of their response tokens
 
     def __len__(self) -> int:
         return len(self.trials)
 
-    def take(self, indices: np.ndarray) -> Statistics:
-        """The statistics of the prompts at `indices`, int64 [M]."""
-        columns = {name: getattr(self, name)[indices] for name in ("strata", *COLUMNS)}
-        return Statistics([self.prompt_ids[i] for i in indices.tolist()], **columns)
-
 
 def checked(
-    prompt_ids: list[str], rewards: Any, successes: Any, step: int, energy: Any = None, lengths: Any = None
+    prompt_ids: list[str], rewards: Any, successes: Any, step: int, energy: Any = None
 ) -> dict[str, np.ndarray]:
     """The arguments that are not None as columns by name: one entry a finished rollout, float64 [S] (`successes` bool).
-    Raises ValueError naming the argument that does not have one entry per rollout, or the prompt whose reward, energy
-    or length is not finite, whose energy or length is below 0, or whose success is not 0 or 1."""
-    columns = {"rewards": rewards, "successes": successes, "energy": energy, "lengths": lengths}
+    Raises ValueError naming the argument that does not have one entry per rollout, or the prompt whose reward or energy
+    is not finite, whose energy is below 0, or whose success is not 0 or 1."""
+    columns = {"rewards": rewards, "successes": successes, "energy": energy}
     observed = {name: to_numpy(x, name).astype(np.float64) for name, x in columns.items() if x is not None}
     if any(len(x) != len(prompt_ids) for x in observed.values()):
         given = ", ".join(f"{len(x)} {name}" for name, x in observed.items())
         raise ValueError(f"prompt_ids: {len(prompt_ids)} ids and {given} at step {step}; give one of each a rollout")
-    least = {"rewards": -np.inf, "successes": 0, "energy": -ROUNDING, "lengths": 0}
+    least = {"rewards": -np.inf, "successes": 0, "energy": -ROUNDING}
     for name, x in observed.items():
         fine = np.isfinite(x) & (x >= least[name]) & ((name != "successes") | (x == 0) | (x == 1))
         if (bad := np.flatnonzero(~fine)).size:
@@ -71,12 +55,9 @@ def checked(
 
 
 class History:
-    """Statistics of all prompts observed so far, and the regression of rollouts' energy on reward (`energy_line`).
-    `strata`: prompt_id -> any label; None: no strata."""
+    """Statistics of all prompts observed so far, and the regression of rollouts' energy on reward (`energy_line`)."""
 
-    def __init__(self, strata: Mapping[str, Hashable] | None = None) -> None:
-        labels: dict[Hashable, int] = {}
-        self._stratum = {i: labels.setdefault(label, len(labels)) for i, label in (strata or {}).items()}
+    def __init__(self) -> None:
         self.energy_line = EnergyLine()
         self._start([], np.zeros((len(COLUMNS), 1)))
 
@@ -84,40 +65,27 @@ class History:
         """`numbers` [COLUMNS, 1 + prompts]: column 0 stands for every prompt that was never seen."""
         self._ids, self._numbers = prompt_ids, numbers
         self._column = {i: n for n, i in enumerate(prompt_ids, 1)}
-        self._strata = self._strata_of(prompt_ids)
-
-    def _strata_of(self, prompt_ids: Sequence[str]) -> np.ndarray:
-        if not self._stratum:
-            return np.full(len(prompt_ids), NO_STRATUM, np.int64)
-        return np.fromiter((self._stratum.get(i, NO_STRATUM) for i in prompt_ids), np.int64, len(prompt_ids))
 
     def of(self, prompt_ids: Sequence[str]) -> Statistics:
         """Statistics aligned with `prompt_ids`, in which a prompt may occur twice."""
         columns = np.fromiter((self._column.get(i, 0) for i in prompt_ids), np.int64, len(prompt_ids))
-        return _read_only(prompt_ids, self._strata_of(prompt_ids), self._numbers[:, columns])
+        return _read_only(prompt_ids, self._numbers[:, columns])
 
     def pool(self) -> Statistics:
         """Every prompt observed so far."""
-        return _read_only(self._ids, self._strata.view(), self._numbers[:, 1:])
+        return _read_only(self._ids, self._numbers[:, 1:])
 
-    def observe(
-        self, prompt_ids: list[str], observed: dict[str, np.ndarray], keep: float, *, only_new: bool = False
-    ) -> None:
+    def observe(self, prompt_ids: list[str], observed: dict[str, np.ndarray], keep: float) -> None:
         """Adds finished rollouts (`checked`); the weight of earlier observations of their prompts is multiplied by
         `keep`.
 
-        `only_new`: adds only rollouts of prompts without history. Nothing depends on the order of the rollouts. Raises
-        ValueError naming the prompt whose statistics would not be finite; then nothing is added.
+        Nothing depends on the order of the rollouts. Raises ValueError naming the prompt whose statistics would not be
+        finite; then nothing is added.
         """
-        ids = prompt_ids
-        if only_new:
-            rows = np.array([i not in self._column for i in ids], bool)
-            ids = [i for i in ids if i not in self._column]
-            observed = {name: x[rows] for name, x in observed.items()}
-        if not ids:
+        if not prompt_ids:
             return
         visited: dict[str, int] = {}
-        index = np.fromiter((visited.setdefault(i, len(visited)) for i in ids), np.int64, len(ids))
+        index = np.fromiter((visited.setdefault(i, len(visited)) for i in prompt_ids), np.int64, len(prompt_ids))
         columns = np.fromiter((self._column.get(i, 0) for i in visited), np.int64, len(visited))
         with np.errstate(over="ignore", invalid="ignore"):
             updated = _merged(self._numbers[:, columns], _visit(index, observed), keep)
@@ -126,7 +94,6 @@ class History:
         if new := sorted(i for i in visited if i not in self._column):
             self._column |= {i: n for n, i in enumerate(new, self._numbers.shape[1])}
             self._ids = self._ids + new
-            self._strata = np.concatenate([self._strata, self._strata_of(new)])
             numbers = np.concatenate([self._numbers, np.zeros((len(COLUMNS), len(new)))], axis=1)
             columns = np.fromiter((self._column[i] for i in visited), np.int64, len(visited))
         numbers[:, columns] = updated
@@ -159,36 +126,28 @@ class History:
         self._start(ids, np.concatenate([np.zeros((len(COLUMNS), 1)), numbers], axis=1))
 
 
-def _read_only(prompt_ids: Sequence[str], strata: np.ndarray, numbers: np.ndarray) -> Statistics:
-    # A view: the flag must not reach the table itself.
-    numbers = numbers.view()
-    strata.flags.writeable = numbers.flags.writeable = False
-    return Statistics(prompt_ids, strata, *numbers)
+def _read_only(prompt_ids: Sequence[str], numbers: np.ndarray) -> Statistics:
+    numbers = numbers.view()  # the flag must not reach the table itself
+    numbers.flags.writeable = False
+    return Statistics(prompt_ids, *numbers)
 
 
 def _visit(index: np.ndarray, observed: dict[str, np.ndarray]) -> np.ndarray:
     """COLUMNS of the rollouts of one call, float64 [columns, prompts]. `index`: int64 [S], each rollout's prompt."""
-    rewards, right = observed["rewards"], observed["successes"]
+    rewards = observed["rewards"]
     order = np.lexsort((rewards, index))
-    trials, wins = np.bincount(index), np.bincount(index, right)
+    trials, wins = np.bincount(index), np.bincount(index, observed["successes"])
     starts = np.cumsum(trials) - trials
     # Measured from the prompt's lowest reward, equal rewards leave no rounding error behind.
     lowest = rewards[order][starts]
     above = rewards[order] - np.repeat(lowest, trials)
     mean = np.add.reduceat(above, starts) / trials
     squares = np.add.reduceat((above - np.repeat(mean, trials)) ** 2, starts)
-    energies, tokens = np.zeros((4, len(trials))), np.zeros((2, len(trials)))
-    if (energy := observed.get("energy")) is not None:
-        order = np.lexsort((energy, index))  # sums of floats depend on the order
-        of_right, of_wrong = (np.bincount(index[order], (energy * chosen)[order]) for chosen in (right, ~right))
-        energies = np.stack([wins, of_right, trials - wins, of_wrong])
-    if "lengths" in observed:
-        tokens = np.stack([trials, np.bincount(index, observed["lengths"])])
-    return np.concatenate([[trials, wins, lowest + mean, squares], energies, tokens])
+    return np.stack([trials, wins, lowest + mean, squares])
 
 
 def _merged(old: np.ndarray, visit: np.ndarray, keep: float) -> np.ndarray:
-    trials, _, mean, squares = old[: len(REWARDS)]
+    trials, _, mean, squares = old
     weight = keep * trials
     merged = keep * old + visit  # correct for the columns that are sums
     shift = visit[2] - mean
@@ -198,14 +157,9 @@ def _merged(old: np.ndarray, visit: np.ndarray, keep: float) -> np.ndarray:
 
 
 def _check(prompt_ids: Sequence[str], numbers: np.ndarray) -> None:
-    columns = dict(zip(COLUMNS, numbers, strict=True))
-    trials, successes = columns["trials"], columns["successes"]
-    fine = np.isfinite(numbers).all(axis=0) & (successes <= trials) & (trials > 0)
-    for name in (*COLUMNS[:2], *COLUMNS[3:]):  # a mean reward may be below 0
-        fine &= columns[name] >= 0
-    for name, most in (("energy_right", successes), ("energy_wrong", trials), ("token", trials)):
-        fine &= columns[f"{name}_trials"] <= most
+    trials, successes, _, squares = numbers
+    fine = np.isfinite(numbers).all(axis=0) & (trials > 0) & (successes >= 0) & (successes <= trials) & (squares >= 0)
     if not fine.all():
         j = int(np.flatnonzero(~fine)[0])
-        shown = ", ".join(f"{name} {x[j]}" for name, x in columns.items())
+        shown = ", ".join(f"{name} {x}" for name, x in zip(COLUMNS, numbers[:, j], strict=True))
         raise InputError(f"prompt {prompt_ids[j]!r}: its statistics contradict each other: {shown}")

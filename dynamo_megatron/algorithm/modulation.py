@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -64,23 +63,15 @@ def entropy_change(
 
 
 @torch_function
-def modulation_ranges(
-    entropy: Tensor, entropy_change: Tensor, mask: Tensor, *, quantile: float | None = None
-) -> ModulationRanges:
-    """Lowest and highest entropy and largest entropy change over the tokens in `mask` (arrays of one shape, nats).
-    `quantile` q in (0, 1]: in place of the largest change the ceil(q m)-th smallest of the m changes above 0, or 0."""
+def modulation_ranges(entropy: Tensor, entropy_change: Tensor, mask: Tensor) -> ModulationRanges:
+    """Lowest and highest entropy and largest entropy change over the tokens in `mask` (arrays of one shape, nats)."""
     if entropy.numel() == 0:
         infinite = entropy.new_tensor(float("inf"))
         return ModulationRanges(infinite, -infinite, -infinite)
     live = mask != 0
-    change_max = torch.where(live, entropy_change, float("-inf")).amax()
-    if quantile is not None:
-        changed = entropy_change[live & (entropy_change > 0)]
-        rank = math.ceil(quantile * len(changed) - 1e-9)
-        change_max = changed.kthvalue(max(1, rank)).values if len(changed) else torch.zeros_like(change_max)
-    return ModulationRanges(
-        torch.where(live, entropy, float("inf")).amin(), torch.where(live, entropy, float("-inf")).amax(), change_max
-    )
+    lowest = torch.where(live, entropy, float("inf")).amin()
+    highest, most = (torch.where(live, x, float("-inf")).amax() for x in (entropy, entropy_change))
+    return ModulationRanges(lowest, highest, most)
 
 
 @torch_function

@@ -17,7 +17,6 @@ from dynamo_megatron.algorithm.energy import token_baselines, token_energies
 from dynamo_megatron.algorithm.modulation import ModulationRanges, entropy_change, modulation_ranges
 from dynamo_megatron.algorithm.rollout_correction import correction_weights, importance_ratios
 from dynamo_megatron.algorithm.selection import clip_cov, covariance, kl_cov, random_keys, top_entropy
-from dynamo_megatron.algorithm.user_functions import TokenInputs, custom_shaping, load_shaping
 from dynamo_megatron.config import AlgorithmConfig
 from dynamo_megatron.config.method import AdvantageConfig
 from dynamo_megatron.types import RolloutBatch, TokenStats
@@ -116,10 +115,6 @@ def _token_advantages(
     if process is not None:
         a = a + torch.from_numpy(process)
     if (shaping := config.entropy_shaping) is not None:
-        names = tuple(rollouts.rollout_ids[s] for s in members)
-        if isinstance(shaping, str):
-            owner = torch.from_numpy(np.repeat(np.arange(len(members)), lengths))
-            return custom_shaping(load_shaping(shaping), TokenInputs(a, *stats, owner, names))
         a = entropy_advantages(a, stats.entropy, shaping.alpha, shaping.kappa)
     return a
 
@@ -138,5 +133,4 @@ def _ranges(
         expected_pi_lambda = (sums / torch.from_numpy(np.maximum(lengths, 1)))[owner]
     everywhere = torch.ones_like(entropy)
     change = entropy_change(advantages, logprobs, entropy, logprobs, everywhere, *bounds, expected_pi_lambda)
-    quantile = modulation.quantile if modulation.stabiliser == "quantile" else None
-    return modulation_ranges(entropy, change, everywhere, quantile=quantile)
+    return modulation_ranges(entropy, change, everywhere)

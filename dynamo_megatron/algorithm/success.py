@@ -1,37 +1,22 @@
-"""Estimates of a prompt's success rate and of the variance of its gradient, from its rollouts so far.
-
-A rollout's energy (`energy.py`) tracks the squared norm of its gradient, so a prompt's variance is
-E[(r - p)^2 S] = p (1-p)^2 m1 + (1-p) p^2 m0, m1 and m0 the mean energies of right and of wrong rollouts. For most
-prompts few energies are known, so each is a line in p, fitted to the pool, and a prompt has one factor for both lines,
-shrunk to 1 by an amount fitted to the pool. The papers estimate gradient norms from many rollouts of the same step.
-"""
+"""Estimates of a prompt's success rate, of the variance of its rewards and of its expected reward, from its rollouts so
+far."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from dynamo_megatron.algorithm.arrays import Array, like, to_numpy
-from dynamo_megatron.algorithm.history import NO_STRATUM, Statistics
+from dynamo_megatron.algorithm.history import Statistics
 
 # Prior strength a + b in rollouts: the bounds of a fit, and the value if nothing can be fitted.
 STRENGTH_RANGE = (0.1, 1000.0)
 STRENGTH_UNKNOWN = 1.0
-# The weight, in rollouts, of the pool's variance and mean length in those of every prompt.
+# The weight, in rollouts, of the pool's variance in that of every prompt.
 POOL_ROLLOUTS = 4.0
-# A stratum with at least this many prompts with history has a prior of its own. Measured on eight strata, 8 rollouts
-# per prompt: compared with the pool's prior, the variance changes by -3 % with 8 prompts and -5 % with 16 where strata
-# matter, and by +3 % and +1 % where they do not.
-STRATUM_LEAST = 16
-# At both of its ends a line is at least this share of its mean.
-LEAST_SHARE = 0.1
-# Bounds of the fitted weight, in rollouts, of the factor 1 in every prompt's factor.
-FACTOR_STRENGTH = (1.0, 1000.0)
 
 
 def success_variance(successes: Array, trials: Array) -> Array:
@@ -70,17 +55,6 @@ def bernoulli(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return a * b / ((a + b) * (a + b + 1))
 
 
-def surprise(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """p(1 - p) with a rollout's squared score approximated by its surprise + 1/2: a rare answer has a large gradient.
-
-    E[p (1-p)^2] (1/2 - log p) + E[p^2 (1-p)] (1/2 - log(1-p)) under Beta(a, b), the logarithms at the mean of p.
-    """
-    s = a + b
-    right = a * b * (b + 1) / (s * (s + 1) * (s + 2))
-    wrong = a * b * (a + 1) / (s * (s + 1) * (s + 2))
-    return right * (0.5 - np.log(a / s)) + wrong * (0.5 - np.log(b / s))
-
-
 def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray, pool_trials: np.ndarray) -> np.ndarray:
     """Sample variance of each prompt's rewards, shrunk to the pool's (1 if no prompt has two rollouts). `squares`: sums
     of squared deviations from the prompt's mean; `pool_*`: those of every prompt with history."""
@@ -90,157 +64,22 @@ def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray,
 
 
 def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """The expected variance of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, surprise, energy,
-    empirical). The prior is from the pool's prompts of the same stratum (`by_stratum`)."""
-    return by_stratum(functools.partial(_variance, model), prompts, pool)
-
-
-def expected_tokens(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Mean response tokens of each of `prompts`, float64 [N] above 0, shrunk to the pool's; 1 if no length is known."""
-    trials, tokens = pool.token_trials.sum(), pool.tokens.sum()
-    mean = tokens / trials if tokens > 0 and trials > 0 else 1.0
-    return (prompts.tokens + POOL_ROLLOUTS * mean) / (prompts.token_trials + POOL_ROLLOUTS)
+    """The expected variance of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, empirical)."""
+    if model == "empirical":
+        return empirical(prompts.reward_squares, prompts.trials, pool.reward_squares, pool.trials)
+    a, b = beta_prior(pool.successes, pool.trials)
+    return bernoulli(a + prompts.successes, b + prompts.trials - prompts.successes)
 
 
 def success_rate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1); the prior is as in `expected_variance`."""
-    return by_stratum(lambda own, all_: posterior_mean(own, beta_prior(all_.successes, all_.trials)), prompts, pool)
-
-
-def posterior_mean(prompts: Statistics, prior: tuple[float, float]) -> np.ndarray:
-    """Of p of each of `prompts` under the Beta `prior` (a, b), float64 [N]."""
-    return (prior[0] + prompts.successes) / (sum(prior) + prompts.trials)
-
-
-def _variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
-    if model == "empirical":
-        return empirical(prompts.reward_squares, prompts.trials, pool.reward_squares, pool.trials)
-    prior = beta_prior(pool.successes, pool.trials)
-    if model == "energy":
-        return energy_variance(prompts, pool, prior)
-    a, b = prior[0] + prompts.successes, prior[1] + prompts.trials - prompts.successes
-    return {"bernoulli": bernoulli, "surprise": surprise}[model](a, b)
-
-
-def by_stratum(
-    estimate: Callable[[Statistics, Statistics], np.ndarray], prompts: Statistics, pool: Statistics
-) -> np.ndarray:
-    """`estimate(prompts, pool)`, float64 [..., N]; of the prompts of a stratum with enough of them in `pool`, from
-    those of the pool alone."""
-    result = estimate(prompts, pool)
-    peers_of = _members(pool.strata)
-    for stratum, own in _members(prompts.strata).items():
-        peers = peers_of.get(stratum)
-        if peers is not None and len(peers) >= STRATUM_LEAST:
-            result[..., own] = estimate(prompts.take(own), pool.take(peers))
-    return result
-
-
-def _members(strata: np.ndarray) -> dict[int, np.ndarray]:
-    """stratum -> the indices of its prompts, without NO_STRATUM."""
-    if (strata == NO_STRATUM).all():
-        return {}
-    order = np.argsort(strata, kind="stable")
-    numbers, starts = np.unique(strata[order], return_index=True)
-    members = zip(numbers.tolist(), np.split(order, starts[1:]), strict=True)
-    return {number: indices for number, indices in members if number != NO_STRATUM}
+    """Posterior mean of p of each of `prompts`, float64 [N] in (0, 1); the prior is fitted to the pool."""
+    a, b = beta_prior(pool.successes, pool.trials)
+    return (a + prompts.successes) / (a + b + prompts.trials)
 
 
 def _sum(values: np.ndarray) -> float:
     """An exact sum, so that the order does not matter. Over a list, since fsum is slow on numpy's numbers."""
     return math.fsum(values.tolist())
-
-
-# -- energies ----------------------------------------------------------------------------------------------------------
-class Line(NamedTuple):
-    """Mean energy of rollouts of prompts with success rate p: `at_0` (1 - p) + `at_1` p."""
-
-    at_0: float
-    at_1: float
-
-    def at(self, p: np.ndarray) -> np.ndarray:
-        return self.at_0 * (1 - p) + self.at_1 * p
-
-
-def energy_variance(prompts: Statistics, pool: Statistics, prior: tuple[float, float]) -> np.ndarray:
-    """E[p (1-p)^2 m1 + (1-p) p^2 m0] of each of `prompts`, float64 [N].
-
-    p has the Beta posterior of `prior` (a, b) and the prompt's successes. Without any measured energy: E[p(1-p)].
-    """
-    right, wrong = _lines(pool, prior)
-    strength = _factor_strength(pool, prior, right, wrong)
-    a, b = prior[0] + prompts.successes, prior[1] + prompts.trials - prompts.successes
-    s = a + b
-    pairs = a * b / (s * (s + 1) * (s + 2) * (s + 3))  # E[p^i (1-p)^j], i + j = 4, is this times what follows
-    variance = pairs * (
-        right.at_0 * (b + 1) * (b + 2) + (right.at_1 + wrong.at_0) * (a + 1) * (b + 1) + wrong.at_1 * (a + 1) * (a + 2)
-    )
-    ratio, trials = _to_expected(prompts, a / s, right, wrong)
-    return variance * (trials * ratio + strength) / (trials + strength)
-
-
-def measured_energies(prompts: Statistics, pool: Statistics) -> tuple[np.ndarray, np.ndarray]:
-    """Mean energies of right and of wrong rollouts, float64 [N] each, not shrunk: the pool's where a prompt has none,
-    and 1 where the pool has none."""
-    means = []
-    for kind in ("energy_right", "energy_wrong"):
-        trials, energy = getattr(pool, f"{kind}_trials").sum(), getattr(pool, kind).sum()
-        mean = np.full(len(prompts), energy / trials if trials > 0 else 1.0)
-        measured = getattr(prompts, f"{kind}_trials")
-        means.append(np.divide(getattr(prompts, kind), measured, out=mean, where=measured > 0))
-    return means[0], means[1]
-
-
-def _lines(pool: Statistics, prior: tuple[float, float]) -> tuple[Line, Line]:
-    """The lines of right and of wrong rollouts. If only one kind was measured, its mean is the other's line; if neither
-    was, both lines are 1."""
-    p = posterior_mean(pool, prior)
-    sums = [(pool.energy_right_trials, pool.energy_right), (pool.energy_wrong_trials, pool.energy_wrong)]
-    known = [energy.sum() / trials.sum() for trials, energy in sums if trials.sum() > 0]
-    right, wrong = (_line(trials, energy, p) if trials.sum() > 0 else None for trials, energy in sums)
-    other = Line(*([known[0] if known else 1.0] * 2))
-    return right or other, wrong or other
-
-
-def _line(trials: np.ndarray, energy: np.ndarray, p: np.ndarray) -> Line:
-    """A line by least squares over rollouts. p is the posterior mean, so that errors in p do not flatten the line."""
-    weight = trials.sum()
-    centre, mean = (trials * p).sum() / weight, energy.sum() / weight
-    spread = (trials * (p - centre) ** 2).sum()
-    slope = ((p - centre) * energy).sum() / spread if spread > 1e-9 * weight else 0.0
-    most = (1 - LEAST_SHARE) * mean
-    slope = min(max(slope, -most / (1 - centre)), most / centre)
-    return Line(mean - slope * centre, mean + slope * (1 - centre))
-
-
-def _factor_strength(pool: Statistics, prior: tuple[float, float], right: Line, wrong: Line) -> float:
-    """Variance of one rollout's factor / variance of the factors between prompts, in rollouts (empirical Bayes): the
-    covariance of the deviations of a prompt's right and wrong rollouts, which have only its factor in common."""
-    n1, n0 = pool.energy_right_trials, pool.energy_wrong_trials
-    p = posterior_mean(pool, prior)
-    expected = [n1 * right.at(p), n0 * wrong.at(p)]
-    mixed = (expected[0] > 0) & (expected[1] > 0)
-    if not mixed.any():
-        return FACTOR_STRENGTH[1]
-    weight = (n1 * n0)[mixed] / (n1 + n0)[mixed]
-    deviations = [
-        energy[mixed] / mean[mixed]
-        for energy, mean in zip((pool.energy_right, pool.energy_wrong), expected, strict=True)
-    ]
-    x, y = (d - np.average(d, weights=weight) for d in deviations)
-    between = float(np.average(x * y, weights=weight))
-    ratio, trials = _to_expected(pool, p, right, wrong)
-    within = float((trials * (ratio - 1) ** 2).sum() - trials.sum() * max(between, 0.0)) / np.count_nonzero(trials)
-    low, high = FACTOR_STRENGTH
-    return min(max(within / between, low), high) if between > 0 else high
-
-
-def _to_expected(prompts: Statistics, p: np.ndarray, right: Line, wrong: Line) -> tuple[np.ndarray, np.ndarray]:
-    """Each prompt's energy / the energy that the lines predict (1 if that is 0), and its rollouts of known energy."""
-    n1, n0 = prompts.energy_right_trials, prompts.energy_wrong_trials
-    expected = n1 * right.at(p) + n0 * wrong.at(p)
-    energy = prompts.energy_right + prompts.energy_wrong
-    return np.divide(energy, expected, out=np.ones(len(p)), where=expected > 0), n1 + n0
 
 
 # -- baselines: a prompt's expected reward, the part that is known before its rollouts are sampled --------------------
@@ -276,22 +115,19 @@ class Baseline:
 
 
 def shrunk(prompts: Statistics, pool: Statistics, pool_strength: float, variance: float | None) -> Baseline:
-    """Returns each prompt's mean reward so far, shrunk to the mean of the pool, or of its stratum (`prior_by`), which
-    counts as `pool_strength` rollouts, or for rewards other than 0 and 1 (`variance` not None) as many as the ratio of
-    their variances within and between prompts. Without any history mean and strength are 0."""
-
-    def estimate(prompts: Statistics, pool: Statistics) -> np.ndarray:
-        trials, means = pool.trials, pool.reward_mean
-        c = _fitted_strength(trials, means, variance) if variance else pool_strength  # 0: not known yet
-        weight = trials / (trials + c)
-        centre = float((weight * means).sum() / weight.sum())
-        if variance is None:
-            centre = min(max(centre, MEAN_RANGE[0]), MEAN_RANGE[1])
-        mean = (c * centre + prompts.trials * prompts.reward_mean) / (c + prompts.trials)
-        return np.stack([mean, np.minimum(c + prompts.trials, STRENGTH_MOST)])
-
-    mean, strength = by_stratum(estimate, prompts, pool) if len(pool) else np.zeros((2, len(prompts)))
-    return Baseline(mean, strength, variance=variance)
+    """Returns each prompt's mean reward so far, shrunk to the mean of the pool, which counts as `pool_strength`
+    rollouts, or for rewards other than 0 and 1 (`variance` not None) as many as the ratio of their variances within and
+    between prompts. Without any history mean and strength are 0."""
+    if not len(pool):
+        return Baseline(np.zeros(len(prompts)), np.zeros(len(prompts)), variance=variance)
+    trials, means = pool.trials, pool.reward_mean
+    c = _fitted_strength(trials, means, variance) if variance else pool_strength  # 0: not known yet
+    weight = trials / (trials + c)
+    centre = float((weight * means).sum() / weight.sum())
+    if variance is None:
+        centre = min(max(centre, MEAN_RANGE[0]), MEAN_RANGE[1])
+    mean = (c * centre + prompts.trials * prompts.reward_mean) / (c + prompts.trials)
+    return Baseline(mean, np.minimum(c + prompts.trials, STRENGTH_MOST), variance=variance)
 
 
 def variance_within(pool: Statistics) -> float | None:

@@ -1,8 +1,5 @@
-"""A user's own advantages, shaping of token advantages, and losses; `testing.py` has the checks of them.
-
-The keys `algorithm.advantage.kind`, `algorithm.advantage.entropy_shaping` and `algorithm.loss.kind` name them as
-"module:function".
-"""
+"""A user's own advantages and losses, which `algorithm.advantage.kind` and `algorithm.loss.kind` name as
+"module:function"."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.algorithm.arrays import described, to_numpy
+from dynamo_megatron.algorithm.arrays import described
 from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.user_code import UserFunction
 
@@ -46,23 +43,7 @@ def _load(key: str, spec: str) -> UserFunction:
 
 
 load_advantage = functools.partial(_load, "advantage.kind")
-load_shaping = functools.partial(_load, "advantage.entropy_shaping")
 load_loss = functools.partial(_load, "loss.kind")
-
-
-def _called_twice(function: UserFunction, inputs: Any, wanted: str, place: Callable[[int], str]) -> Any:
-    """What `function` returns, if it is finite, as `described` like `wanted`, and the same the second time. `place`
-    names an entry. Raises UserCodeError."""
-    with function.named():
-        values, again = function.function(inputs), function.function(inputs)
-    what = "tensor" if " on " in wanted else "numpy array"
-    function.hold(described(values) == wanted, f"returned {described(values)}, not a {what} of {wanted}")
-    numbers = to_numpy(values, "the result")
-    if (bad := np.flatnonzero(~np.isfinite(numbers))).size:
-        function.hold(False, f"returned {numbers[bad[0]]} for {place(bad[0])}; give finite numbers")
-    same = described(again) == wanted and np.array_equal(numbers, to_numpy(again, "the result"))
-    function.hold(same, "returned other advantages when called again with the same inputs")
-    return values
 
 
 def custom_advantages(
@@ -77,40 +58,20 @@ def custom_advantages(
     rollouts = len(inputs.rewards)
     if rollouts == 0:
         return np.zeros(0)
-    place = lambda i: f"rollout {i}, of prompt {inputs.prompt_ids[i]!r}"  # noqa: E731
-    advantages = _called_twice(function, inputs, f"float64 ({rollouts},)", place)
+    with function.named():
+        advantages, again = function.function(inputs), function.function(inputs)
+    wanted = f"float64 ({rollouts},)"
+    function.hold(described(advantages) == wanted, f"returned {described(advantages)}, not a numpy array of {wanted}")
+    if (bad := np.flatnonzero(~np.isfinite(advantages))).size:
+        where = f"rollout {bad[0]}, of prompt {inputs.prompt_ids[bad[0]]!r}"
+        function.hold(False, f"returned {advantages[bad[0]]} for {where}; give finite numbers")
+    same = np.array_equal(advantages, again)
+    function.hold(same, "returned other advantages when called again with the same inputs")
     if gather is not None:
         digests = gather(hashlib.sha256(advantages.tobytes()).hexdigest())
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         function.hold(other is None, f"returned other advantages on rank {other} than on rank 0 from the same inputs")
     return advantages
-
-
-@dataclass(frozen=True)
-class TokenInputs:
-    """The n response tokens of a mini-batch, response by response, the same on every rank.
-
-    float32 [n] on the CPU unless said otherwise, of the policy that the step began with: p = softmax(logits /
-    rollout.temperature), natural logs.
-    """
-
-    advantages: torch.Tensor  # float64, of the token's rollout; with kind otb or process rewards of the token
-    logprobs: torch.Tensor
-    entropy: torch.Tensor  # H, nats
-    expected_pi_lambda: torch.Tensor  # sum_v p_v^2 (log p_v + H)
-    collision: torch.Tensor  # sum_v p_v^2
-    response: torch.Tensor  # int64, ascending: which of `rollout_ids` a token belongs to
-    rollout_ids: tuple[str, ...]  # of the mini-batch's rollouts; a step has each once
-
-
-def custom_shaping(function: UserFunction, inputs: TokenInputs) -> torch.Tensor:
-    """Returns the tokens' advantages from `function`, float64 [n]. Without tokens `function` is not called. Raises
-    UserCodeError naming the function if it raises, returns anything but finite float64 [n], or returns other values
-    when called again with the same inputs."""
-    if len(inputs.advantages) == 0:
-        return inputs.advantages
-    place = lambda i: f"a token of rollout {inputs.rollout_ids[int(inputs.response[i])]}"  # noqa: E731
-    return _called_twice(function, inputs, described(inputs.advantages), place)
 
 
 @dataclass(frozen=True)
@@ -154,3 +115,44 @@ def custom_losses(function: UserFunction, inputs: LossInputs) -> TokenLosses:
             (gradient,) = torch.autograd.grad(summed, logprobs, allow_unused=True)
     function.hold(gradient is not None, "returned losses that have no gradient by inputs.logprobs")
     return TokenLosses(loss.detach(), gradient)
+
+
+def check_loss(function: UserFunction, *, reference: bool, kl_coef: float, context_parallel: bool) -> None:
+    """Calls `function` with made-up tokens of three responses, and with those of each response alone.
+
+    `reference`: with logprobs of a reference policy. Raises UserCodeError as `custom_losses`, and where the losses of a
+    response depend on the other responses of its micro-batch; with `context_parallel`, also where the loss of a token
+    depends on the other tokens of its response, since other ranks may have them.
+    """
+    rng, response = np.random.default_rng(0), np.repeat(np.arange(3), (3, 1, 8))
+    count = len(response)
+    old = -rng.exponential(1.5, count)
+    arrays = {
+        "logprobs": old + rng.normal(0, 0.3, count),
+        "entropy": rng.exponential(0.8, count),
+        "old_logprobs": old,
+        "engine_logprobs": old + rng.normal(0, 0.01, count),
+        "reference_logprobs": old + rng.normal(0, 0.3, count),
+        "advantages": rng.normal(size=count),
+        "weights": rng.uniform(0.5, 1, count) / count,
+    }
+
+    def losses(kept: np.ndarray) -> TokenLosses:
+        tensors = {name: torch.tensor(values[kept], dtype=torch.float32) for name, values in arrays.items()}
+        tensors["logprobs"].requires_grad_()
+        if not reference:
+            tensors["reference_logprobs"] = None
+        own = torch.from_numpy(np.unique(response[kept], return_inverse=True)[1])
+        return custom_losses(function, LossInputs(**tensors, response=own, kl_coef=kl_coef))
+
+    def compare(part: np.ndarray, what: str) -> None:
+        pairs = zip(whole, losses(part), strict=True)
+        same = all(torch.allclose(a[part], b, rtol=1e-4, atol=1e-6, equal_nan=True) for a, b in pairs)
+        function.hold(same, f"gives a response other losses {what}")
+
+    whole = losses(np.ones(count, bool))
+    for i in range(3):
+        compare(response == i, "by itself than beside others, so that they would depend on micro_batch_tokens")
+    if context_parallel:
+        half = np.arange(count) % 2 == 0
+        compare(half, "whose tokens are apart: with parallel.cp above 1 a rank has only a part of them; use cp 1")

@@ -205,12 +205,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from dynamo_megatron.reports.page import watch, write_report
+    from dynamo_megatron.reports.page import write_report
 
     out = options.out or options.run[0]
-    if options.watch is not None:
-        watch(options.run, out, options.watch, options.rollout, lambda line: show(line, sys.stdout))
-        return 0
     text = write_report(options.run, out, options.rollout)
     page = f"The page with all charts and rollouts is {out / 'report.html'}; report.md and report.png are beside it."
     print(printable(f"{text}\n\n{page}"))

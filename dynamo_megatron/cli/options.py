@@ -187,14 +187,6 @@ COMMANDS = {  # in the order of --help
             metavar="ID",
             help="of the first RUN, to have in the page; repeatable",
         ),
-        option(
-            "--watch",
-            type=positive,
-            nargs="?",
-            const=30,
-            metavar="SECONDS",
-            help="write the page alone, again every SECONDS (default 30) for as long as a process trains in a run",
-        ),
     ),
     "samples": command(
         "rollouts of a run to read: prompt, response, answer, reward and its parts",
@@ -211,7 +203,7 @@ COMMANDS = {  # in the order of --help
     "replay": command(
         "what each allocator would have given each prompt of a run: a table and JSON; with --step the pass of a step "
         "that ended in NaN or infinity, again",
-        "runs/first --allocator uniform --allocator neyman,variance=surprise,half_life=4",
+        "runs/first --allocator uniform --allocator neyman,half_life=4",
         option(
             "run",
             nargs="*",

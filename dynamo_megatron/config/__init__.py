@@ -175,22 +175,9 @@ class CriticConfig(Section):
 
 
 class StopConfig(Section):
-    """A run ends before `trainer.steps` where one of these holds."""
+    """When a run ends before `trainer.steps`."""
 
-    metric: str | None = None  # of metrics.jsonl, such as reward/mean or eval/pass@1
-    window: Positive = 1  # number of its last values that the metric is averaged over
-    above: float | None = None  # done: the average reaches this
-    below: float | None = None
-    patience: Positive | None = None  # done: steps without a new best average (the largest; `mode: min`)
-    mode: Literal["max", "min"] = "max"
     wall_time: Annotated[float, Field(gt=0)] | None = None  # seconds of this process; then save and exit 75, resumable
-
-    def faults(self, *, training: bool) -> Iterator[str]:
-        asked = [n for n in ("above", "below", "patience") if getattr(self, n) is not None]
-        if asked and self.metric is None:
-            yield f"metric: name the metric that {', '.join(asked)} is about"
-        if self.metric is not None and not asked:
-            yield f"metric: say with above, below or patience when {self.metric} ends the run"
 
 
 class TrainerConfig(Section):
@@ -255,14 +242,8 @@ class DPOConfig(Section):
     """Of `dynamo-megatron dpo`, preference training (arXiv 2305.18290)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # ipo: arXiv 2310.12036
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # sigmoid: share of pairs in the wrong order
     reference: str | None = None  # folder of the reference policy, as model.path; None: model.path
     rejected_key: str = "rejected"  # dotted; of the completion that is not preferred; the other is data.answer_key
-
-    def faults(self, *, training: bool) -> Iterator[str]:
-        if self.loss == "ipo":
-            yield from self.unused(["label_smoothing"], "is of loss sigmoid")
 
 
 class Config(Section):
@@ -365,9 +346,6 @@ class Config(Section):
                         f"algorithm.modulation.{key}: {value} needs whole sequences on a rank, and parallel.cp is "
                         f"{self.parallel.cp}; use cp 1 or the default {key}"
                     )
-        stop = self.trainer.stop_when
-        if stop and (stop.metric or "").startswith("eval/") and not self.eval.every:
-            yield f"trainer.stop_when.metric: {stop.metric} needs the periodic evaluation; set eval.every"
         if self.checkpoint.export_hf == "best" and not self.eval.every:
             yield "checkpoint.export_hf: 'best' is chosen by the periodic evaluation; set eval.every"
 

@@ -19,22 +19,14 @@ def sequential_faults(config: Config, budget: int, low: int, high: int) -> Itera
         yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"
     if (kind := algorithm.allocation.kind) != "uniform":
         yield f"algorithm.sequential: has counts of its own; set algorithm.allocation.kind to uniform, not {kind}"
-    what = "explore" if rule.explore else rule.kind
     advantage = algorithm.advantage
-    if what != "pilot" and advantage.kind not in ("rloo", "history"):
+    if rule.kind == "reinforce_ada" and advantage.kind not in ("rloo", "history"):
         yield (
-            f"algorithm.sequential: {what} needs a baseline of other rollouts than the own one; set "
+            "algorithm.sequential: reinforce_ada needs a baseline of other rollouts than the own one; set "
             f"algorithm.advantage.kind to rloo or history, not {advantage.kind}"
         )
-    if what == "reinforce_ada" and advantage.overlong_buffer is not None:
+    if rule.kind == "reinforce_ada" and advantage.overlong_buffer is not None:
         yield "algorithm.advantage.overlong_buffer: reinforce_ada has rollouts without its penalty; set it to null"
-    if what == "explore" and algorithm.loss.mini_batches > 1:
-        yield (
-            "algorithm.sequential.explore: its weights hold for the mean over the whole step, and with "
-            "algorithm.loss.mini_batches above 1 second rounds would make updates of their own; set it to 1"
-        )
-    if what == "explore" and (mode := algorithm.loss.aggregation) != "prompt_mean":
-        yield f"algorithm.sequential.explore: set algorithm.loss.aggregation to prompt_mean, not {mode}"
 
 
 def critic_faults(config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.dataclasses import dataclass
 
 from dynamo_megatron.runtime.user_code import SPEC
@@ -77,7 +77,7 @@ class AdvantageConfig(Section):
     of_kinds = {
         **dict.fromkeys(("singleton", "eps"), (*GROUP_ADVANTAGES, "otb")),
         "prior_strength": ("history",),
-        **dict.fromkeys(("gamma", "lam", "steps"), ("gae",)),
+        **dict.fromkeys(("gamma", "lam"), ("gae",)),
     }
     # grpo, dr_grpo, rloo, reinforce, otb, history, gae (PPO's, from a critic) or module:function
     kind: Annotated[str, built_in(ADVANTAGES)] = "rloo"
@@ -89,33 +89,21 @@ class AdvantageConfig(Section):
     score_ratio: Literal["auto"] | Annotated[float, Field(gt=0)] = 1.0
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # gae: discount of a later step's reward
     lam: Annotated[float, Field(ge=0, le=1, alias="lambda")] = 0.95  # gae: 0 trusts the critic, 1 the rewards alone
-    steps: Literal["tokens", "turns"] = "tokens"  # gae: what gamma and lambda act between; turns: of an agent's episode
     # batch: less the mean over the step's rollouts (SPO) or with gae its tokens, over their std
     normalise: Literal["none", "batch"] = "none"
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None  # DAPO: last share of max_new_tokens, penalised
     overlong_penalty: Annotated[float, Field(ge=0)] = 0.5  # at the limit; DAPO's 1 is for rewards of -1 and 1
-    # How much more a right rollout counts whose answer or path is rare in its group (docs/methods.md); 0: off
-    diversity: Annotated[float, Field(ge=0, le=1)] = 0.0
     process: ProcessConfig = ProcessConfig()
-    # per token: A + min(alpha H, |A| / kappa) (arXiv 2506.14758), or module:function, yours (docs/quickstart.md)
-    entropy_shaping: EntropyShapingConfig | str | None = None
-
-    @field_validator("entropy_shaping")
-    @classmethod
-    def _function(cls, value: EntropyShapingConfig | str | None) -> EntropyShapingConfig | str | None:
-        if isinstance(value, str) and not SPEC.fullmatch(value):
-            raise ValueError(f"{value!r} is no module:function; name one, or give keys (alpha, kappa)")
-        return value
+    entropy_shaping: EntropyShapingConfig | None = None
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.kind == "otb":
-            of_rollouts = ("positive_weight", "normalise", "diversity")
+            of_rollouts = ("positive_weight", "normalise")
             yield from self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
         if self.kind == "gae":
-            yield from self.unused(
-                ["positive_weight", "diversity"], "is of a rollout's advantage, and those of kind gae are of tokens"
-            )
+            why = "is of a rollout's advantage, and those of kind gae are of tokens"
+            yield from self.unused(["positive_weight"], why)
             if self.process.gamma != 1:
                 yield "process.gamma: kind gae discounts by its own gamma; set it to 1.0"
         if self.kind != "history" and self.score_ratio not in ("auto", 1):
@@ -144,14 +132,6 @@ class ModulationConfig:
     tau: float = 0.99
     expectation: Literal["exact", "sequence_mean"] = "exact"
     scope: Literal["mini_batch", "micro_batch"] = "mini_batch"
-    stabiliser: Literal["max", "quantile"] = "max"  # what an entropy change is divided by
-    quantile: Annotated[float, Field(gt=0, le=1)] = 0.99  # of the changes above 0, with stabiliser: quantile
-
-    @model_validator(mode="after")
-    def _published_scope(self) -> ModulationConfig:
-        if self.stabiliser == "quantile" and self.scope == "micro_batch":
-            raise ValueError("stabiliser: quantile goes with scope mini_batch; micro_batch is the published maximum")
-        return self
 
 
 Aggregation = Literal[
@@ -301,23 +281,18 @@ class RolloutCorrectionConfig(Section):
             yield f"low: {self.low} is not below high {self.high}"
 
 
-ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero", "gvm", "cures")
+ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero")
 
 
 class AllocationConfig(Section):
-    of_kinds = {"cost": ("neyman",)}
-    # uniform, waterfill, neyman, knapsack, cero, gvm, cures or module:Class
+    # uniform, waterfill, neyman, knapsack, cero or module:Class
     kind: Annotated[str, built_in(ALLOCATORS)] = "neyman"
     budget: Positive | None = None  # rollouts a step; None: 8 a prompt
     rollout_n_min: Positive = 2
     rollout_n_max: Positive = 24
     initial_budget: Positive = 8
     half_life: Annotated[float, Field(gt=0)] = 8.0  # visits in which a rollout's weight halves; not waterfill, cero
-    static: bool = False  # learn from a prompt's first visit alone
-    # energy: of the gradient by the logits; empirical: of the rewards, not 0/1 alone
-    variance: Literal["bernoulli", "surprise", "energy", "empirical"] = "bernoulli"
-    cost: Literal["rollouts", "tokens"] = "rollouts"  # neyman: what is held to the budget; tokens: expected ones
-    prior_by: str | None = None  # data column (dotted) or `source`: its values have a prior each; None: one for all
+    variance: Literal["bernoulli", "empirical"] = "bernoulli"  # empirical: of the rewards, not 0/1 alone
     variance_floor: Annotated[float, Field(ge=0)] = 0.2  # share of the batch's mean variance added to every prompt
     power: Literal["sigma", "sigma2"] = "sigma"  # waterfill: what the priority is
     on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]
@@ -355,8 +330,8 @@ class SequentialConfig(Section):
     """Rounds of a step that look at its own outcomes, `round_n` rollouts of every prompt in the first."""
 
     of_kinds = {
-        **dict.fromkeys(("lower", "upper", "explore"), ("pilot",)),
-        **dict.fromkeys(("exit", "keep"), ("reinforce_ada",)),
+        **dict.fromkeys(("lower", "upper"), ("pilot",)),
+        "keep": ("reinforce_ada",),
     }
     # pilot (Pilot-Commit, arXiv 2605.26606): the rest of the budget to the prompts of middling success rates;
     # reinforce_ada (Reinforce-Ada, arXiv 2510.04996): rounds until a prompt has right and wrong rollouts
@@ -364,11 +339,8 @@ class SequentialConfig(Section):
     round_n: Positive = 8  # rollouts of a prompt in the first round; reinforce_ada: in every round
     lower: Annotated[float, Field(ge=0, le=1)] = 0.125  # pilot: least share of right rollouts for a second round
     upper: Annotated[float, Field(ge=0, le=1)] = 0.25  # pilot: least share of wrong ones
-    # pilot: chance of a second round for a prompt without these; above 0: both rounds are groups of their own, with
-    # weights that make the gradient unbiased
-    explore: Annotated[float, Field(ge=0, le=1)] = 0.0
-    exit: Literal["balanced", "positive"] = "balanced"  # reinforce_ada: keep / 2 right and wrong ones, or 1 right one
-    keep: Annotated[int, Field(ge=2)] = 4  # reinforce_ada: rollouts of a prompt that are trained on
+    # reinforce_ada: rollouts of a prompt that are trained on; with half of them right and half wrong it gets no more
+    keep: Annotated[int, Field(ge=2)] = 4
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.lower + self.upper > 1:
@@ -386,10 +358,8 @@ class SequentialConfig(Section):
                 yield f"keep: {self.keep} rollouts of a prompt, and a first round has {n}; raise round_n or lower keep"
         elif high - n < low:
             yield f"round_n: {n} leaves no second round of allocation.rollout_n_min {low} below rollout_n_max {high}"
-        else:
-            least = prompts * (n + low) if self.explore else prompts * n + low
-            if budget < least:
-                yield (
-                    f"round_n: {n} rollouts for each of {prompts} prompts leave {max(0, budget - prompts * n)} of the "
-                    f"budget of {budget}; give allocation.budget {least} or more"
-                )
+        elif budget < (least := prompts * n + low):
+            yield (
+                f"round_n: {n} rollouts for each of {prompts} prompts leave {max(0, budget - prompts * n)} of the "
+                f"budget of {budget}; give allocation.budget {least} or more"
+            )

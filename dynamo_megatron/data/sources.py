@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -322,23 +322,3 @@ def _digest(*values: Any) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of plain data."""
     canonical = json.dumps(values, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def prompt_strata(prompts: Sequence[Prompt], prior_by: str | None) -> dict[str, str | int | float] | None:
-    """prompt_id -> the value of the prompt's column `algorithm.allocation.prior_by`; None if `prior_by` is None.
-
-    `prior_by="source"` is `Prompt.source` if the prompt has no column of that name. Raises ValueError naming a prompt
-    without a text or number there.
-    """
-    if prior_by is None:
-        return None
-    strata = {}
-    for prompt in prompts:
-        found, value = look_up(prompt.meta, prior_by)
-        if not found and prior_by == "source":
-            found, value = True, prompt.source
-        if not isinstance(value, str | int | float) or value != value:  # NaN is what Parquet has for an empty cell
-            has = f"has {value!r:.80} in {prior_by!r}" if found else f"has no column {prior_by!r}"
-            raise InputError(f"algorithm.allocation.prior_by: prompt {prompt.prompt_id!r} {has}; give text or numbers")
-        strata[prompt.prompt_id] = value
-    return strata

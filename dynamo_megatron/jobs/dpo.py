@@ -56,9 +56,9 @@ class DPOJob(SFTJob):
         lengths = sequences.response_lengths
         ratios = np.bincount(np.repeat(np.arange(len(lengths)), lengths), gaps, len(lengths))
         chosen, rejected = ratios[rows].T
-        losses, *slopes = preference_loss(chosen, rejected, tuple(lengths[rows].T), self.config.dpo)
+        losses, slope = preference_loss(chosen, rejected, beta)
         weights = np.zeros(len(lengths))
-        weights[rows.T] = -np.stack(slopes) / len(losses)
+        weights[rows.T] = np.stack([-slope, slope]) / len(losses)
         self._run.phases.begin("update")
         update = policy.fit(sequences, weights, lr)
         return update, {

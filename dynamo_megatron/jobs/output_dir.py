@@ -48,15 +48,14 @@ class OutputDir:
         ended = plain_json.read_object(self._ended)
         return f"{self.path}: {ended['said']}" if ended["asked"] == self._asked() else None
 
-    def end(self, step: int, why: str | None) -> None:
-        """The run has ended after `step`, for `trainer.steps` or for what `why` says."""
+    def end(self, step: int) -> None:
+        """The run has ended after `step`."""
         said = f"already at step {step} of {self._config.trainer.steps}"
-        said = said if why is None else f"already finished at step {step}: {why}"
         with replacing(self._ended) as file:
             file.write(json.dumps({"said": said, "asked": self._asked()}).encode())
 
     def _asked(self) -> dict[str, Any]:
-        return identity(to_plain(self._config), ("trainer.steps", "trainer.stop_when", "eval", "checkpoint.export_hf"))
+        return identity(to_plain(self._config), ("trainer.steps", "eval", "checkpoint.export_hf"))
 
     def _last(self) -> tuple[int, Path] | None:
         return latest_checkpoint(self.path / "checkpoints")

@@ -66,7 +66,7 @@ class SFTJob(Job):
 
     def prepare(self, spec: ModelSpec) -> None:
         config = self.config
-        self.journal = Journal(config, supervised=True)
+        self.journal = Journal(config)
         progress = self.journal.progress
         progress.phase("loading tokenizer")
         self._tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
@@ -92,21 +92,17 @@ class SFTJob(Job):
         self._run.carry_out(self._train)
 
     def _train(self) -> None:
-        """Trains until `trainer.steps` or `trainer.stop_when`."""
+        """Trains until `trainer.steps`."""
         run = self._run
         if self.journal is not None:
             self.journal.progress.start(run.start)
         run.phases.clock.restart()
         run.save()  # finishes an interrupted export
-        stop_reason = self._stop_reason(run.start)
         for step in range(run.start + 1, self.config.trainer.steps + 1):
-            if stop_reason is not None:
-                break
             run.begin_step(step)
             self._step(step)
             run.reached(step)
-            stop_reason = self._stop_reason(step)
-            run.save_if_due(step, stop_reason)
+            run.save_if_due(step)
 
     def _step(self, step: int) -> None:
         phases, policy, coordinator = self._run.phases, self._run.policy, self._run.coordinator
@@ -128,11 +124,6 @@ class SFTJob(Job):
         weights = np.full(len(sequences.prompt_ids), 1.0 / tokens)  # every completion token counts the same
         update = self._run.policy.fit(sequences, weights, lr)
         return update, {"sft/loss": update["loss"], "sft/tokens": tokens}
-
-    def _stop_reason(self, step: int) -> str | None:
-        if self.config.trainer.stop_when is None:
-            return None
-        return self._run.on_rank_0(f"the end of step {step}", lambda: self.journal.finished())
 
     def _log(self, step: int, lr: float, update: dict[str, float], found: dict[str, Any]) -> None:
         clock, steps = self._run.phases.clock, self.config.trainer.steps

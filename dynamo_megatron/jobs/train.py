@@ -8,10 +8,9 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.user_functions import load_advantage
+from dynamo_megatron.algorithm.user_functions import check_loss, load_advantage, load_loss
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
-from dynamo_megatron.data.sources import prompt_strata
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
@@ -38,16 +37,12 @@ if TYPE_CHECKING:
 def check_functions(config: Config) -> None:
     """Loads the functions of the user's that the updates will call. Raises UserCodeError for one that is none, or a
     loss that breaks its contract on made-up tokens."""
-    from dynamo_megatron.algorithm.testing import check_loss, check_shaping  # imports torch
-
     algorithm = config.algorithm
     if algorithm.advantage.of_the_user:
         load_advantage(algorithm.advantage.kind)  # not tried: it may know the data's prompts alone
-    if isinstance(algorithm.advantage.entropy_shaping, str):
-        check_shaping(algorithm.advantage.entropy_shaping)
     if algorithm.loss.function is not None:
         check_loss(
-            algorithm.loss.function,
+            load_loss(algorithm.loss.function),
             reference=algorithm.kl.coef > 0,
             kl_coef=algorithm.kl.coef if algorithm.kl.where == "function" else 0.0,
             context_parallel=config.parallel.cp > 1,
@@ -142,8 +137,7 @@ class TrainJob(Job):
             config.prompt_stream, encode_savable, limit, before, progress.count, needs_answer=needs_answer
         )
         prompts = self._stream.prompts
-        allocation = config.algorithm.allocation
-        self._allocator = RolloutAllocator(allocation, prompt_strata(prompts, allocation.prior_by))
+        self._allocator = RolloutAllocator(config.algorithm.allocation)
         self._selection = PromptSelection(config.prompt_stream, self._stream, self._allocator.history)
         if config.rollout.engine == "recorded":
             self._sampler = RecordedRollouts(config.rollout.recorded, spec.vocab_size)

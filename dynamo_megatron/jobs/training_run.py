@@ -113,7 +113,7 @@ class TrainingRun:
         self.coordinator.end_step()
         if self._journal is not None:
             self._journal.ended(self.coordinator.step)
-            self._folder.end(self.coordinator.step, self._journal.finished())
+            self._folder.end(self.coordinator.step)
 
     def _keep(self, error: NonFiniteError | GradientSpike) -> None:
         """Completes a save under way, and writes the batch of a pass that gave NaN or infinity. If this fails, the user
@@ -186,10 +186,10 @@ class TrainingRun:
         if options.export_hf == "every" and self._saved:
             self._export(every_export(self._output, self._saved))
 
-    def save_if_due(self, step: int, stop_reason: str | None) -> None:
+    def save_if_due(self, step: int) -> None:
         """Saves every `checkpoint.every` steps and after the last step; never if `checkpoint.every` is null."""
         every = self.config.checkpoint.every
-        if every and (stop_reason is not None or step % every == 0 or step == self.config.trainer.steps):
+        if every and (step % every == 0 or step == self.config.trainer.steps):
             self.save()
 
     def settle(self) -> None:

@@ -20,8 +20,7 @@ from dynamo_megatron.algorithm.advantages import (
 )
 from dynamo_megatron.algorithm.aggregation import token_divisors
 from dynamo_megatron.algorithm.arrays import group_index
-from dynamo_megatron.algorithm.diversity import diversity_factors
-from dynamo_megatron.algorithm.gae import generalised_advantages, token_rewards, turn_advantages, whitened
+from dynamo_megatron.algorithm.gae import generalised_advantages, token_rewards, whitened
 from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
@@ -68,12 +67,6 @@ class TrainBatch:
         """
         group, _ = group_index(rollouts.group_ids, len(rollouts.group_ids))
         advantages = _advantages(rollouts, group, config, gather, baseline)
-        if weight := config.algorithm.advantage.diversity:
-            assert rollouts.answers is not None
-            # A negative advantage stays as it is, or a rare right rollout would be pushed down more.
-            right, tokens = rollouts.successes & (advantages > 0), rollouts.response_tokens
-            given = (right, rollouts.answers, tokens, rollouts.response_lengths, rollouts.group_ids)
-            advantages = advantages * diversity_factors(weight, *given)
         if config.algorithm.advantage.normalise == "batch" and values is None:
             advantages = batch_normalised(advantages)
         mini_batch = np.zeros(len(group), np.int64)
@@ -87,10 +80,7 @@ class TrainBatch:
         assert (values is not None) == (advantage.kind == "gae")
         if values is not None:
             each = token_rewards(advantages, lengths, rewards, advantage.process.weight)
-            if advantage.steps == "turns":
-                process, returns = turn_advantages(each, values, rollouts.turns(), advantage.gamma, advantage.lam)
-            else:
-                process, returns = generalised_advantages(each, values, lengths, advantage.gamma, advantage.lam)
+            process, returns = generalised_advantages(each, values, lengths, advantage.gamma, advantage.lam)
             process = whitened(process) if advantage.normalise == "batch" else process
             process = process if config.algorithm.teacher is None else config.algorithm.teacher.reward_weight * process
             advantages = np.zeros(len(group))

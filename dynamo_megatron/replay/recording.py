@@ -31,8 +31,6 @@ class RecordedStep:
     dispatch: np.ndarray  # int64 [S], index in [0, N) of the rollout's dispatch
     rewards: np.ndarray  # float64 [S]
     successes: np.ndarray  # bool [S]
-    energy: np.ndarray | None = None  # float64 [S], sum_t (1 - pi_t)^2 by the server: 0.5 to 1 times the energy
-    lengths: np.ndarray | None = None  # int64 [S], response tokens
     version: int | None = None  # the last step that the allocator had observed; None: all earlier steps and rounds
 
     @property
@@ -49,7 +47,6 @@ class Recording:
     steps: list[RecordedStep]
     allocation: dict[str, Any]  # algorithm.allocation of the run, which allocators start from
     notes: list[str] = field(default_factory=list)  # one line for each thing that was left out
-    strata: dict[str, Hashable] | None = None  # prompt_id -> the prompt's stratum (algorithm.allocation.prior_by)
 
     @property
     def prompt_ids(self) -> list[str]:
@@ -91,9 +88,7 @@ def read_run(folder: Path) -> Recording:
         raise InputError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
     source = Path(config["rollout"]["recorded"] or folder)
     steps = [part for rows in by_step for part in _read_step(source, rows)]
-    strata = {row["prompt_id"]: row["stratum"] for row in rows} if "stratum" in rows[0] else None
-    allocation = config["algorithm"]["allocation"]
-    return Recording(folder, "dynamo-megatron", steps, allocation, notes=notes, strata=strata)
+    return Recording(folder, "dynamo-megatron", steps, config["algorithm"]["allocation"], notes)
 
 
 def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:
@@ -130,8 +125,6 @@ def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedSte
             dispatch=np.array([index for index, _ in observed], np.int64),
             rewards=np.array([rollout.reward for rollout in rollouts], np.float64),
             successes=np.array([rollout.success for rollout in rollouts], bool),
-            energy=np.array([((1 - np.exp(r.engine_logprobs)) ** 2).sum() for r in rollouts], np.float64),
-            lengths=np.array([len(rollout.engine_logprobs) for rollout in rollouts], np.int64),
             version=dispatches[0].get("version"),
         )
 

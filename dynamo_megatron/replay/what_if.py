@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.replay.recording import RecordedStep, Recording, read_record
 from dynamo_megatron.reports.figures import rate_classes
 
-DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "neyman,variance=energy", "knapsack", "cero", "gvm", "cures")
+DEFAULT_ALLOCATORS = ("uniform", "waterfill", "neyman", "knapsack", "cero")
 MEANING = (
     "p is a prompt's success rate over the whole record, known only afterwards; the rollouts that an allocator learned "
     "from are among those that it is evaluated on. Expected variance is sum p(1-p)/n, not the gradient's. Every "
@@ -42,7 +42,7 @@ def write_replay(
     steps, base = recording.steps, allocator_of(recording)
     counts = {"as recorded": given(steps)}
     for text in dict.fromkeys(["uniform", *(allocators or DEFAULT_ALLOCATORS)]):
-        counts[text] = replay(steps, allocator_of(recording, text), recording.strata)
+        counts[text] = replay(steps, allocator_of(recording, text))
     rates = success_rates(steps)
     text = "\n\n".join([*_heading(recording, base), *_tables(rates, counts, base)])
     found = {
@@ -71,10 +71,8 @@ def _heading(recording: Recording, base: AllocationConfig) -> list[str]:
         f"rollouts: {visits} visits to {prompts} prompts. On a first visit nothing is known of a prompt; "
         f"{visits - prompts} visits are later ones.",
     ]
-    # Not reproducible: a record has only estimates of energies, and with cost: tokens not the step's budget in tokens.
-    by_energy = base.kind in ("gvm", "cures") or base.variance == "energy"
-    if recording.trainer == "dynamo-megatron" and not by_energy and base.cost == "rollouts":
-        difference = first_difference(steps, replay(steps, base, recording.strata))
+    if recording.trainer == "dynamo-megatron":
+        difference = first_difference(steps, replay(steps, base))
         if difference is None:
             lines.append(f"Replaying the run's own allocator gives all {visits} counts of allocation.jsonl exactly.")
         else:
@@ -111,8 +109,6 @@ def allocator_of(recording: Recording, text: str = "") -> AllocationConfig:
     kind, *words = text.split(",")
     if kind:
         words.insert(0, kind if "=" in kind else f"kind={kind}")
-        if words[0].startswith("kind=") and words[0] != "kind=neyman":
-            words.insert(0, "cost=rollouts")  # the run's cost may be tokens, which only neyman supports
     if any(word.startswith("budget=") for word in words):
         raise ConfigError(f"--allocator {text}: a replay gives every allocator the budget that the step had")
     tree = {
@@ -123,27 +119,22 @@ def allocator_of(recording: Recording, text: str = "") -> AllocationConfig:
         "algorithm": {"allocation": recording.allocation, "advantage": {"kind": "history"}},
     }
     config, _ = compose([], [f"algorithm.allocation.{word}" for word in words], tree)
-    allocation = config.algorithm.allocation
-    if allocation.prior_by not in (None, recording.allocation.get("prior_by")):
-        raise ConfigError(f"prior_by: the record does not say what {allocation.prior_by!r} is of its prompts")
-    return allocation
+    return config.algorithm.allocation
 
 
-def replay(
-    steps: Sequence[RecordedStep], config: AllocationConfig, strata: Mapping[str, Hashable] | None = None
-) -> np.ndarray:
+def replay(steps: Sequence[RecordedStep], config: AllocationConfig) -> np.ndarray:
     """Rollouts for every visit, int64 [V], by an allocator that observes the record as in training.
 
     Before a step the allocator has observed the rollouts of the earlier steps; if the run sampled ahead, of the steps
     that were trained on by then. It observes what was sampled, even where it would have requested other counts. Its
-    budget is the step's. `strata` and errors: as for `RolloutAllocator`.
+    budget is the step's. Errors: as for `RolloutAllocator`.
     """
-    allocator, counts, observed = RolloutAllocator(config, strata), [], 0
+    allocator, counts, observed = RolloutAllocator(config), [], 0
     for index, step in enumerate(steps):
         while observed < index and (step.version is None or steps[observed].step <= step.version):
             seen = steps[observed]
             ids = [seen.prompt_ids[i] for i in seen.dispatch]
-            allocator.observe(ids, seen.rewards, seen.successes, seen.step, seen.energy, seen.lengths)
+            allocator.observe(ids, seen.rewards, seen.successes, seen.step)
             observed += 1
         counts.append(allocator.allocate(step.prompt_ids, step.budget, step=step.step))
     return np.concatenate(counts)

@@ -15,11 +15,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 DASHES = ("solid", "dash", "dot", "dashdot")
 MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 TIMES = ("generate", "logprobs", "update", "weight_sync", "other", "evaluate", "save")
-NETWORK = "resources/network/"  # before INTERFACE/WAY in a metric's name
-INTERFACES = 4  # that are shown, those that moved most
 BUSY = {"resources/gpu_utilisation": "ranks", "fleet/gpu_utilisation": "servers"}
-# title, unit, metrics and what the legend calls them; a unit that ends in "log" has a logarithmic axis. NETWORK stands
-# for the metrics of the interfaces.
+# title, unit, metrics and what the legend calls them; a unit that ends in "log" has a logarithmic axis
 CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Success", "share of rollouts", {"reward/success": "solved"}),
     ("Policy entropy", "nats per token", {"policy/entropy": "entropy"}),
@@ -36,11 +33,8 @@ CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Utilisation", "share of all time", {"fleet/idle_share": "servers idle", "resources/cpu": "cores busy"}),
     ("Age of the weights", "steps", {"rollout/staleness_mean": "mean", "rollout/staleness_max": "oldest token"}),
     ("Groups of equal rewards", "share of the groups", {"rollout/zero_variance_groups": "all rewards equal"}),
-    ("Distinct answers", "share, mean of the groups", {"reward/unique_answers": "of rollouts"}),
-    ("Distinct 4-grams", "share, mean of the groups", {"rollout/distinct_4grams": "of all 4-grams"}),
     ("GPU utilisation", "share of the time", BUSY | {"resources/gpu_utilisation_min": "least busy rank"}),
     ("GPU memory", "bytes, fullest GPU", {"resources/gpu_used_max": "ranks", "fleet/gpu_memory_max": "servers"}),
-    ("Network", "bytes per second, busiest node", {NETWORK: ""}),
     ("Rollouts of a prompt", "rollouts", {"allocation/n_max": "most", "allocation/n_min": "fewest"}),
 )
 
@@ -78,7 +72,6 @@ def metric_figures(runs: Mapping[str, RunRecord]) -> list[Figure]:
     note = "Points: share of held-out problems solved, with the 95 % interval over problems." if _passes(runs) else ""
     figures = [figure("Reward", "reward, mean of a step", reward, note)]
     for title, unit, series in CHARTS:
-        series = _network(runs) if NETWORK in series else series
         traces = _lines(series, runs)
         if any(any(trace["y"]) for trace in traces):
             figures.append(figure(title, unit, traces))
@@ -86,18 +79,6 @@ def metric_figures(runs: Mapping[str, RunRecord]) -> list[Figure]:
             if unit.startswith("bytes"):
                 figures[-1]["layout"]["yaxis"]["exponentformat"] = "SI"
     return figures + [_times(name, run) for name, run in runs.items() if "time/step" in run.metrics[-1]]
-
-
-def _network(runs: Mapping[str, RunRecord]) -> dict[str, str]:
-    """The metrics of the INTERFACES busiest interfaces of all runs, with labels."""
-    moved: dict[str, float] = {}
-    for row in (row for run in runs.values() for row in run.metrics):
-        for key, rate in row.items():
-            if key.startswith(NETWORK):
-                name = key.removeprefix(NETWORK).rpartition("/")[0]
-                moved[name] = moved.get(name, 0.0) + rate
-    busiest = sorted(moved, key=lambda name: (-moved[name], name))[:INTERFACES]
-    return {f"{NETWORK}{name}/{way}": f"{name} {way}" for name in busiest for way in ("sent", "received")}
 
 
 def figure(title: str, unit: str, traces: list[dict[str, Any]], note: str = "", x: str = "training step") -> Figure:

@@ -1,9 +1,8 @@
-"""`dynamo-megatron report`: report.md and report.png, and report.html, once or while runs go on."""
+"""`dynamo-megatron report`: report.md, report.png and report.html."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
@@ -18,16 +17,14 @@ from plotly.offline import get_plotlyjs
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import markdown
-from dynamo_megatron.reports.figures import allocation_figures, draw, metric_figures, plain
-from dynamo_megatron.reports.run_record import Revisits, RunRecord, read_revisits, read_runs
+from dynamo_megatron.reports.figures import Figure, allocation_figures, draw, metric_figures, plain
+from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_runs
 from dynamo_megatron.reports.samples import message_text
-from dynamo_megatron.reports.tables import sections
+from dynamo_megatron.reports.tables import Section, sections
 from dynamo_megatron.rollout.store import read_rollouts, step_files, tokens_file
 from dynamo_megatron.rollout.token_spans import character_ends
 from dynamo_megatron.runtime.plain_text import printable
-from dynamo_megatron.runtime.run_folder import is_held
-from dynamo_megatron.runtime.whole_files import replacing
-from dynamo_megatron.tracking.token_rows import read_token_rows, response_hash
+from dynamo_megatron.tracking.token_rows import read_token_rows
 from dynamo_megatron.types import Rollout
 
 IN_PICTURE = ("Reward", "Policy entropy", "Response length", "Rollouts by earlier success rate")
@@ -46,80 +43,44 @@ def write_report(folders: Sequence[Path], out: Path, asked: Collection[str] = ()
     Runs may differ in anything. Raises ValueError for a folder that is not a run's, has no step or is named twice, for
     a broken line in a run's files, and for an asked rollout that is not there.
     """
-    runs, revisits = _read(folders)
-    title = f"Report of {', '.join(runs)}"
-    parts = [[f"## {s.title}", s.text, markdown(s.rows) if s.rows else ""] for s in sections(runs)]
+    runs = read_runs(folders)
+    revisits = {name: seen for name, run in runs.items() if (seen := read_revisits(run.folder)) is not None}
+    title, tables = f"Report of {', '.join(runs)}", sections(runs)
+    parts = [[f"## {s.title}", s.text, markdown(s.rows) if s.rows else ""] for s in tables]
     text = "\n\n".join([f"# {title}", *(part for section in parts for part in section if part)])
     out.mkdir(parents=True, exist_ok=True)
     figures = [*metric_figures(runs), *allocation_figures(revisits)]
     draw([each for each in figures if each["title"] in IN_PICTURE], title, out / "report.png")
     (out / "report.md").write_text(f"{text}\n\n![curves](report.png)\n", encoding="utf-8")
-    write_page(runs, revisits, out / "report.html", asked)
+    (out / "report.html").write_text(_page(runs, title, tables, figures, asked), encoding="utf-8")
     return text
 
 
-def watch(
-    folders: Sequence[Path],
-    out: Path,
-    seconds: float,
-    asked: Collection[str] = (),
-    say: Callable[[str], None] = print,
-    wait: Callable[[float], None] = time.sleep,
-) -> None:
-    """Writes OUT/report.html every `seconds` for as long as a process trains in one of the folders, and once more.
-    Raises ValueError as `write_report`."""
-    page = out / "report.html"
-    say(f"{page} is written every {seconds:g} s while a process trains; Ctrl-C ends this")
-    while True:
-        trains = any(map(is_held, folders))  # before the files are read: what it wrote last is in them
-        steps = [folder / "metrics.jsonl" for folder in folders]
-        if not trains or all(file.is_file() and file.stat().st_size for file in steps):
-            try:
-                write_page(*_read(folders), page, asked, seconds if trains else None)
-                if not trains:
-                    return say(f"{page} is written for the last time; no process trains")
-            except FileNotFoundError:  # the run has removed rollouts of an old step meanwhile (rollout.keep_last)
-                pass
-        wait(seconds)
-
-
-def _read(folders: Sequence[Path]) -> tuple[dict[str, RunRecord], dict[str, Revisits]]:
-    runs = read_runs(folders)
-    revisits = {name: read_revisits(run.folder) for name, run in runs.items()}
-    return runs, {name: seen for name, seen in revisits.items() if seen is not None}
-
-
-def write_page(
+def _page(
     runs: Mapping[str, RunRecord],
-    revisits: Mapping[str, Revisits],
-    path: Path,
-    asked: Collection[str] = (),
-    refresh: float | None = None,
-) -> None:
-    """Writes one HTML file that loads nothing from elsewhere. `refresh`: seconds after which an open page is read
-    again; a browser gets the old or the new file, never a part of one."""
+    title: str,
+    tables: Sequence[Section],
+    figures: Sequence[Figure],
+    asked: Collection[str],
+) -> str:
+    """An HTML page that loads nothing from elsewhere."""
     shown = []
     for r, (name, run) in enumerate(runs.items()):
         decode = _decoder(run)
         for rollout, labels, statistics in _chosen(run, asked if r == 0 else ()):
             shown.append(rollout_view(rollout, [*labels, *([name] if len(runs) > 1 else [])], statistics, decode))
-    figures = [*metric_figures(runs), *allocation_figures(revisits)]
     data = {"figures": figures, "tokens": [view["tokens"] for view in shown]}
     source = (resources.files("dynamo_megatron.reports") / "page.html").read_text(encoding="utf-8")
-    html = jinja2.Template(source, autoescape=True).render(
-        title=f"Report of {', '.join(runs)}",
+    return jinja2.Template(source, autoescape=True).render(
+        title=title,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        sections=sections(runs),
+        sections=tables,
         figures=figures,
         rollouts=shown,
         kinds=list(dict.fromkeys(kind for view in shown for kind in (SURPRISE, *view["tokens"]["values"]))),
         data=json.dumps(data, allow_nan=False).translate(HTML_IN_JSON),
         plotly=get_plotlyjs(),
-        refresh=refresh,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(html.encode())
 
 
 def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[str], dict[str, list[float]]]]:
@@ -132,9 +93,7 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
     found = []
     for step in dict.fromkeys([*of_asked, *(list(files)[place] for place in places)]):
         rollouts = sorted(read_rollouts(files[step], routes=False), key=lambda r: r.rollout_id)
-        rows = read_token_rows(tokens_file(run.folder, step))
-        keys = {r.rollout_id: (r.rollout_id, response_hash(r.response_tokens)) for r in rollouts} if rows else {}
-        statistics = {name: rows[key] for name, key in keys.items() if key in rows}
+        statistics = read_token_rows(tokens_file(run.folder, step))
         scored = sorted((r for r in rollouts if r.status == "ok"), key=lambda r: r.reward)
         kinds = {
             "asked for": [r for r in rollouts if r.rollout_id in asked],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -91,21 +90,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_yaml(path, str(path))
 
 
-@lru_cache(maxsize=4096)  # steps; one with 256 prompts takes 64 kB
-def trained_outcomes(path: Path, changed: int) -> dict[tuple[str, int], tuple[int, int]]:
-    """(prompt_id, position in the step) -> (trials, successes) of the rollouts in a file that were trained on.
-
-    `changed`: the file's st_mtime_ns, part of the cache's key. So a report that is written repeatedly reads each step
-    once. Raises ValueError as `read_rollouts`."""
-    found: dict[tuple[str, int], tuple[int, int]] = {}
-    for rollout in read_rollouts(path, routes=False):
-        if rollout.status not in NOT_TRAINED:
-            key = rollout.prompt_id, int(rollout.group_id.rpartition("-")[2])
-            trials, successes = found.get(key, (0, 0))
-            found[key] = trials + 1, successes + rollout.success
-    return found
-
-
 def read_revisits(folder: Path) -> Revisits | None:
     """The revisits of the run in `folder`; None where the allocations or their rollouts are not in the folder, as after
     training on another run's recorded rollouts.
@@ -126,10 +110,12 @@ def read_revisits(folder: Path) -> Revisits | None:
             name = visit["prompt_id"]
             if trials[name]:
                 found.append((successes[name] / trials[name], visit["n"]))
-        for (name, position), (n, right) in trained_outcomes(path, path.stat().st_mtime_ns).items():
-            if position < len(visits):  # other positions were left by a killed run with other allocations
-                trials[name] += n
-                successes[name] += right
+        for rollout in read_rollouts(path, routes=False):
+            position = int(rollout.group_id.rpartition("-")[2])
+            # other positions were left by a killed run with other allocations
+            if rollout.status not in NOT_TRAINED and position < len(visits):
+                trials[rollout.prompt_id] += 1
+                successes[rollout.prompt_id] += rollout.success
     if not visited:
         return None
     rates, given = np.array(found, np.float64).reshape(-1, 2).T

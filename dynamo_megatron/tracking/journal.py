@@ -1,9 +1,7 @@
-"""Rank 0's record of a run: the JSON lines on disk, the trackers, the terminal, and whether the run is finished."""
+"""Rank 0's record of a run: the JSON lines on disk, the trackers, and the terminal."""
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,43 +12,27 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress
-from dynamo_megatron.tracking.stopping import StopRule
 from dynamo_megatron.tracking.trackers import Trackers
 
 
-def last_line(config: Config, step: int, *, evaluated: bool, supervised: bool = False) -> str:
-    """Where the model of a run that ended at `step` is, and which command comes next. `supervised`: a run of `sft`; its
-    config is about examples, which says nothing of the problems to evaluate on, so the keys for `train` come next."""
+def last_line(config: Config, step: int) -> str:
+    """Where the model of a run that ended at `step` is."""
     output, export = Path(config.output_dir), config.checkpoint.export_hf
-    model = every_export(output, step) if export == "every" else output / "hf"
-    if export == "never":
-        saved = latest_checkpoint(output / "checkpoints")
-        if saved is None:
-            return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
-        where, words = f"{saved[1]} (Megatron checkpoint)", ["convert", "mcore2hf", str(output), str(model)]
-    else:
-        where, words = f"{model} (step {exported_step(model)})", ["report", str(output)]
-        if supervised:
-            keys = [f"model.path={model}", f"data.template={json.dumps(config.data.template)}"]
-            words = ["train", "CONFIG.yaml", *keys]
-        elif not evaluated:
-            data = [] if config.eval.data else ["eval.data=FILE"]
-            bridged = config.model.source == "bridge"  # `eval` converts a run's checkpoint, and `convert` knows none
-            of = [str(model), "model.source=bridge"] if bridged else [str(output)]
-            words = ["eval", "--model", *of, "--out", str(output / "scores"), *data]
-    return f"model: {where}; next: {shlex.join(['dynamo-megatron', *words])}"
+    if export != "never":
+        model = every_export(output, step) if export == "every" else output / "hf"
+        return f"model: {model} (step {exported_step(model)})"
+    if (saved := latest_checkpoint(output / "checkpoints")) is None:
+        return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
+    return f"model: {saved[1]} (Megatron checkpoint, for `dynamo-megatron convert mcore2hf`)"
 
 
 class Journal:
     """`metrics.jsonl` (an object a step), `allocation.jsonl` (a prompt of a step), `evaluations.jsonl`, `tokens/`."""
 
-    def __init__(self, config: Config, *, supervised: bool = False):
-        """`supervised`: as `last_line`."""
-        self._config, self._folder, self._supervised = config, Path(config.output_dir), supervised
+    def __init__(self, config: Config):
+        self._config, self._folder = config, Path(config.output_dir)
         self.progress = Progress(config.trainer.steps)
         self._trackers: Trackers | None = None
-        self._rule = StopRule(config.trainer.stop_when) if config.trainer.stop_when else None
-        self._why: str | None = None
         self._last_line: str | None = None  # of a run that is complete
 
     def open(self, start: int) -> None:
@@ -61,9 +43,6 @@ class Journal:
                 path.unlink()
         self._trackers = Trackers(self._config, start, self.say)
         self._evaluations = list(read_rows(self._folder / "evaluations.jsonl", "step"))
-        if self._rule is not None:  # a resumed run decides as the straight one: it sees what that one has seen
-            metrics = read_rows(self._folder / "metrics.jsonl", "step")
-            self._why = self._rule.replay(metrics, self._evaluations)
 
     def step(self, metrics: Mapping[str, Any], line: str | None, allocation: Iterable[Mapping[str, Any]] = ()) -> None:
         """A step's metrics and allocation; `line` is what the screen gets of it."""
@@ -73,7 +52,6 @@ class Journal:
         if line is not None:
             self.say(line)
         self.progress.step_done(metrics["step"])
-        self._judge(metrics)
 
     def tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Statistics of a step's tokens, as `token_rows`. Raises OSError."""
@@ -100,16 +78,10 @@ class Journal:
         if summary["eval/failed"]:
             problems += f", {summary['eval/failed']:.1%} of responses failed and count as wrong"
         self.say(f"evaluation at step {summary['step']}: {scores}  ({problems})")
-        self._judge(summary)
-
-    def finished(self) -> str | None:
-        """Why `trainer.stop_when` ends the run now, or None."""
-        return self._why
 
     def ended(self, step: int) -> None:
         """The run is complete, with its model of `step`: `close` prints the last line."""
-        evaluated = bool(self._evaluations)
-        self._last_line = last_line(self._config, step, evaluated=evaluated, supervised=self._supervised)
+        self._last_line = last_line(self._config, step)
 
     def say(self, line: str) -> None:
         self.progress.say(line)
@@ -121,7 +93,3 @@ class Journal:
             self._trackers.close()
         if self._last_line is not None:
             self.say(self._last_line)
-
-    def _judge(self, metrics: Mapping[str, Any]) -> None:
-        if self._rule is not None:
-            self._why = self._rule.observe(metrics) or self._why

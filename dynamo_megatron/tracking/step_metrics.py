@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynamo_megatron.algorithm.advantages import informative, overlong_penalty
-from dynamo_megatron.algorithm.diversity import NGRAM, distinct_ngrams, unique_answers
 from dynamo_megatron.algorithm.gae import explained_variance
 from dynamo_megatron.algorithm.rollout_correction import mismatch
 from dynamo_megatron.config import Config
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.rollout.result import RolloutResult
     from dynamo_megatron.tracking.phases import Clock
-    from dynamo_megatron.types import RolloutBatch, TokenStats
+    from dynamo_megatron.types import TokenStats
     from dynamo_megatron.weight_sync.sync import SyncReport
 
 NOT_IN_KEYS = re.compile(r"[^\w.:-]+")  # of a reward function's name: a URL has slashes, which divide keys
@@ -128,7 +127,6 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
         "rollout/requested": counts["requested"],
         "rollout/response_tokens": int(np.sum(sampled.response_lengths)) + result.rejected_tokens,
         "rollout/response_length_mean": _mean(sampled.response_lengths),
-        **_diversity(sampled),
     }
     for name in ("truncated", "aborted", "failed", "rejected", "reused"):
         metrics[f"rollout/{name}"] = counts[name] / requested
@@ -138,15 +136,6 @@ def _sampled(result: RolloutResult) -> dict[str, float]:
         metrics |= {f"{name}/mean": _mean(numbers)} if numbers else {}
         metrics |= {f"{name}/{state}": states[state] / requested for state in REWARD_STATES}
     return metrics | {f"agent/{name}": result.episodes[name] / requested for name in OF_EPISODES if result.episodes}
-
-
-def _diversity(sampled: RolloutBatch) -> dict[str, float]:
-    """Means over the groups of two or more rollouts; absent where there are none."""
-    metrics = {}
-    if sampled.answers is not None and len(shares := unique_answers(sampled.answers, sampled.group_ids)):
-        metrics["reward/unique_answers"] = _mean(shares)
-    ngrams = distinct_ngrams(sampled.response_tokens, sampled.response_lengths, sampled.group_ids)
-    return metrics | ({f"rollout/distinct_{NGRAM}grams": _mean(ngrams)} if len(ngrams) else {})
 
 
 def _of_servers(result: RolloutResult) -> dict[str, float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +22,17 @@ if TYPE_CHECKING:  # for type hints only, as in step_metrics
     from dynamo_megatron.policy.batch import TrainBatch
 
 
-def response_hash(ids: Sequence[int]) -> str:
-    """A hash of a response's token ids, 16 hexadecimal digits."""
-    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
-
-
 def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int) -> Iterator[dict[str, Any]]:
-    """Yields one row for each of `count` rollouts, each with the `response_hash` of its tokens. The rollouts are evenly
-    spaced in the order of their mean advantages, and include the lowest and the highest.
+    """Yields one row for each of `count` rollouts, which are evenly spaced in the order of their mean advantages, and
+    include the lowest and the highest.
 
     The row's lists have one number per response token, under the weights at the beginning of the step: `logprob` and
     `entropy` (nats), `advantage` (as the loss gets it, before the modulation) and `modulation`, the factor of the
     modulation where the ratio is 1. `modulation` is left out where the method has no modulation, or its scope is the
-    micro-batch. Both are left out where `entropy_shaping` is a function of the user's: if only rank 0 called it, its
-    state could differ between the ranks. `stats`: float32 [R].
+    micro-batch. `stats`: float32 [R].
     """
-    rollouts, users = batch.rollouts, isinstance(config.algorithm.advantage.entropy_shaping, str)
-    advantages, lengths = batch.advantages, rollouts.response_lengths
+    rollouts, advantages = batch.rollouts, batch.advantages
+    lengths = rollouts.response_lengths
     if batch.process is not None:
         owners = np.repeat(np.arange(len(lengths)), lengths)
         advantages = advantages + np.bincount(owners, batch.process, len(lengths)) / np.maximum(lengths, 1)
@@ -50,21 +43,16 @@ def token_rows(batch: TrainBatch, stats: TokenStats, config: Config, count: int)
         taken = [s for s in members.tolist() if s in wanted]
         if not taken:
             continue
-        shaped = None
-        if not users:
-            fields = (batch.advantages, batch.weights, stats, config.algorithm)
-            shaped = shape_tokens(rollouts, members, *fields, seed=config.seed, process=batch.process)
+        fields = (batch.advantages, batch.weights, stats, config.algorithm)
+        shaped = shape_tokens(rollouts, members, *fields, seed=config.seed, process=batch.process)
         for s in taken:
             here = slice(int(offsets[s]), int(offsets[s + 1]))
             own = TokenStats(*(statistic[here] for statistic in stats))
-            found = {"logprob": own.logprobs, "entropy": own.entropy}
-            if shaped is not None:
-                found["advantage"] = shaped.advantages[here]
-            if shaped is not None and shaped.ranges is not None:
+            found = {"logprob": own.logprobs, "entropy": own.entropy, "advantage": shaped.advantages[here]}
+            if shaped.ranges is not None:
                 found["modulation"] = _factor(found["advantage"], own, shaped.ranges, config.algorithm)
             lists = {name: [float(f"{v:.6g}") for v in values.tolist()] for name, values in found.items()}
-            response = response_hash(rollouts.response(s).tolist())
-            yield {"rollout_id": rollouts.rollout_ids[s], "response": response, **lists}
+            yield {"rollout_id": rollouts.rollout_ids[s], **lists}
 
 
 def _factor(
@@ -88,14 +76,14 @@ def write_token_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(compressed(json.dumps(row).encode() + b"\n") for row in rows)
 
 
-def read_token_rows(path: Path) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """The lists of a file by rollout_id and `response_hash`, as a rollout_id may have another response by now; empty
-    where there is no file. Raises ValueError (path:line) for a line that is not such a row."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+def read_token_rows(path: Path) -> dict[str, dict[str, list[float]]]:
+    """The lists of a file by rollout_id; empty where there is no file. Raises ValueError (path:line) for a line that is
+    not such a row."""
+    found: dict[str, dict[str, list[float]]] = {}
     for number, line in enumerate(read_raw_lines(path) if path.is_file() else (), 1):
         try:
             row = json.loads(line)
-            found[row.pop("rollout_id"), row.pop("response")] = row
+            found[row.pop("rollout_id")] = row
         except (ValueError, KeyError, AttributeError, TypeError):
             raise InputError(f"{path}:{number}: no token statistics of a rollout; remove the file") from None
     return found

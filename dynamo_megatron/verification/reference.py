@@ -42,8 +42,6 @@ def not_covered(config: Config) -> str | None:
     keys = {
         "model.lora": config.model.lora is not None,
         "algorithm.advantage.kind": a.advantage.kind not in ("grpo", "dr_grpo", "rloo", "reinforce", "history"),
-        "algorithm.advantage.entropy_shaping": isinstance(a.advantage.entropy_shaping, str),
-        "algorithm.advantage.diversity": a.advantage.diversity > 0,
         "algorithm.loss.kind": a.loss.function is not None,
         "algorithm.loss.mini_batches": a.loss.mini_batches > 1,
         "algorithm.loss.old": a.loss.old == "engine",
@@ -55,7 +53,6 @@ def not_covered(config: Config) -> str | None:
         "algorithm.sequential": a.sequential is not None,
         "algorithm.teacher": a.teacher is not None,
         "reward.prime": config.reward.implicit,
-        "algorithm.allocation.prior_by": a.needs_baseline and a.allocation.prior_by is not None,
         "rollout.max_staleness": a.needs_baseline and config.rollout.max_staleness > 0,
     }
     return next((key for key, used in keys.items() if used), None)
@@ -154,9 +151,6 @@ def _modulation(a: np.ndarray, m: ModulationConfig | None, seen: Statistics) -> 
     if m is None or len(h) == 0:
         return np.ones_like(a)
     change = np.abs(a * (np.exp(seen.logprobs) * (seen.logprobs + h) - seen.expected_pi_lambda))
-    most, changes = change.max(), np.sort(change[change > 0])
-    if m.stabiliser == "quantile" and len(changes):
-        most = changes[max(1, math.ceil(m.quantile * len(changes) - 1e-9)) - 1]
-    share = np.clip(change / (most + 1e-8), 0, 1)
+    share = np.clip(change / (change.max() + 1e-8), 0, 1)
     stab = m.lambda_min + (1 - m.lambda_min) / (1 + np.exp(m.gamma * (share - m.tau)))
     return stab * np.where(a > 0, 1 + m.alpha * (h.max() - h) / (h.max() - h.min() + 1e-8), 1)

@@ -1,13 +1,11 @@
 import json
-from functools import partial
 
 import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm import success
 from dynamo_megatron.algorithm.allocation import RolloutAllocator, success_variance, waterfill
-from dynamo_megatron.algorithm.history import COLUMNS, MEASURES, REWARDS
-from dynamo_megatron.algorithm.success import STRATUM_LEAST
+from dynamo_megatron.algorithm.history import COLUMNS
 from dynamo_megatron.config import AllocationConfig
 
 
@@ -18,19 +16,15 @@ def observe(allocator, outcomes, step=1):
     allocator.observe(ids, flags.astype(float), flags, step)
 
 
-def numbers(allocator, prompt_id, names=REWARDS):
+def numbers(allocator, prompt_id):
     """[trials, successes, reward mean, sum of squared deviations] of a prompt."""
     state = allocator.state_dict()
-    return [state[name][state["prompt_ids"].index(prompt_id)] for name in names]
-
-
-# [right rollouts of known energy, its sum, wrong ones, its sum, rollouts of known length, tokens] of a prompt
-measures = partial(numbers, names=MEASURES)
+    return [state[name][state["prompt_ids"].index(prompt_id)] for name in COLUMNS]
 
 
 def test_resume_through_json_is_exact():
     def run(steps, state=None):
-        allocator = RolloutAllocator(AllocationConfig(variance="energy"))
+        allocator = RolloutAllocator(AllocationConfig(variance="empirical"))
         if state is not None:
             allocator.load_state_dict(json.loads(state))
         counts = []
@@ -60,29 +54,6 @@ def test_neyman_learns_who_is_mixed_and_logs_it():
     assert [row["history"] for row in rows] == [True, True, False, True, True]
     assert rows[1]["variance"] > rows[2]["variance"] > rows[0]["variance"]
     json.dumps(rows)
-
-
-@pytest.mark.parametrize(
-    ("settings", "budget", "outcomes", "why"),
-    [
-        ({}, 16, {}, None),  # a first pass: the start of the run says so
-        (
-            {},
-            16,
-            {"a": (2, 8), "b": (4, 8)},
-            "variances differ by a factor of 1.01, too little to move a rollout at 8 a",
-        ),
-        ({}, 16, {"a": (0, 40), "b": (20, 40)}, None),
-        ({}, 4, {"a": (0, 40), "b": (20, 40)}, "rollout_n_min is 2, and 2 prompts share 4 rollouts: an even split"),
-        ({"rollout_n_max": 4}, 8, {}, "rollout_n_max is 4, and 2 prompts share 8 rollouts: an even split"),
-        ({"kind": "uniform"}, 16, {"a": (1, 4)}, None),
-    ],
-)
-def test_an_even_split_has_a_reason(settings, budget, outcomes, why):
-    allocator = RolloutAllocator(settings)
-    observe(allocator, outcomes)
-    said = allocator.why_even(allocator.decide(["a", "b"], budget, step=2))
-    assert said is None if why is None else why in said
 
 
 def test_variance_floor_evens_out():
@@ -151,63 +122,19 @@ def test_visits_merge_to_the_variance_of_all_rewards():
 def test_order_of_measured_rollouts_does_not_matter():
     rng = np.random.default_rng(3)
     who = np.repeat([f"p{i}" for i in range(20)], 9)
-    right, energy, lengths = rng.uniform(size=180) < 0.6, rng.lognormal(size=180), rng.integers(0, 999, 180)
+    right, energy = rng.uniform(size=180) < 0.6, rng.lognormal(size=180)
     states = []
     for order in (np.arange(180), rng.permutation(180)):
-        allocator = RolloutAllocator({"variance": "energy"})
-        columns = [right[order] * 1.0, right[order], 1, energy[order], lengths[order]]
-        allocator.observe(who[order].tolist(), *columns)
+        allocator = RolloutAllocator({})
+        allocator.observe(who[order].tolist(), right[order] * 1.0, right[order], 1, energy[order])
         states.append(allocator.state_dict())
     assert states[0] == states[1]
 
 
-def test_energies_and_lengths_are_summed_of_what_was_measured_and_forgotten_like_the_rewards():
-    allocator = RolloutAllocator({"half_life": 1})
-    ids, right = ["a", "a", "b", "a"], np.array([True, False, True, True])
-    allocator.observe(ids, right * 1.0, right, 1, energy=[1.5, 4.0, 7.0, 2.5], lengths=np.array([3, 9, 0, 4]))
-    assert measures(allocator, "a") == [2, 4.0, 1, 4.0, 3, 16] and measures(allocator, "b") == [1, 7.0, 0, 0, 1, 0]
-    allocator.observe(["a", "a"], [0.0, 1.0], [False, True], 2)
-    assert numbers(allocator, "a")[:2] == [3.5, 2.0], "the rollouts count"
-    assert measures(allocator, "a") == [1, 2.0, 0.5, 2.0, 1.5, 8], "their energies and lengths are not known"
-    allocator.observe(["a"], [1.0], [True], 3, energy=np.array([-1e-4], np.float32))
-    assert measures(allocator, "a") == [1.5, 1.0, 0.25, 1.0, 0.75, 4], "rounding below 0 is 0"
-    static = RolloutAllocator({"static": True})
-    static.observe(["a"], [1.0], [True], 1, energy=[1.0], lengths=[2])
-    static.observe(["a", "b"], [1.0, 0.0], [True, False], 1, energy=[2.0, 3.0], lengths=[4, 5])
-    assert measures(static, "a") == [1, 1.0, 0, 0, 1, 2] and measures(static, "b") == [0, 0, 1, 3.0, 1, 5]
-
-
-def test_strata_have_priors_of_their_own_once_they_are_large_enough():
-    strata = {**{f"easy{i}": "easy" for i in range(30)}, **{f"odd{i}": "odd" for i in range(30)}, "lone": "lone"}
-    allocator = RolloutAllocator({"variance_floor": 0.0}, strata)
-    observe(allocator, {"lone": (2, 4), **{f"easy{i}": (7 + i % 2, 8) for i in range(STRATUM_LEAST - 1)}})
-    observe(allocator, {f"odd{i}": (3 + i % 3, 8) for i in range(STRATUM_LEAST)})
-    allocator.allocate(["easy29", "odd29", "lone", "gone"], 40, step=1)
-    easy, odd, _, gone = allocator.last.variance
-    assert easy == gone < odd, "too few easy ones: the pool's prior"
-    observe(allocator, {"easy20": (8, 8)})
-    n = allocator.allocate(["easy29", "odd29", "lone", "gone"], 40, step=2)
-    easy, odd, _, gone = allocator.last.variance
-    assert easy < gone < odd and n[0] == n.min()
-    assert easy == pytest.approx(unseen([(7 + i % 2, 8) for i in range(STRATUM_LEAST - 1)] + [(8, 8)]), rel=1e-12)
-    assert odd == pytest.approx(unseen([(3 + i % 3, 8) for i in range(STRATUM_LEAST)]), rel=1e-12)
-    rows = list(allocator.last.rows())
-    assert [row["stratum"] for row in rows] == ["easy", "odd", "lone", None]
-    resumed = RolloutAllocator({"variance_floor": 0.0}, strata)
-    resumed.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
-    assert resumed.allocate(["easy29", "odd29", "lone", "gone"], 40, step=2).tolist() == n.tolist()
-
-
-def unseen(outcomes):
-    """The variance expected of a prompt without history, from its peers'."""
-    k, g = np.array(outcomes, float).T
-    return success.bernoulli(*success.beta_prior(k, g))
-
-
 def test_prompts_may_vanish_and_appear_on_resume():
-    allocator = RolloutAllocator({}, {"a": 1, "b": 1})
+    allocator = RolloutAllocator({})
     observe(allocator, {"a": (1, 4), "b": (2, 4)})
-    resumed = RolloutAllocator({}, {"b": 2, "c": 3})
+    resumed = RolloutAllocator({})
     resumed.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
     resumed.allocate(["b", "c"], 16, step=2)
     assert resumed.last.history.tolist() == [True, False]
@@ -252,7 +179,6 @@ def knowing(*prompt_ids):
         ((["x", "bad"], [0.0, 1.0], [0, 2], 3), "'bad'.*2"),
         ((["x"], [0.0, 1.0], [True, True], 3), "prompt_ids"),
         ((["x", "bad"], [0.0, 1.0], [0, 1], 3, [1.0, -1.0]), "energy: prompt 'bad' has -1.0"),
-        ((["x", "bad"], [0.0, 1.0], [0, 1], 3, None, [2, -1]), "lengths: prompt 'bad' has -1.0"),
     ],
 )
 def test_bad_observations_name_the_prompt_and_change_nothing(arguments, message):
@@ -265,15 +191,11 @@ def test_bad_observations_name_the_prompt_and_change_nothing(arguments, message)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(
-            ("trials", 0),
-            ("trials", np.nan),
-            ("successes", 5),
-            ("successes", -1),
-            ("reward_squares", -1),
-            ("energy_wrong", -1.0),
-        ),
-        *(("energy_right_trials", 2.0), ("energy_wrong_trials", 5.0), ("token_trials", 5.0), ("tokens", -1.0)),
+        ("trials", 0),
+        ("trials", np.nan),
+        ("successes", 5),
+        ("successes", -1),
+        ("reward_squares", -1),
     ],
 )
 def test_a_contradictory_state_names_the_prompt_and_changes_nothing(name, value):

@@ -9,9 +9,9 @@ from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.success import Baseline
 
 
-def observed(*visits: tuple[str, list[float]], strata=None, half_life=1e9) -> RolloutAllocator:
+def observed(*visits: tuple[str, list[float]], half_life=1e9) -> RolloutAllocator:
     """An allocator that has seen the rewards of one prompt after another, a step each."""
-    allocator = RolloutAllocator({"half_life": half_life}, strata)
+    allocator = RolloutAllocator({"half_life": half_life})
     for step, (prompt, rewards) in enumerate(visits, 1):
         allocator.observe([prompt] * len(rewards), rewards, [r == 1 for r in rewards], step)
     return allocator
@@ -40,14 +40,6 @@ def test_a_long_history_counts_as_16_rollouts():
     allocator = observed(("a", [1, 0] * 40))
     mean, strength = allocator.baseline(["a"])
     assert strength == 16 and mean == pytest.approx(0.5)
-
-
-def test_a_stratum_of_enough_prompts_has_a_mean_of_its_own():
-    ids = [f"{kind}{i}" for kind in "xy" for i in range(20)]
-    strata = {i: i[0] for i in ids} | {"x-new": "x", "y-new": "y", "z-new": "z"}
-    allocator = observed(*((i, [float(i[0] == "x"), float(i[0] == "x")]) for i in ids), strata=strata)
-    mean, _ = allocator.baseline(["x-new", "y-new", "z-new"])
-    np.testing.assert_allclose(mean, [0.98, 0.02, 0.5])
 
 
 def test_rewards_that_are_not_0_or_1_by_hand():

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from dynamo_megatron.algorithm.advantages import group_advantages
-from dynamo_megatron.algorithm.shaping import shape_tokens
-from dynamo_megatron.algorithm.testing import check_advantage, check_loss, check_shaping
-from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
+from dynamo_megatron.algorithm.user_functions import AdvantageInputs, check_loss, custom_advantages, load_advantage
 from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.jobs.train import check_functions
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
+from dynamo_megatron.runtime.user_code import UserFunction
+from dynamo_megatron.types import Rollout, RolloutBatch
 
 DEFAULTS = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o"}
 FILE = str(Path(__file__))
@@ -29,10 +28,6 @@ def rloo(inputs):
     return group_advantages(inputs.rewards, inputs.group, "rloo")
 
 
-def by_length(inputs):
-    return inputs.successes / np.maximum(inputs.response_lengths, 1)
-
-
 def known_prompts(inputs):
     return np.array([{"mine": 1.0}[p] for p in inputs.prompt_ids])
 
@@ -43,30 +38,20 @@ ADVANTAGES = {  # wrong ones
     "drawn": (lambda i: np.random.default_rng().normal(size=len(i.rewards)), "other advantages when called again"),
     "in place": (lambda i: np.negative(i.rewards, out=i.rewards), "failed: ValueError: .* read-only"),
     "raises": (lambda i: i.nothing, rf"failed: AttributeError: .* 'nothing' \({FILE}, line \d+\)$"),
-    "by place": (
-        lambda i: i.rewards - np.arange(len(i.rewards)),
-        "another advantage where the batch is in another order",
-    ),
 }
-
-
-def test_right_advantages_pass():
-    for function in (rloo, by_length, f"{__name__}:rloo"):
-        check_advantage(function)
-    check_advantage(known_prompts, prompt_ids=["mine"])
-    with pytest.raises(ValueError, match="known_prompts failed: KeyError: 'p0'"):
-        check_advantage(known_prompts)
 
 
 def test_a_run_shows_the_users_frames_and_then_one_line(capsys):
     from dynamo_megatron.jobs.run import _report
 
     try:
-        check_advantage(known_prompts)
+        custom_advantages(load_advantage(f"{__name__}:known_prompts"), inputs(0.0, 1.0))
     except ValueError as error:
         assert _report(error, 0, None, lambda: "") == 1
     *frames, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"UserCodeError: {__name__}:known_prompts failed: KeyError: 'p0' ({FILE}, line ")
+    assert last.startswith(
+        f"UserCodeError: algorithm.advantage.kind: {__name__}:known_prompts failed: KeyError: 'p0' ({FILE}, line "
+    )
     assert len(frames) == 4 and all("Traceback" not in line for line in frames) and "known_prompts" in frames[0]
 
 
@@ -116,40 +101,6 @@ def test_a_batch_of_the_same_advantages_is_the_same_batch(override):
     assert given.rewards.tolist() == ([-0.5, 0.625, -0.25, 0.5, -0.375, 0.75] if overlong else [0.0, 1.0] * 3)
 
 
-def numbered(inputs):
-    """From which each of the inputs can be read."""
-    names = torch.tensor([float(name[-1]) for name in inputs.rollout_ids]).double()
-    numbers = (inputs.logprobs, inputs.entropy, inputs.expected_pi_lambda, inputs.collision)
-    found = 1000 * inputs.advantages + 100 * names[inputs.response]
-    return found + sum(x.double() * 10.0**-i for i, x in enumerate(numbers))
-
-
-def test_the_tokens_of_a_mini_batch():
-    """Of the rollouts 1 and 2, of 7 and 6 tokens, after one of 8; the others are 0."""
-    config = compose([], [f"algorithm.advantage.entropy_shaping={__name__}:numbered"], DEFAULTS)[0]
-    count = len(batch().engine_logprobs)
-    stats = TokenStats(*(torch.arange(count) % 10 for _ in range(4)))
-    members, advantages = np.array([1, 2]), np.arange(6.0)
-    found = shape_tokens(batch(), members, advantages, np.ones(6), stats, config.algorithm, seed=0).advantages
-    digits = [(slot, (slot % 10) * 1.111) for slot in range(8, 8 + 7 + 6)]
-    wanted = [(1100 if slot < 15 else 2200) + digit for slot, digit in digits]
-    assert found[8:21].tolist() == pytest.approx(wanted) and len(found) == count
-    assert not found[:8].any() and not found[21:].any()
-
-
-def doubled_in_place(inputs):
-    return inputs.advantages.mul_(2)
-
-
-SHAPINGS = {  # wrong ones
-    "short": (lambda i: i.advantages[1:], r"returned float64 \[0\] on cpu, not a tensor of float64 \[1\] on cpu"),
-    "nan": (lambda i: i.advantages / i.advantages, "returned nan for a token of rollout 000001-0000-000"),
-    "drawn": (lambda i: i.advantages * torch.rand(()), "other advantages when called again"),
-    "in place": (doubled_in_place, "changes inputs.advantages"),
-    "raises": (lambda i: i.nothing, rf"failed: AttributeError: .* 'nothing' \({FILE}, line \d+\)$"),
-}
-
-
 def clipped(inputs):
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
     return torch.maximum(-inputs.advantages * ratio, -inputs.advantages * ratio.clamp(0.8, 1.2))
@@ -172,30 +123,26 @@ def normalised(inputs):
     return clipped(inputs) / inputs.advantages.abs().max().clamp(min=1e-3)
 
 
-def in_place(inputs):
-    inputs.advantages.mul_(2)
-    return clipped(inputs)
-
-
 LOSSES = {  # wrong ones
     "mean": (lambda i: clipped(i).mean(), r"returned float32 \[\] on cpu, not a tensor"),
-    "overflows": (
-        lambda i: (40 * (i.logprobs - i.old_logprobs)).exp(),
-        "gave a loss of inf where logprobs - old_logprobs is",
-    ),
-    "steep": (
-        lambda i: (i.logprobs - i.old_logprobs).abs().sqrt(),
-        "gave a derivative by logprobs of nan where .* is 0 and",
-    ),
-    "drawn": (lambda i: clipped(i) * torch.rand(()), "gives other losses when called again"),
-    "in place": (in_place, r"changes inputs.advantages \(1 responses"),
-    "normalised": (normalised, "gives a response other losses by itself than beside others: .* micro_batch_tokens"),
+    "drawn": (lambda i: clipped(i) * torch.rand(()), "gives a response other losses by itself"),
+    "normalised": (normalised, "gives a response other losses by itself than beside others, .* micro_batch_tokens"),
     "no reference": (with_reference, "failed: TypeError: unsupported operand .*NoneType"),
     "raises": (lambda i: i.nothing, rf"failed: AttributeError: .* 'nothing' \({FILE}, line \d+\)$"),
 }
 
 
-WRONG = [(check_advantage, ADVANTAGES), (check_shaping, SHAPINGS), (check_loss, LOSSES)]
+def called(function) -> None:
+    """As a step calls advantages."""
+    custom_advantages(UserFunction(function, "mine"), inputs(0.0))
+
+
+def checked(function, *, context_parallel: bool = False, reference: bool = False, kl_coef: float = 0.0) -> None:
+    user = UserFunction(function, "mine")
+    check_loss(user, reference=reference, kl_coef=kl_coef, context_parallel=context_parallel)
+
+
+WRONG = [(called, ADVANTAGES), (checked, LOSSES)]
 
 
 @pytest.mark.parametrize(("check", "functions", "name"), [(*kind, name) for kind in WRONG for name in kind[1]])
@@ -204,18 +151,17 @@ def test_a_wrong_function_is_named_in_one_line(check, functions, name):
     function, says = functions[name]
     with pytest.raises(ValueError, match=says) as error:
         check(function)
-    assert str(error.value).startswith(f"{__name__}:{function.__qualname__} ") and "\n" not in str(error.value)
+    assert str(error.value).startswith("mine ") and "\n" not in str(error.value)
     assert name != "raises" or 'in <lambda>\n    "raises"' in error.value.frames
 
 
 def test_right_losses_pass():
-    for function in (clipped, of_responses, f"{__name__}:clipped"):
-        check_loss(function)
-    check_loss(clipped, context_parallel=True)
-    for options in ({"reference": True}, {"kl_coef": 0.1}):
-        check_loss(with_reference, **options)
+    for function in (clipped, of_responses):
+        checked(function)
+    checked(clipped, context_parallel=True)
+    checked(with_reference, reference=True, kl_coef=0.1)
     with pytest.raises(ValueError, match=r"other losses whose tokens are apart: with parallel\.cp"):
-        check_loss(of_responses, context_parallel=True)
+        checked(of_responses, context_parallel=True)
 
 
 def test_a_run_checks_its_loss_before_it_starts_anything():
@@ -230,7 +176,6 @@ def test_a_run_checks_its_loss_before_it_starts_anything():
         (kl,): "with_reference failed: TypeError",
         (f"algorithm.loss.kind={__name__}:normalised",): "normalised gives a response other losses",
         ("algorithm.advantage.kind=no_module_like_this:f",): "cannot import 'no_module_like_this'",
-        (f"algorithm.advantage.entropy_shaping={__name__}:doubled_in_place",): "changes inputs.advantages",
     }.items():
         with pytest.raises(ValueError, match=says):
             check_functions(config(*words))
@@ -246,7 +191,6 @@ REFUSED = {
     "loss.kind=my.py:l.x": "algorithm.loss.kind: 'my.py:l.x' is unknown; give clip, cispo or module:function",
     "kl={where: function}": "algorithm.kl: where: function is about the KL term, which only a coef above 0 turns on",
     "advantage={kind: 'my:a', singleton: raw}": f"algorithm.advantage: singleton: {OF_THE_KIND} zero",
-    "advantage.entropy_shaping=my": "algorithm.advantage.entropy_shaping: 'my' is no module:function; name one, or",
     "advantage.kind=vtrace": "algorithm.advantage.kind: 'vtrace' is unknown; give grpo, dr_grpo, rloo, reinforce,",
 }
 

@@ -8,11 +8,9 @@ from dynamo_megatron.algorithm.gae import (
     explained_variance,
     generalised_advantages,
     token_rewards,
-    turn_advantages,
     value_loss,
     whitened,
 )
-from dynamo_megatron.types import Sequences
 
 
 def by_hand(rewards, values, lengths, gamma, lam):
@@ -37,48 +35,6 @@ def test_gae_is_the_sum_of_discounted_errors(gamma, lam):
         expected = by_hand(rewards, values, lengths, gamma, lam)
         np.testing.assert_allclose(found.advantages, expected, rtol=1e-12, atol=1e-12)
         np.testing.assert_array_equal(found.returns, found.advantages + values)
-
-
-def turns_by_hand(rewards, values, masks, starts, gamma, lam):
-    """Advantage and return of each trained token of episodes, by loops. masks: of their tokens; starts: of segments."""
-    slot, advantages, returns = 0, [], []
-    for mask, begins in zip(masks, starts, strict=True):
-        turns, previous = [], False
-        for t, trained in enumerate(mask):
-            if trained:
-                if not previous or t in begins:
-                    turns.append([])
-                turns[-1].append(slot)
-                slot += 1
-            previous = trained
-        following, later, found = 0.0, 0.0, []
-        for turn in reversed(turns):
-            value = values[turn[0]]
-            later = sum(rewards[i] for i in turn) + gamma * following - value + gamma * lam * later
-            following = value
-            found.append((later, later + value, len(turn)))
-        for advantage, target, count in reversed(found):
-            advantages += [advantage] * count
-            returns += [target] * count
-    return advantages, returns
-
-
-def test_turns_as_steps_beside_loops():
-    rng = np.random.default_rng(0)
-    for agents in (True, True, True, False):
-        masks = [rng.random(n) < 0.6 for n in rng.integers(1, 12, 30)] + [np.zeros(3, bool)]
-        if not agents:
-            masks = [np.sort(mask) for mask in masks]  # a prompt, then a response
-        starts = [{0, *(rng.integers(0, len(m), 1 if agents else 0).tolist())} for m in masks]
-        offsets = np.cumsum([0, *map(len, masks)])
-        places = [np.array(sorted(s)) + o for s, o in zip(starts, offsets, strict=False)]
-        own = {"trained": np.concatenate(masks), "segment_starts": np.concatenate(places)} if agents else {}
-        lengths = np.array([m.sum() for m in masks])
-        whole = Sequences([""] * 31, np.zeros(offsets[-1], np.int64), offsets, np.diff(offsets) - lengths, **own)
-        rewards, values = rng.normal(size=(2, int(lengths.sum())))
-        found = turn_advantages(rewards, values, whole.turns(), 0.9, 0.7)
-        expected = turns_by_hand(rewards, values, masks, starts, 0.9, 0.7)
-        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_without_discount_and_with_lambda_1_the_return_is_the_reward():

@@ -103,23 +103,3 @@ def test_extreme_inputs_stay_finite_and_dtypes_stay():
     assert change.dtype == np.float32 and np.isfinite(change).all() and change[0] == 0 < change[1]
     steep = modulate(x, -x, -x, ModulationRanges(0.0, 1.0, 1.0), **{**PUBLISHED, "gamma": 1e6})
     assert all(np.isfinite(part).all() and part.dtype == np.float32 for part in steep)
-
-
-@pytest.mark.parametrize("quantile", [0.01, 0.5, 0.9, 0.99, 1.0])
-def test_a_quantile_in_place_of_the_largest_change(quantile):
-    rng = np.random.default_rng(5)
-    entropy, mask = rng.exponential(size=400), rng.random(400) < 0.9
-    change = np.where(rng.random(400) < 0.5, 0.0, rng.exponential(size=400))
-    changed = sorted(c for c, live in zip(change, mask, strict=True) if live and c > 0)
-    got = modulation_ranges(entropy, change, mask, quantile=quantile)
-    want = modulation_ranges(entropy, change, mask)
-    assert got.entropy_change_max == changed[int(np.ceil(quantile * len(changed))) - 1]
-    assert (got.entropy_min, got.entropy_max) == (want.entropy_min, want.entropy_max)
-    if quantile == 1.0:
-        assert got == want
-
-
-def test_a_quantile_of_no_change_is_no_change():
-    ranges = modulation_ranges(np.ones(3), np.zeros(3), np.ones(3), quantile=0.5)
-    assert ranges.entropy_change_max == 0
-    assert modulation_ranges(np.zeros(0), np.zeros(0), np.zeros(0), quantile=0.5).entropy_change_max == -np.inf

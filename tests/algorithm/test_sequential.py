@@ -1,6 +1,4 @@
-"""Rules that look at a step's outcomes, by hand: who gets a next round, what is trained on, and with which weights."""
-
-from fractions import Fraction
+"""Rules that look at a step's outcomes, by hand: who gets a next round, and what is trained on."""
 
 import numpy as np
 import pytest
@@ -15,19 +13,19 @@ from dynamo_megatron.config.method import SequentialConfig
 
 def seen(*rounds: list[str], asked: list[int] | None = None) -> Outcomes:
     """Each round: "1101" a prompt, "" where it has no rollout in this round."""
-    parts = [(p, r, mark == "1") for r, texts in enumerate(rounds) for p, text in enumerate(texts) for mark in text]
-    prompt, number, success = (np.array(x) for x in zip(*parts, strict=True))
+    parts = [(p, mark == "1") for texts in rounds for p, text in enumerate(texts) for mark in text]
+    prompt, success = (np.array(x) for x in zip(*parts, strict=True))
     came = np.bincount(prompt, minlength=len(rounds[0]))
-    return Outcomes(came if asked is None else np.array(asked), len(rounds), prompt, number, success)
+    return Outcomes(came if asked is None else np.array(asked), len(rounds), prompt, success)
 
 
 def rule(budget: int, low: int, high: int, **config) -> SequentialRule:
     return SequentialRule(SequentialConfig(**config), budget, low, high)
 
 
-def after(rule: SequentialRule, outcomes: Outcomes, chance: list[float] | None = None) -> tuple[list[int], int] | None:
-    """(prompts, budget) of the next round. `chance` None: above any `explore`."""
-    found = rule.next_round(outcomes, np.ones(len(outcomes.asked)) if chance is None else np.array(chance))
+def after(rule: SequentialRule, outcomes: Outcomes) -> tuple[list[int], int] | None:
+    """(prompts, budget) of the next round."""
+    found = rule.next_round(outcomes)
     return found and (found.prompts.tolist(), found.budget)
 
 
@@ -38,8 +36,7 @@ def test_a_pilot_commits_to_middling_prompts():
     assert after(pilot, first) == ([1, 2, 3], 64 - 48)
     second = seen(["00000000", "10000000", "11110000", "11111100"], ["", "10", "01", "11"])
     assert after(pilot, second) is None
-    rows, weights = pilot.trained(second)
-    assert weights is None and np.bincount(second.prompt[rows], minlength=4).tolist() == [0, 10, 10, 10]
+    assert np.bincount(second.prompt[pilot.trained(second)], minlength=4).tolist() == [0, 10, 10, 10]
 
 
 def test_a_pilot_keeps_to_its_budget_and_bounds():
@@ -57,32 +54,13 @@ def test_rollouts_that_did_not_come_say_nothing():
 
 def test_a_pilot_without_a_middling_prompt_trains_on_what_there_is():
     pilot, first = rule(64, 2, 24, kind="pilot", round_n=4), seen(["0000", "1111"])
-    assert after(pilot, first) is None and pilot.trained(first).rows.tolist() == list(range(8))
+    assert after(pilot, first) is None and pilot.trained(first).tolist() == list(range(8))
 
 
-def test_explored_prompts_weigh_by_their_chance():
-    """Two prompts pass, one of the other two is drawn. The first round is 4 * 4 of 40 rollouts: .4 of each estimate.
-    What the second round brings (6 of 7 right) does not change who has passed."""
-    explore = rule(40, 2, 24, kind="pilot", round_n=4, explore=0.25)
-    rounds = [["0000", "1100", "1110", "1111"], ["00", "10", "111", ""]]
-    assert not explore.merges and after(explore, seen(rounds[0]), [0.24, 0.9, 0.9, 0.25]) == ([0, 1, 2], 24)
-    both = seen(*rounds)
-    rows, weights = explore.trained(both)
-    assert rows.tolist() == list(range(23))
-    # prompt_mean divides by 7 groups, the mean is over 4 prompts
-    by_group = {(p, r): w for p, r, w in zip(both.prompt, both.round, weights, strict=True)}
-    share, scale = Fraction(16, 40), Fraction(7, 4)
-    for p in range(4):
-        assert by_group[p, 0] == pytest.approx(float(share * scale))
-    assert by_group[0, 1] == pytest.approx(float((1 - share) * 4 * scale))
-    assert by_group[1, 1] == by_group[2, 1] == pytest.approx(float((1 - share) * scale))
-
-
-@pytest.mark.parametrize(("exit_", "active"), [("balanced", [0, 1, 3, 5]), ("positive", [0, 5])])
-def test_rounds_go_on_until_a_prompt_has_a_signal(exit_, active):
-    ada = rule(1, 2, 12, kind="reinforce_ada", round_n=4, exit=exit_)
+def test_rounds_go_on_until_a_prompt_has_a_signal():
+    ada = rule(1, 2, 12, kind="reinforce_ada", round_n=4)
     first = seen(["0000", "1000", "1100", "1110", "0101", ""], asked=[4] * 6)
-    assert after(ada, first) == (active, 4 * len(active))
+    assert after(ada, first) == ([0, 1, 3, 5], 16)
     second = seen(["0000", "1000", "1100"], ["0000", "1000", ""])
     assert after(ada, second) == ([0], 4), "two right and six wrong ones are a signal"
     third = seen(["0000", "1000"], ["0000", "1000"], ["0000", ""])
@@ -92,12 +70,11 @@ def test_rounds_go_on_until_a_prompt_has_a_signal(exit_, active):
 def test_half_of_what_is_kept_is_right_where_there_are_so_many():
     ada = rule(1, 2, 8, kind="reinforce_ada", round_n=4)
     both = seen(["0001", "0111", "0000", "1111", "10"], ["0110", "0000", "0000", "", ""], asked=[8, 8, 8, 4, 4])
-    rows, weights = ada.trained(both)
+    rows = ada.trained(both)
     kept = {p: [] for p in range(5)}
     for row in rows:
         own = np.flatnonzero(both.prompt == both.prompt[row])
         kept[int(both.prompt[row])].append(int(np.flatnonzero(own == row)[0]))
-    assert weights is None
     assert kept[0] == [0, 1, 3, 5], "the first two right and the first two wrong ones, whatever the round"
     assert kept[1] == [0, 1, 2, 4]
     assert kept[2] == [0, 1, 2, 3] == kept[3], "of one kind alone the first four"
@@ -128,7 +105,7 @@ PILOT, ADA = {"kind": "pilot", "round_n": 4}, {"kind": "reinforce_ada", "round_n
         (PILOT | {"keep": 8}, {}, "keep: no option of kind pilot; set it to 4"),
         (PILOT | {"lower": 0.6, "upper": 0.5}, {}, "more than 1"),
         (PILOT | {"round_n": 23}, {}, "round_n: 23 leaves no second round"),
-        (PILOT | {"round_n": 9, "explore": 0.1}, {}, "leave 4 of the budget of 40; give allocation.budget 44 or more"),
+        (PILOT | {"round_n": 10}, {}, "leave 0 of the budget of 40; give allocation.budget 42 or more"),
         (ADA | {"round_n": 7}, {}, "round_n: 7 does not divide allocation.rollout_n_max, 24"),
         (PILOT, {"dynamic_sampling": {}}, "does not go with algorithm.dynamic_sampling"),
         (
@@ -136,14 +113,8 @@ PILOT, ADA = {"kind": "pilot", "round_n": 4}, {"kind": "reinforce_ada", "round_n
             {"allocation": {"kind": "neyman", "budget": 40}},
             "set algorithm.allocation.kind to uniform, not neyman",
         ),
-        (PILOT | {"explore": 0.1}, {"advantage": {"kind": "grpo"}}, "explore needs a baseline of other rollouts"),
+        (ADA, {"advantage": {"kind": "grpo"}}, "reinforce_ada needs a baseline of other rollouts"),
         (ADA, {"advantage": {"kind": "rloo", "overlong_buffer": 0.2}}, "advantage.overlong_buffer: reinforce_ada has"),
-        (
-            PILOT | {"explore": 0.1},
-            {"loss": {"aggregation": "token_mean"}},
-            "aggregation to prompt_mean, not token_mean",
-        ),
-        (PILOT | {"explore": 0.1}, {"loss": {"aggregation": "prompt_mean", "mini_batches": 2}}, "updates of their own"),
     ],
 )
 def test_what_does_not_fit_is_refused(sequential, algorithm, said):

@@ -136,7 +136,7 @@ def test_an_unknown_word_is_answered_with_the_nearest_one(capsys, words, says):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["trian"], ["launch"], ["train", "m", "--ranks=0"], ["report", "r", "--watch=x"]]
+    "words", [[], ["trian"], ["launch"], ["train", "m", "--ranks=0"], ["samples", "r", "--best=x"]]
 )
 def test_what_the_parser_refuses_is_one_line(capsys, words):
     with pytest.raises(SystemExit) as refusal:

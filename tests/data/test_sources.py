@@ -10,8 +10,6 @@ import pytest
 
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data import load_prompts
-from dynamo_megatron.data.sources import prompt_strata
-from dynamo_megatron.types import Prompt
 
 
 def write(path, *rows):
@@ -184,22 +182,6 @@ def test_the_users_iterator(tmp_path, monkeypatch):
     assert [p.answer for p in load("my_data_c1:endless", limit=3)] == [0, 1, 2]
     assert "'NoneType' object is not iterable" in refused("my_data_c1:none")
     assert "has no 'nothing'" in refused("my_data_c1:nothing")
-
-
-def prompt(name, source="file", **meta):
-    return Prompt(name, text="?", source=source, meta=meta)
-
-
-def test_a_column_a_path_or_the_source():
-    prompts = [prompt("a", extra={"level": 3}, source="x"), prompt("b", extra={"level": 5}, source="y")]
-    assert prompt_strata(prompts, None) is None
-    assert prompt_strata(prompts, "extra.level") == {"a": 3, "b": 5}
-    assert prompt_strata(prompts, "source") == {"a": "x", "b": "y"}
-    prompts = [Prompt("a", text="?", source="file", meta={"source": "olympiads"})]
-    assert prompt_strata(prompts, "source") == {"a": "olympiads"}, "the data's own column comes first"
-    for bad, words in (({"difficulty": 1}, "no column 'level'"), ({"level": float("nan")}, "nan in 'level'")):
-        with pytest.raises(ValueError, match=f"prompt 'bad' has {words}"):
-            prompt_strata([prompt("fine", level=1), prompt("bad", **bad)], "level")
 
 
 # Parquet files and the libraries of data sets

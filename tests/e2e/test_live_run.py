@@ -45,8 +45,7 @@ def test_a_log_file_has_the_phases_of_the_start_a_legend_and_what_comes_next(liv
     found = re.findall(r"^([a-z0-9 ]+): [0-9.]+ s$", seen["said"], re.MULTILINE)
     assert found == phases
     assert seen["said"].index("\nlegend: reward: ") < seen["said"].index("\nstep  1/" if steps > 9 else "\nstep 1/")
-    last = f"model: {output}/hf (step {steps}); next: dynamo-megatron eval --model {output} --out {output}/scores"
-    assert seen["ended"].splitlines()[-1] == f"{last} eval.data=FILE"
+    assert seen["ended"].splitlines()[-1] == f"model: {output}/hf (step {steps})"
 
 
 def test_a_server_killed_while_it_generates_loses_no_rollout(live, steps):

@@ -111,7 +111,7 @@ def test_several_greedy_samples_are_warned_about(models, caplog):
 
 def test_keys_that_only_training_needs_refuse_no_evaluation(models):
     """And a run's servers with FP8 weights get them from its ranks; an evaluation has none."""
-    words = ["trainer.stop_when={metric: eval/pass@16, above: 0.9}", "checkpoint.export_hf=best"]
+    words = ["checkpoint.export_hf=best"]
     words += ["model.dtype=bfloat16", "rollout.quantization=fp8"]
     assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words]) == 0
     assert [worker.config.rollout.quantization for worker in StandIn.started] == [None]

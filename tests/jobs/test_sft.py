@@ -31,7 +31,7 @@ EXAMPLES = [("2+3=", "5"), ("Say it.", "Abracadabra"), ("x", "yz"), ("Name?", "A
 
 @pytest.fixture(scope="module")
 def sft(tiny_model, tmp_path_factory, command_line):
-    """(output folder, run it again): two ranks, ended by its loss after at least 3 steps."""
+    """(output folder, run it again): two ranks, ten steps."""
     folder = tmp_path_factory.mktemp("sft")
     rows = [{"id": str(i), "problem": p, "answer": a} for i, (p, a) in enumerate(EXAMPLES)]
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -43,9 +43,7 @@ def sft(tiny_model, tmp_path_factory, command_line):
         "data.batch_prompts": len(EXAMPLES),
         "optimizer.lr": 3e-3,
         "optimizer.warmup_steps": 0,
-        "trainer.steps": 50,
-        "trainer.stop_when.metric": "sft/loss",
-        "trainer.stop_when.below": 3.0,
+        "trainer.steps": 10,
         "output_dir": "run",
     }
 
@@ -101,16 +99,16 @@ def test_the_loss_of_conversations_is_of_all_their_answers(tiny_model, tmp_path,
         assert shown == "<2+3=<|im_end|><5<|im_end|>"
 
 
-def test_it_ends_early_and_is_found_finished(sft):
+def test_it_learns_and_is_found_finished(sft):
     output, run = sft
     seen = losses(output)
-    assert 1 < len(seen) < 50 and seen[-1] <= 3.0 < seen[-2]
+    assert len(seen) == 10 and seen[-1] < 0.8 * seen[0]
     before = (output / "metrics.jsonl").read_text()
     (checkpoint,) = (output / "checkpoints").glob("step-*")
-    assert checkpoint.name == f"step-{len(seen):06d}" and (output / "hf" / "config.json").is_file()
+    assert checkpoint.name == "step-000010" and (output / "hf" / "config.json").is_file()
     code, text = run()
     assert code == 0
-    assert text.startswith(f"run: already finished at step {len(seen)}: sft/loss is ")
+    assert text.startswith("run: already at step 10 of 10")
     assert (output / "metrics.jsonl").read_text() == before
 
 
@@ -127,7 +125,6 @@ def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
     keys = (
         "output_dir=every",
         "trainer.steps=4",
-        "trainer.stop_when=null",
         "checkpoint.every=2",
         "checkpoint.export_hf=every",
     )

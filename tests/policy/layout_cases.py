@@ -85,7 +85,7 @@ PARTICULAR: dict[str, dict] = {
                 "clip_cov": {"ratio": 0.05, "low": 0.0},
                 "kl_cov": {"ratio": 0.05, "coef": 0.1},
             },
-            "modulation": {"stabiliser": "quantile", "quantile": 0.9, "gamma": 10.0},
+            "modulation": {"gamma": 10.0},
             "rollout_correction": {"kind": "mask", "low": 0.2, "high": 1.5},
         },
         "layouts": "PP2 DP2 CP4 CP2xPP2",

@@ -74,19 +74,6 @@ def test_an_episode_weighs_and_counts_as_one_rollout():
         np.testing.assert_array_equal(built.advantages, [1, -1, 1, -1])
 
 
-def test_gae_between_turns():
-    """Values of 1 and lambda 0: a turn's advantage is gamma less 1, and that of an episode's last turn its reward
-    less 1."""
-    algorithm = "algorithm={advantage: {kind: gae, gamma: 0.5, lambda: 0.0, steps: turns}}"
-    config = compose([], ["model.path=m", "data.source=d", "output_dir=o", algorithm])[0]
-    found = TrainBatch.build(batch_of(), config, values=np.ones(16))
-    lasts = [5], [6], [13], [14, 15]  # slots of the last turns
-    expected = np.full(16, -0.5)
-    for (_, reward, _), slots in zip(EPISODES, lasts, strict=True):
-        expected[slots] = reward - 1
-    np.testing.assert_allclose(found.process, expected)
-
-
 @pytest.mark.parametrize("cp_size", [1, 4])
 def test_packing_is_that_of_the_segments_written_by_hand(cp_size):
     batch, found = batch_of(), {}

@@ -333,7 +333,7 @@ def test_dynamo_and_its_ablations(rollouts, stats, override):
     expect(got, advantages, weights, *clipped(modulated, ratio(stats)))
 
 
-def test_the_ranges_of_sequence_mean_and_quantile(rollouts, stats):
+def test_the_ranges_of_sequence_mean(rollouts, stats):
     pi_lambda = (stats.old.exp() * (stats.old + stats.entropy)).double().numpy()
     means = np.concatenate([np.full(b - a, pi_lambda[a:b].mean()) for a, b in pairwise(rollouts.response_offsets)])
     advantages, _ = history_parts(rollouts)
@@ -341,10 +341,7 @@ def test_the_ranges_of_sequence_mean_and_quantile(rollouts, stats):
     largest = np.abs(advantages * (pi_lambda - means)).max()
     assert float(ranges.entropy_change_max) == pytest.approx(largest, rel=1e-5)
     changes = np.abs(advantages * (pi_lambda - stats.expected.double().numpy()))
-    changes = sorted(changes[advantages != 0])
-    ranges = run("dynamo", rollouts, stats, "algorithm.modulation={stabiliser: quantile, quantile: 0.9}").ranges
-    assert float(ranges.entropy_change_max) == pytest.approx(changes[math.ceil(0.9 * len(changes)) - 1], rel=1e-5)
-    assert float(run("dynamo", rollouts, stats).ranges.entropy_change_max) == pytest.approx(changes[-1], rel=1e-5)
+    assert float(run("dynamo", rollouts, stats).ranges.entropy_change_max) == pytest.approx(changes.max(), rel=1e-5)
 
 
 def test_dynamo_published_is_grpo_with_modulation_clip_higher_and_a_dual_clip(rollouts, stats, grpo):

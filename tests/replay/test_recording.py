@@ -17,7 +17,7 @@ from dynamo_megatron.runtime.line_files import compressed, read_raw_lines
     "allocation",
     [
         {},
-        {"variance": "surprise", "half_life": 3.0},
+        {"variance": "empirical", "half_life": 3.0},
         {"kind": "waterfill", "power": "sigma2"},
         {"budget": 300, "on_shortfall": "scale"},
     ],

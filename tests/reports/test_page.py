@@ -1,6 +1,5 @@
-"""report.md, report.png and report.html of `report`, and `--watch`."""
+"""report.md, report.png and report.html of `report`."""
 
-import fcntl
 import json
 import re
 import shutil
@@ -10,10 +9,10 @@ import pytest
 from PIL import Image
 
 from dynamo_megatron.cli import main
-from dynamo_megatron.reports.page import token_texts, watch, write_report
+from dynamo_megatron.reports.page import token_texts, write_report
 from dynamo_megatron.rollout.store import tokens_file
 from dynamo_megatron.rollout.token_spans import LONGEST
-from dynamo_megatron.tracking.token_rows import response_hash, write_token_rows
+from dynamo_megatron.tracking.token_rows import write_token_rows
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ATTACK = "</script><script nonce='report'>window.owned = 1</script><img src=x onerror='window.owned = 1'>\u2028"
@@ -40,8 +39,7 @@ def run(folders, new_rollout, tiny_model) -> Path:
     folder = folders.run("run", rollouts)
     (folder / "hf").symlink_to(tiny_model)
     lists = {"logprob": [-1.5, -2.0], "entropy": [0.25, 0.5], "advantage": [-0.5, -0.5], "modulation": [0.6, 1.2]}
-    row = {"rollout_id": "000004-0001-001", "response": response_hash([31, 31])}
-    write_token_rows(tokens_file(folder, 4), [{**row, **lists}])
+    write_token_rows(tokens_file(folder, 4), [{"rollout_id": "000004-0001-001", **lists}])
     for step in (0, 4):
         folders.evaluation(folder, step, [True, False, step > 0])
     return folder
@@ -65,13 +63,6 @@ def test_a_report_of_a_run(run, tmp_path, capsys):
     assert "has no rollout '000001-0009-000'" in capsys.readouterr().err
 
 
-def test_statistics_of_another_response_are_not_shown(run, tmp_path):
-    row = {"rollout_id": "000004-0001-001", "response": response_hash([1, 2]), "entropy": [0.25, 0.5]}
-    write_token_rows(tokens_file(run, 4), [row])
-    write_report([run], tmp_path)
-    assert all("entropy" not in its["values"] for its in tokens_of(tmp_path / "report.html").values())
-
-
 @pytest.mark.parametrize(
     ("ids", "texts"),
     [
@@ -91,24 +82,6 @@ def test_tokens_that_are_parts_of_characters(ids, texts):
     pieces = token_texts(ids, decode)
     assert texts in (None, pieces) and "".join(pieces) == decode(ids) and len(pieces) == len(ids)
     assert max([0, *given[1:-1]]) <= 2 * LONGEST  # the time is in proportion to the tokens
-
-
-def test_a_watch_follows_the_run_to_its_end(folders, new_rollout, tmp_path):
-    run, html, seen = folders.run("run"), tmp_path / "report.html", []
-    again = 'http-equiv="refresh" content="30"'
-    with open(run / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-        def wait(seconds: float) -> None:
-            """A step a call, in place of time. After two the run ends."""
-            seen.append(again in html.read_text() if html.exists() else None)
-            if len(seen) <= 2:
-                folders.step(run, len(seen), [new_rollout(len(seen), 0, 0)])
-            else:
-                fcntl.flock(lock, fcntl.LOCK_UN)
-
-        watch([run], tmp_path, 30, say=lambda line: None, wait=wait)
-    assert seen == [None, True, True] and again not in html.read_text() and "2 of 4" in html.read_text()
 
 
 @pytest.mark.full

@@ -140,12 +140,6 @@ def test_what_was_asked_for_counts_whatever_became_of_it():
         assert (found["rollout/rejected"], found["rollout/response_length_mean"]) == (len(rejected) / 2, length)
 
 
-def test_diversity_is_of_groups_of_two_or_more():
-    found = metrics()  # of the 4-grams, (0, 0) and five times (0, 0, 0, 0), two are distinct
-    assert found["reward/unique_answers"] == 1.0 and found["rollout/distinct_4grams"] == pytest.approx(1 / 3)
-    assert not {"reward/unique_answers", "rollout/distinct_4grams"} & metrics(rejected=[1]).keys()
-
-
 def test_what_the_servers_did():
     found = metrics()
     assert found["rollout/truncated"] == 0.5 and found["time/generate_tail"] == 0.5

@@ -21,7 +21,6 @@ METHODS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / 
 LEFT_OUT = {"clip_cov", "distill", "dynamo_published", "fork_tokens", "kl_cov", "otb", "pilot", "ppo", "r1"}
 LEFT_OUT |= {"reinforce_ada"}
 CHANGES = {
-    "quantile": ["algorithm.modulation={stabiliser: quantile, quantile: 0.9}"],
     "raw": ["algorithm.advantage={kind: dr_grpo, singleton: raw}", "algorithm.loss.aggregation=prompt_token_mean"],
     "lengths": ["algorithm.loss.aggregation=sequence_mean", "algorithm.advantage={kind: rloo, positive_weight: 0.3}"],
 }

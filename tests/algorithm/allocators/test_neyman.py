@@ -1,12 +1,10 @@
 import functools
-import itertools
 
 import numpy as np
 import pytest
 import torch
 
-from dynamo_megatron.algorithm.allocation import RolloutAllocator, neyman
-from dynamo_megatron.algorithm.allocators import priced
+from dynamo_megatron.algorithm.allocation import neyman
 
 
 def greedy(variance, budget, low, high):
@@ -52,53 +50,6 @@ def test_is_the_minimum_over_every_allocation():
         assert n.dtype == np.int64 and n.sum() == total and n.min() >= low and n.max() <= high
         best = (variance / every_allocation(size, total, low, high)).sum(1).min()
         assert (variance / n).sum() <= best * (1 + 1e-12)
-
-
-def test_with_prices_no_counts_that_cost_as_little_are_better():
-    rng = np.random.default_rng(0)
-    for _ in range(1500):
-        size, low = int(rng.integers(1, 5)), int(rng.integers(1, 4))
-        high = low + int(rng.integers(0, 6))
-        every = np.array(list(itertools.product(range(low, high + 1), repeat=size)))
-        variance, price = random_variance(rng, size), rng.choice([0.5, 1.0, 3.0, 7.25], size)
-        budget = rng.uniform(low, 1.1 * high) * price.sum()
-        n = priced(variance, price, budget, low, high)
-        spent = price @ n
-        assert n.dtype == np.int64 and n.min() >= low and n.max() <= high and spent <= budget * (1 + 1e-12)
-        assert budget - spent < price.max() or (n == high).all()
-        best = (variance / every[every @ price <= spent]).sum(1).min()
-        assert (variance / n).sum() <= best * (1 + 1e-12)
-
-
-def test_cost_tokens_holds_the_expected_tokens_and_shifts_rollouts_to_short_prompts():
-    allocator = RolloutAllocator({"cost": "tokens", "variance_floor": 0.0})
-    right = [True, False] * 6
-    allocator.observe(["long"] * 6 + ["short"] * 6, right, right, 1, lengths=[60] * 6 + [10] * 6)
-    decision = allocator.decide(["long", "short", "new"], 24, step=2)
-    mean = 35
-    assert decision.tokens.tolist() == [(360 + 4 * mean) / 10, (60 + 4 * mean) / 10, mean]  # 50, 20, 35
-    # sqrt(v / price) x 24 x 35 / sum sqrt(v price): v is the same for the first two and less known of the third
-    want = np.sqrt(decision.variance / decision.tokens)
-    want *= 24 * 35 / (want * decision.tokens).sum()
-    assert np.abs(decision.counts - want).max() < 1 and decision.counts[1] > decision.counts[0]
-    spent = decision.counts @ decision.tokens
-    assert 24 * 35 - 50 < spent <= 24 * 35
-    assert [row["tokens"] for row in decision.rows()] == decision.tokens.tolist()
-    unknown = RolloutAllocator({"cost": "tokens"}).decide(["a", "b"], 16, step=1)
-    assert unknown.counts.tolist() == [8, 8] and unknown.tokens.tolist() == [1, 1]
-
-
-def test_counts_that_cost_the_budget_exactly_fit_in_spite_of_rounding():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        price = rng.lognormal(5, 1, 30)
-        for high in (3, 7):
-            assert (priced(rng.uniform(size=30), price, 30 * high * price.mean(), 1, high) == high).all()
-
-
-def test_cost_tokens_is_for_neyman():
-    with pytest.raises(ValueError, match="cost: no option of kind uniform"):
-        RolloutAllocator({"kind": "uniform", "cost": "tokens"})
 
 
 def test_gives_ties_to_the_lower_index():

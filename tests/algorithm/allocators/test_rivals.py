@@ -3,10 +3,8 @@
 import itertools
 
 import numpy as np
-import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.allocators import proportional
 from dynamo_megatron.algorithm.success import success_rate
 
 
@@ -22,23 +20,6 @@ def observed(kind, outcomes, **config):
 def every_allocation(size, budget, low, high):
     every = np.array(list(itertools.product(range(low, high + 1), repeat=size)))
     return every[every.sum(1) == budget]
-
-
-@pytest.mark.parametrize(
-    ("weight", "budget", "low", "high", "want"),
-    [
-        ([1, 2, 3], 12, 1, 10, [2, 4, 6]),
-        ([1, 2, 30], 12, 1, 6, [2, 4, 6]),  # 6 of the third, the rest 1 : 2
-        ([1, 1, 2], 10, 1, 10, [3, 2, 5]),  # 2.5, 2.5 and 5: ties to the lower index
-        ([0, 0, 1], 12, 1, 6, [3, 3, 6]),
-        ([0, 5, 5], 9, 1, 9, [1, 4, 4]),
-        ([0, 0, 0], 8, 1, 6, [3, 3, 2]),
-        ([1e-9, 1, 1], 4, 1, 2, [1, 2, 1]),
-        ([1, 1, 4.2], 9, 1, 9, [2, 1, 6]),
-    ],
-)
-def test_proportional(weight, budget, low, high, want):
-    assert proportional(np.array(weight, float), budget, low, high).tolist() == want
 
 
 def test_knapsack_is_the_maximum_over_every_allocation():
@@ -83,27 +64,3 @@ def test_cero_is_the_maximum_of_its_utility_and_catches_up():
     every = every_allocation(4, 24, 1, 12)
     assert utility(decision.counts) >= utility(every).max() - 1e-15
     assert decision.counts[0] < decision.counts[1]
-
-
-def test_gvm_by_hand():
-    outcomes = {"a": ([4.0, 16.0], [1.0] * 6), "b": ([9.0] * 4, [1.0] * 4), "never": ([], [2.0] * 8)}
-    decision = observed("gvm", outcomes).decide(["a", "b", "never", "new"], 40, step=2)
-    norms = np.sqrt([10, 9, (20 + 36) / 6])  # the root of the mean energy of right rollouts; "new": the pool's
-    p = np.array([2 / 8, 4 / 8, 6 / 24])
-    want = norms / np.sqrt(p + 1e-3 / p)
-    np.testing.assert_allclose(decision.variance, [want[0], want[1], 0, want[2]], rtol=1e-12)
-    share = 38 * want / want.sum()  # 2 are the least for the prompt without a right rollout
-    assert decision.counts[2] == 2 and np.abs(decision.counts[[0, 1, 3]] - share).max() < 1
-
-
-def test_cures_by_hand():
-    outcomes = {"a": ([16.0, 16.0], [4.0] * 6), "b": ([1.0] * 4, [9.0] * 4), "solved": ([2.0] * 8, [])}
-    decision = observed("cures", outcomes).decide(["a", "b", "solved"], 40, step=2)
-
-    def sigma(p, right, wrong):  # E[G] and E[G^2] of right and of wrong rollouts: G and G^2
-        q = 1 - p
-        return np.sqrt(p * q**2 * right**2 + p**2 * q * wrong**2 - p**2 * q**2 * (right - wrong) ** 2)
-
-    want = np.array([sigma(0.25, 4, 2), sigma(0.5, 1, 3), 0])
-    np.testing.assert_allclose(decision.variance, want, rtol=1e-12)
-    assert decision.counts[2] == 2 and np.abs(decision.counts - 38 * want / want.sum())[:2].max() < 1
