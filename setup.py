@@ -50,7 +50,6 @@ setup(
         "plotly>=6",
         "jinja2",
         "pyarrow",
-        "regex",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]", "triton"],

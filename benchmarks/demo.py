@@ -91,8 +91,7 @@ def main() -> None:
 
     def run(name: str, seed: int, *keys: str) -> dict[str, Any]:
         folder = options.runs / name
-        # Without the cache, from which a run could take the evaluation of the start as another run has measured it.
-        words = [*CONFIGS, *options.keys, *keys, f"seed={seed}", "eval.cache=false", f"output_dir={folder}"]
+        words = [*CONFIGS, *options.keys, *keys, f"seed={seed}", f"output_dir={folder}"]
         subprocess.run([sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *words], cwd=ROOT, check=True)
         return figures(folder, seed)
 

@@ -102,7 +102,7 @@ class Controller:
             return [rounds[0].prompts[i] for i in further.prompts]
         missing = self._rules.missing(rounds, self.config.batch_prompts)
         under_way = {prompt.prompt_id for ahead in self.ahead.rounds.values() for prompt in ahead.prompts}
-        return self._prompts.draw(step, len(rounds), missing, self._coordinator.check_stop, under_way)
+        return self._prompts.draw(step, len(rounds), missing, under_way)
 
     def allocate(self, step: int, prompts: list[Prompt], rounds: Sequence[Round]) -> Round:
         """Decides how many rollouts each of `prompts` gets in the round after `rounds`. Divides their share of the
@@ -183,7 +183,6 @@ class Controller:
         if self.config.algorithm.loss.aggregation == "sequence_mean":  # a token's gradient has the weight 1 / length
             energies = energies / np.maximum(lengths, 1) ** 2
         self._allocator.observe(fresh.prompt_ids, fresh.rewards, fresh.successes, step, energies[now.kept])
-        self._prompts.observe(step, fresh)
 
     def select(self, step: int, rounds: Sequence[Round]) -> Selection | None:
         """Selects the rollouts that are trained on from all that the step's rounds sampled. Returns None if another
@@ -256,5 +255,5 @@ class Controller:
         none of them is left; after a weight sync it may be called again."""
         evaluation, journal = self._evaluation, self._journal
         journal.progress.phase("evaluate", evaluation.responses)
-        journal.evaluation(evaluation.run(step, self._coordinator.check_stop, journal.progress.count, journal.say))
+        journal.evaluation(evaluation.run(step, self._coordinator.check_stop, journal.progress.count))
         return self.end_of(step)

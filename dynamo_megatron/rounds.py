@@ -25,7 +25,7 @@ class Selection(NamedTuple):
     rows: np.ndarray  # int64 [K], ascending: indices into the rollouts of all rounds
     # Of each rollout's prompt, from earlier steps and from rollouts that are left out; None: the method uses none
     baseline: Baseline | None
-    weights: np.ndarray | None  # float64 [K], in the loss (`data.selection.weights`); None: all are 1
+    weights: np.ndarray | None  # float64 [K], in the loss (`explore`); None: all are 1
     group_ids: list[str] | None = None  # [K]; None: the rollouts keep theirs
 
     def of(self, sampled: RolloutBatch) -> RolloutBatch:
@@ -100,8 +100,6 @@ class RoundRules:
             chosen = self._rule.trained(_outcomes(rounds))
         elif self._config.algorithm.dynamic_sampling and (groups := _informative_groups(sampled)):
             chosen = np.flatnonzero([group in groups for group in sampled.group_ids])
-        if self._config.data.selection.weights:
-            weights = np.array([r.prompts[j].weight for r in rounds for j in r.dispatch])[chosen]
         group_ids = [sampled.group_ids[i] for i in chosen] if self._merges(rounds) else None
         return Selection(kept[chosen], self._baseline(rounds, chosen), weights, group_ids)
 

@@ -36,7 +36,6 @@ class Prompt:
 
     `prompt_id` names the problem for as long as the data lives (statistics are kept under it).
     Exactly one of `messages` (chat) and `text` is set; `tokens` is the rendered prompt, set by the prompt stream.
-    `weight` multiplies the loss of its rollouts, set where a step draws it (`data.selection.weights`).
     `where` is its place in the source ("path:line"), for messages.
     """
 
@@ -47,7 +46,6 @@ class Prompt:
     source: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] | None = None
-    weight: float = 1.0
     where: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -43,12 +43,6 @@ def pytest_runtest_makereport(item, call):
             report.outcome, report.longrepr = "failed", f"REQUIRED_TOOLS=1: {reason}"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
-    """Evaluations are kept for this session alone."""
-    os.environ["DYNAMO_MEGATRON_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture(scope="session")
 def vectors():
     """vectors(name) -> cases with the values of a reference, of tests/vectors."""

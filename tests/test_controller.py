@@ -1,12 +1,11 @@
 """Dynamic sampling: groups that teach nothing are replaced, recorded and replayed like all others."""
 
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
 import yaml
-from step_sampling import BATCH, Answering, Policy, batch_of, make_controller, sample, trainer
+from step_sampling import BATCH, Answering, Policy, batch_of, make_controller, sample
 
 from dynamo_megatron.config.files import to_plain
 from dynamo_megatron.replay import what_if
@@ -67,24 +66,6 @@ def test_a_batch_is_filled_with_groups_that_teach(controller, tmp_path, prompts)
     assert len(record.steps) > 2 and {step.step for step in record.steps} == {1, 2}
     counts = what_if.replay(record.steps, allocator_of(record))
     assert what_if.first_difference(record.steps, counts) is None
-
-
-def test_a_prompts_weight_reaches_the_tokens_of_its_rollouts(controller, tmp_path):
-    """By group, whatever the round, and whatever was left out."""
-    selection = {"kind": "priority", "candidates": None, "weights": True}
-    live = controller(30, 3, Answering(RolloutStore(tmp_path)), selection)
-    for step in range(1, 12):  # the first steps give the history by which prompts have other probabilities
-        loop = trainer(live, Policy(lambda rollouts: rollouts.engine_logprobs))
-        sampled = loop.sample(step)
-    rollouts, rounds = sampled.rollouts, sampled.rounds
-    assert len(rounds) > 1 and len(rollouts.rollout_ids) < sum(r.sampled for r in rounds)
-    batch = loop.advantages(step, sampled)
-    own = {group_id(step, place): p for place, p in enumerate(p for r in rounds for p in r.prompts)}
-    assert all(own[g].prompt_id == p for g, p in zip(rollouts.group_ids, rollouts.prompt_ids, strict=True))
-    assert len({own[g].weight for g in rollouts.group_ids}) > 1
-    sizes = Counter(rollouts.group_ids)
-    expected = [own[g].weight / (len(sizes) * sizes[g] * 4) for g in rollouts.group_ids]  # prompt_mean, 4 new tokens
-    np.testing.assert_allclose(batch.weights, expected, rtol=1e-12)
 
 
 def test_a_batch_that_teaches_nothing_stays_whole(controller, tmp_path):

@@ -214,7 +214,6 @@ class EvalConfig(Section):
     k: Annotated[list[Positive], Field(min_length=1)] = [1]  # pass@k; the first is what checkpoint.export_hf: best uses
     temperature: Annotated[float, Field(ge=0)] | None = None  # None: rollout.temperature; 0: greedy
     max_new_tokens: Positive | None = None  # None: rollout.max_new_tokens
-    cache: bool = True  # responses of the evaluation before training are kept for other runs of the same model
     every: Positive | None = None  # steps of training between evaluations, with one before and after; None: none
 
     def faults(self, *, training: bool) -> Iterator[str]:
@@ -307,12 +306,11 @@ class Config(Section):
                 "algorithm.allocation.rollout_n_min: 1 rollout has no other to be compared with, and advantage.kind "
                 f"{advantage.kind} compares with the group alone; set it to 2 or more, or advantage.kind to history"
             )
-        for key, asked in (
-            ("algorithm.dynamic_sampling", self.algorithm.dynamic_sampling is not None),
-            ("data.selection.kind=greso", self.data.selection.kind == "greso"),
-        ):
-            if asked and (high == 1 or (uniform and budget <= prompts)):
-                yield f"{key}: goes by groups of equal rewards, and one rollout a prompt makes none; ask for 2 or more"
+        if self.algorithm.dynamic_sampling is not None and (high == 1 or (uniform and budget <= prompts)):
+            yield (
+                "algorithm.dynamic_sampling: goes by groups of equal rewards, and one rollout a prompt makes none; ask "
+                "for 2 or more"
+            )
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.rollout.agent is not None and self.data.template != "chat":

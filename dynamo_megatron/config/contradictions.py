@@ -17,11 +17,6 @@ def sequential_faults(config: Config, budget: int, low: int, high: int) -> Itera
         yield f"algorithm.sequential.{fault}"
     if algorithm.dynamic_sampling is not None:
         yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"
-    if config.data.selection.kind == "greso":
-        yield (
-            "data.selection.kind: greso counts a prompt's groups of equal rewards, and algorithm.sequential makes "
-            "several of them in a step; use another kind"
-        )
     if (kind := algorithm.allocation.kind) != "uniform":
         yield f"algorithm.sequential: has counts of its own; set algorithm.allocation.kind to uniform, not {kind}"
     advantage = algorithm.advantage

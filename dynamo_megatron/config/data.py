@@ -8,28 +8,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from dynamo_megatron.config.method import Positive, Section
-from dynamo_megatron.runtime.user_code import SPEC
 
 
 class SelectionConfig(Section):
     """Which of the data's next prompts a step draws, by their earlier rollouts; a string names the kind."""
 
-    of_kinds = {
-        "candidates": ("priority", "thompson"),
-        "exploration": ("priority",),
-        "weights": ("priority",),
-        "target": ("thompson",),
-        "zero_variance": ("greso",),
-    }
-    # uniform: all of them in turn. priority (SPO, arXiv 2509.13232): in proportion to sqrt(p(1-p)) + exploration.
-    # thompson (MoPPS, arXiv 2507.04632): those whose sampled success rate is nearest to target. greso (GRESO, arXiv
-    # 2506.02177): skips at random prompts whose last groups were all right or all wrong
-    kind: Literal["uniform", "priority", "thompson", "greso"] = "uniform"
-    candidates: Positive | None = 8  # priority, thompson: prompts that one is chosen from; None: all of the data
+    of_kinds = {"candidates": ("priority",), "exploration": ("priority",)}
+    # uniform: all of them in turn. priority (SPO, arXiv 2509.13232): in proportion to sqrt(p(1-p)) + exploration
+    kind: Literal["uniform", "priority"] = "uniform"
+    candidates: Positive | None = 8  # priority: prompts that one is chosen from; None: all of the data
     exploration: Annotated[float, Field(gt=0)] = 0.05  # priority: what a prompt of p = 0 or 1 has
-    weights: bool = False  # priority: a prompt's loss times its uniform probability over its own, which is unbiased
-    target: Annotated[float, Field(ge=0, le=1)] = 0.5  # thompson: success rate
-    zero_variance: Annotated[float, Field(ge=0, le=1)] = 0.25  # greso: share of groups of equal rewards aimed at
 
 
 def _by_kind(value: object) -> object:
@@ -40,7 +28,7 @@ class DataConfig(Section):
     source: str  # file.jsonl | file.parquet | datasets:NAME?split=S | reasoning_gym:NAME?size=N&key=value | module:fn
     prompt_key: str | None = None  # dotted; text or chat messages; None: problem, question or prompt
     answer_key: str | None = None  # dotted; None: answer, or verl's reward_model.ground_truth
-    limit: Positive | None = None  # the first N problems; None: all, of module:fn read as the run goes on
+    limit: Positive | None = None  # the first N problems; None: all
     id_key: str = "id"  # rows without it get an id from their content
     template: str = "chat"  # "chat": the tokenizer's chat template; else a plain text with {prompt} in it
     chat_template: str | None = None  # None: the tokenizer's; "plain": lines of User: and Assistant:; or a Jinja file
@@ -50,17 +38,10 @@ class DataConfig(Section):
     shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
     batch_prompts: Positive = 32
     selection: Annotated[SelectionConfig, BeforeValidator(_by_kind)] = SelectionConfig()
-    max_prompt_length: Positive | None = None  # tokens; None: what max_new_tokens leaves of model.max_length
-    on_long_prompt: Literal["skip", "error"] = "skip"  # skipped prompts are counted
-    # of a row that is no problem, or lacks the answer that a reward needs; skipped rows are counted
-    on_bad_row: Literal["skip", "error"] = "skip"
+    # tokens; longer prompts are skipped and counted; None: what max_new_tokens leaves of model.max_length
+    max_prompt_length: Positive | None = None
 
     def faults(self, *, training: bool) -> Iterator[str]:
-        if self.streamed and self.selection.candidates is None:
-            yield (
-                f"selection.candidates: null needs all problems at the start, and those of {self.source} are read "
-                "while the run goes on; give a number, or set limit to read that number at the start"
-            )
         if taken := {"messages", "tools", "add_generation_prompt"} & self.template_args.keys():
             yield f"template_args: {min(taken)} is not for the configuration to set"
         if self.template == "chat":
@@ -69,9 +50,3 @@ class DataConfig(Section):
         if "{prompt}" not in self.template:
             yield "template: give 'chat' or a string that contains {prompt}"
         yield from self.unused(["system_prompt", "chat_template", "template_args"], "goes with template 'chat'")
-
-    @property
-    def streamed(self) -> bool:
-        """Whether the problems are read while the run goes on, and not all at its start."""
-        libraries = ("datasets:", "reasoning_gym:")
-        return self.limit is None and not self.source.startswith(libraries) and bool(SPEC.fullmatch(self.source))

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import regex
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from dynamo_megatron.config.method import Positive, Seconds, Section
 from dynamo_megatron.runtime.user_code import spec_fault
 
-Rate = Annotated[float, Field(gt=0)]
 JUDGE_TEMPLATE = """Judge the response to the problem.
 
 Problem:
@@ -54,19 +52,15 @@ def _ascending(value: list[float]) -> list[float]:
     return value
 
 
-def _expression(library: Any) -> AfterValidator:
-    """Of a regular expression of `library`."""
-
-    def compiles(value: str) -> str:
-        try:
-            library.compile(value)
-        except library.error as error:
-            raise ValueError(f"not a regular expression: {error}") from None
-        return value
-
-    return AfterValidator(compiles)
+def _compiles(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return value
 
 
+Expression = Annotated[str, AfterValidator(_compiles)]
 Url = Annotated[str, AfterValidator(http_url)]
 Range = Annotated[list[float], Field(min_length=2, max_length=2), AfterValidator(_ascending)]
 
@@ -77,7 +71,7 @@ class FormatConfig(Section):
     # each once, in this order, nothing outside
     tags: Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]], Field(min_length=1)] = ["think", "answer"]
     # regular expression of the whole response (. matches line ends); then tags are not used
-    pattern: Annotated[str, _expression(re)] | None = None
+    pattern: Expression | None = None
 
 
 class LengthConfig(Section):
@@ -114,18 +108,15 @@ class JudgeConfig(Section):
     api_key_env: str | None = None  # environment variable with the key sent as Authorization: Bearer
     template: str = JUDGE_TEMPLATE  # what the judge is asked; {prompt}, {response} and {answer} are replaced
     # regular expression; the first group of its last match in the reply is the number
-    pattern: Annotated[str, _expression(regex)] = (
-        r'(?i)score[\s*_"]*[:\uff1a][\s*_"]*([-+\u2212]?\d*\.?\d+(?:e[-+]?\d+)?)'
-    )
+    pattern: Expression = r'(?i)score[\s*_"]*[:\uff1a][\s*_"]*([-+\u2212]?\d*\.?\d+(?:e[-+]?\d+)?)'
     range: Range = [0.0, 10.0]  # lowest and highest number of the judge, which become 0 and 1
     request: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}  # further fields of the request
     concurrency: Positive = 32  # requests under way at once
-    requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
 
     def faults(self, *, training: bool) -> Iterator[str]:
         if "{response}" not in self.template:
             yield "template: has no {response}: the judge would not see what it scores"
-        if not regex.compile(self.pattern).groups:
+        if not re.compile(self.pattern).groups:
             yield f"pattern: {self.pattern!r} has no group; put the number in parentheses"
 
 
@@ -137,7 +128,6 @@ class RewardModelConfig(Section):
     api_key_env: str | None = None  # environment variable with their key
     range: Range | None = None  # scores that become 0 and 1, those beyond are cut off; None: the score as it is
     concurrency: Positive = 64  # requests under way at once, of one response each
-    requests_per_second: Rate | None = None  # at most, repeated ones included; None: no limit
 
 
 def _as_list(value: object) -> object:
@@ -156,8 +146,6 @@ class RewardConfig(Section):
     # nodes that the functions' processes are on: rank 0's (local), or all of the run's Ray cluster (docs/rewards.md)
     placement: Literal["local", "ray"] = "local"
     api_key_env: str | None = None  # http://: environment variable with the key sent as Authorization: Bearer
-    # scores of judge, reward_model and http:// that are kept by problem and response, the last used ones; 0: none
-    cache: Annotated[int, Field(ge=0)] = 0
     format: FormatConfig = FormatConfig()
     length: LengthConfig = LengthConfig()
     code: CodeConfig = CodeConfig()

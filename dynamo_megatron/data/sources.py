@@ -27,7 +27,6 @@ DATASETS = "datasets:"
 ROWS = 16  # of a Parquet file read at once: Arrow cannot read 2 GiB of a nested column at once
 TEXT_OPTIONS = ("name", "split")  # not parsed as YAML, where the configuration "no" (Norwegian) would be False
 REASONING_GYM = "reasoning_gym:"
-REPEATS_IN_A_ROW = 10_000
 WAYS = "data.chat_template to plain (lines of User: and Assistant:) or to a Jinja file"
 NEEDS_CHAT = (
     f"chat messages need data.template: chat, not a plain template; for a tokenizer without a chat template set {WAYS}"
@@ -48,36 +47,43 @@ def load_prompts(
 ) -> list[Prompt]:
     """All prompts of `config.source` in their order there, or the first `config.limit` (docs/data.md).
 
-    A row that is no problem, or that has no answer where `needs_answer`, is skipped or an error (`config.on_bad_row`);
-    it is an error where more than half of the rows are so. A row that repeats an id with the same content is dropped;
-    with other content it is an error. A row without an id gets one from the hash of its prompt and answer. `say` is
-    called with a line that counts the skipped rows, and one that counts the dropped ones. `on_progress` is called with
-    the number of problems read so far. Raises ValueError (one line, with `path:line` or `path row N`).
+    A row that is no problem, or that has no answer where `needs_answer`, is skipped; it is an error where more than
+    half of the rows are so. A row that repeats an id with the same content is dropped; with other content it is an
+    error. A row without an id gets one from the hash of its prompt and answer. `say` is called with a line that counts
+    the skipped rows, and one that counts the dropped ones. `on_progress` is called with the number of problems read so
+    far. Raises ValueError (one line, with `path:line` or `path row N`).
     """
     first: dict[str, Prompt] = {}
     bad: list[InputError] = []
-    repeated = newest = 0
-    for number, (where, prompt) in enumerate(located_prompts(config, needs_answer=needs_answer)):
-        if config.limit is not None and number - newest > REPEATS_IN_A_ROW:  # an endless iterator may have no others
-            raise InputError(f"data.limit: {config.source} has {len(first):,} different problems, no more")
-        if isinstance(prompt, InputError):
-            bad.append(prompt)
+    repeated = 0
+    in_arrow = config.source.startswith(DATASETS) or config.source.endswith(".parquet")
+    for where, item in _located_rows(config.source):
+        try:
+            prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
+            _check_content(prompt, where, needs_answer)
+        except InputError as error:
+            bad.append(error)
             continue
+        if config.template != "chat" and prompt.messages is not None:
+            raise InputError(f"{where}: {NEEDS_CHAT}")
+        prompt.where = where
         known = first.setdefault(prompt.prompt_id, prompt)
         if known is prompt:
-            newest = number
             on_progress(len(first))
             if len(first) == config.limit:
                 break
-        elif content_digest(known) == content_digest(prompt):  # NaN, which a column may hold, does not equal itself
+        elif _content_digest(known) == _content_digest(prompt):  # NaN, which a column may hold, does not equal itself
             repeated += 1
         else:
-            raise id_taken(prompt, where, known.where, config)
+            raise InputError(
+                f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
+                f"give every problem its own id (data.id_key: {config.id_key})"
+            )
     if bad:
         counted = f"{len(bad):,} of {len(bad) + repeated + len(first):,} rows cannot be used"
         if len(bad) > repeated + len(first):
             raise InputError(f"{bad[0]}; {counted}") if len(bad) > 1 else bad[0]
-        say(f"data.source: {config.source}: {counted} and are skipped (data.on_bad_row), the first: {bad[0]}")
+        say(f"data.source: {config.source}: {counted} and are skipped, the first: {bad[0]}")
     if not first:
         raise InputError(f"data.source: {config.source} has no prompts")
     if repeated:
@@ -85,51 +91,25 @@ def load_prompts(
     return list(first.values())
 
 
-def located_prompts(
-    config: DataConfig, *, needs_answer: bool = False
-) -> Iterator[tuple[str, Prompt] | tuple[str, InputError]]:
-    """(place in the source, prompt) of every row, including repeated rows; of a row that `config.on_bad_row` skips,
-    what is wrong with it takes the prompt's place. Raises ValueError as `load_prompts`."""
-    source, in_arrow = config.source, False
-    items: Iterable[tuple[str, Any]]
+def _located_rows(source: str) -> Iterator[tuple[str, Any]]:
+    """(place in the source, row or prompt) of every row. Raises ValueError as `load_prompts`."""
     if source.startswith(REASONING_GYM):
-        items = _reasoning_gym_prompts(source)
-    elif source.startswith(DATASETS):
-        items, in_arrow = _numbered(source, lambda: dataset_rows(source)), True
-    elif source.endswith(".jsonl"):
-        items = jsonl_rows(shipped.problems(source))
-    elif source.endswith(".parquet"):
-        items, in_arrow = _numbered(source, lambda: parquet_rows(Path(source))), True
-    elif SPEC.fullmatch(source):
-        items = _numbered(source, load_callable(source, "data.source"))
-    else:
-        raise InputError(
-            f"data.source: {source!r} is no known source; "
-            "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
-        )
-    for where, item in items:
-        try:
-            prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
-            _check_content(prompt, where, needs_answer)
-        except InputError as error:
-            if config.on_bad_row == "error":
-                raise
-            yield where, error
-            continue
-        if config.template != "chat" and prompt.messages is not None:
-            raise InputError(f"{where}: {NEEDS_CHAT}")
-        prompt.where = where
-        yield where, prompt
-
-
-def id_taken(prompt: Prompt, where: str, by: str, config: DataConfig) -> InputError:
-    return InputError(
-        f"{where}: the id {prompt.prompt_id!r:.80} is taken by {by} with other content; "
-        f"give every problem its own id (data.id_key: {config.id_key})"
+        return _reasoning_gym_prompts(source)
+    if source.startswith(DATASETS):
+        return _numbered(source, lambda: dataset_rows(source))
+    if source.endswith(".jsonl"):
+        return jsonl_rows(shipped.problems(source))
+    if source.endswith(".parquet"):
+        return _numbered(source, lambda: parquet_rows(Path(source)))
+    if SPEC.fullmatch(source):
+        return _numbered(source, load_callable(source, "data.source"))
+    raise InputError(
+        f"data.source: {source!r} is no known source; "
+        "give a .jsonl or .parquet file, datasets:NAME?key=value, reasoning_gym:NAME?key=value or module:iterator"
     )
 
 
-def content_digest(prompt: Prompt) -> str:
+def _content_digest(prompt: Prompt) -> str:
     """A hash (16 hexadecimal digits) that is equal for rows that may share an id."""
     from_content = prompt.prompt_id == _digest(prompt.messages or prompt.text, prompt.answer)
     columns = [] if from_content else [prompt.meta]  # else other columns (row numbers) may differ

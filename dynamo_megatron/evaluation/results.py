@@ -27,10 +27,10 @@ def results_file(folder: Path, step: int) -> Path:
     return folder / "eval" / f"step-{step:06d}.jsonl"
 
 
-def write_results(path: Path, results: Sequence[ProblemResult], shared: bool = False) -> None:
-    """Writes one line per problem. The file appears when complete; `shared`: several processes may write it at once."""
+def write_results(path: Path, results: Sequence[ProblemResult]) -> None:
+    """Writes one line per problem. The file appears when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, shared=shared) as file:
+    with replacing(path) as file:
         file.writelines(f"{result.to_json()}\n".encode() for result in results)
 
 

@@ -144,9 +144,9 @@ class SFTJob(Job):
         self.journal.step(metrics, line if shown else None)
 
     def _next(self, on_poll: Callable[[], None]) -> Any:
-        """The examples of the next update. `on_poll` is called while the data gives none."""
+        """The examples of the next update, unless `on_poll` raises."""
         on_poll()
-        prompts = self._stream.next(self.config.data.batch_prompts, on_poll)
+        prompts = self._stream.next(self.config.data.batch_prompts)
         examples = [(prompt.prompt_id, example) for prompt in prompts for example in self._examples(prompt)]
         lengths = np.asarray([len(e.tokens) for _, e in examples])
         trained = [np.asarray(e.trained) for _, e in examples]

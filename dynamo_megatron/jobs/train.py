@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.algorithm.user_functions import check_loss, load_advantage, load_loss
 from dynamo_megatron.config import Config
-from dynamo_megatron.data.selection import open_selection
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import open_stream
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
@@ -138,7 +138,7 @@ class TrainJob(Job):
         )
         prompts = self._stream.prompts
         self._allocator = RolloutAllocator(config.algorithm.allocation)
-        self._selection = open_selection(config.prompt_stream, self._stream, self._allocator.history)
+        self._selection = PromptSelection(config.prompt_stream, self._stream, self._allocator.history)
         if config.rollout.engine == "recorded":
             self._sampler = RecordedRollouts(config.rollout.recorded, spec.vocab_size)
         if evaluates:
@@ -185,8 +185,6 @@ class TrainJob(Job):
             plain = "; with model.lora Megatron's own layers" if config.model.lora is not None else ""
             journal.say(f"optional packages: {Fusions.detect()}{plain}")
             state = {"stream": self._stream, "allocator": self._allocator.history}
-            if config.data.selection.kind == "greso":  # the others have no state of their own
-                state["selection"] = self._selection
             controller = Controller(
                 config, self._selection, self._allocator, self._sampler, self._evaluation, journal, coordinator
             )

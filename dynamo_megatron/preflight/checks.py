@@ -25,7 +25,6 @@ import psutil
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.data.sources import load_prompts
-from dynamo_megatron.data.stream import too_long
 from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.problems import load_problems, overlap_warnings
@@ -95,11 +94,7 @@ class Subject:
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """All prompts; of a source that is read during the run, those of a first step."""
-        data = self.config.data
-        if data.streamed:
-            data = data.model_copy(update={"limit": self.config.batch_prompts})
-        return load_prompts(data, needs_answer=self.config.needs_answers, say=self.data_notes.append)
+        return load_prompts(self.config.data, needs_answer=self.config.needs_answers, say=self.data_notes.append)
 
     def encode(self, prompt: Prompt) -> list[int]:
         return encode_prompt(prompt, self.tokenizer, self.config.data)
@@ -163,7 +158,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
 
 
 def data(subject: Subject) -> Iterator[Finding]:
-    """Reads all prompts (those of a first step, if the source is read during the run); encodes the first MEASURED."""
+    """Reads all prompts; encodes the first MEASURED."""
     config, prompts = subject.config, subject.prompts
     limit = max_prompt_length(config, subject.spec)
     for prompt in prompts[:MEASURED]:
@@ -176,14 +171,11 @@ def data(subject: Subject) -> Iterator[Finding]:
             f"data.max_prompt_length: all of the first {long} prompts of {config.data.source} have more than {limit} "
             f"tokens (the longest {longest}); raise it, or lower rollout.max_new_tokens"
         )
-    for prompt, tokens in zip(prompts, encoded, strict=False):
-        too_long(prompt, tokens, limit, config.data)  # an error with on_long_prompt: error
-    which = f"{'the first ' if config.data.streamed else ''}{len(prompts):,} prompts"
     shown = subject.tokenizer.decode(encoded[0])
     shown = shown if len(shown) <= 160 else f"{shown[:80]} ... {shown[-80:]}"
     yield ok(
-        f"{which} from {config.data.source}, the longest of {len(encoded)} {longest} tokens, at most {limit}; "
-        f"the first: {shown!r}"
+        f"{len(prompts):,} prompts from {config.data.source}, the longest of {len(encoded)} {longest} tokens, at most "
+        f"{limit}; the first: {shown!r}"
     )
     yield from map(note, subject.data_notes)
     if long:
@@ -237,7 +229,7 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         return
     problems = load_problems(config, subject.encode, max_prompt_length(config, subject.spec, evaluation=True))
     yield ok(f"{len(problems):,} problems from {config.eval.data}")
-    for warning in overlap_warnings({config.eval.data: problems}, subject.prompts, config.data.source):
+    for warning in overlap_warnings(problems, subject.prompts, config.data.source):
         yield note(f"{warning}: take them out of data.source or eval.data")
 
 

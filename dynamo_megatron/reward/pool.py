@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import math
 import queue
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -32,9 +30,7 @@ if TYPE_CHECKING:
     from dynamo_megatron.reward.ray_workers import RayWorkers
 
 SHOWN = 300  # characters of a problem, an answer or a response in a message
-Samples = Sequence[tuple[Prompt, str]]  # problems and responses
-Runner = Callable[[Samples], Iterator[list[FunctionResult]]]  # of each sample in turn
-AT_ONCE = 16  # samples that a runner gets, at most; to hand one over takes longer than a small function
+Runner = Callable[[Prompt, str], list[FunctionResult]]  # scores a response
 GUARD = ("-P", "-m", "dynamo_megatron.runtime.guard", "--")
 WORKER = ("-P", "-m", "dynamo_megatron.reward.worker")
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
@@ -100,12 +96,10 @@ class RewardPool:
         return self._combined(prompt, response, [*(await local if local else []), *results])
 
     def close(self) -> None:
-        """Stops all workers and requests now; samples under way are lost. May be called twice."""
+        """Stops all workers now; samples under way are lost. May be called twice."""
         self._closed = True
         if self._workers is not None:
             self._workers.close()
-        for service in self._services:
-            service.close()
 
     def _placed(self) -> Workers | RayWorkers:
         if self._config.placement == "local":
@@ -162,46 +156,29 @@ def _failure(prompt: Prompt, response: str, failed: FunctionResult) -> str:
 
 
 class WorkerPool:
-    """Gives samples to `runners`, to each a few of those that wait: the fewer there are, the fewer it gets. May be used
-    from any thread."""
+    """Gives each sample to one of the `runners` that is free. May be used from any thread."""
 
-    def __init__(self, runners: Iterable[Runner]) -> None:
-        self._waiting: queue.SimpleQueue[tuple[Prompt, str, Future] | None] = queue.SimpleQueue()  # None: the end
+    def __init__(self, runners: Sequence[Runner]) -> None:
+        self._free: queue.SimpleQueue[Runner] = queue.SimpleQueue()
+        for runner in runners:
+            self._free.put(runner)
         # Blocking reads in threads, not asyncio's: the pool outlives event loops.
-        self._threads = [threading.Thread(target=self._work, args=(runner,), daemon=True) for runner in runners]
-        for thread in self._threads:
-            thread.start()
+        self._threads = ThreadPoolExecutor(len(runners))
 
     def submit(self, prompt: Prompt, response: str) -> Future[list[FunctionResult]]:
         """One result per function, up to the first one that took all of the deadline or ended its process."""
-        result: Future[list[FunctionResult]] = Future()
-        self._waiting.put((prompt, response, result))
-        return result
+        return self._threads.submit(self._run, prompt, response)
 
     def close(self) -> None:
         """Drops the samples that wait, and waits for those under way. May be called twice."""
-        with contextlib.suppress(queue.Empty):
-            while (sample := self._waiting.get_nowait()) is None or sample[2].cancel():
-                pass
-        for _ in self._threads:
-            self._waiting.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown(cancel_futures=True)
 
-    def _work(self, runner: Runner) -> None:
-        while (first := self._waiting.get()) is not None:
-            taken = [first]
-            for _ in range(min(AT_ONCE - 1, self._waiting.qsize() // (2 * len(self._threads)))):
-                with contextlib.suppress(queue.Empty):  # another thread took it
-                    taken.append(self._waiting.get_nowait())
-            asked = [sample for sample in taken if sample[2].set_running_or_notify_cancel()]
-            left = deque(result for *_, result in asked)
-            try:
-                for results in runner([(prompt, response) for prompt, response, _ in asked]):
-                    left.popleft().set_result(results)
-            except BaseException as error:  # raised where the result is awaited
-                for result in left:
-                    result.set_exception(error)
+    def _run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
+        runner = self._free.get()
+        try:
+            return runner(prompt, response)
+        finally:
+            self._free.put(runner)
 
 
 class Workers(WorkerPool):
@@ -209,7 +186,7 @@ class Workers(WorkerPool):
 
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
         self.workers = [Worker(functions, config) for _ in range(config.workers)]
-        super().__init__(worker.run for worker in self.workers)
+        super().__init__([worker.run for worker in self.workers])
 
     def start(self) -> None:
         """Waits until all are ready. Raises as `Worker.wait_ready`."""
@@ -238,20 +215,19 @@ class Worker:
         self._lock, self._closed = threading.Lock(), False
         self._start()
 
-    def run(self, samples: Samples) -> Iterator[list[FunctionResult]]:
-        """Yields for each sample what `WorkerPool.submit` promises. Raises RuntimeError after `close`."""
-        for number in range(len(samples)):
-            try:
-                if self.process.poll() is not None:
-                    self._start()
-                self.wait_ready()
-                results = self._results(samples[number:])
-                if self.process.poll() is not None:
-                    self._start()  # now, so that the next sample need not wait for the imports
-            except (ValueError, OSError, RecursionError) as error:  # no process can be started; too deep a problem
-                text = on_one_line(str(error), SHOWN)
-                results = [FunctionResult(name, "crashed", text=text) for name in self._given[0]]
-            yield results
+    def run(self, prompt: Prompt, response: str) -> list[FunctionResult]:
+        """Returns what `WorkerPool.submit` promises. Raises RuntimeError after `close`."""
+        try:
+            if self.process.poll() is not None:
+                self._start()
+            self.wait_ready()
+            results = self._results(prompt, response)
+            if self.process.poll() is not None:
+                self._start()  # now, so that the next sample need not wait for the imports
+            return results
+        except (ValueError, OSError, RecursionError) as error:  # no process can be started; too deep a problem
+            text = on_one_line(str(error), SHOWN)
+            return [FunctionResult(name, "crashed", text=text) for name in self._given[0]]
 
     def wait_ready(self) -> None:
         """Waits for the process's imports. Raises TimeoutError, InputError if a function cannot be loaded, RewardError
@@ -283,7 +259,6 @@ class Worker:
         self.process.kill()  # in case that took too long: the worker dies with this process, what it started may not
 
     def _start(self) -> None:
-        self._sent = 0  # samples that the process has got, of those without results
         ours, theirs = socket.socketpair()
         with self._lock, ours, theirs:
             if self._closed:
@@ -294,31 +269,15 @@ class Worker:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE, start_new_session=True
             )
             self._connection, self._ready, self._begun = Connection(ours.detach()), False, time.monotonic()
-            self._answer = select.poll()  # `Connection.poll` makes one for each call
-            self._answer.register(self._connection.fileno(), select.POLLIN)
         self._connection.send(self._given)
 
-    def _send(self, samples: Samples) -> int:
-        """Returns how many of the samples the process has got: where one is too deep, the first alone. Raises
-        RecursionError where that is the one."""
-        try:
-            self._connection.send(samples)
-        except RecursionError:
-            if len(samples) == 1:
-                raise
-            return self._send(samples[:1])
-        return len(samples)
-
-    def _results(self, samples: Samples) -> list[FunctionResult]:
-        """Of the first of `samples`, which the process may have got already."""
+    def _results(self, prompt: Prompt, response: str) -> list[FunctionResult]:
         end = time.monotonic() + self.deadline
         results: list[FunctionResult] = []
         try:
-            if not self._sent:
-                self._sent = self._send(samples)
-            self._sent -= 1
+            self._connection.send((prompt, response))
             for name in self._given[0]:
-                if not self._answer.poll(max(0.0, 1000 * (end - time.monotonic()))):
+                if not self._connection.poll(max(0.0, end - time.monotonic())):
                     self.end()
                     text = f"no value within reward.deadline ({self.deadline:g} s)"
                     return [*results, FunctionResult(name, "timed_out", text=text)]

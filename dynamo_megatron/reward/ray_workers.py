@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
 
 import ray
 from ray.exceptions import RayError
@@ -13,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import FunctionResult
-from dynamo_megatron.reward.pool import START_TIMEOUT, Samples, WorkerPool, Workers
+from dynamo_megatron.reward.pool import START_TIMEOUT, WorkerPool, Workers
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
@@ -77,10 +76,8 @@ class RayWorkers(WorkerPool):
         super().close()
         ray.shutdown()
 
-    def _ask(self, actor: ray.actor.ActorHandle, samples: Samples) -> Iterator[list[FunctionResult]]:
-        for prompt, response in samples:
-            try:
-                results = ray.get(actor.run.remote(prompt, response))
-            except (RayError, RecursionError) as error:
-                results = [FunctionResult(name, "crashed", text=error_line(error, SHOWN)) for name in self._functions]
-            yield results
+    def _ask(self, actor: ray.actor.ActorHandle, prompt: Prompt, response: str) -> list[FunctionResult]:
+        try:
+            return ray.get(actor.run.remote(prompt, response))
+        except (RayError, RecursionError) as error:
+            return [FunctionResult(name, "crashed", text=error_line(error, SHOWN)) for name in self._functions]

@@ -1,7 +1,7 @@
 """A reward worker: `python -P -m dynamo_megatron.reward.worker FD`, started by the pool through `guard`.
 
 Over the socket FD it gets the functions' names and the section `reward`, and answers ("ready",) or ("failed", message),
-then each (prompt, response) of a list with one `FunctionResult` per function, each as soon as it is computed.
+then each (prompt, response) with one `FunctionResult` per function, each as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def main(descriptor: int) -> None:
             return
         connection.send(("ready",))
         while True:
-            for prompt, response in connection.recv():
-                for name, function in functions.items():
-                    connection.send(_result(name, function, prompt, response))
+            prompt, response = connection.recv()
+            for name, function in functions.items():
+                connection.send(_result(name, function, prompt, response))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 

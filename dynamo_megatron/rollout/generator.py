@@ -30,7 +30,6 @@ from dynamo_megatron.rollout.scoring import (
     check_evaluation,
     evaluation_requests,
     problem_result,
-    rescored,
 )
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
@@ -264,13 +263,6 @@ class Generator:
     async def end_evaluation(self) -> list[ProblemResult]:
         task, self._evaluation = self._evaluation, None
         return await task
-
-    async def rescore(self, prompts: Sequence[Prompt], results: Sequence[ProblemResult]) -> list[ProblemResult]:
-        async def scored(prompt: Prompt, result: ProblemResult) -> ProblemResult:
-            scores = await asyncio.gather(*(self._pool.score(prompt, text) for text in result.responses))
-            return rescored(prompt, result, scores)
-
-        return await asyncio.gather(*(scored(p, r) for p, r in zip(prompts, results, strict=True)))
 
     def _finished(self, response: Response) -> None:
         self.done += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -112,18 +111,6 @@ def check_evaluation(outcomes: Mapping[str, Evaluated]) -> None:
         raise RewardError(
             f"evaluation: not one of {len(failures)} responses could be scored; the last failure: {failures[-1]}"
         )
-
-
-def rescored(prompt: Prompt, result: ProblemResult, scores: Sequence[Score]) -> ProblemResult:
-    """Returns the result with other scores of its responses."""
-    return dataclasses.replace(
-        result,
-        source=prompt.source,
-        answer=plain_data(prompt.answer),
-        rewards=[s.reward for s in scores],
-        successes=[s.success for s in scores],
-        statuses=[s.status for s in scores],
-    )
 
 
 def problem_result(prompt: Prompt, outcomes: Sequence[Evaluated], tokenizer: Tokenizer) -> ProblemResult:

@@ -140,13 +140,6 @@ class RolloutWorker:
         """Returns and raises what `evaluate` does; raises SyncNeeded, too, where the servers were lost."""
         return self._call(Generator.end_evaluation, on_poll=on_poll)
 
-    def rescore(
-        self, prompts: Sequence[Prompt], results: Sequence[ProblemResult], on_poll: OnPoll = None
-    ) -> list[ProblemResult]:
-        """Returns `results`, which belong to `prompts` in this order, with the scores of the present reward functions.
-        Raises RewardError."""
-        return self._call(Generator.rescore, list(prompts), list(results), on_poll=on_poll)
-
     def reject(self, step: int, rollout_ids: Sequence[str], on_poll: OnPoll = None) -> None:
         """Marks rollouts of the step as rejected, in the record of the run."""
         self._call(Generator.reject, step, list(rollout_ids), on_poll=on_poll)

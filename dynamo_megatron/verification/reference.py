@@ -53,7 +53,6 @@ def not_covered(config: Config) -> str | None:
         "algorithm.rollout_correction": a.rollout_correction is not None,
         "algorithm.sequential": a.sequential is not None,
         "algorithm.teacher": a.teacher is not None,
-        "data.selection.weights": config.data.selection.weights,
         "reward.prime": config.reward.implicit,
         "rollout.max_staleness": a.needs_baseline and config.rollout.max_staleness > 0,
     }

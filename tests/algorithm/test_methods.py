@@ -218,7 +218,7 @@ def test_every_method_has_a_row():
 def test_spo_draws_by_its_priority_from_all_of_the_data():
     selection = load("spo").data.selection
     assert (selection.kind, selection.candidates, selection.exploration) == ("priority", None, 0.05)
-    assert not selection.weights and load("grpo").data.selection.kind == "uniform"
+    assert load("grpo").data.selection.kind == "uniform"
     visits = load("spo").algorithm.allocation.half_life
     assert 0.5 ** (1 / visits) == pytest.approx(0.875, abs=1e-3)
 

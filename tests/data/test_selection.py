@@ -1,121 +1,136 @@
 """Drawing a step's prompts from a stream."""
 
 import json
-from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data import PromptStream, open_stream
-from dynamo_megatron.data.selection import open_selection
+from dynamo_megatron.config.data import SelectionConfig
+from dynamo_megatron.data import PromptStream
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.types import Prompt
 
-KINDS = ("priority", "thompson", "greso")
-FIVE = """
-def five():
-    return ({"id": n, "problem": f"{n}+1?", "answer": "1"} for n in range(5))
-"""
+REPLICATES = 8000
+ROLLOUTS = 10
+SEEN = {"never": 0, "rare": 1, "half": 5, "mostly": 9, "always": 10}  # right ones of ROLLOUTS rollouts
 
 
 class Run:
     """Draws and observes as a training run does; prompt "p<i>" is solved i of 12 times."""
 
-    def __init__(self, selection, size: int = 12, long=(), stream=None):
+    def __init__(self, selection, size: int = 12, long=()):
         items = [Prompt(f"p{i}", text="x" * (50 if i in long else 5)) for i in range(size)]
         config = DataConfig(source="a.jsonl", shuffle_seed=0, selection=selection)
-        self.stream = stream or PromptStream(items, config, lambda p: [1] * len(p.text), 10)
-        self.allocator = RolloutAllocator({})
-        self.selection = open_selection(config, self.stream, self.allocator.history)
-
-    def draw(self, step: int, wanted: int, round_: int = 0) -> list[Prompt]:
-        return self.selection.draw(step, round_, wanted, lambda: None)
+        self.stream = PromptStream(items, config, lambda p: [1] * len(p.text), 10)
+        self.allocator = RolloutAllocator({"half_life": 1e9})
+        self.selection = PromptSelection(config, self.stream, self.allocator.history)
 
     def step(self, step: int, wanted: int) -> list[str]:
-        drawn = [prompt.prompt_id for prompt in self.draw(step, wanted)]
-        ids = [i for i in drawn for _ in range(4)]
+        drawn = [prompt.prompt_id for prompt in self.selection.draw(step, 0, wanted)]
         rng = np.random.default_rng(step)
-        right = np.array([rng.random() < int(i[1:]) / 12 for i in ids])
-        groups = [f"{step}-{position}" for position in range(len(drawn)) for _ in range(4)]
-        self.allocator.observe(ids, right.astype(float), right, step)
-        rollouts = SimpleNamespace(prompt_ids=ids, group_ids=groups, rewards=right.astype(float), successes=right)
-        self.selection.observe(step, rollouts)
+        self.observe({i: int(rng.binomial(ROLLOUTS, int(i[1:]) / 12)) for i in drawn}, step)
         return drawn
 
-    def parts(self) -> list:
-        return [self.stream, self.allocator, self.selection]
+    def observe(self, right: dict[str, int], step: int = 1) -> None:
+        success = np.array([k < n for n in right.values() for k in range(ROLLOUTS)])
+        self.allocator.observe([i for i in right for _ in range(ROLLOUTS)], success.astype(float), success, step)
 
 
-def plain(state: dict) -> dict:
-    return json.loads(json.dumps(state, default=np.ndarray.tolist))
+def frequencies(seen: dict[str, int], ids: list[str], wanted: int) -> np.ndarray:
+    run, drawn = Run("priority"), np.zeros(len(ids))
+    if seen:
+        run.observe(seen)
+    for seed in range(REPLICATES):
+        taken = run.selection.choose(ids, wanted, np.random.default_rng(seed))
+        assert len(taken) == wanted and (np.diff(taken) > 0).all()
+        drawn[taken] += 1
+    return drawn / REPLICATES
 
 
-@pytest.mark.parametrize("kind", ["priority", "thompson"])  # greso draws in the stream's order
-def test_prompts_under_way_are_not_drawn_again_while_there_are_others(kind):
-    def drawn(step: int, under_way: set[str], **options) -> set[str]:
-        run = Run({"kind": kind, "candidates": None, **options})
-        return {p.prompt_id for p in run.selection.draw(step, 0, 4, lambda: None, under_way)}
+def far(measured: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference in standard errors of a frequency."""
+    error = np.sqrt(np.maximum(expected * (1 - expected), 1e-12) / REPLICATES)
+    return float(np.abs((measured - expected) / error).max())
+
+
+def stated_priorities(ids: list[str], exponent: float = 0.5) -> np.ndarray:
+    """The prior of SEEN by hand: 25 of 50 are right, so its mean is 25.5 / 51 = .5. G = 10 for each of 5 prompts, the
+    spread of k/G is .25 + .16 + 0 + .16 + .25 = .82, times 10 is 8.2; excess = 50 - 500 / 50 - 4 = 36, so that
+    rho = (8.2 / .25 - 4) / 36 = .8 and the strength 1 / .8 - 1 = .25: Beta(.125, .125)."""
+    rate = np.array([(0.125 + SEEN[i]) / 10.25 if i in SEEN else 0.5 for i in ids])
+    weight = (rate * (1 - rate)) ** exponent + 0.05
+    return weight / weight.sum()
+
+
+def test_priority_draws_by_the_standard_deviation_and_a_floor():
+    ids = [*SEEN, "new", "new too"]
+    measured = frequencies(SEEN, ids, 1)
+    assert far(measured, stated_priorities(ids)) < 4
+    assert far(measured, stated_priorities(ids, exponent=1.0)) > 6  # the variance in place of its root
+    assert measured[ids.index("half")] > 3 * measured[ids.index("always")]
+
+
+@pytest.mark.parametrize("right", [{}, dict.fromkeys("abcdef", 0), dict.fromkeys("abcdef", ROLLOUTS)])
+def test_prompts_that_are_alike_are_drawn_alike(right):
+    """No history at all, none solved, all solved: uniform."""
+    assert far(frequencies(right, list("abcdef"), 2), np.full(6, 1 / 3)) < 4
+
+
+def test_prompts_under_way_are_not_drawn_again_while_there_are_others():
+    def drawn(step: int, under_way: set[str]) -> set[str]:
+        run = Run({"kind": "priority", "candidates": None})
+        return {p.prompt_id for p in run.selection.draw(step, 0, 4, under_way)}
 
     for step in range(1, 6):
         assert drawn(step, {f"p{i}" for i in range(8)}) == {f"p{i}" for i in range(8, 12)}
         assert len(drawn(step, {f"p{i}" for i in range(9)})) == 4
-        if kind == "priority":
-            assert drawn(step, {f"p{i}" for i in range(8)}, weights=True) == drawn(step, set(), weights=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_distinct_prompts_that_fit(kind):
-    few = {} if kind == "greso" else {"candidates": 2}  # so that those of a step span two epochs
-    run = Run({"kind": kind, **few}, long=[3, 4])
+def test_a_batch_is_distinct_prompts_that_fit():
+    run = Run({"kind": "priority", "candidates": 2}, long=[3, 4])  # so that those of a step span two epochs
     for step in range(1, 30):
-        drawn = run.draw(step, 3)
-        assert all(len(p.tokens) == 5 and p.weight == 1 for p in drawn)
+        drawn = run.selection.draw(step, 0, 3)
+        assert all(len(p.tokens) == 5 for p in drawn)
         ids = run.step(step + 100, 3)
-        assert len(ids) == 3 and not {"p3", "p4"} & set(ids)
-        if kind != "greso":  # there a batch may span two epochs, as without a rule
-            assert len(set(ids)) == 3
+        assert len(set(ids)) == 3 and not {"p3", "p4"} & set(ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_draws_the_same(kind):
-    straight = Run(kind)
+def test_a_resumed_run_draws_the_same():
+    straight, resumed, amnesiac = (Run("priority") for _ in range(3))
     for step in range(1, 20):
         straight.step(step, 3)
-    states = [plain(part.state_dict()) for part in straight.parts()]
-    resumed, amnesiac = Run(kind), Run(kind)
-    for part, other, state in zip(resumed.parts(), amnesiac.parts(), states, strict=True):
+    states = [json.loads(json.dumps(part.state_dict())) for part in (straight.stream, straight.allocator)]
+    for part, state in zip((resumed.stream, resumed.allocator), states, strict=True):
         part.load_state_dict(state)
-        if other is amnesiac.stream:
-            other.load_state_dict(state)
+    amnesiac.stream.load_state_dict(states[0])
     later = [straight.step(step, 3) for step in range(20, 40)]
     assert [resumed.step(step, 3) for step in range(20, 40)] == later
     assert [amnesiac.step(step, 3) for step in range(20, 40)] != later  # it goes by what was seen
 
 
-@pytest.mark.parametrize("kind", ["priority", "thompson"])
-def test_a_pool_smaller_than_the_batch_is_drawn_as_without_a_rule(kind):
-    run, alone = Run(kind, size=3), Run("uniform", size=3).stream
+def test_a_pool_smaller_than_the_batch_is_drawn_as_without_a_rule():
+    run, alone = Run("priority", size=3), Run("uniform", size=3).stream
     for step in range(1, 20):
-        assert run.step(step, 7) == [p.prompt_id for p in alone.next(7)]
+        drawn = sorted(run.step(step, 7))
+        assert drawn == sorted(p.prompt_id for p in alone.next(7))
 
 
-@pytest.mark.parametrize(("candidates", "looked_at"), [(1, 2), (3, 6), (50, 12), (None, 12)])
-def test_candidates(candidates, looked_at):
+@pytest.mark.parametrize(("candidates", "drawn"), [(1, 2), (3, 6), (50, 12), (None, 12)])
+def test_candidates(candidates, drawn):
     run = Run({"kind": "priority", "candidates": candidates})
-    run.draw(1, 2)
-    assert run.selection.metrics()["data/candidates"] == looked_at
+    run.selection.draw(1, 0, 2)
+    assert run.stream.state_dict()["taken"] == drawn
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_problems_of_a_function(tmp_path, monkeypatch, kind):
-    (tmp_path / f"five_{kind}.py").write_text(FIVE)
-    monkeypatch.chdir(tmp_path)
-    config = DataConfig(source=f"five_{kind}:five", shuffle_seed=0, batch_prompts=2, selection=kind)
-    stream = open_stream(config, lambda p: [1], None)
-    run = open_selection(config, stream, RolloutAllocator({}).history)
-    drawn = Counter(p.prompt_id for step in range(1, 100) for p in run.draw(step, 0, 2, lambda: None))
-    assert len(drawn) == 5 and min(drawn.values()) > 20
-    with pytest.raises(ValueError, match="candidates: null needs all problems at the start"):
-        DataConfig(source="five:five", selection={"kind": "thompson", "candidates": None})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": 3}, "candidates: no option of kind uniform; set it to 8"),
+        ({"kind": "priority", "exploration": 0.0}, "greater than 0"),
+    ],
+)
+def test_options_of_other_kinds_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SelectionConfig(**options)

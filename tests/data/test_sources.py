@@ -71,8 +71,8 @@ GOOD = {"id": "a", "problem": "q", "answer": "1"}
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, words):
-    path = write(tmp_path / "a.jsonl", GOOD, "", bad)
-    message = refused(path, on_bad_row="error")
+    path = write(tmp_path / "a.jsonl", GOOD, "", bad, bad)
+    message = refused(path)  # most rows are bad
     assert message.startswith(f"{path}:3: ") and words in message
 
 
@@ -91,9 +91,8 @@ def test_a_row_that_is_no_problem_is_skipped_and_counted(tmp_path, caplog, bad):
     assert refused(path, needs_answer=True).startswith(f"{path}:2: ")  # most rows are bad
     path = write(tmp_path / "b.jsonl", GOOD, bad, GOOD)
     assert [p.prompt_id for p in load(path, needs_answer=True)] == ["a"]
-    counted = "1 of 3 rows cannot be used and are skipped (data.on_bad_row), the first: "
+    counted = "1 of 3 rows cannot be used and are skipped, the first: "
     assert f"data.source: {path}: {counted}{path}:2: " in caplog.text
-    assert refused(path, needs_answer=True, on_bad_row="error").startswith(f"{path}:2: ")
 
 
 def test_keys_that_are_not_set_are_looked_for_in_each_row(tmp_path):
@@ -111,11 +110,8 @@ def test_keys_that_are_not_set_are_looked_for_in_each_row(tmp_path):
         {"problem": None, "question": "2+2?", "answer": None, "reward_model": {"ground_truth": "4"}},
         {"problem": " ", "prompt": "2+3?", "answer": "", "reward_model": {"ground_truth": "5"}},
     )
-    assert [(p.text, p.answer) for p in load(empty, needs_answer=True, on_bad_row="error")] == [
-        ("2+2?", "4"),
-        ("2+3?", "5"),
-    ]
-    assert ":2: no 'problem'" in refused(path, prompt_key="problem", on_bad_row="error")
+    assert [(p.text, p.answer) for p in load(empty, needs_answer=True)] == [("2+2?", "4"), ("2+3?", "5")]
+    assert ":2: no 'problem'" in refused(path, prompt_key="problem")
 
 
 def test_other_encodings_missing_and_empty_files(tmp_path):
@@ -173,13 +169,17 @@ def test_the_users_iterator(tmp_path, monkeypatch):
         "def rows():\n"
         "    yield {'problem': '1+1?', 'answer': 2}\n"
         "    yield Prompt('p', text='2+2?', answer=4)\n"
-        "def bad_row():\n    return [{'problem': 'q', 'answer': 1}, {'problem': ''}]\n"
+        "def bad_rows():\n    return [{'problem': 'q', 'answer': 1}, {'problem': ''}, {'problem': ''}]\n"
         "def none():\n    return None\n"
+        "def fails():\n    yield {'problem': 'q', 'answer': 1}\n    yield {}['absent']\n"
+        "def endless():\n    n = 0\n    while True:\n        yield {'problem': str(n), 'answer': n}\n        n += 1\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     assert [p.text for p in load("my_data_c1:rows")] == ["1+1?", "2+2?"]
-    assert "my_data_c1:bad_row row 2: no 'answer'" in refused("my_data_c1:bad_row", on_bad_row="error")
+    assert "my_data_c1:bad_rows row 2: no 'answer'" in refused("my_data_c1:bad_rows")
+    assert "my_data_c1:fails after row 1: KeyError: 'absent' (" in refused("my_data_c1:fails")
+    assert [p.answer for p in load("my_data_c1:endless", limit=3)] == [0, 1, 2]
     assert "'NoneType' object is not iterable" in refused("my_data_c1:none")
     assert "has no 'nothing'" in refused("my_data_c1:nothing")
 

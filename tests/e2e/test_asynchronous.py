@@ -23,7 +23,7 @@ def ahead(workspace, start_run, tiny_model) -> tuple[Path, dict[int, torch.nn.Mo
     """(output, the model of each version) of 10 steps at a bound of 2, whose weights change a lot in each of them."""
     output = workspace / "ahead"
     exports = ("checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.export_hf=every", "trainer.steps=10")
-    evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.every=3", "eval.samples=2", "eval.cache=false")
+    evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.every=3", "eval.samples=2")
     command = (workspace / "config.yaml", *AHEAD, *exports, *evaluation, "rollout.max_staleness=2")
     run = start_run(workspace, *command, f"output_dir={output}")
     assert run.wait(400) == 0, run.text[-3000:]

@@ -55,7 +55,7 @@ def colocated(workspace, start_run, tmp_path):
 @pytest.mark.full
 def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything(colocated, step_lines, tmp_path):
     """Through all phases: generation, log-probs, updates, pushes, saves, evaluations, to the same bits."""
-    keys = ("checkpoint.every=2", "eval.data=problems.jsonl", "eval.every=2", "eval.samples=2", "eval.cache=false")
+    keys = ("checkpoint.every=2", "eval.data=problems.jsonl", "eval.every=2", "eval.samples=2")
     names = ("plain", "poisoned")
     for name in names:
         run = colocated(name, *keys, poisoned=name == "poisoned")

@@ -16,7 +16,7 @@ def runs(workspace, command_line):
     found = {}
     for name, keys in (("seed-one", ()), ("seed-two", ("rollout.servers=2", "rollout.concurrency=3"))):
         output = workspace / name
-        evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.samples=4", "eval.every=2", "eval.cache=false")
+        evaluation = (f"eval.data={workspace / 'problems.jsonl'}", "eval.samples=4", "eval.every=2")
         code, text = command_line(
             workspace,
             "train",

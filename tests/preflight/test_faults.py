@@ -108,12 +108,11 @@ def test_a_length_beyond_the_models(base, failure):
 
 
 # -- data and reward ---------------------------------------------------------------------------------------------------
-def test_rows_that_are_skipped_are_noted(base, check, failure):
+def test_rows_that_are_skipped_are_noted(base, check):
     with (base / "problems.jsonl").open("a") as file:
         file.write('{"problem": "What is 9 + 1?", "answer": null}\n')
     (skipped,) = (text for level, text in check("data") if level == "note")
     assert "1 of 5 rows cannot be used and are skipped" in skipped and "problems.jsonl:5: the answer is null" in skipped
-    assert "problems.jsonl:5: the answer is null" in failure("data", "data.on_bad_row=error")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,11 @@ def test_problems_that_are_trained_on_are_noted(base, check):
     rows += [{"id": "e2", "problem": "What is 2 - 1?"}]  # an operator is no punctuation
     (base / "eval.jsonl").write_text("".join(json.dumps({**row, "answer": "2"}) + "\n" for row in rows))
     level, text = check("evaluation", "eval.data=eval.jsonl")[-1]
-    assert level == "note" and "2 of 3 problems of eval.jsonl have at least 50% of their" in text
+    assert (
+        level == "note"
+        and "2 of 3 problems are prompts of" in text
+        and "problems.jsonl too (the first, 'e0': '" in text
+    )
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------

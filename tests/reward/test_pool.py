@@ -173,7 +173,7 @@ def test_a_stuck_function_is_killed_and_the_others_go_on(started):
     assert [score.status for score in scored(p, *["fine"] * 20)] == ["ok"] * 20  # by the new workers
 
 
-def test_samples_that_a_worker_gets_together_fail_alone(started):
+def test_a_sample_that_fails_harms_no_other(started):
     deep = []
     for _ in range(100_000):
         deep = [deep]

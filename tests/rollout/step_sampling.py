@@ -10,7 +10,7 @@ from stand_ins import rollout
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import Config
 from dynamo_megatron.controller import Controller
-from dynamo_megatron.data.selection import open_selection
+from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.rollout.result import RolloutResult, group_id, rollout_id
 from dynamo_megatron.rollout.store import RolloutStore
@@ -125,5 +125,5 @@ def make_controller(
     items = [Prompt(f"p{i}", text=f"p{i}") for i in range(prompts)]
     stream = PromptStream(items, config.data, lambda p: [1, int(p.prompt_id[1:])], None)
     allocator = RolloutAllocator(config.algorithm.allocation)
-    drawing = open_selection(config.prompt_stream, stream, allocator.history)
+    drawing = PromptSelection(config.prompt_stream, stream, allocator.history)
     return Controller(config, drawing, allocator, rollout, None, Journal(config), Alone())
