@@ -30,7 +30,6 @@ from dynamo_megatron.rollout.agents.messages import BadRequest, Message, normali
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.tracking.step_metrics import spike_count
 from dynamo_megatron.types import Prompt, Sequences
 
 if TYPE_CHECKING:
@@ -141,7 +140,6 @@ class SFTJob(Job):
             **found,
             "policy/grad_norm": update["grad_norm"],
             "policy/learning_rate": lr,
-            **spike_count([update], self.config),
             "time/step": clock.total,
             "time/save": clock.seconds.get("save", 0.0),
         }

@@ -39,7 +39,6 @@ from dynamo_megatron.policy.model import PolicyModel, build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.routing import ExpertRouting
-from dynamo_megatron.policy.spikes import Spikes
 from dynamo_megatron.types import Sequences, TokenStats
 
 Measured = tuple[torch.Tensor, torch.Tensor]  # slots of tokens, on the CPU, and their statistics, [4, r] on the device
@@ -76,7 +75,6 @@ class Policy:
         self._prepare_head()
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
-        self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
         self.head = PolicyHead(self.chunks[-1], spec, config, layout)
         if layout.device.type == "cuda":
             check_layers(layout.device, self.chunks[0].config.params_dtype)
@@ -348,13 +346,10 @@ class Policy:
 
     def step(self, gradient: Gradient) -> dict[str, float]:
         """One optimizer step along the gradient that was computed last. Returns `found`. The step is skipped (`skipped`
-        1) without a gradient, and with `optimizer.spike` if the gradient is a spike (`spike` 1). Raises GradientSpike
-        on every rank."""
+        1) without a gradient."""
         found = gradient.found
         if found["skipped"]:
             return found
-        if self.spikes is not None and self.spikes.on_all_ranks(found["grad_norm"], self.layout):
-            return {**found, "skipped": 1.0, "spike": 1.0}
         optimizer_step(self.optimizer, self.config.optimizer, gradient.inputs.given["learning_rate"])
         if self.routing is not None and (rate := self.config.model.expert_bias_update_rate):
             self.routing.balance(rate)
