@@ -6,7 +6,7 @@ sharded over all ranks. They get from rank 0 the rollouts, the `Selection` of th
 evaluates, exports or ends after the step. Stops and failures are announced in a key-value store.
 
 NonFiniteError ends the run on every rank if a logprob, an entropy, the loss or the gradient norm is NaN or infinite,
-before the optimizer's step, or if the weights are after it, before they are sent or saved.
+before the optimizer's step.
 
 After a kill the same command resumes from the last checkpoint: policy, optimizer, position in the data, the allocator's
 history. A rollout is on disk once it is scored, and those after the checkpoint are used again (with
@@ -175,7 +175,7 @@ class Trainer:
             check_stop = self.run.coordinator.check_stop
             found = self.run.on_rank_0(what, lambda: prompt_logprobs(teacher, rollouts, check_stop))
         else:
-            found = self.policy.teacher_logprobs(rollouts, sampled.mini_batches).numpy()
+            found = self.policy.token_stats(rollouts, sampled.mini_batches, "algorithm.teacher.path").logprobs.numpy()
         return found.astype(np.float64) - sampled.stats.logprobs.numpy()
 
     def update(
@@ -206,7 +206,6 @@ class Trainer:
                 sampled = Sampled(rollouts, *self.pack_and_measure(step, rollouts, True), selection, rounds)
                 return self.update(step, sampled, self.advantages(step, sampled))
             sampled, updates = sampled._replace(stats=gradient.stats), [self.policy.step(gradient)]
-        self.policy.check_weights(lr)
         return sampled, batch, updates
 
     def log(

@@ -108,14 +108,13 @@ class SFTJob(Job):
             run.save_if_due(step, stop_reason)
 
     def _step(self, step: int) -> None:
-        phases, policy, coordinator = self._run.phases, self._run.policy, self._run.coordinator
+        phases, coordinator = self._run.phases, self._run.coordinator
         phases.begin("read data")
         if self.journal is None:
             coordinator.pass_on_stop()
         batch = self._run.on_rank_0(f"the examples of step {step}", lambda: self._next(coordinator.check_stop))
         lr = self.config.learning_rate(step)
         update, metrics = self._update(batch, lr)
-        policy.check_weights(lr)
         if self.journal is not None:
             self._log(step, lr, update, metrics)
         phases.clock.restart()
