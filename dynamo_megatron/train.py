@@ -24,7 +24,7 @@ import numpy as np
 
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches, loss_divisors
-from dynamo_megatron.policy.critic import Critic, NoCritic
+from dynamo_megatron.policy.critic import Critic
 from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rounds import Round, Selection
 from dynamo_megatron.serving import Serving
@@ -60,8 +60,7 @@ class Trainer:
         critic: Critic | None = None,
     ):
         self.run, self.config, self.policy, self.phases = run, run.config, run.policy, run.phases
-        self.serving, self.controller, self.resources = serving, controller, resources
-        self.critic = critic or NoCritic()
+        self.serving, self.controller, self.resources, self.critic = serving, controller, resources, critic
 
     def train(self) -> None:
         """Trains until `trainer.steps` or `trainer.stop_when`."""
@@ -81,7 +80,9 @@ class Trainer:
             sampled = self.sample(step)
             batch = self.advantages(step, sampled)
             sampled, batch, updates = self.update(step, sampled, batch)
-            fits = self.critic.fit_values(step, batch, sampled.mini_batches, self.phases.begin)  # of PPO's critic
+            fits = []  # of PPO's critic
+            if self.critic is not None:
+                fits = self.critic.fit_values(step, batch, sampled.mini_batches, self.phases.begin)
             # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has
             # failed. Servers with the new weights sample step + 1. One that failed is restarted, and joins later.
             synced = self.serving.sync(step)
@@ -162,7 +163,7 @@ class Trainer:
         weights = weights if selection.weights is None else weights * selection.weights
         implicit = self.policy.implicit_rewards(rollouts, sampled.mini_batches)  # None without the reward prime
         teacher, gather = self.teacher_gap(sampled), self.policy.layout.gather
-        values = self.critic.values(rollouts, sampled.mini_batches, self.phases.begin)  # None without a critic
+        values = self.critic and self.critic.values(rollouts, sampled.mini_batches, self.phases.begin)
         return TrainBatch.build(rollouts, self.config, gather, selection.baseline, weights, implicit, teacher, values)
 
     def teacher_gap(self, sampled: Sampled) -> np.ndarray | None:

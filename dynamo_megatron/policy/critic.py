@@ -32,16 +32,6 @@ class ValueHead(torch.nn.Module):
         return F.linear(hidden.float(), self.weight.float())[:, 0]
 
 
-class NoCritic:
-    """In the loop's place for a critic, of a method that has none."""
-
-    def values(self, source: Sequences, mini_batches: Sequence[MiniBatch], begin: BeginPhase) -> None:
-        return None
-
-    def fit_values(self, step: int, batch: TrainBatch, mini_batches: Sequence[MiniBatch], begin: BeginPhase) -> list:
-        return []
-
-
 class Critic(Policy):
     """One rank's part of the critic; `config` is `Config.of_critic`. Raises ValueError as Policy does."""
 
