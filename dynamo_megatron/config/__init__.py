@@ -94,26 +94,33 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig | None = None
     teacher: TeacherConfig | None = None
-    # What gives the logprobs of the policy that a step begins with. pass: a pass before the update; auto: the update's
-    # own forward pass, unless the method needs them before
-    old_logprobs: Literal["auto", "pass"] = "auto"
+    # What gives the logprobs of the policy that a step begins with: a pass before the update, or the update's own
+    # forward pass. auto: update, unless the method needs them before
+    old_logprobs: Literal["auto", "pass", "update"] = "auto"
+
+    @property
+    def needs_pass(self) -> str | None:
+        """The first key of the method that needs the statistics of the tokens before the update; None: none does."""
+        loss, modulation = self.loss, self.modulation
+        needs = {
+            "loss.mini_batches": loss.mini_batches > 1,  # the ratio of the later ones is to the step's first policy
+            "dynamic_sampling": self.dynamic_sampling is not None,
+            "sequential": self.sequential is not None,
+            "modulation.scope": modulation is not None and modulation.scope == "mini_batch",
+            "advantage.kind": self.advantage.kind == "otb",
+            "advantage.entropy_shaping": self.advantage.entropy_shaping is not None,
+            "loss.entropy_top_ratio": loss.entropy_top_ratio is not None,
+            "loss.clip_cov": loss.clip_cov is not None,
+            "loss.kl_cov": loss.kl_cov is not None,
+            "loss.kind": loss.function is not None,
+            "teacher": self.teacher is not None,
+        }
+        return next((key for key, needed in needs.items() if needed), None)
 
     @property
     def measures_first(self) -> bool:
         """A pass before the update gives the statistics of the tokens."""
-        loss, modulation = self.loss, self.modulation
-        return (
-            self.old_logprobs == "pass"
-            or loss.mini_batches > 1  # the ratio of the later ones is to the step's first policy
-            or self.dynamic_sampling is not None
-            or self.sequential is not None
-            or (modulation is not None and modulation.scope == "mini_batch")
-            or self.advantage.kind == "otb"
-            or self.advantage.entropy_shaping is not None
-            or loss.selects
-            or loss.function is not None
-            or self.teacher is not None
-        )
+        return self.old_logprobs == "pass" or self.needs_pass is not None
 
     @property
     def needs_baseline(self) -> bool:
@@ -125,6 +132,8 @@ class AlgorithmConfig(Section):
     def faults(self, *, training: bool) -> Iterator[str]:
         if training:
             yield from loss_faults(self.loss, self.modulation, self.kl)
+            if self.old_logprobs == "update" and (key := self.needs_pass) is not None:
+                yield f"old_logprobs: update does not go with {key}, which needs them before the update; set it to auto"
 
 
 class OptimizerConfig(Section):

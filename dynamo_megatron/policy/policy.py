@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.checkpoint.weights import model_digest
 from dynamo_megatron.config import Config
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.kernels.self_check import check_layers
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.models.mapping import is_finite
@@ -114,11 +115,17 @@ class Policy:
         return packed
 
     def _replayed(self, source: Sequences) -> Sequences:
-        """`source` without its routes where the run replays none."""
+        """`source` without its routes where the run replays none. Raises ValueError for those of another model."""
+        assert source.routes is not None
         if (routes := self.spec.replayed(self.config.rollout)) is None:
             return dataclasses.replace(source, routes=None)
-        here = source.routes.shape[1:], source.routes.dtype
-        assert here == ((routes.layers, routes.topk), routes.dtype), f"routes of another model: {here}"
+        if source.routes.shape[1:] != (routes.layers, routes.topk) or source.routes.dtype != routes.dtype:
+            _, layers, topk = source.routes.shape
+            raise InputError(
+                f"the rollouts have routes to {topk} experts in {layers} layers ({source.routes.dtype}), and the model "
+                f"has {routes.topk} of {routes.experts} in {routes.layers}; use rollouts of this model, or set "
+                "rollout.router_replay to false"
+            )
         return source
 
     def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool, routed: bool = True) -> None:

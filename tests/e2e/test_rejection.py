@@ -36,7 +36,7 @@ def left_out(rollout: Rollout) -> Rollout:
 SAMPLED = "rollout/response_tokens"  # those of rejected rollouts, too
 
 
-@pytest.mark.parametrize("old", ["pass", "auto"])  # when they are found: before the update, or by its forward pass
+@pytest.mark.parametrize("old", ["pass", "update"])  # when they are found: before the update, or by its forward pass
 def test_they_are_counted_and_training_is_as_if_they_had_not_come(replay, old):
     options = ("algorithm.modulation=null", f"algorithm.old_logprobs={old}")
     runs = [replay(f"{old}-{f.__name__}", f, *options) for f in (garble, left_out)]

@@ -8,10 +8,23 @@ import pytest
 from rank_cases import run_cases, settings
 
 from dynamo_megatron.config.files import compose
+from dynamo_megatron.errors import InputError
 
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
-NEED = {"clip_cov", "dapo", "distill", "dynamo", "dynamo_published", "entropy_advantages", "fork_tokens"}
-NEED |= {"kl_cov", "otb", "pilot", "r1", "reinforce_ada"}  # the methods that need the pass
+NEEDS = {  # the key that makes a method need the pass
+    "clip_cov": "loss.clip_cov",
+    "dapo": "dynamic_sampling",
+    "distill": "teacher",
+    "dynamo": "modulation.scope",
+    "dynamo_published": "loss.mini_batches",
+    "entropy_advantages": "advantage.entropy_shaping",
+    "fork_tokens": "dynamic_sampling",
+    "kl_cov": "loss.kl_cov",
+    "otb": "advantage.kind",
+    "pilot": "sequential",
+    "r1": "loss.mini_batches",
+    "reinforce_ada": "sequential",
+}
 LAYOUTS = ({}, {"tp": 2}, {"pp": 2}, {"cp": 2})
 CHANGES = {  # what does not need it either
     "recompute": {"kernels": {"gradient": "recompute"}},
@@ -35,8 +48,11 @@ def methods() -> list[str]:
 
 @pytest.mark.parametrize("name", methods())
 def test_only_methods_that_need_statistics_before_the_update_have_a_pass(name):
-    assert algorithm(name).measures_first == (name in NEED)
+    assert algorithm(name).needs_pass == NEEDS.get(name)
     assert algorithm(name, "algorithm.old_logprobs=pass").measures_first
+    if name in NEEDS:
+        with pytest.raises(InputError, match=f"old_logprobs: update does not go with {NEEDS[name]}"):
+            algorithm(name, "algorithm.old_logprobs=update")
 
 
 def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
@@ -74,7 +90,7 @@ def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
 def test_both_ways_give_the_same_gradient_and_statistics_bit_for_bit(tiny_model, tmp_path):
     sections = {"rollout": {"max_new_tokens": 32}, "trainer": {"micro_batch_tokens": 200}}
     changes = {name: {"algorithm": json.loads(algorithm(name).model_dump_json())} for name in methods()}
-    changes = {name: section for name, section in changes.items() if name not in NEED}
+    changes = {name: section for name, section in changes.items() if name not in NEEDS}
     base = {"modulation": None}
     changes |= {
         name: {**change, "algorithm": {**base, **change.get("algorithm", {})}} for name, change in CHANGES.items()
