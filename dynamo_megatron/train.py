@@ -6,7 +6,7 @@ sharded over all ranks. They get from rank 0 the rollouts, the `Selection` of th
 evaluates, exports or ends after the step. Stops and failures are announced in a key-value store.
 
 NonFiniteError ends the run on every rank if a logprob, an entropy, the loss or the gradient norm is NaN or infinite,
-before the optimizer's step, or if the weights are after it, before they are sent or saved.
+before the optimizer's step.
 
 After a kill the same command resumes from the last checkpoint: policy, optimizer, position in the data, the allocator's
 history. A rollout is on disk once it is scored, and those after the checkpoint are used again (with
@@ -24,7 +24,7 @@ import numpy as np
 
 from dynamo_megatron.controller import Controller
 from dynamo_megatron.policy.batch import MiniBatch, TrainBatch, cut_mini_batches, loss_divisors
-from dynamo_megatron.policy.critic import Critic, NoCritic
+from dynamo_megatron.policy.critic import Critic
 from dynamo_megatron.rollout.teacher import prompt_logprobs
 from dynamo_megatron.rounds import Round, Selection
 from dynamo_megatron.serving import Serving
@@ -60,8 +60,7 @@ class Trainer:
         critic: Critic | None = None,
     ):
         self.run, self.config, self.policy, self.phases = run, run.config, run.policy, run.phases
-        self.serving, self.controller, self.resources = serving, controller, resources
-        self.critic = critic or NoCritic()
+        self.serving, self.controller, self.resources, self.critic = serving, controller, resources, critic
 
     def train(self) -> None:
         """Trains until `trainer.steps`."""
@@ -79,7 +78,9 @@ class Trainer:
             sampled = self.sample(step)
             batch = self.advantages(step, sampled)
             sampled, batch, updates = self.update(step, sampled, batch)
-            fits = self.critic.fit_values(step, batch, sampled.mini_batches, self.phases.begin)  # of PPO's critic
+            fits = []  # of PPO's critic
+            if self.critic is not None:
+                fits = self.critic.fit_values(step, batch, sampled.mini_batches, self.phases.begin)
             # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has
             # failed. Servers with the new weights sample step + 1. One that failed is restarted, and joins later.
             synced = self.serving.sync(step)
@@ -160,7 +161,7 @@ class Trainer:
         weights = weights if selection.weights is None else weights * selection.weights
         implicit = self.policy.implicit_rewards(rollouts, sampled.mini_batches)  # None without the reward prime
         teacher, gather = self.teacher_gap(sampled), self.policy.layout.gather
-        values = self.critic.values(rollouts, sampled.mini_batches, self.phases.begin)  # None without a critic
+        values = self.critic and self.critic.values(rollouts, sampled.mini_batches, self.phases.begin)
         return TrainBatch.build(rollouts, self.config, gather, selection.baseline, weights, implicit, teacher, values)
 
     def teacher_gap(self, sampled: Sampled) -> np.ndarray | None:
@@ -173,7 +174,7 @@ class Trainer:
             check_stop = self.run.coordinator.check_stop
             found = self.run.on_rank_0(what, lambda: prompt_logprobs(teacher, rollouts, check_stop))
         else:
-            found = self.policy.teacher_logprobs(rollouts, sampled.mini_batches).numpy()
+            found = self.policy.token_stats(rollouts, sampled.mini_batches, "algorithm.teacher.path").logprobs.numpy()
         return found.astype(np.float64) - sampled.stats.logprobs.numpy()
 
     def update(
@@ -204,7 +205,6 @@ class Trainer:
                 sampled = Sampled(rollouts, *self.pack_and_measure(step, rollouts, True), selection, rounds)
                 return self.update(step, sampled, self.advantages(step, sampled))
             sampled, updates = sampled._replace(stats=gradient.stats), [self.policy.step(gradient)]
-        self.policy.check_weights(lr)
         return sampled, batch, updates
 
     def log(

@@ -1,6 +1,6 @@
 """A Hugging Face folder as a Megatron checkpoint: `dynamo-megatron convert hf2mcore` under another name.
 
-python -P tools/hf_to_megatron.py HF OUT [--dtype bfloat16]
+python -P tools/hf_to_megatron.py HF OUT
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A Megatron checkpoint as a Hugging Face folder: `dynamo-megatron convert mcore2hf` under another name.
 
-python -P tools/megatron_to_hf.py CHECKPOINT OUT [--dtype bfloat16] [--step N] [--model HF]
+python -P tools/megatron_to_hf.py CHECKPOINT OUT [--model HF]
 """
 
 import sys

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint.adapters import MergedFolder, read_lora, write_peft
@@ -31,7 +30,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import (
     write_file,
     write_index,
 )
-from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, converted, is_torch_dist, write_megatron
+from dynamo_megatron.checkpoint.torch_dist import MegatronFolder, is_torch_dist, write_megatron
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, read_yaml
 from dynamo_megatron.models import ModelSpec, load_model_config
@@ -72,7 +71,7 @@ def run_config(checkpoint: Path) -> Config:
 
 
 def open_checkpoint(
-    path: str | Path, step: int | None = None, model: Path | None = None
+    path: str | Path, model: Path | None = None
 ) -> tuple[MegatronFolder | MergedFolder, ModelSpec, Path]:
     """Returns (tensors, spec, folder of config.json and tokenizer, which has the base of adapters). `path`: a folder
     that `hf2mcore` wrote, a run, its checkpoint, or any other folder in Megatron's torch_dist format. `model`: that
@@ -81,8 +80,8 @@ def open_checkpoint(
     """
     checkpoint, family = Path(path), None
     in_run = checkpoint.resolve().parent.name == "checkpoints" and not (checkpoint / "config.json").is_file()
-    if step is not None or in_run or not is_torch_dist(checkpoint):
-        checkpoint = find_checkpoint(path, step)[1]
+    if in_run or not is_torch_dist(checkpoint):
+        checkpoint = find_checkpoint(path)[1]
     if model is None and (checkpoint / "config.json").is_file():
         model = checkpoint
     elif model is None:
@@ -100,66 +99,53 @@ def open_checkpoint(
     return folder, spec, model
 
 
-def hf2mcore(source: Path, out: Path, dtype: str | None = None) -> None:
+def hf2mcore(source: Path, out: Path) -> None:
     """Writes the Hugging Face folder `source` as a Megatron checkpoint that any layout loads, with config.json and
-    tokenizer beside it; `dtype` None: each tensor keeps its own. Raises ConfigError or ValueError if it cannot be
-    converted or `out` cannot be used, OSError if writing fails."""
+    tokenizer beside it. Raises ConfigError or ValueError if it cannot be converted or `out` cannot be used, OSError if
+    writing fails."""
     spec = load_model_config(source)
     folder = SafetensorsFolder(source, spec)
-    kinds = _kinds(folder, dtype)
     with _aside(out) as unfinished:
-        write_megatron(spec, folder.get, unfinished, kinds[folder.names[0]] if dtype else None)
-        stored = ", ".join(sorted({str(kind).removeprefix("torch.") for kind in kinds.values()}))
+        write_megatron(spec, folder.get, unfinished)
+        stored = ", ".join(sorted({str(folder.dtype(name)).removeprefix("torch.") for name in folder.names}))
         contents = {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None}
         write_manifest(unfinished, contents)
-        _copy_companions(source, unfinished, dtype)  # not in the manifest: users edit them
+        for file in companion_files(source):  # not in the manifest: users edit them
+            shutil.copy(file, unfinished / file.name)
 
 
-def mcore2hf(
-    source: str | Path, out: Path, dtype: str | None = None, step: int | None = None, model: Path | None = None
-) -> None:
+def mcore2hf(source: str | Path, out: Path, model: Path | None = None) -> None:
     """Writes a Megatron checkpoint (as `open_checkpoint` finds it) as a Hugging Face folder; raises as `hf2mcore`."""
-    folder, spec, model = open_checkpoint(source, step, model)
-    kinds = _kinds(folder, dtype)
+    folder, spec, model = open_checkpoint(source, model)
     shapes = huggingface_shapes(spec)
-    sizes = {name: nbytes(kind, shapes[name]) for name, kind in kinds.items()}
-    files = cut(list(kinds), sizes, FILE_BYTES)
+    tensors = {name: (folder.dtype(name), shapes[name]) for name in folder.names}
+    sizes = {name: nbytes(*what) for name, what in tensors.items()}
+    files = cut(list(tensors), sizes, FILE_BYTES)
     with _aside(out) as unfinished:
         file_of = {}
         for number, names in enumerate(files, 1):
             file = SINGLE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {name: (kinds[name], shapes[name]) for name in names}
-            write_file(unfinished / file, tensors, lambda name: converted(name, folder.get(name), kinds[name]))
+            write_file(unfinished / file, {name: tensors[name] for name in names}, folder.get)
             file_of |= dict.fromkeys(names, file)
         if len(files) > 1:
             write_index(unfinished, file_of, sum(sizes.values()))
-        single = {str(kind).removeprefix("torch.") for kind in kinds.values()}
-        _copy_companions(model, unfinished, single.pop() if len(single) == 1 else None)
+        for file in companion_files(model):
+            shutil.copy(file, unfinished / file.name)
+        dtypes = {str(dtype).removeprefix("torch.") for dtype, _ in tensors.values()}
+        if len(dtypes) == 1:
+            set_dtype(unfinished, dtypes.pop())
         parent = folder.path.resolve().parent
         if parent.name == "checkpoints" and (template := parent.parent / CHAT_TEMPLATE_FILE).is_file():
             shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)  # the run trained with it
 
 
-def mcore2peft(source: str | Path, out: Path, step: int | None = None, model: Path | None = None) -> None:
+def mcore2peft(source: str | Path, out: Path, model: Path | None = None) -> None:
     """Writes the adapters of a LoRA checkpoint as a folder for `peft`; raises as `hf2mcore`."""
-    folder, _, model = open_checkpoint(source, step, model)
+    folder, _, model = open_checkpoint(source, model)
     if not isinstance(folder, MergedFolder):
         raise ConfigError(f"{folder.path}: no LoRA checkpoint; `convert mcore2hf` writes the model")
     with _aside(out) as unfinished:
         write_peft(folder, str(Path(model).resolve()), unfinished)
-
-
-def _kinds(folder: SafetensorsFolder | MegatronFolder | MergedFolder, dtype: str | None) -> dict[str, torch.dtype]:
-    """The dtype in which each tensor is written."""
-    return {name: getattr(torch, dtype) if dtype else folder.dtype(name) for name in folder.names}
-
-
-def _copy_companions(source: Path, target: Path, dtype: str | None) -> None:
-    """Copies config.json (its dtype set to `dtype`), tokenizer, generation config and chat template."""
-    for file in companion_files(source):
-        shutil.copy(file, target / file.name)
-    if dtype is not None:
-        set_dtype(target, dtype)
 
 
 @contextlib.contextmanager

@@ -97,12 +97,12 @@ def fault(folder: Path) -> str | None:
     return None
 
 
-def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False) -> bool:
+def verify(folder: Path, rank: int = 0, ranks: int = 1) -> bool:
     """Compares the files with the checksums in the manifest. Returns False where there is no manifest, as in
     checkpoints of other programs.
 
     Each of `ranks` processes reads a share of the files, of about equal size. Raises ValueError that names a damaged
-    file and what to do about it. `resume`: a run resumes from the checkpoint, which is its own."""
+    file and what to do about it."""
     if not (folder / MANIFEST_FILE).is_file():
         return False
     manifest = read_manifest(folder)
@@ -117,19 +117,15 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1, *, resume: bool = False)
     except OSError as error:
         wrong = f"{error.filename}: {error.strerror}"
     if wrong is not None:
-        raise InputError(f"{wrong}; {instead_of(folder, resume)}")
+        raise InputError(f"{wrong}; {instead_of(folder)}")
     return True
 
 
-def instead_of(folder: Path, resume: bool = False) -> str:
+def instead_of(folder: Path) -> str:
     """What to do where the checkpoint `folder` is damaged, for messages."""
-    if (step := _named_step(folder)) is None:
+    if _named_step(folder) is None:
         return "copy or convert the model again"
-    if not resume:
-        return "restore it from a copy, or use another checkpoint"
-    if earlier := [number for number, _ in complete_checkpoints(folder.parent) if number < step]:
-        return f"delete {folder} to resume from the checkpoint of step {earlier[-1]}"
-    return "restore it from a copy: there is no earlier complete checkpoint"
+    return f"restore it from a copy, or delete {folder}: a run then resumes from the checkpoint before, if it has one"
 
 
 def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:

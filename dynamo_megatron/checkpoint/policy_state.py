@@ -230,7 +230,7 @@ def load_checkpoint(policy: Any, folder: Path, *, optimizer: bool = True, critic
     check_model(folder, policy.spec.dimensions())
     if (lora := read_lora(folder)) is not None:
         check_base(folder, lora[1], policy.base_digest, policy.config.model.path)
-    verify_bytes(folder, policy.layout, resume=True)
+    verify_bytes(folder, policy.layout)
     _load(policy, _sharded_state(policy, loading=True, optimizer=optimizer)[0], folder)
     if critic is not None:
         _load(critic, _of_critic(critic, loading=True, optimizer=optimizer), folder)

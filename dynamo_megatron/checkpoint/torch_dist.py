@@ -50,7 +50,6 @@ from dynamo_megatron.models.mapping import (
     expert_number,
     huggingface_names,
     huggingface_shapes,
-    is_finite,
     layout_of,
     parameter_names,
     to_huggingface,
@@ -321,12 +320,9 @@ def _stored_parameters(spec: ModelSpec) -> Iterator[tuple[str, _Stored]]:
         yield name, _Stored(key, index, sizes, shape)
 
 
-def write_megatron(
-    spec: ModelSpec, get: Callable[[str], torch.Tensor], path: Path, dtype: torch.dtype | None = None
-) -> None:
+def write_megatron(spec: ModelSpec, get: Callable[[str], torch.Tensor], path: Path) -> None:
     """Writes a model into the empty folder `path`, one parameter at a time. `get` returns its Hugging Face tensors by
-    name; they are converted to `dtype` (None: not converted). Raises OSError, and ValueError where a parameter's
-    tensors differ in dtype, or a value is not finite or too large for `dtype`."""
+    name. Raises OSError, and ValueError where a parameter's tensors differ in dtype."""
     writer = TorchDistWriter(path)
     stateful: dict[str, tuple[int, ...]] = {}
     for name, where in _stored_parameters(spec):
@@ -334,9 +330,7 @@ def write_megatron(
         row, layout = 0, layout_of(name)
         # gate and up are written separately, as Megatron stores them: this needs less memory
         for together in [(n,) for n in names] if layout == "gate_up" else [names]:
-            tensors = [converted(n, get(n), dtype) for n in together]
-            if len({t.dtype for t in tensors}) > 1:
-                raise InputError(f"tensors {', '.join(together)}: of different dtypes; give one dtype (--dtype)")
+            tensors = [get(n) for n in together]
             tensor = to_megatron(spec, name, tensors, 0, 1) if layout == "qkv" else tensors[0]
             del tensors
             writer.add(where.key, tensor.view(*(1,) * len(where.sizes), *tensor.shape), where.whole, where.offset(row))
@@ -350,14 +344,3 @@ def write_megatron(
             shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
             writer.add_object(f"{key}_extra_state/{shard}", [None])
     writer.close()
-
-
-def converted(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The tensor in `dtype` (None: as it is). Raises ValueError where a value is NaN, infinite or too large for
-    `dtype`."""
-    result = tensor if dtype is None else tensor.to(dtype)
-    if not is_finite(result):
-        if not is_finite(tensor):
-            raise InputError(f"tensor {name}: the source holds NaN or infinity; download the model again")
-        raise InputError(f"tensor {name}: a value is too large for {str(dtype).removeprefix('torch.')}")
-    return result

@@ -49,10 +49,10 @@ def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, l
     _on_every_rank(layout, load)
 
 
-def verify_bytes(folder: Path, layout: Any, *, resume: bool = False) -> bool:
+def verify_bytes(folder: Path, layout: Any) -> bool:
     """Runs `verify` with a share of the files on each rank; collective over all ranks. Returns False where there are no
     checksums. Raises ValueError, the same on every rank, naming the file and what to do."""
-    return _on_every_rank(layout, lambda: verify(folder, layout.rank, layout.world_size, resume=resume))
+    return _on_every_rank(layout, lambda: verify(folder, layout.rank, layout.world_size))
 
 
 def _on_every_rank(layout: Any, call: Callable[[], T]) -> T:

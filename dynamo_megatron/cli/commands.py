@@ -169,11 +169,11 @@ def _convert(options: argparse.Namespace) -> int:
 
     try:
         if options.direction == "hf2mcore":
-            hf2mcore(options.source, options.out, options.dtype)
+            hf2mcore(options.source, options.out)
         elif options.direction == "mcore2peft":
-            mcore2peft(options.source, options.out, options.step, options.model)
+            mcore2peft(options.source, options.out, options.model)
         else:
-            mcore2hf(options.source, options.out, options.dtype, options.step, options.model)
+            mcore2hf(options.source, options.out, options.model)
     except OSError as error:
         print(f"{options.out}: not written: {error}", file=sys.stderr)
         return 1

@@ -13,8 +13,6 @@ EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cl
 REPORTED = ("dynamo-megatron", "torch", "megatron-core", "sglang")
 CONFIG_HELP = "YAML files, names of shipped ones (`dynamo-megatron configs`) and keys, the later wins"
 CONFIG = option("config", nargs="+", metavar="CONFIG | key=value", help=CONFIG_HELP)
-DTYPE = option("--dtype", choices=("bfloat16", "float16", "float32"), help="default: each tensor's own")
-STEP = option("--step", type=positive, help="which checkpoint of a run (default: the newest)")
 MODEL = option(
     "--model",
     metavar="HF",
@@ -99,11 +97,10 @@ COMMANDS = {  # in the order of --help
         "models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
         option("source", metavar="HF", type=Path, help="a Hugging Face folder"),
         OUT,
-        DTYPE,
     ),
     "convert mcore2hf": command(
         "write a Megatron checkpoint as a Hugging Face folder",
-        "runs/first models/first --step 200",
+        "runs/first/checkpoints/step-000200 models/first",
         option(
             "source",
             metavar="CHECKPOINT",
@@ -111,16 +108,13 @@ COMMANDS = {  # in the order of --help
             "with --model any folder in Megatron's torch_dist format",
         ),
         OUT,
-        DTYPE,
-        STEP,
         MODEL,
     ),
     "convert mcore2peft": command(
         "write the adapters of a LoRA run as a folder that peft loads",
-        "runs/first adapters/first --step 200",
+        "runs/first adapters/first",
         option("source", metavar="CHECKPOINT", help="a run with model.lora (its newest checkpoint), or its checkpoint"),
         OUT,
-        STEP,
         MODEL,
     ),
     "inspect": command(

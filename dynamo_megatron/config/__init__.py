@@ -136,16 +136,7 @@ class AlgorithmConfig(Section):
                 yield f"old_logprobs: update does not go with {key}, which needs them before the update; set it to auto"
 
 
-class SpikeConfig(Section):
-    """What happens at an update whose gradient norm (before clipping) is above a multiple of the median of the updates
-    before it."""
-
-    above: Annotated[float, Field(gt=1)] = 10.0  # multiple of the median
-    window: Annotated[int, Field(ge=3)] = 50  # updates that the median is of; with fewer before it none is a spike
-    action: Literal["skip", "stop"] = "skip"  # skip: the weights stay as they are; stop: the run ends, exit code 1
-
-
-class AdamConfig(Section):
+class OptimizerConfig(Section):
     lr: Annotated[float, Field(ge=0, le=1)] = 1e-6
     warmup_steps: NonNegative = 10
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -156,11 +147,7 @@ class AdamConfig(Section):
     cpu_offload: bool = False  # float32 weights and moments are in host memory, where the update is computed
 
 
-class OptimizerConfig(AdamConfig):
-    spike: SpikeConfig | None = None
-
-
-class CriticOptimizerConfig(AdamConfig):
+class CriticOptimizerConfig(OptimizerConfig):
     lr: Annotated[float, Field(ge=0, le=1)] = 1e-5
 
 
@@ -383,8 +370,8 @@ class Config(Section):
         if self.algorithm.advantage.kind != "gae":
             return None
         model = self.model.model_copy(update={"path": self.critic.path or self.model.path})
-        optimizer = OptimizerConfig(**self.critic.optimizer.model_dump())
-        own = {"model": model, "optimizer": optimizer, "algorithm": AlgorithmConfig(), "reward": RewardConfig()}
+        own = {"model": model, "optimizer": self.critic.optimizer}
+        own |= {"algorithm": AlgorithmConfig(), "reward": RewardConfig()}
         return self.model_copy(update=own)
 
     def rank_variables(self) -> dict[str, str]:

@@ -30,7 +30,6 @@ from dynamo_megatron.rollout.agents.messages import BadRequest, Message, normali
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.tracking.journal import Journal
-from dynamo_megatron.tracking.step_metrics import spike_count
 from dynamo_megatron.types import Prompt, Sequences
 
 if TYPE_CHECKING:
@@ -105,14 +104,13 @@ class SFTJob(Job):
             run.save_if_due(step)
 
     def _step(self, step: int) -> None:
-        phases, policy, coordinator = self._run.phases, self._run.policy, self._run.coordinator
+        phases, coordinator = self._run.phases, self._run.coordinator
         phases.begin("read data")
         if self.journal is None:
             coordinator.pass_on_stop()
         batch = self._run.on_rank_0(f"the examples of step {step}", lambda: self._next(coordinator.check_stop))
         lr = self.config.learning_rate(step)
         update, metrics = self._update(batch, lr)
-        policy.check_weights(lr)
         if self.journal is not None:
             self._log(step, lr, update, metrics)
         phases.clock.restart()
@@ -132,7 +130,6 @@ class SFTJob(Job):
             **found,
             "policy/grad_norm": update["grad_norm"],
             "policy/learning_rate": lr,
-            **spike_count([update], self.config),
             "time/step": clock.total,
             "time/save": clock.seconds.get("save", 0.0),
         }

@@ -18,7 +18,6 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.policy.non_finite import NonFiniteError
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.policy.spikes import SPIKES, GradientSpike
 from dynamo_megatron.runtime.coordination import Coordinator, StopRequested
 from dynamo_megatron.runtime.plain_text import error_line, show
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
@@ -54,7 +53,7 @@ class TrainingRun:
         self._journal, self._folder, self._free_memory = job.journal, job.output, free_memory
         leads = job.journal is not None
         self._say = job.journal.say if leads else None
-        self._parts = ({} if policy.spikes is None else {SPIKES: policy.spikes}) | dict(state) if leads else None
+        self._parts = state if leads else None
         self._output = Path(job.config.output_dir)
         self._reached = self._saved = 0
         self._state: dict[str, Any] | None = None
@@ -75,10 +74,9 @@ class TrainingRun:
             load_checkpoint(self.policy, folder, critic=self._critic)
             state = read_state(folder) if leads else {}
             for name, part in (self._parts or {}).items():
-                if name in state:
-                    part.load_state_dict(state[name])
-                elif name != SPIKES:  # the option was off before; its history begins here
+                if name not in state:
                     raise InputError(f"{folder}: its state has no {name}: it is of another command, or altered")
+                part.load_state_dict(state[name])
             if leads:
                 self._say(f"resumed from {folder} (step {self._saved}) in {time.monotonic() - start:.1f} s")
         self._keep_state(self._saved)
@@ -101,7 +99,7 @@ class TrainingRun:
             self.save()
             self.settle()
             raise
-        except (NonFiniteError, GradientSpike) as error:  # on every rank
+        except NonFiniteError as error:  # on every rank
             self._keep(error)
             raise
         self.coordinator.end_step()
@@ -115,7 +113,7 @@ class TrainingRun:
             self._journal.ended(self.coordinator.step)
             self._folder.end(self.coordinator.step)
 
-    def _keep(self, error: NonFiniteError | GradientSpike) -> None:
+    def _keep(self, error: NonFiniteError) -> None:
         """Completes a save under way, and writes the batch of a pass that gave NaN or infinity. If this fails, the user
         gets a warning: `error` ends the run and must be the last message."""
         step = self.coordinator.step
@@ -124,7 +122,7 @@ class TrainingRun:
             self._say(f"step {step}: {error_line(error)}")
         try:
             self.settle()
-            if isinstance(error, NonFiniteError) and error.inputs is not None:
+            if error.inputs is not None:
                 self._free_memory()
                 self.phases.begin("failed step")
                 self._write_failed_step(step, error)

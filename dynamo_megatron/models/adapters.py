@@ -55,11 +55,6 @@ def is_adapter(name: str) -> bool:
     return ADAPTER in name
 
 
-def weight_of(name: str) -> str:
-    """The name of the weight that the adapter's parameter `name` changes; any other name as it is."""
-    return f"{name.partition(ADAPTER)[0]}.weight" if is_adapter(name) else name
-
-
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """weight + scale b a, computed in float32 and rounded once, in the weight's dtype."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)

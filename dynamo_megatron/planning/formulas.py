@@ -28,7 +28,6 @@ from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GPU, Cluster
 from dynamo_megatron.planning.rates import rate
 from dynamo_megatron.policy.batch import SequenceCost
-from dynamo_megatron.policy.host_adam import PIECE
 
 WIDTH = {"bfloat16": 2, "float32": 4}  # bytes an element
 GRADIENT = 4  # bytes: main_grad is float32 (grad_reduce_in_fp32)
@@ -115,7 +114,7 @@ def stage_state(
     optimizer's state: two float32 moments and, for bfloat16, the float32 main parameters. [Z]: 2 + 4 + 12 / ranks bytes
     a parameter; [M] optimizer/distrib_optimizer.py. dp x cp ranks share dense parameters. With `lora` the adapters
     alone have gradients and optimizer state. With `cpu_offload` (policy/host_adam.py) the state is in host memory, main
-    parameters in any case, beside the pieces that are on their way.
+    parameters in any case.
 
     policy/offload.py copies the parameters in a buffer for each chunk and kind, and the optimizer's state tensor by
     tensor; a parameter that is larger than a rank's share is in pieces. Frozen parameters are in no buffer.
@@ -127,11 +126,10 @@ def stage_state(
         layer = adapter_elements(spec, lora, p.tp)  # as if in one piece: they are small
         kinds, frozen = ((layer,) * (spec.num_layers // p.pp), ()), (*whole[0], *whole[1])
     sharing = max(1, ranks // (p.tp * p.pp)), max(1, ranks // (p.pp * p.ep))
-    owned, travelling, copied = 0.0, 0.0, float(sum(pinned(n * width) for n in frozen))
+    owned, copied = 0.0, float(sum(pinned(n * width) for n in frozen))
     for parameters, among in zip(kinds, sharing, strict=True):
         if elements := sum(parameters):
             owned += elements / among
-            travelling += 16 * min(elements / among, max(parameters), PIECE)
             pieces = [(n, math.ceil(n * p.vpp * among / elements)) for n in parameters]
             copied += p.vpp * pinned(elements / p.vpp * width)
             copied += (not cpu_offload) * state // 4 * sum(count * pinned(4 * n / count) for n, count in pieces) / among
@@ -145,7 +143,7 @@ def stage_state(
         parameters=(dense + experts) * width,
         gradients=sum(trained) * GRADIENT,
         optimizer=0.0 if cpu_offload else owned * state,
-        host=owned * 12 + travelling if cpu_offload else 0.0,
+        host=owned * 12 if cpu_offload else 0.0,
         pinned=copied,
         reference=sum(pinned(width * n) for parameters in whole for n in parameters),
     )

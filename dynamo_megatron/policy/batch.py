@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -258,23 +257,15 @@ def _spread(
 ) -> list[list[int]] | None:
     """Puts the sequences, in this order, each into the cheapest of `count` micro-batches with room. None: no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
-    cheapest = [(0.0, b) for b in range(count)]  # a heap
-    shortest = lengths[order[-1]]
+    tokens, loads = np.zeros(count, np.int64), np.zeros(count)
     for i in order:
-        full = []
-        while cheapest and bins[cheapest[0][1]] and tokens[cheapest[0][1]] + lengths[i] > budget:
-            entry = heapq.heappop(cheapest)
-            if tokens[entry[1]] + shortest <= budget:
-                full.append(entry)
-        if not cheapest:
+        room = (tokens == 0) | (tokens + lengths[i] <= budget)
+        if not room.any():
             return None
-        load, b = cheapest[0]
+        b = int(np.where(room, loads, math.inf).argmin())
         bins[b].append(i)
         tokens[b] += lengths[i]
-        heapq.heapreplace(cheapest, (load + costs[i], b))
-        for entry in full:
-            heapq.heappush(cheapest, entry)
+        loads[b] += costs[i]
     return [sorted(b) for b in bins]
 
 

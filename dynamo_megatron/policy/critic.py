@@ -32,20 +32,8 @@ class ValueHead(torch.nn.Module):
         return F.linear(hidden.float(), self.weight.float())[:, 0]
 
 
-class NoCritic:
-    """In the loop's place for a critic, of a method that has none."""
-
-    def values(self, source: Sequences, mini_batches: Sequence[MiniBatch], begin: BeginPhase) -> None:
-        return None
-
-    def fit_values(self, step: int, batch: TrainBatch, mini_batches: Sequence[MiniBatch], begin: BeginPhase) -> list:
-        return []
-
-
 class Critic(Policy):
     """One rank's part of the critic; `config` is `Config.of_critic`. Raises ValueError as Policy does."""
-
-    settings = "critic.optimizer"
 
     def _prepare_head(self) -> None:
         self.routing = None  # the rollouts' routes are the policy's
@@ -62,7 +50,7 @@ class Critic(Policy):
 
     def _non_finite(self, message: str, inputs: PassInputs) -> NonFiniteError:
         """Without the inputs, which `replay --step` would give to the policy."""
-        return NonFiniteError(f"critic: {super()._non_finite(message, inputs)}", None)
+        return NonFiniteError(f"critic: {message}", None)
 
     @torch.no_grad()
     def values(self, source: Sequences, mini_batches: Sequence[MiniBatch], begin: BeginPhase) -> np.ndarray:
@@ -83,8 +71,7 @@ class Critic(Policy):
             values[torch.cat(slots)] = torch.cat(rows).cpu()
         values = self.layout.world_sum(values)
         if not is_finite(values):
-            inputs = PassInputs("token_stats", source, [m.members for m in mini_batches])
-            raise self._non_finite("NaN or infinite values", inputs)
+            raise NonFiniteError("critic: NaN or infinite values", None)
         begin("logprobs")
         return values.double().numpy()
 
@@ -95,9 +82,7 @@ class Critic(Policy):
         each `loss`, the mean over its tokens, `clipped` (a count) and `grad_norm`. Raises NonFiniteError."""
         begin("critic")
         rate = self.config.learning_rate(step)
-        found = [self._fit_values(batch, mini_batch, rate) for mini_batch in mini_batches]
-        self.check_weights(rate)
-        return found
+        return [self._fit_values(batch, mini_batch, rate) for mini_batch in mini_batches]
 
     def _fit_values(self, batch: TrainBatch, mini_batch: MiniBatch, learning_rate: float) -> dict[str, float]:
         assert batch.values is not None and batch.returns is not None
@@ -112,5 +97,5 @@ class Critic(Policy):
             total = loss.sum() / tokens
             return HeadLoss(total, {"loss": total, "clipped": clipped.sum()})
 
-        inputs = PassInputs("fit", batch.rollouts, [mini_batch.members], {"learning_rate": learning_rate})
+        inputs = PassInputs(batch.rollouts, [mini_batch.members], {"learning_rate": learning_rate}, "fit")
         return self.step(self._gradient(inputs, mini_batch, loss_of_values))

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-PIECE = 1 << 24  # elements that are on their way to the host, or back, at the same time
-
 
 class HostAdam:
     """Adam with decoupled weight decay of `param_groups`, in float32, in host memory.
@@ -31,52 +29,26 @@ class HostAdam:
             main = p.detach().to("cpu", torch.float32, copy=True)
             moments = {name: torch.zeros_like(main) for name in ("exp_avg", "exp_avg_sq")}
             self.state[p] = {"master_param": main, **moments}
-        # Two of each: one piece travels while another is computed. Only these are pinned, which rounds sizes up.
-        longest = min(PIECE, max((p.numel() for p in self.state), default=0))
-        pin = torch.cuda.is_available()
-        self._gradients, self._results = (
-            [torch.empty(longest, pin_memory=pin) for _ in range(2)] for _ in ("gradients", "results")
-        )
-        self._arrived = [torch.cuda.Event() for _ in range(2)]
 
     @torch.no_grad()
     def step(self) -> None:
-        pieces = [
-            (group, p, slice(start, min(start + PIECE, p.numel())))
-            for group in self.param_groups
-            for p in group["params"]
-            for start in range(0, p.numel(), PIECE)
-        ]
         for group in self.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
-        for i, (group, p, run) in enumerate(pieces):
-            for j in range(i + (i > 0), min(i + 2, len(pieces))):  # the first two, then one at a time
-                self._fetch(j, *pieces[j][1:])
-            # Everything is in one stream: this gradient has arrived, and the result before the last one has left.
-            self._arrived[i % 2].synchronize()
-            main = self._update(group, p, run, self._gradients[i % 2][: run.stop - run.start])
-            result = self._results[i % 2].view(p.dtype)[: len(main)].copy_(main)
-            p.data[run].copy_(result, non_blocking=True)
-
-    def _fetch(self, i: int, p: torch.Tensor, run: slice) -> None:
-        self._gradients[i % 2][: run.stop - run.start].copy_(p.decoupled_grad[run], non_blocking=True)
-        self._arrived[i % 2].record()
-
-    def _update(self, group: dict[str, Any], p: torch.Tensor, run: slice, gradient: torch.Tensor) -> torch.Tensor:
-        main, first, second = (self.state[p][name][run] for name in ("master_param", "exp_avg", "exp_avg_sq"))
-        adamw(
-            *([main], [gradient], [first], [second], []),
-            [torch.tensor(group["step"] - 1.0)],  # adamw counts it up
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
-        return main
+            for p in group["params"]:
+                main, first, second = (self.state[p][name] for name in ("master_param", "exp_avg", "exp_avg_sq"))
+                adamw(
+                    *([main], [p.decoupled_grad.cpu()], [first], [second], []),
+                    [torch.tensor(group["step"] - 1.0)],  # adamw counts it up
+                    fused=True,
+                    amsgrad=False,
+                    maximize=False,
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                )
+                p.data.copy_(main)
 
     def state_dict(self) -> dict[str, Any]:
         """Settings and number of steps. Megatron reads the latter in `state` without TransformerEngine, in the groups

@@ -36,10 +36,9 @@ from dynamo_megatron.policy.head import LossOfHidden, PolicyHead
 from dynamo_megatron.policy.layout import Layout
 from dynamo_megatron.policy.lora import add_adapters
 from dynamo_megatron.policy.model import PolicyModel, build_chunks
-from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs, broken_weights
+from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.routing import ExpertRouting
-from dynamo_megatron.policy.spikes import Spikes
 from dynamo_megatron.types import Sequences, TokenStats
 
 Measured = tuple[torch.Tensor, torch.Tensor]  # slots of tokens, on the CPU, and their statistics, [4, r] on the device
@@ -61,8 +60,6 @@ class Policy:
     adjacent in the model. `ddp` wraps the chunks, in the same order. `build` makes them.
     """
 
-    settings = "optimizer"  # the configuration's section of the optimizer, for messages
-
     def __init__(self, spec: ModelSpec, config: Config, layout: Layout, build: Build = build_chunks):
         self.spec, self.config, self.layout = spec, config, layout
         self._cost = SequenceCost.of_model(spec)
@@ -76,7 +73,6 @@ class Policy:
         self._prepare_head()
         self.ddp = wrap(self.chunks, layout)
         self.optimizer = build_optimizer(config.optimizer, self.ddp)
-        self.spikes = Spikes(config.optimizer.spike) if config.optimizer.spike is not None else None
         self.head = PolicyHead(self.chunks[-1], spec, config, layout)
         if layout.device.type == "cuda":
             check_layers(layout.device, self.chunks[0].config.params_dtype)
@@ -165,18 +161,17 @@ class Policy:
         self,
         source: Sequences,
         mini_batches: Sequence[MiniBatch],
-        model: str = "policy",
+        model: str | None = None,
         temperature: float | None = None,
-        method: str = "token_stats",
     ) -> TokenStats:
         """Statistics of all response tokens of `source`, from which `mini_batches` are packed.
 
-        `model`: whose weights are in place, for messages, and other ones than the policy's route by themselves.
-        `temperature` None: the rollouts' temperature. `method`: of Policy, which calls this, for `replay --step`.
-        Raises, on every rank, NonFiniteError, and ValueError for a token outside the vocabulary, whose embedding would
-        be zeros or a row of padding."""
+        `model`: the configuration's key of a model beside the policy, which takes its place; it routes by itself. None:
+        the policy. `temperature` None: the rollouts' temperature. Raises, on every rank, NonFiniteError, and ValueError
+        for a token outside the vocabulary, whose embedding would be zeros or a row of padding."""
         source.check_tokens(self.spec.vocab_size)
         found: list[Measured] = []
+        inputs = PassInputs(source, [m.members for m in mini_batches], {"model": model, "temperature": temperature})
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             stats = self.head.token_stats(hidden, micro_batch.labels, temperature)
@@ -184,12 +179,16 @@ class Policy:
             return hidden.new_zeros(())
 
         micro_batches = [m for mini in mini_batches for m in mini.micro_batches]
-        self._run(micro_batches, collect, forward_only=True, routed=model == "policy")
-        given = {} if temperature is None or method != "token_stats" else {"temperature": temperature}
-        return self._gathered(found, PassInputs(method, source, [m.members for m in mini_batches], given), model)
+        if model is None:
+            self._run(micro_batches, collect, forward_only=True)
+            return self._gathered(found, inputs, "policy")
+        folder = self.config.frozen_models[model]
+        with self._frozen.in_place(folder):
+            self._run(micro_batches, collect, forward_only=True, routed=False)
+        return self._gathered(found, inputs, f"{model} {folder}")
 
-    def _gathered(self, found: list[Measured], inputs: PassInputs, model: str = "policy") -> TokenStats:
-        """The statistics that all ranks have found. Raises NonFiniteError."""
+    def _gathered(self, found: list[Measured], inputs: PassInputs, model: str) -> TokenStats:
+        """The statistics that all ranks have found of `model`. Raises NonFiniteError."""
         gathered = torch.zeros(4, int(inputs.sequences.response_offsets[-1]))
         if found:  # in one transfer, not one per micro-batch
             slots, rows = zip(*found, strict=True)
@@ -200,41 +199,26 @@ class Policy:
         return TokenStats(*gathered)
 
     def _non_finite(self, message: str, inputs: PassInputs) -> NonFiniteError:
-        broken = broken_weights(self.chunks, self.spec, self.layout)
-        return NonFiniteError(message if broken is None else f"{message}; {broken}", inputs)
+        return NonFiniteError(message, inputs)
 
     def reference_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor | None:
         """float32 [R] logprobs under the reference policy, for DPO at temperature 1; None without KL term and DPO.
         Raises as `token_stats`."""
-        keys = {"algorithm.kl.reference": None, "dpo.reference": 1.0}
-        for key in keys.keys() & self.config.frozen_models.keys():
-            options = {"temperature": keys[key], "method": "reference_logprobs"}
-            return self._frozen_logprobs(key, source, mini_batches, **options)
+        for key, temperature in (("algorithm.kl.reference", None), ("dpo.reference", 1.0)):
+            if key in self.config.frozen_models:
+                return self.token_stats(source, mini_batches, key, temperature).logprobs
         return None
-
-    def teacher_logprobs(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> torch.Tensor:
-        """float32 [R] logprobs under the teacher, a model of the policy's shape. Raises as `token_stats`."""
-        return self._frozen_logprobs("algorithm.teacher.path", source, mini_batches, method="teacher_logprobs")
 
     def implicit_rewards(self, source: Sequences, mini_batches: Sequence[MiniBatch]) -> np.ndarray | None:
         """float64 [R] beta (log p - log p_reference) of the reward `prime`, at temperature 1, as its models were
         trained; None without this reward. Raises as `token_stats`."""
         if not self.config.reward.implicit:
             return None
-        options = {"temperature": 1.0, "method": "implicit_rewards"}
         trained, reference = (
-            self._frozen_logprobs(key, source, mini_batches, **options).double().numpy()
+            self.token_stats(source, mini_batches, key, 1.0).logprobs.double().numpy()
             for key in ("reward.prime.model", "reward.prime.reference")
         )
         return self.config.reward.prime.beta * (trained - reference)
-
-    def _frozen_logprobs(
-        self, key: str, source: Sequences, mini_batches: Sequence[MiniBatch], **options
-    ) -> torch.Tensor:
-        """Logprobs of the model that `key` of the configuration names, in place of the policy's."""
-        folder = self.config.frozen_models[key]
-        with self._frozen.in_place(folder):
-            return self.token_stats(source, mini_batches, f"{key} {folder}", **options).logprobs
 
     def update(self, *args, **given) -> dict[str, float]:
         """One optimizer step on the rollouts of a mini-batch: `gradient`, whose arguments it takes, and `step`."""
@@ -283,7 +267,7 @@ class Policy:
         }
         given = {"batch": batch, "stats": stats, "reference_logprobs": reference_logprobs}
         given["learning_rate"] = learning_rate
-        inputs = PassInputs("update", batch.rollouts, [mini_batch.members], given)
+        inputs = PassInputs(batch.rollouts, [mini_batch.members], given, "update")
         if (head_loss := self.head.loss_of(tokens, shaped, measures)) is None:
             measured = self.token_stats(batch.rollouts, [mini_batch]) if measures else None
             return Gradient(inputs, {"skipped": 1.0}, measured)
@@ -299,7 +283,7 @@ class Policy:
         sequences.check_tokens(self.spec.vocab_size)
         rows = [np.arange(len(weights))]
         (mini_batch,) = self.pack(sequences, rows)
-        inputs = PassInputs("fit", sequences, rows, {"weights": weights, "learning_rate": learning_rate})
+        inputs = PassInputs(sequences, rows, {"weights": weights, "learning_rate": learning_rate}, "fit")
         cross_entropy = self.head.cross_entropy(torch.from_numpy(sequences.per_token(weights)).float())
         return self.step(self._gradient(inputs, mini_batch, cross_entropy))
 
@@ -330,17 +314,15 @@ class Policy:
         self.optimizer.prepare_grads()
         on_host = sums.to("cpu", non_blocking=True)  # complete once Megatron has waited for the norm
         grad_norm = float(self.optimizer.get_grad_norm())
-        stats = self._gathered(measured, inputs) if measures else None
+        stats = self._gathered(measured, inputs, "policy") if measures else None
         totals = self.layout.world_sum(on_host)
         result = {**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": grad_norm, "skipped": 0.0}
         if not (math.isfinite(grad_norm) and math.isfinite(result["loss"])):
-            if inputs.method == "update":  # the statistics are finite, so an earlier update of the step did this
-                self.check_weights(inputs.given["learning_rate"])
             what = f"loss {result['loss']:g}, gradient norm {grad_norm:g} before the optimizer step"
             if result["broken"]:
                 tokens = f"{result['broken']:g} tokens a loss or derivative that is NaN or infinite"
                 what = f"{self.head.loss_function.name} gave {tokens}: {what}"
-            raise self._non_finite("; ".join([what, *inputs.faults()]), inputs)
+            raise self._non_finite(what, inputs)
         corrected = measures and self.config.algorithm.rollout_correction is not None  # all weights may be 0
         if grad_norm == 0 and (corrected or self.head.loss_function is not None):
             result["skipped"] = 1.0
@@ -348,24 +330,11 @@ class Policy:
 
     def step(self, gradient: Gradient) -> dict[str, float]:
         """One optimizer step along the gradient that was computed last. Returns `found`. The step is skipped (`skipped`
-        1) without a gradient, and with `optimizer.spike` if the gradient is a spike (`spike` 1). Raises GradientSpike
-        on every rank."""
+        1) without a gradient."""
         found = gradient.found
         if found["skipped"]:
             return found
-        if self.spikes is not None and self.spikes.on_all_ranks(found["grad_norm"], self.layout):
-            return {**found, "skipped": 1.0, "spike": 1.0}
         optimizer_step(self.optimizer, self.config.optimizer, gradient.inputs.given["learning_rate"])
         if self.routing is not None and (rate := self.config.model.expert_bias_update_rate):
             self.routing.balance(rate)
         return found
-
-    def check_weights(self, learning_rate: float) -> None:
-        """To be called after the updates of a step, at this learning rate, before the weights are sent or saved. Raises
-        NonFiniteError on every rank if they are NaN, infinite or too large to compute with."""
-        if broken := broken_weights(self.chunks, self.spec, self.layout):
-            raise NonFiniteError(
-                f"the update at learning rate {learning_rate:g} ruined the weights, and they are not saved: "
-                f"{broken}; lower {self.settings}.lr or {self.settings}.weight_decay",
-                None,
-            )

@@ -77,4 +77,4 @@ def repeat(policy: Policy, inputs: PassInputs) -> None:
     elif inputs.method == "update":
         policy.update(mini_batch=packed[0], **inputs.given)
     else:
-        getattr(policy, inputs.method)(inputs.sequences, packed, **inputs.given)
+        policy.token_stats(inputs.sequences, packed, **inputs.given)

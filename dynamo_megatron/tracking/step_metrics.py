@@ -2,7 +2,7 @@
 
 `reward/` and `rollout/` are about all that was sampled, `policy/`, `rollout_correction/` and the logprob gap about what
 was trained on, the gap about its tokens of the newest weights, and absent without any. `policy/grad_norm` and
-`policy/loss` are means over the updates that had a gradient, those that `optimizer.spike` skipped included.
+`policy/loss` are means over the updates that had a gradient.
 
 `moe/`, of a mixture of experts: its passes with the policy's weights (policy/routing.py).
 
@@ -183,7 +183,7 @@ def _of_policy(
 ) -> dict[str, float]:
     """Shares are means over the tokens of the updates' sums, of what the method has; what a function of the user's
     clips is not counted."""
-    with_gradient, tokens = [u for u in updates if not u["skipped"] or "spike" in u], len(stats.entropy)
+    with_gradient, tokens = [u for u in updates if not u["skipped"]], len(stats.entropy)
     loss = config.algorithm.loss
     of = {f"{name}_share": counted for name, counted in SHARES.items()} if loss.function is None else {}
     of |= {"selected_share": "selected"} if loss.selects else {}
@@ -194,7 +194,6 @@ def _of_policy(
         **{f"policy/{name}": sum(u.get(key, 0.0) for u in updates) / max(1, tokens) for name, key in of.items()},
         "policy/grad_norm": _mean([u["grad_norm"] for u in with_gradient]),
         "policy/skipped_updates": sum(u["skipped"] > 0 for u in updates),
-        **spike_count(updates, config),
         "policy/learning_rate": config.learning_rate(step),
         "policy/tokens": tokens,
     }
@@ -213,11 +212,6 @@ def _of_critic(step: int, batch: TrainBatch, fits: Sequence[Mapping[str, float]]
         "critic/return": _mean(batch.returns),
         "critic/learning_rate": critic.learning_rate(step),
     }
-
-
-def spike_count(updates: Sequence[Mapping[str, float]], config: Config) -> dict[str, int]:
-    """Updates that were skipped because of their gradient's norm; nothing without `optimizer.spike`."""
-    return {} if config.optimizer.spike is None else {"policy/gradient_spikes": sum("spike" in u for u in updates)}
 
 
 def _times(synced: SyncReport, clock: Clock) -> dict[str, float]:

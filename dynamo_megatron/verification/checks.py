@@ -137,7 +137,7 @@ def _updated(record: StepRecord, before: Saved, after: Saved, expected: Gradient
     config, metrics, names = record.config, record.metrics, list(huggingface_shapes(record.spec))
     had, has = ({int(group["step"]) for group in saved.groups} for saved in (before, after))
     makes = not metrics["policy/skipped_updates"]
-    if expected is not None and not metrics.get("policy/gradient_spikes"):
+    if expected is not None:
         makes = expected.norm > 0
     anew = max(has) < max(had) + makes
     differs = f"the optimizer began anew after {max(had)} updates" if anew else "another number of updates"

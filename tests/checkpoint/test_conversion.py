@@ -74,36 +74,6 @@ def test_there_and_back_is_bit_equal(model_of, tmp_path, monkeypatch, family, dt
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_dtype(converted, tmp_path, dtype):
-    folder, mcore = converted
-    hf2mcore(folder, tmp_path / "mcore", dtype)
-    mcore2hf(tmp_path / "mcore", tmp_path / "there")
-    mcore2hf(mcore, tmp_path / "back", dtype)
-    source = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights(folder).items()}
-    for out in ("there", "back"):
-        assert json.loads((tmp_path / out / "config.json").read_text())["dtype"] == dtype
-        assert same(weights(tmp_path / out), source)
-
-
-def test_a_value_that_float16_does_not_have_is_refused(changed, refused):
-    line = refused("hf2mcore", changed(lambda t: t[NORM][3].fill_(1e5)), "--dtype", "float16")
-    assert NORM in line and "too large for float16" in line
-
-
-def test_a_value_that_is_not_finite_is_passed_on_in_neither_direction(converted, changed, mcore, refused):
-    name = "model.layers.1.mlp.down_proj.weight"
-    folder = changed(lambda t: t[name][0, 3].fill_(float("nan")))
-    says = f"tensor {name}: the source holds NaN or infinity; download the model again"
-    assert refused("hf2mcore", folder) == says
-    (mcore / "manifest.json").unlink()  # as another program writes it
-    whole, damaged = (weights(f)[name].view(torch.uint8).numpy().tobytes() for f in (converted[0], folder))
-    file = mcore / "__0_0.distcp"
-    assert file.read_bytes().count(whole) == 1
-    file.write_bytes(file.read_bytes().replace(whole, damaged))
-    assert refused("mcore2hf", mcore) == says
-
-
 def test_a_flipped_bit_is_refused(mcore, refused, convert, tmp_path):
     file = mcore / "__0_0.distcp"
     content = bytearray(file.read_bytes())
@@ -130,7 +100,10 @@ def test_config_and_tokenizer_of_a_converted_folder_may_be_edited(mcore, convert
         (lambda t: t.update(extra=torch.ones(1)), "1 without a place in a qwen2 model: extra"),
         (lambda t: t.update({NORM: torch.ones(31)}), r"1 of another shape: model.norm.weight \[31\] instead of \[32\]"),
         (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)}), "model.norm.weight is I8; give unquantised"),
-        (lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32).double()}), "give one dtype"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32).double()}),
+            "give one dtype",
+        ),
     ],
     ids=["missing", "extra", "shape", "quantised", "dtypes"],
 )
@@ -203,14 +176,18 @@ def test_a_disk_that_fills_up(converted, convert, tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
+def round_to_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
 @pytest.fixture
-def run_folder(converted, tmp_path, monkeypatch):
-    """A run started in `tmp_path`/start with a relative model.path, and its checkpoints of step 3 (float16) and 7."""
+def run_folder(converted, changed, tmp_path, monkeypatch):
+    """A run started in `tmp_path`/start with a relative model.path, and its checkpoints of step 3 (bfloat16) and 7."""
     shutil.copytree(converted[0], tmp_path / "start" / "model")
     settings = {"model": {"path": "model"}, "data": {"source": "none"}, "output_dir": "run"}
-    for step, dtype in ((3, "float16"), (7, None)):
+    for step, model in ((3, changed(round_to_bfloat16)), (7, converted[0])):
         folder = tmp_path / "start" / "run" / "checkpoints" / f"step-{step:06d}"
-        hf2mcore(converted[0], folder, dtype)
+        hf2mcore(model, folder)
         manifest = read_manifest(folder)
         for file in (*companion_files(folder), folder / "manifest.json"):
             file.unlink()
@@ -220,13 +197,13 @@ def run_folder(converted, tmp_path, monkeypatch):
     return tmp_path / "start" / "run"
 
 
-def test_a_step_of_a_run(run_folder, converted, convert, refused, tmp_path):
+def test_a_step_of_a_run(run_folder, converted, refused, tmp_path):
     mcore2hf(run_folder, tmp_path / "newest")
     assert same(weights(tmp_path / "newest"), weights(converted[0]))
-    assert convert("mcore2hf", run_folder, tmp_path / "third", "--step", 3) == (0, "")
-    mcore2hf(run_folder / "checkpoints" / "step-000003", tmp_path / "same")
-    assert weights(tmp_path / "third")[NORM].dtype == weights(tmp_path / "same")[NORM].dtype == torch.float16
-    assert "has no checkpoint of step 4; it has 3, 7" in refused("mcore2hf", run_folder, "--step", 4)
+    mcore2hf(run_folder / "checkpoints" / "step-000003", tmp_path / "third")
+    assert weights(tmp_path / "third")[NORM].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "third" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert "neither a checkpoint nor a run" in refused("mcore2hf", run_folder / "checkpoints" / "step-000004")
     for number in (3, 7):
         (run_folder / "checkpoints" / f"step-{number:06d}" / "manifest.json").unlink()
     assert refused("mcore2hf", run_folder).startswith(f"{run_folder}: no complete checkpoint: ")
@@ -240,7 +217,7 @@ def test_a_checkpoint_without_its_run_or_its_model(run_folder, converted, conver
     assert "no folder model here" in line and "--model" in line
     for number, path in enumerate((copy, run_folder)):
         assert convert("mcore2hf", path, tmp_path / f"out-{number}", "--model", converted[0]) == (0, "")
-    assert weights(tmp_path / "out-0")[NORM].dtype == torch.float16 != weights(tmp_path / "out-1")[NORM].dtype
+    assert weights(tmp_path / "out-0")[NORM].dtype == torch.bfloat16 != weights(tmp_path / "out-1")[NORM].dtype
 
 
 CONVERTS = """

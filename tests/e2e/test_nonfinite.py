@@ -1,4 +1,4 @@
-"""A NaN in a weight, an advantage, a logprob: the run stops with its name, and `replay --step` repeats it."""
+"""A NaN in a weight or an advantage: the run stops, and `replay --step` repeats it."""
 
 import os
 import re
@@ -25,7 +25,6 @@ if "RANK" in os.environ:
             except OSError:
                 file.truncate(file.tell() - (1 << 16))
     def patched(self, policy, coordinator):
-        import dataclasses
         import torch
         from dynamo_megatron.policy.batch import TrainBatch
         set_up(self, policy, coordinator)
@@ -41,38 +40,29 @@ if "RANK" in os.environ:
             batch = build(rollouts, *others)
             if coordinator.step == 2 and "ADVANTAGE" == "FAULT":
                 batch.advantages[3] = float("nan")
-            if coordinator.step == 2 and "ENGINE" == "FAULT":
-                logprobs = rollouts.engine_logprobs.copy()
-                logprobs[rollouts.response_offsets[5]] = float("nan")
-                batch = dataclasses.replace(batch, rollouts=dataclasses.replace(rollouts, engine_logprobs=logprobs))
             return batch
         coordinator.begin_step, TrainBatch.build = begun, built
     Job.set_up = patched
 """
 TRAIN, SFT = "train import TrainJob as Job", "sft import SFTJob as Job"
-NAMES = {  # what the last line says of the cause
-    "WEIGHT": "NaN, infinity or values above 1.8e+19 in the weights of rank 0: model.layers.0.mlp.down_proj.weight",
-    "ADVANTAGE": "the advantage of rollout 000002-0000-003 of prompt '",
-    "ENGINE": "the engine logprob of rollout 000002-0000-005 of prompt '",
+SAID = {  # in the last line
+    "WEIGHT": "NaN or infinite logprobs or entropy of the policy in ",
+    "ADVANTAGE": "loss nan, gradient norm nan before the optimizer step",
 }
-PASSES = {"WEIGHT": "token_stats", "ADVANTAGE": "update", "ENGINE": "update"}
+PASSES = {"WEIGHT": "token_stats", "ADVANTAGE": "update"}
 
 
-@pytest.mark.parametrize(("fault", "stages"), [("WEIGHT", 2), ("ADVANTAGE", 1), ("ENGINE", 1)])
-def test_a_nan_stops_with_its_name_and_is_repeated(
-    replay, command_line, workspace, tmp_path, monkeypatch, stages, fault
-):
+@pytest.mark.parametrize(("fault", "stages"), [("WEIGHT", 2), ("ADVANTAGE", 1)])
+def test_a_nan_stops_the_run_and_is_repeated(replay, command_line, workspace, tmp_path, monkeypatch, stages, fault):
     (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", fault).replace("JOB", TRAIN))
     with monkeypatch.context() as seeded:
         seeded.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
         keys = [f"parallel.pp={stages}", "algorithm.allocation.kind=uniform"]
-        if fault == "ENGINE":  # by default no update uses them
-            keys += ["algorithm.loss.old=engine", "algorithm.modulation=null"]
         earlier = workspace / f"nan-{fault}-{stages}" / "nonfinite" / "step-000009"  # of another start
         earlier.mkdir(parents=True)
         code, text, output = replay(f"nan-{fault}-{stages}", lambda rollout: rollout, *keys)
     last = text.strip().splitlines()[-1]
-    assert code == 1 and "step 2: NonFiniteError: " in last and NAMES[fault] in last, text[-3000:]
+    assert code == 1 and "step 2: NonFiniteError: " in last and SAID[fault] in last, text[-3000:]
     folder = output / "nonfinite" / "step-000002"
     assert f"dynamo-megatron replay --step {output} 2 repeats it" in text and (folder / "manifest.json").is_file()
     assert not earlier.exists()
@@ -80,7 +70,7 @@ def test_a_nan_stops_with_its_name_and_is_repeated(
 
     code, text = command_line(workspace, "replay", "--step", output, 2)
     assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
-    assert f"step-000002: {PASSES[fault]}, " in text and NAMES[fault] in text
+    assert f"step-000002: {PASSES[fault]}, " in text and SAID[fault] in text
     code, said = command_line(workspace, "replay", "--step", output, 1)
     assert code == 2 and said.strip().endswith(f"--step: {output / 'nonfinite'} has no complete folder of step 1")
     if fault == "ADVANTAGE":
@@ -116,7 +106,7 @@ def test_a_disk_that_is_full_then_does_not_hide_the_nan(
     keys = ("trainer.steps=2", "rollout.engine=recorded", f"rollout.recorded={tmp_path / 'record'}")
     keys += ("parallel.pp=1", "algorithm.allocation.kind=uniform", f"output_dir={small_disk / 'run'}")
     code, text = command_line(workspace, "train", workspace / "config.yaml", *keys)
-    lines, nan = text.strip().splitlines(), f"NonFiniteError: NaN or infinite logprobs.*{re.escape(NAMES['WEIGHT'])}"
+    lines, nan = text.strip().splitlines(), f"NonFiniteError: {SAID['WEIGHT']}"
     assert code == 1 and re.search(f"step 2: {nan}", lines[-1]), text[-3000:]
     first = next(i for i, line in enumerate(lines) if re.match(f"step 2: {nan}", line))
     (warning,) = [i for i, line in enumerate(lines) if "warning: " in line]
@@ -130,14 +120,14 @@ SWAPPED = "reward.prime={{model: {1}, reference: {0}, beta: 0.5}}"
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "what"),
+    ("name", "keys"),
     [
-        ("algorithm.kl.reference", "algorithm.kl={{coef: 0.1, reference: {0}}}", "reference_logprobs"),
-        ("reward.prime.model", PRIME, "implicit_rewards"),
-        ("reward.prime.reference", SWAPPED, "implicit_rewards"),
+        ("algorithm.kl.reference", "algorithm.kl={{coef: 0.1, reference: {0}}}"),
+        ("reward.prime.model", PRIME),
+        ("reward.prime.reference", SWAPPED),
     ],
 )
-def test_a_pass_of_another_model_is_repeated(tiny_model, replay, command_line, workspace, tmp_path, name, keys, what):
+def test_a_pass_of_another_model_is_repeated(tiny_model, replay, command_line, workspace, tmp_path, name, keys):
     """A model whose weights are finite, but whose logits are not; `keys` get it and a whole one."""
     huge = shutil.copytree(tiny_model, tmp_path / "huge")
     tensors = load_file(huge / "model.safetensors")
@@ -150,7 +140,7 @@ def test_a_pass_of_another_model_is_repeated(tiny_model, replay, command_line, w
     assert code == 1 and f"step 1: {error}{name} {huge}" in last, text[-3000:]
     code, text = command_line(workspace, "replay", "--step", output, 1)
     assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
-    assert f"step-000001: {what}, " in text and f"entropy of the {name} {huge}" in text
+    assert "step-000001: token_stats, " in text and f"entropy of the {name} {huge}" in text
 
 
 def test_an_update_of_sft_is_repeated(command_line, workspace, tmp_path, monkeypatch):
@@ -161,7 +151,7 @@ def test_an_update_of_sft_is_repeated(command_line, workspace, tmp_path, monkeyp
         keys = ("parallel.pp=1", "trainer.steps=3", f"output_dir={output}")
         code, text = command_line(workspace, "sft", workspace / "config.yaml", *keys)
     last = text.strip().splitlines()[-1]
-    assert code == 1 and "step 2: NonFiniteError: loss nan" in last and NAMES["WEIGHT"] in last, text[-3000:]
+    assert code == 1 and "step 2: NonFiniteError: loss nan" in last, text[-3000:]
     code, text = command_line(workspace, "replay", "--step", output, 2)
     assert code == 0 and text.strip().endswith("reproduced: the same message"), text[-3000:]
     assert "step-000002: fit, 3 sequences" in text

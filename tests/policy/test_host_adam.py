@@ -19,11 +19,8 @@ def on_rank(case: dict, config, layout) -> dict:
     """Three steps and a save, with and without it; then a fourth step, also of policies that load the other's save."""
     from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint
     from dynamo_megatron.models import load_model_config
-    from dynamo_megatron.policy import host_adam
     from dynamo_megatron.policy.offload import PARTS, Offload
     from dynamo_megatron.policy.policy import Policy
-
-    host_adam.PIECE = 1024  # a parameter is several
 
     def policy(*, host: bool, folder: Path | None = None) -> Policy:
         optimizer = config.optimizer.model_copy(update={"cpu_offload": host})

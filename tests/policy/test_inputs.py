@@ -1,5 +1,4 @@
-"""What enters the policy and must not train it: token ids beyond the vocabulary, damaged weights, NaN, a learning rate
-that ruins the weights."""
+"""What enters the policy and must not train it: token ids beyond the vocabulary, damaged weights, NaN."""
 
 import shutil
 from pathlib import Path
@@ -22,8 +21,6 @@ CHANGES = {  # (rollout, position, token id): what is said
     (2, 0, VOCAB): f"rollout g2-0 of prompt 'p2': token id {VOCAB} at position 0, in the prompt, ",  # no response
 }
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
-BROKEN = "NaN, infinity or values above 1.8e+19 in the weights"
-RATE = 1e30  # leaves finite weights that are too large
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +77,13 @@ def on_rank(case, config, layout) -> dict:
             plain["algorithm"][section] |= change
         return Policy(spec, type(config).model_validate(plain), layout)
 
-    def update(policy: Policy, mini_batches: int, rate: float, weight: float = 0.1) -> list[dict]:
-        """Makes a step's updates, each with a response, as `RLTrainer.train_step` does."""
-        source, of_update = rollouts(), np.array([0, mini_batches - 1, 0])
-        batch = TrainBatch(source, np.array([1.0, -1.0, 0.0]), of_update, np.full(len(LENGTHS), weight))
+    def update_without_weights(policy: Policy) -> dict:
+        """Makes a step's update in which all tokens have the weight 0."""
+        source = rollouts()
+        batch = TrainBatch(source, np.array([1.0, -1.0, 0.0]), np.zeros(3, np.int64), np.zeros(len(LENGTHS)))
         packed = policy.pack(source, batch.mini_batches)
         stats, reference = policy.token_stats(source, packed), policy.reference_logprobs(source, packed)
-        results = [policy.update(batch, mini, stats, reference, rate) for mini in packed]
-        policy.check_weights(rate)
-        return results
+        return policy.update(batch, packed[0], stats, reference, 1e-3)
 
     found = {name: said(lambda path=path: build(path)) for name, path in case["folders"].items()}
     policy, weights = build(), np.full(len(LENGTHS), 0.1)
@@ -102,11 +97,8 @@ def on_rank(case, config, layout) -> dict:
         if here:
             policy.chunks[-1].head_weight.data[0, 0] = torch.nan
         found[name] = said(lambda: policy.token_stats(batch, everyone))
-    found["2 updates"] = said(lambda: update(build(), 2, RATE))
-    policy = build()
-    found["sft"] = said(lambda: (policy.fit(batch, weights, RATE), policy.check_weights(RATE)))
-    found["kl"] = update(build(kl={"coef": 0.1, "reference": config.model.path}), 1, 1e-3, weight=0.0)
-    found["entropy"] = update(build(loss={"entropy_coef": 0.1}), 1, 1e-3, weight=0.0)
+    found["kl"] = update_without_weights(build(kl={"coef": 0.1, "reference": config.model.path}))
+    found["entropy"] = update_without_weights(build(loss={"entropy_coef": 0.1}))
     policy = build(kl={"coef": 0.1, "reference": case["folders"]["huge"]})
     found["reference NaN"] = said(lambda: policy.reference_logprobs(batch, everyone))
     return found
@@ -138,29 +130,19 @@ def test_a_weight_that_is_not_finite_is_refused_by_name_on_every_rank(said, fold
 
 
 def test_statistics_that_are_not_finite_end_the_run_on_every_rank(said, folders):
-    weight = f"; {BROKEN} of rank {len(said) - 1}: lm_head.weight"
     cases = (
-        ("NaN", "policy", weight),
-        ("NaN on all", "policy", f"; {BROKEN} of rank 0: lm_head.weight"),
-        ("reference NaN", f"algorithm.kl.reference {folders['huge']}", f"; {BROKEN} of rank 0: model.norm.weight"),
+        ("NaN", "policy"),
+        ("NaN on all", "policy"),
+        ("reference NaN", f"algorithm.kl.reference {folders['huge']}"),
     )
     for rank in said:
-        for case, model, cause in cases:
+        for case, model in cases:
             assert rank[case] == (
                 f"NonFiniteError: NaN or infinite logprobs or entropy of the {model} in 2 of 3 responses; the first: "
-                f"rollout g0-0 of prompt 'p0'{cause}"
+                "rollout g0-0 of prompt 'p0'"
             )
-
-
-@pytest.mark.parametrize("updates", ["2 updates", "sft"])
-def test_an_update_that_ruins_the_weights_is_found_after_it_on_every_rank(said, updates):
-    for rank in said:
-        assert rank[updates].startswith(
-            f"NonFiniteError: the update at learning rate {RATE:g} ruined the weights, and they are not saved: "
-            f"{BROKEN} of rank 0: model.embed_tokens.weight; lower optimizer.lr or optimizer.weight_decay"
-        )
 
 
 @pytest.mark.parametrize("term", ["kl", "entropy"])
 def test_an_update_in_which_no_token_has_a_weight_is_skipped(said, term):
-    assert all(rank[term] == [{"skipped": 1.0}] for rank in said)
+    assert all(rank[term] == {"skipped": 1.0} for rank in said)

@@ -18,7 +18,7 @@ def on_rank(case: dict, config, layout) -> dict:
     policy, source = Policy(spec, config, layout), rollouts(spec.vocab_size, 7, None)
     minis = policy.pack(source, [np.arange(len(source.prompt_ids))])
     stats = policy.token_stats(source, minis)
-    gap = policy.teacher_logprobs(source, minis).double().numpy() - stats.logprobs.numpy()
+    gap = policy.token_stats(source, minis, "algorithm.teacher.path").logprobs.double().numpy() - stats.logprobs.numpy()
     batch = TrainBatch.build(source, config, teacher_gap=gap)
     found = policy.gradient(batch, minis[0], stats, None, 1e-3).found
     fields = {"gap": gap, "advantages": batch.advantages, "weights": batch.weights}

@@ -36,7 +36,6 @@ def metrics(
     implicit=None,
     process=None,
     scores=({}, {}),
-    spike=None,
     version=0,
     fits=(),
     values=(None, None),
@@ -44,8 +43,8 @@ def metrics(
 ) -> dict[str, float]:
     """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance.
     `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards; `process`:
-    what they add to the tokens' advantages; `spike`: of the optimizer, with one more update that is a spike;
-    `version`: of the weights that sampled all tokens; `fits`: updates of a critic, `values`: its values and returns.
+    what they add to the tokens' advantages; `version`: of the weights that sampled all tokens; `fits`: updates of a
+    critic, `values`: its values and returns.
     `rewards`: those of RolloutResult."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     sampled = [
@@ -72,7 +71,6 @@ def metrics(
         output_dir="o",
         rollout={"max_new_tokens": 8},
         algorithm=algorithm,
-        optimizer={"spike": spike},
     )
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
@@ -81,7 +79,7 @@ def metrics(
             rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit, None, *values
         ),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
-        [update, {"skipped": 1.0}, *([{**update, "grad_norm": 6.0, "skipped": 1.0, "spike": 1.0}] if spike else [])],
+        [update, {"skipped": 1.0}],
         fits,
         synced or SyncReport(),
         clock or Clock(),
@@ -157,12 +155,6 @@ def test_what_the_servers_did():
     assert (found["fleet/server-1/gpu_memory"], found["fleet/server-1/gpu_utilisation"]) == (70, 0.25)
     assert (found["fleet/gpu_memory_max"], found["fleet/gpu_utilisation"]) == (70, 0.25)
     assert "fleet/server-0/gpu_memory" not in found
-
-
-def test_updates_that_were_skipped_as_spikes_are_counted():
-    found = metrics(spike={"above": 2.0})
-    assert (found["policy/gradient_spikes"], found["policy/skipped_updates"], found["policy/grad_norm"]) == (1, 2, 4.0)
-    assert "policy/gradient_spikes" not in metrics()
 
 
 def test_of_a_critic():
