@@ -11,7 +11,6 @@ from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import ExpectedLengths, Request
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse, group_id, rollout_id
 from dynamo_megatron.rollout.sampling import tail_seconds
-from dynamo_megatron.runtime.array_sharing import concatenate
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
@@ -118,7 +117,7 @@ class StepSession:
         times = {"generate": time.monotonic() - self.started, "tail": tail_seconds(self.finished)}
         batches = [self.batches[name] for name in self.wanted if name in self.batches]
         return RolloutResult(
-            RolloutBatch.join(batches, concatenate),
+            RolloutBatch.join(batches),
             {name: self.outcomes[name] for name in self.wanted},
             times,
             [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
