@@ -33,7 +33,6 @@ from dynamo_megatron.checkpoint.weights import load_bridged  # noqa: E402
 from dynamo_megatron.config import ParallelConfig  # noqa: E402
 from dynamo_megatron.errors import InputError  # noqa: E402
 from dynamo_megatron.models.bridged import KINDS, PROBE, shrink  # noqa: E402
-from dynamo_megatron.models.mapping import HF_HEAD  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.runtime import plain_json  # noqa: E402
 from dynamo_megatron.runtime.plain_text import error_line  # noqa: E402
@@ -70,11 +69,7 @@ def logits_gap(raw: Mapping[str, Any], seed: int) -> float:
     reference = random_model(read_config(raw), seed)
     state = revert_weight_conversion(reference, dict(reference.state_dict()))
     model = build(read_config(raw), torch.float32, ParallelConfig())
-    loaded = load_bridged(model, state.__getitem__)
-    if reference.config.tie_word_embeddings:
-        loaded.add(HF_HEAD)
-    if left := sorted(state.keys() - loaded):
-        raise InputError(f"no parameter is made of {left[0]}")
+    load_bridged(model, state.__getitem__)  # a tensor that has no place makes a difference
     vocabulary = reference.config.vocab_size
     tokens = torch.randint(0, vocabulary, (sum(LENGTHS) + len(LENGTHS),), generator=torch.Generator().manual_seed(seed))
     ends = np.cumsum([0, *(length + 1 for length in LENGTHS)])

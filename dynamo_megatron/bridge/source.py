@@ -51,18 +51,11 @@ MegatronParamMapping.gather_from_tp_ranks = _gather
 AutoMapping.register_module_type("PackedAttention", "column")
 
 
-class Task(NamedTuple):
-    """The conversion of one parameter (or buffer that a checkpoint has)."""
-
-    mapping: MegatronParamMapping
-    module: torch.nn.Module
-    parameter: torch.Tensor
-
-
 class Unit(NamedTuple):
     names: tuple[str, ...]  # of the tensors in the Hugging Face folder
     fused: bool  # one tensor of all experts
-    tasks: list[Task]
+    # Of each parameter, or buffer that a checkpoint has: its mapping, its module, itself
+    parts: list[tuple[MegatronParamMapping, torch.nn.Module, torch.Tensor]]
 
 
 class BridgeModel(PolicyModel):
@@ -97,27 +90,27 @@ class BridgeModel(PolicyModel):
             names = tuple(names.values()) if isinstance(names, dict) else (names,)
             if fused := getattr(mapping, "is_grouped_export", False):
                 if groups.ep.size() > 1:
-                    raise InputError(f"parallel.ep: {names[0]} holds all experts in one tensor; use 1")
+                    raise InputError(f"parallel.ep: more than 1, but {names[0]} holds all experts in one tensor; use 1")
                 name = re.sub(r"experts\.local_experts\.\d+", "all_experts", name)
-            self.units.setdefault(name, Unit(names, fused, [])).tasks.append(Task(mapping, module, parameter))
+            self.units.setdefault(name, Unit(names, fused, [])).parts.append((mapping, module, parameter))
 
     def convert(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """This rank's values of a unit's parameters from the folder's tensors."""
-        tasks = self.units[name].tasks
-        weights = self._bridge.maybe_modify_loaded_hf_weight(tasks[0].mapping.hf_param, tensors)
-        return [task.mapping.hf_to_megatron(weights, task.module) for task in tasks]
+        parts = self.units[name].parts
+        weights = self._bridge.maybe_modify_loaded_hf_weight(parts[0][0].hf_param, tensors)
+        return [mapping.hf_to_megatron(weights, module) for mapping, module, _ in parts]
 
     @torch.no_grad()
     def export(self, name: str) -> dict[str, torch.Tensor]:
         """The folder's tensors of a unit, on the first tensor-parallel rank; on the others nothing of use. A collective
         over them where the unit is cut."""
         unit = self.units[name]
-        converted = [task.mapping.megatron_to_hf(task.parameter.detach(), task.module) for task in unit.tasks]
+        converted = [mapping.megatron_to_hf(value.detach(), module) for mapping, module, value in unit.parts]
         if not unit.fused:
             return {tensor: converted[0][tensor] for tensor in unit.names}
         (tensor,) = unit.names
         whole = torch.stack([one[tensor] for one in converted])
-        if getattr(unit.tasks[0].mapping, "transpose_on_export", False):
+        if getattr(unit.parts[0][0], "transpose_on_export", False):
             whole = whole.transpose(-1, -2).contiguous()
         return {tensor: whole}
 

@@ -117,11 +117,10 @@ def load_bridged(model: torch.nn.Module, read: Callable[[str], torch.Tensor]) ->
     wrong, done = [], set()
     for name, unit in model.units.items():
         tensors = {tensor: read(tensor) for tensor in unit.names}
-        for task, value in zip(unit.tasks, model.convert(name, tensors), strict=True):
-            if value.shape != task.parameter.shape:
-                here, given = list(task.parameter.shape), list(value.shape)
-                raise InputError(f"{name}: {here} in the model, {given} from the folder")
-            task.parameter.copy_(value)
+        for (_, _, parameter), value in zip(unit.parts, model.convert(name, tensors), strict=True):
+            if value.shape != parameter.shape:
+                raise InputError(f"{name}: {list(parameter.shape)} in the model, {list(value.shape)} from the folder")
+            parameter.copy_(value)
         back = model.export(name)
         done |= back.keys()
         if model.pg_collection.tp.rank() == 0:  # raised below: the others wait in `export`

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -62,9 +61,6 @@ def test_a_list_of_kinds_of_layers_is_kept_whole():
     assert shrink(uniform, uniform)["layer_types"] == ["full_attention"] * LAYERS
 
 
-Parameter = namedtuple("Parameter", "parameter")
-
-
 def toy_model(export=lambda w: w, load=lambda w: w):
     """Two parameters of one module, and Bridge's mappings of the first, or of both where `load` gives a value."""
     model = torch.nn.Linear(2, 3)
@@ -72,7 +68,7 @@ def toy_model(export=lambda w: w, load=lambda w: w):
     torch.nn.init.constant_(model.bias, torch.nan)
     parameters = {n: p for n, p in model.named_parameters() if n == "weight" or load(p) is not None}
     model.pg_collection = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
-    model.units = {n: SimpleNamespace(names=[f"hf.{n}"], tasks=[Parameter(p)]) for n, p in parameters.items()}
+    model.units = {n: SimpleNamespace(names=[f"hf.{n}"], parts=[(None, None, p)]) for n, p in parameters.items()}
     model.convert = lambda name, tensors: [load(tensors[f"hf.{name}"])]
     model.export = lambda name: {f"hf.{name}": export(parameters[name])}
     return model
