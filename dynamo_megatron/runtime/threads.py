@@ -42,14 +42,20 @@ class Call(Future):
 
 
 def for_each(
-    things: Iterable[T], function: Callable[[T], Any], on_poll: Callable[[], None] | None
+    things: Iterable[T],
+    function: Callable[[T], Any],
+    on_poll: Callable[[], None] | None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[list[tuple[T, Any]], list[tuple[T, str]]]:
     """Calls `function` for all things at once. Returns the things for which it returned, with the results, and those
     for which it failed, with the reasons.
 
-    Only errors of FORESEEN count as failures; others are raised. `on_poll` is called during the wait, and may raise.
+    Only errors of FORESEEN count as failures; others are raised. `meanwhile` is called once, here, while the calls run,
+    then during the wait `on_poll`; both may raise.
     """
     calls = [(thing, Call(function, thing)) for thing in things]
+    if meanwhile is not None:
+        meanwhile()
     while wait([call for _, call in calls], POLL_EVERY).not_done:
         if on_poll is not None:
             on_poll()

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,8 +98,9 @@ class WeightSync:
             self._transport.prepare()
             self._on_servers(under_way, self._transport.begin)
         self._share_failures(under_way)
+        stage = partial(self._stage, under_way, expected)
         for number in range(len(self.schedule.rounds)):
-            self._round(number, under_way, expected)
+            self._round(number, under_way, stage)
         self._transport.end()
         sums = {tp: checksums.gather(self._layout.host) for tp, checksums in expected.items()}
         sent = sum(self._layout.gather(under_way.sent))
@@ -121,20 +123,30 @@ class WeightSync:
         self._transport.close()
 
     # -- the steps of a sync ---------------------------------------------------------------------------------------
-    def _round(self, number: int, under_way: _UnderWay, expected: dict[int, ExpectedChecksums]) -> None:
-        """Gathers and hashes this rank's bucket of a round, and sends every sender's to every server. In one turn each
-        server receives from one sender, and different senders send to different servers."""
-        tensors, buckets = self._source.gather(number), self.schedule.rounds[number]
-        own = self.schedule.bucket_of(self._layout.rank, number)
-        if tensors is not None:
-            under_way.sent += self._transport.stage(own.number, tensors)
+    def _stage(self, under_way: _UnderWay, expected: dict[int, ExpectedChecksums], number: int) -> None:
+        """Makes this rank's bucket of a round ready, and hashes it."""
+        if (tensors := self._source.gather(number)) is not None:
+            bucket = self.schedule.bucket_of(self._layout.rank, number)
+            under_way.sent += self._transport.stage(bucket.number, tensors)
             for checksums in expected.values():
                 checksums.add(dequantized(tensors))
-        for turn in range(len(buckets)):
+
+    def _round(self, number: int, under_way: _UnderWay, stage: Callable[[int], None]) -> None:
+        """Sends every sender's bucket to every server. In one turn each server receives from one sender, and different
+        senders send to different servers. While servers work in the last turn, the next round is staged."""
+        rounds, ahead = self.schedule.rounds, self._transport.stages_ahead
+        own = self.schedule.bucket_of(self._layout.rank, number)
+        if number == 0 or not ahead:
+            stage(number)
+        last = len(rounds[number]) - 1
+        for turn in range(len(rounds[number])):
             # Of all servers, so that ranks agree on who receives from whom; those that have failed drop out.
-            mine = self._transport.turn(turn, buckets, own, under_way.endpoints)
+            mine = self._transport.turn(turn, rounds[number], own, under_way.endpoints)
             mine = [endpoint for endpoint in mine if endpoint.name not in under_way.failed]
-            under_way.sent += sum(self._on_servers(under_way, self._transport.send, mine))
+            more = ahead and turn == last and number + 1 < len(rounds)
+            meanwhile = partial(stage, number + 1) if more else None
+            sent = sum(self._on_servers(under_way, self._transport.send, mine, meanwhile))
+            under_way.sent += sent  # not in one line: staging adds to it, too
             self._share_failures(under_way)
 
     def _prove(self, under_way: _UnderWay, sums: dict[int, Expected | None]) -> float:
@@ -155,10 +167,11 @@ class WeightSync:
         under_way: _UnderWay,
         function: Callable[[Endpoint], T],
         endpoints: Sequence[Endpoint] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[T]:
         """`function` of the servers (None: the healthy ones) at once; notes failures, returns the others' results."""
         endpoints = under_way.healthy if endpoints is None else endpoints
-        done, failed = for_each(endpoints, function, under_way.on_poll)
+        done, failed = for_each(endpoints, function, under_way.on_poll, meanwhile)
         under_way.failed |= {endpoint.name: message for endpoint, message in failed}
         return [result for _, result in done]
 

@@ -23,6 +23,8 @@ class Transport(ABC):
     is called for it in this sync.
     """
 
+    stages_ahead = False  # whether a round's bucket may be staged during the last turn of the round before
+
     def prepare(self) -> None:  # noqa: B027  as others below: most transports have nothing to do
         """Rank 0, at the start of a sync, before any server is notified."""
 
@@ -32,7 +34,8 @@ class Transport(ABC):
 
     @abstractmethod
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
-        """A sender: makes bucket `number` ready for all servers; returns the bytes written for all of them together."""
+        """A sender: makes bucket `number` ready for all servers, from the next turn 0 on; returns the bytes written for
+        all of them together."""
 
     def turn(
         self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
