@@ -20,12 +20,13 @@ from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD
 from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import call_for
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, call_for
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 NAMED = 5  # parameters that a message names
 MASK = 0xFFFFFFFF
 TILE_WORDS = 8192
+CHUNK_WORDS = 1 << 22  # hashed at once; some 30 times as many bytes of temporaries
 SEED = 0x243F6A88
 # Seed, factor and rotation of each of the two lanes
 LANES = ((SEED, 0x27D4EB2D, 15), (((SEED * 0x9E3779B1) ^ 0xDEADBEEF) & MASK, 0x165667B1, 13))
@@ -91,19 +92,24 @@ class TileHash:
 
 
 def tile_sums(words: torch.Tensor, start: int) -> torch.Tensor:
-    """int64 [2, tiles], modulo 2^32, of int32 words, the first of which is word `start` of the tensor. On a CPU, whose
-    servers have the other hash, it is the kernel's reference."""
-    if words.is_cuda:
+    """int64 [2, tiles], modulo 2^32, of int32 words, the first of which is word `start` of the tensor."""
+    if words.is_cuda:  # the operators below are 48 launches a chunk
         from dynamo_megatron.kernels import tile_hash
 
         return tile_hash.tile_sums(words, start, TILE_WORDS, LANES)
-    i = torch.arange(start, start + len(words), device=words.device) & MASK
-    around = start % TILE_WORDS, -(start + len(words)) % TILE_WORDS  # words of these tiles in other parts
-    lanes = []
-    for seed, factor, rotation in LANES:
-        place = ((i * factor + seed) & MASK) ^ (((i << rotation) | (i >> (32 - rotation))) & MASK)
-        lanes.append(functional.pad(_mix((words.long() & MASK) ^ place), around).view(-1, TILE_WORDS).sum(1))
-    return torch.stack(lanes) & MASK
+    sums = []
+    for offset in range(-(start % TILE_WORDS), len(words), CHUNK_WORDS):  # chunks begin with a tile
+        chunk = words[max(0, offset) : offset + CHUNK_WORDS].long() & MASK
+        first = start + max(0, offset)
+        i = torch.arange(first, first + len(chunk), device=words.device) & MASK
+        around = first % TILE_WORDS, -(first + len(chunk)) % TILE_WORDS  # words of these tiles in other parts
+        lanes = []
+        for seed, factor, rotation in LANES:
+            rotated = ((i << rotation) | (i >> (32 - rotation))) & MASK
+            mixed = _mix(chunk ^ ((i * factor + seed) & MASK) ^ rotated)
+            lanes.append(functional.pad(mixed, around).view(-1, TILE_WORDS).sum(1))
+        sums.append(torch.stack(lanes))
+    return torch.cat(sums, 1) & MASK
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -197,3 +203,9 @@ def mismatch(endpoint: Endpoint, expected: Expected, timeout: float) -> str | No
     """
     (ranks,) = call_for(endpoint, "/weights_checker", {"action": "checksum"}, timeout, "ranks")
     return compare(expected, ranks)
+
+
+def server_device(endpoint: Endpoint) -> str:
+    """ "cpu" or "cuda": which of the two hashes the server has. Raises ServerError."""
+    (device,) = call_for(endpoint, "/server_info", None, CONTROL_TIMEOUT, "device")
+    return "cpu" if device == "cpu" else "cuda"

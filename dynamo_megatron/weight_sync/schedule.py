@@ -9,7 +9,8 @@ those of what is sent, its bound is that of what is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from dynamo_megatron.models.mapping import (
     parameter_names,
     to_huggingface,
 )
+from dynamo_megatron.models.server_layout import server_shard
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.lora import Adapter
@@ -66,6 +68,11 @@ class SendSchedule:
         """Of all tensors, once."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    @property
+    def tensors(self) -> frozenset[str]:
+        """All names that are sent."""
+        return frozenset(name for bucket in self.buckets for name in bucket.names)
+
     def bucket_of(self, rank: int, number: int) -> Bucket | None:
         """What `rank` sends in round `number`."""
         return next((bucket for bucket in self.rounds[number] if bucket.sender == rank), None)
@@ -86,16 +93,18 @@ def make_schedule(
     bucket_bytes: int,
     itemsize: int,
     quantization: str | None = None,
+    only: Collection[str] | None = None,
 ) -> SendSchedule:
     """The schedule for `ranks` training ranks in Megatron's order (tp, cp, ep, dp, pp from the fastest to the slowest).
 
     `itemsize`: bytes of a value that is not quantised. `quantization`: rollout.quantization of the servers that get the
-    weights. A parameter larger than `bucket_bytes` is a bucket of its own.
+    weights. A parameter larger than `bucket_bytes` is a bucket of its own. `only`: the Megatron parameters that are
+    sent; None: all.
     """
     stage_ranks = ranks // parallel.pp
     queues: dict[int, list[tuple[str, ...]]] = {}  # sender -> the parameters of each of its buckets
     sizes = {parameter: sum(tensors.values()) for parameter, tensors in _tensors(spec, itemsize, None).items()}
-    sent = _tensors(spec, itemsize, quantization)
+    sent = {p: t for p, t in _tensors(spec, itemsize, quantization).items() if only is None or p in only}
     for stage in range(parallel.pp):
         parameters = [p for p in sent if stage_of(p, spec, parallel) == stage]
         first = stage * stage_ranks  # tp 0, cp 0, dp 0 of the stage, and its ep 0 with expert-dp 0
@@ -134,6 +143,26 @@ def stage_of(name: str, spec: ModelSpec, parallel: ParallelConfig) -> int:
     if layer := LAYER.fullmatch(name):
         return int(layer[1]) * parallel.pp * parallel.vpp // spec.num_layers % parallel.pp
     return 0 if name == EMBEDDING else parallel.pp - 1
+
+
+@functools.cache
+def floor_bytes(
+    spec: ModelSpec, tp: int, itemsize: int, quantization: str | None = None, only: frozenset[str] | None = None
+) -> int:
+    """Bytes that a server of `tp` ranks needs at least: every rank's own parameters, once, padding apart. `only`: the
+    Hugging Face tensors that are counted; None: all.
+
+    Key and value heads fewer than ranks are held more than once, and so are norms and routers.
+    """
+    total = 0
+    for name, shape in huggingface_shapes(spec).items():
+        if only is not None and name not in only:
+            continue
+        whole = torch.empty(shape, device="meta")
+        for rank in range(tp):
+            part = server_shard(spec, name, whole, rank, tp)
+            total += sum(sent_bytes(name, part.shape, itemsize, quantization).values())
+    return total
 
 
 class BucketSource:

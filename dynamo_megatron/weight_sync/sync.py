@@ -17,17 +17,19 @@ from typing import TypeVar
 
 import torch
 
+from dynamo_megatron.models.adapters import adapted_weights
 from dynamo_megatron.models.fp8 import dequantized
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server import shares_memory
 from dynamo_megatron.rollout.servers.server_api import CHECK_TIMEOUT, ServerError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.weight_sync.folder import DiskTransport
-from dynamo_megatron.weight_sync.proof import Expected, ExpectedChecksums, mismatch
-from dynamo_megatron.weight_sync.schedule import BucketSource, make_schedule
+from dynamo_megatron.weight_sync.proof import Expected, ExpectedChecksums, mismatch, server_device
+from dynamo_megatron.weight_sync.schedule import BucketSource, floor_bytes, make_schedule
 from dynamo_megatron.weight_sync.transports import choose_transport
 from dynamo_megatron.weight_sync.transports.base import Transport
 from dynamo_megatron.weight_sync.transports.group import GroupTransport
@@ -45,7 +47,7 @@ class SyncReport:
     pause_seconds: float = 0.0  # of these, while the servers rested: once begin_sync has them, until end_sync is done
     proof_seconds: float = 0.0  # of these, asking the servers for their checksums
     bytes: int = 0  # written for all servers together, and sent to each rank of each
-    floor_bytes: int = 0  # all parameters, once for each server
+    floor_bytes: int = 0  # every server rank's own parameters, once
     needed: str = ""  # why no server took the weights, where none did
 
     def __add__(self, other: SyncReport) -> SyncReport:
@@ -61,18 +63,30 @@ class WeightSync:
     def __init__(self, policy: Policy, rollout: RolloutWorker | None, coordinator: Coordinator):
         self._policy, self._rollout, self._coordinator = policy, rollout, coordinator
         self._layout, self._config = policy.layout, policy.config.rollout
-        self.schedule = make_schedule(
+        self._itemsize = getattr(torch, policy.config.model.dtype).itemsize
+        schedule = partial(
+            make_schedule,
             policy.spec,
             policy.config.parallel,
             self._layout.world_size,
             bucket_bytes=self._config.sync.bucket_bytes,
-            itemsize=getattr(torch, policy.config.model.dtype).itemsize,
+            itemsize=self._itemsize,
             quantization=self._config.quantization,
         )
+        self.schedule = schedule()
         self._source = BucketSource(policy, self.schedule)
         hosts = len(set(self._layout.gather(socket.gethostname())))
-        self._transport = self._make(choose_transport(self._config, torch.cuda.is_available(), hosts))
+        transport = choose_transport(self._config, torch.cuda.is_available(), hosts)
+        self._transport = self._make(transport)
+        # What adapters change, for servers that have the rest from an earlier sync, which their checksums prove.
+        self._changing: BucketSource | None = None
+        kept = self._config.proof.checksums and not shares_memory(self._config) and transport != "disk"
+        if (lora := policy.config.model.lora) is not None and kept:
+            self._changing = BucketSource(policy, schedule(only=set(adapted_weights(policy.spec, lora))))
+        self._whole: set[Endpoint] = set()  # servers that have all weights of the last sync
+        self._proved: dict[int, Expected] = {}  # on rank 0, by tp, what they have
         self.endpoints: list[Endpoint] = []  # that the last sync began with
+        self._device: str | None = None  # of the servers, once one has been asked
 
     def sync(self, version: int, on_poll: OnPoll = None, on_wait: OnPoll = None) -> SyncReport:
         """Brings every server to the policy's weights under `version`. Collective over all ranks.
@@ -82,30 +96,32 @@ class WeightSync:
         OSError if the disk is full.
         """
         start = time.monotonic()
-
-        def begin() -> list[Endpoint]:
-            return [] if self._rollout is None else self._rollout.begin_sync(version, on_wait)
-
-        self.endpoints = endpoints = self._on_rank_0("begin", begin)
+        endpoints, device = self._on_rank_0("begin", partial(self._begin, version, on_wait))
         paused = time.monotonic()
+        self.endpoints = endpoints
         if not endpoints:
             return SyncReport()
-        under_way = _UnderWay(endpoints, on_poll)
+        source, under_way, counted = self._source, _UnderWay(endpoints, on_poll), None
+        if self._changing is not None and self._whole.issuperset(endpoints):
+            source, counted = self._changing, self._changing.schedule.tensors
         tps = {e.tp for e in endpoints} if self._config.proof.checksums else set()
-        device = self._layout.device.type
         expected = {tp: ExpectedChecksums(self._policy.spec, tp, device) for tp in sorted(tps)}
         if self._layout.rank == 0:
             self._transport.prepare()
             self._on_servers(under_way, self._transport.begin)
         self._share_failures(under_way)
-        stage = partial(self._stage, under_way, expected)
-        for number in range(len(self.schedule.rounds)):
-            self._round(number, under_way, stage)
+        stage = partial(self._stage, source, under_way, expected)
+        for number in range(len(source.schedule.rounds)):
+            self._round(number, source, under_way, stage)
         self._transport.end()
         sums = {tp: checksums.gather(self._layout.host) for tp, checksums in expected.items()}
+        if self._layout.rank == 0:
+            if source is self._changing:
+                sums = {tp: [o | n for o, n in zip(self._proved[tp], new, strict=True)] for tp, new in sums.items()}
+            self._proved = sums
         sent = sum(self._layout.gather(under_way.sent))
 
-        def settle() -> SyncReport:
+        def settle() -> tuple[SyncReport, list[Endpoint]]:
             needed = ""
             self._on_servers(under_way, lambda e: self._transport.finish(e, version))
             proof_seconds = self._prove(under_way, sums)
@@ -114,28 +130,44 @@ class WeightSync:
             except SyncNeeded as error:
                 needed = str(error)
             end = time.monotonic()
-            floor = self.schedule.nbytes * len(endpoints)
-            return SyncReport(end - start, end - paused, proof_seconds, sent, floor, needed)
+            width = self._itemsize, self._config.quantization
+            floor = sum(floor_bytes(self._policy.spec, e.tp, *width, only=counted) for e in endpoints)
+            return SyncReport(end - start, end - paused, proof_seconds, sent, floor, needed), under_way.healthy
 
-        return self._on_rank_0("end", settle)
+        report, whole = self._on_rank_0("end", settle)
+        self._whole = set(whole)
+        return report
 
     def close(self) -> None:
         self._transport.close()
 
+    def _begin(self, version: int, on_wait: OnPoll) -> tuple[list[Endpoint], str]:
+        """The servers and what they run on, "cpu" or "cuda": external ones perhaps not on what this rank does."""
+        endpoints = [] if self._rollout is None else self._rollout.begin_sync(version, on_wait)
+        for endpoint in endpoints if self._device is None else ():
+            try:
+                self._device = server_device(endpoint)
+                break
+            except ServerError:
+                continue
+        return endpoints, self._device or self._layout.device.type
+
     # -- the steps of a sync ---------------------------------------------------------------------------------------
-    def _stage(self, under_way: _UnderWay, expected: dict[int, ExpectedChecksums], number: int) -> None:
+    def _stage(
+        self, source: BucketSource, under_way: _UnderWay, expected: dict[int, ExpectedChecksums], number: int
+    ) -> None:
         """Makes this rank's bucket of a round ready, and hashes it."""
-        if (tensors := self._source.gather(number)) is not None:
-            bucket = self.schedule.bucket_of(self._layout.rank, number)
+        if (tensors := source.gather(number)) is not None:
+            bucket = source.schedule.bucket_of(self._layout.rank, number)
             under_way.sent += self._transport.stage(bucket.number, tensors)
             for checksums in expected.values():
                 checksums.add(dequantized(tensors))
 
-    def _round(self, number: int, under_way: _UnderWay, stage: Callable[[int], None]) -> None:
+    def _round(self, number: int, source: BucketSource, under_way: _UnderWay, stage: Callable[[int], None]) -> None:
         """Sends every sender's bucket to every server. In one turn each server receives from one sender, and different
         senders send to different servers. While servers work in the last turn, the next round is staged."""
-        rounds, ahead = self.schedule.rounds, self._transport.stages_ahead
-        own = self.schedule.bucket_of(self._layout.rank, number)
+        rounds, ahead = source.schedule.rounds, self._transport.stages_ahead
+        own = source.schedule.bucket_of(self._layout.rank, number)
         if number == 0 or not ahead:
             stage(number)
         last = len(rounds[number]) - 1

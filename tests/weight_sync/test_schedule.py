@@ -8,7 +8,7 @@ import pytest
 from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.mapping import huggingface_names, huggingface_shapes, is_expert
-from dynamo_megatron.weight_sync.schedule import make_schedule
+from dynamo_megatron.weight_sync.schedule import floor_bytes, make_schedule
 
 DENSE = [
     {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": 1, "dp": 2}
@@ -75,3 +75,14 @@ def test_buckets_are_bounded_and_keep_fused_parameters_whole(specs):
             assert bucket.nbytes <= limit or len(bucket.parameters) == 1
             assert list(bucket.names) == [name for p in bucket.parameters for name in huggingface_names(spec, p)]
     assert [len(buckets) for buckets in schedule.rounds] == [2]  # a stage is one bucket
+
+
+def test_the_floor_counts_every_server_ranks_own_parameters(specs):
+    spec = specs["qwen2"]
+    shapes = huggingface_shapes(spec)
+    total = sum(4 * math.prod(shape) for shape in shapes.values())
+    assert floor_bytes(spec, 1, 4) == total
+    norms = sum(4 * math.prod(shape) for name, shape in shapes.items() if "norm" in name)
+    assert floor_bytes(spec, 2, 4) == total + norms
+    keys = sum(4 * math.prod(s) for name, s in shapes.items() if "k_proj" in name or "v_proj" in name)
+    assert floor_bytes(spec, 4, 4) == total + 3 * norms + keys  # two key/value heads on four ranks

@@ -40,11 +40,15 @@ def test_a_tp2_pp2_policy(tiny_model, sglang_server, run_syncs, tmp_path):
     check(seen["tp2-pp2"], 2, [sglang_server])
 
 
-def test_a_policy_with_adapters(tiny_model, sglang_server, run_syncs, tmp_path):
+def test_after_the_first_sync_only_what_adapters_change_is_sent(tiny_model, sglang_server, run_syncs, tmp_path):
     job = {"model": tiny_model, "dtype": "float32", "servers": [sglang_server], "layouts": {"tp2": (2, {"tp": 2})}}
     job["lora"] = {"rank": 4, "targets": ["attention"]}
-    for sync in run_syncs(tmp_path / "job", transports=("tensor",), syncs=2, **job)["tp2"]:
+    first, second = run_syncs(tmp_path / "job", transports=("tensor",), syncs=2, **job)["tp2"]
+    for sync in (first, second):
         proved(sync, sglang_server.endpoint.name)
+        assert sync["floor_bytes"] <= sync["bytes"] <= 1.1 * sync["floor_bytes"]
+    attention = 2 * 4 * (64 * (64 + 2 * 32) + 64 * 64)  # of two layers, four bytes each
+    assert first["floor_bytes"] > 3 * attention and second["floor_bytes"] == attention
 
 
 @pytest.mark.full
