@@ -8,6 +8,7 @@ Bridge's mappings, and its logits of packed sequences are compared in float32.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,7 @@ from dynamo_megatron.bridge.source import build  # noqa: E402
 from dynamo_megatron.checkpoint.weights import load_bridged  # noqa: E402
 from dynamo_megatron.config import ParallelConfig  # noqa: E402
 from dynamo_megatron.errors import InputError  # noqa: E402
-from dynamo_megatron.models.bridged import KINDS, PROBE, shrink  # noqa: E402
+from dynamo_megatron.models.bridged import KINDS, PROBE, SIZES, shrink  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.runtime import plain_json  # noqa: E402
 from dynamo_megatron.runtime.plain_text import error_line  # noqa: E402
@@ -82,18 +83,53 @@ def logits_gap(raw: Mapping[str, Any], seed: int) -> float:
     return (ours - theirs).abs().max().nan_to_num(float("inf")).item()
 
 
+def differing_field(small: Mapping[str, Any]) -> str | None:
+    """The field of config.json, with its value, without which the logits agree: at its default, or left out. Several,
+    joined by commas, where one alone does not do; None: they differ with the family's defaults, too."""
+    defaults = type(read_config(small))(num_hidden_layers=small["num_hidden_layers"]).to_dict()
+    defaults = shrink(defaults, defaults) | {key: small[key] for key in SIZES if small.get(key) is not None}
+
+    def agree_without(fields: list[str]) -> bool:
+        kept = {key: value for key, value in small.items() if key not in fields}
+        try:
+            gap = logits_gap(kept | {key: defaults[key] for key in fields if key in defaults}, SEEDS[0])
+        except Exception:  # of Bridge, Megatron or transformers, whatever it is
+            return False
+        finally:
+            gc.collect()  # Megatron's modules are in cycles
+        return gap <= TOLERANCE
+
+    needed = [key for key, value in small.items() if key != "architectures" and value != defaults.get(key)]
+    if not agree_without(needed):
+        return None
+    size = len(needed)
+    while size := size // 2:  # drop those that do not matter, ever fewer at once
+        for start in reversed(range(0, len(needed), size)):
+            rest = needed[:start] + needed[start + size :]
+            if rest and agree_without(rest):
+                needed = rest
+    return ", ".join(f"{key}: {small[key]!r:.120}" for key in needed)
+
+
 def prove(raw: Mapping[str, Any]) -> float:
-    """The largest difference of a logit. Raises InputError where it is too large, or where there is no model."""
+    """The largest difference of a logit. Raises InputError, which names the field of config.json that makes it too
+    large or the model impossible."""
     gap = float("inf")
     try:
         small = shrink(raw, read_config(raw).to_dict())
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"transformers does not read it ({error_line(error, 160)})") from None
+    try:
         for seed in SEEDS:
             gap = min(gap, logits_gap(small, seed))
             if gap <= TOLERANCE:
                 return gap
+        what = f"logits of a small model of it differ by {gap:.2g} from transformers'"
     except Exception as error:  # of Bridge, Megatron or transformers, whatever it is
-        raise InputError(f"it cannot be built ({error_line(error, 160)})") from None
-    raise InputError(f"logits of a small model of it differ by {gap:.2g} from transformers'")
+        what = f"it cannot be built ({error_line(error, 160)})"
+    if (field := differing_field(small)) is None:
+        raise InputError(f"{what}, for model_type {raw['model_type']!r} as such, also with its default config")
+    raise InputError(f"{field}: {what}; without it the logits agree")
 
 
 def start() -> None:

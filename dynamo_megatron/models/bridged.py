@@ -44,6 +44,8 @@ SMALL = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+OTHERS = ("num_hidden_layers", "num_key_value_heads", "linear_num_value_heads", "head_dim")
+SIZES = (*SMALL, *WIDTHS, *OTHERS, *MULTI_TOKEN)
 
 
 def bridged_spec(config: Mapping[str, Any], folder: Path) -> ModelSpec:
