@@ -93,8 +93,6 @@ def step_figures(line: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
             for name, count in line.items()
             if name.startswith("fleet/") and name.endswith("/rollouts")
         },
-        "released bytes": line.get("memory/released_bytes"),
-        "server released bytes": line.get("memory/server_released_bytes"),
     }
 
 

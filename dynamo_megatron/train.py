@@ -31,7 +31,6 @@ from dynamo_megatron.serving import Serving
 from dynamo_megatron.tracking.resources import RankResources, resource_metrics
 from dynamo_megatron.tracking.step_metrics import step_metrics
 from dynamo_megatron.types import RolloutBatch, TokenStats
-from dynamo_megatron.weight_sync.memory import memory_metrics
 from dynamo_megatron.weight_sync.sync import SyncReport
 
 
@@ -70,7 +69,7 @@ class Trainer:
             self.controller.begin(run.start)
         self.phases.clock.restart()
         if self.phases.memory is not None:
-            self.phases.memory.report()  # what the start has moved is no part of a step
+            self.phases.memory.seconds = 0.0  # what the start has moved is no part of a step
         run.save()
         self.evaluate_if_due(run.start)
         for step in range(run.start + 1, self.config.trainer.steps + 1):
@@ -219,13 +218,12 @@ class Trainer:
         layout, memory, clock = self.policy.layout, self.phases.memory, self.phases.clock
         resources = layout.gather(self.resources.take())
         routing = self.policy.routing.take() if self.policy.routing is not None else {}
-        moved = layout.gather(memory.report()) if memory is not None else None
         if self.controller is not None:
             record = self.controller.record(step, sampled.rounds)
             metrics = step_metrics(record, batch, sampled.stats, updates, fits, synced, clock, self.config)
             metrics |= resource_metrics(resources, Path(self.config.output_dir)) | routing
-            if moved is not None:
-                metrics |= memory_metrics(moved)
+            if memory is not None:
+                metrics["time/memory"], memory.seconds = memory.seconds, 0.0
             self.controller.log(record, metrics, batch, sampled.stats)
         clock.restart()  # the evaluation and the save of this step count into the time of the next one
 

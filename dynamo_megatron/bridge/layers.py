@@ -3,8 +3,6 @@ in place of FLA's functions for linear attention. Experts are Megatron's own Seq
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
@@ -56,26 +54,14 @@ TE_LAYERS = {
 }
 
 
-def causal_conv1d(x, weight, bias, activation, cu_seqlens=None, **_) -> tuple[torch.Tensor, None]:
-    """x [b, s, d], weight [d, w]"""
+def causal_conv1d(x, weight, bias, activation, cu_seqlens, **_) -> tuple[torch.Tensor, None]:
+    """x [1, s, d], weight [d, w]"""
     assert activation in ("silu", "swish")
-
-    def convolve(x: torch.Tensor) -> torch.Tensor:
-        padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
-        return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).transpose(1, 2)
-
-    return _of_each_sequence(convolve, cu_seqlens, x)
+    parts = [F.pad(part.mT, (weight.shape[1] - 1, 0)) for part in x.split(cu_seqlens.diff().tolist(), 1)]
+    return torch.cat([F.silu(F.conv1d(part, weight[:, None], bias, groups=len(weight))).mT for part in parts], 1), None
 
 
-def chunk_gated_delta_rule(q, k, v, *, g, beta, cu_seqlens=None, **_) -> tuple[torch.Tensor, None]:
-    """[b, s, heads, d]"""
-    return _of_each_sequence(lambda *parts: torch_chunk_gated_delta_rule(*parts)[0], cu_seqlens, q, k, v, g, beta)
-
-
-def _of_each_sequence(compute: Callable, cu_seqlens: torch.Tensor, *packed: torch.Tensor) -> tuple[torch.Tensor, None]:
-    parts = zip(*(x.split(cu_seqlens.diff().tolist(), dim=1) for x in packed), strict=True)
-    return torch.cat([compute(*part) for part in parts], dim=1), None
-
-
-def unit_norm(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+def chunk_gated_delta_rule(q, k, v, *, g, beta, cu_seqlens, **_) -> tuple[torch.Tensor, None]:
+    """[1, s, heads, d]"""
+    parts = zip(*(x.split(cu_seqlens.diff().tolist(), 1) for x in (q, k, v, g, beta)), strict=True)
+    return torch.cat([torch_chunk_gated_delta_rule(*part)[0] for part in parts], 1), None

@@ -1,18 +1,16 @@
 """Run as `python -P -m dynamo_megatron.bridge.proof FOLDER`, without GPUs (bridge/environment.py), by one process: does
-Bridge's model of this config.json compute what transformers' does? Prints one JSON object: {"difference": ...} or
-{"refused": why}.
+Bridge's model of this config.json compute what transformers' does? Prints the largest difference of a logit, or ends
+with the reason why the model is refused as its last line.
 
-A small random model of the same config.json (bridge/shrink.py) is saved as transformers saves it, loaded through
+A small random model of the same config.json (`shrink`) is saved as transformers saves it, loaded through
 Bridge's mappings, and its logits of packed sequences are compared in float32.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +26,14 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig  # noqa: E402
 from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 
-from dynamo_megatron.bridge import shrink  # noqa: E402
-from dynamo_megatron.bridge.loading import load_model  # noqa: E402
 from dynamo_megatron.bridge.source import build  # noqa: E402
+from dynamo_megatron.checkpoint.weights import load_bridged  # noqa: E402
 from dynamo_megatron.config import ParallelConfig  # noqa: E402
 from dynamo_megatron.errors import InputError  # noqa: E402
-from dynamo_megatron.models.mapping import HF_HEAD  # noqa: E402
+from dynamo_megatron.models.bridged import KINDS, PROBE, SIZES, shrink  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.runtime import plain_json  # noqa: E402
 from dynamo_megatron.runtime.plain_text import error_line  # noqa: E402
@@ -44,14 +41,12 @@ from dynamo_megatron.types import Sequences  # noqa: E402
 
 TOLERANCE = 1e-5  # of logits whose standard deviation is about 0.5
 SEEDS = (0, 1)  # a tie between experts that rounding decides may spoil one
-LENGTHS = (7, shrink.PROBE, 33)
+LENGTHS = (7, PROBE, 33)
 
 
 def read_config(raw: Mapping[str, Any]) -> PretrainedConfig:
     """As transformers reads a folder with this config.json."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(raw))
-        return AutoConfig.from_pretrained(folder)
+    return CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
 
 
 @torch.no_grad()
@@ -60,7 +55,7 @@ def random_model(config: PretrainedConfig, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     lasting = set(model.state_dict())
-    width = 0.25 if "linear_attention" in (getattr(config, shrink.KINDS, None) or ()) else 0.5
+    width = 0.25 if "linear_attention" in (getattr(config, KINDS, None) or ()) else 0.5
     for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n in lasting)]:
         if tensor.ndim >= 2:
             tensor.normal_(0, width / tensor.shape[-1] ** 0.5)
@@ -75,11 +70,7 @@ def logits_gap(raw: Mapping[str, Any], seed: int) -> float:
     reference = random_model(read_config(raw), seed)
     state = revert_weight_conversion(reference, dict(reference.state_dict()))
     model = build(read_config(raw), torch.float32, ParallelConfig())
-    loaded = load_model(model, state.__getitem__)
-    if reference.config.tie_word_embeddings:
-        loaded.add(HF_HEAD)
-    if left := sorted(state.keys() - loaded):
-        raise InputError(f"no parameter is made of {left[0]}")
+    load_bridged(model, state.__getitem__)  # a tensor that has no place makes a difference
     vocabulary = reference.config.vocab_size
     tokens = torch.randint(0, vocabulary, (sum(LENGTHS) + len(LENGTHS),), generator=torch.Generator().manual_seed(seed))
     ends = np.cumsum([0, *(length + 1 for length in LENGTHS)])
@@ -92,39 +83,53 @@ def logits_gap(raw: Mapping[str, Any], seed: int) -> float:
     return (ours - theirs).abs().max().nan_to_num(float("inf")).item()
 
 
-def best_gap(raw: Mapping[str, Any], seeds: Sequence[int] = SEEDS) -> tuple[float, str]:
-    """The smallest over the seeds, until one passes, infinite if there is no model; and what is wrong."""
-    best = float("inf")
-    for seed in seeds:
+def differing_field(small: Mapping[str, Any]) -> str | None:
+    """The field of config.json, with its value, without which the logits agree: at its default, or left out. Several,
+    joined by commas, where one alone does not do; None: they differ with the family's defaults, too."""
+    defaults = type(read_config(small))(num_hidden_layers=small["num_hidden_layers"]).to_dict()
+    defaults = shrink(defaults, defaults) | {key: small[key] for key in SIZES if small.get(key) is not None}
+
+    def agree_without(fields: list[str]) -> bool:
+        kept = {key: value for key, value in small.items() if key not in fields}
         try:
-            best = min(best, logits_gap(raw, seed))
-        except Exception as error:  # of Bridge, Megatron or transformers, whatever it is
-            return float("inf"), f"Bridge fails ({error_line(error, 160)})"
+            gap = logits_gap(kept | {key: defaults[key] for key in fields if key in defaults}, SEEDS[0])
+        except Exception:  # of Bridge, Megatron or transformers, whatever it is
+            return False
         finally:
             gc.collect()  # Megatron's modules are in cycles
-        if best <= TOLERANCE:
-            break
-    return best, f"logits differ by {best:.2g} from transformers'"
+        return gap <= TOLERANCE
+
+    needed = [key for key, value in small.items() if key != "architectures" and value != defaults.get(key)]
+    if not agree_without(needed):
+        return None
+    size = len(needed)
+    while size := size // 2:  # drop those that do not matter, ever fewer at once
+        for start in reversed(range(0, len(needed), size)):
+            rest = needed[:start] + needed[start + size :]
+            if rest and agree_without(rest):
+                needed = rest
+    return ", ".join(f"{key}: {small[key]!r:.120}" for key in needed)
 
 
-def prove(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """{"difference": ...}, or {"refused": ...}, which names the field of config.json that makes the difference."""
+def prove(raw: Mapping[str, Any]) -> float:
+    """The largest difference of a logit. Raises InputError, which names the field of config.json that makes it too
+    large or the model impossible."""
+    gap = float("inf")
     try:
-        small = shrink.shrink(raw, read_config(raw).to_dict())
-    except KeyError as error:
-        return {"refused": f"{error.args[0]}: missing; only models of text with a plain config.json are supported"}
-    except (ValueError, TypeError) as error:
-        return {"refused": f"transformers does not read it: {error_line(error)}"}
-    gap, what = best_gap(small)
-    if gap <= TOLERANCE:
-        return {"difference": gap}
-    defaults = type(read_config(small))(num_hidden_layers=small["num_hidden_layers"]).to_dict()
-    sizes = {key: small[key] for key in shrink.SIZES if small.get(key) is not None}
-    defaults = {**shrink.shrink(defaults, defaults), **sizes}
-    field = shrink.differing_field(small, defaults, lambda config: best_gap(config, SEEDS[:1])[0] <= TOLERANCE)
-    if field is None:
-        return {"refused": f"{what}, for model_type {raw.get('model_type')!r} as such, also with its default config"}
-    return {"refused": f"{field}: {what}; without it the logits agree"}
+        small = shrink(raw, read_config(raw).to_dict())
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"transformers does not read it ({error_line(error, 160)})") from None
+    try:
+        for seed in SEEDS:
+            gap = min(gap, logits_gap(small, seed))
+            if gap <= TOLERANCE:
+                return gap
+        what = f"logits of a small model of it differ by {gap:.2g} from transformers'"
+    except Exception as error:  # of Bridge, Megatron or transformers, whatever it is
+        what = f"it cannot be built ({error_line(error, 160)})"
+    if (field := differing_field(small)) is None:
+        raise InputError(f"{what}, for model_type {raw['model_type']!r} as such, also with its default config")
+    raise InputError(f"{field}: {what}; without it the logits agree")
 
 
 def start() -> None:
@@ -136,4 +141,7 @@ def start() -> None:
 
 if __name__ == "__main__":
     start()
-    print(json.dumps(prove(plain_json.read_object(Path(sys.argv[1]) / "config.json"))), flush=True)
+    try:
+        print(f"{prove(plain_json.read_object(Path(sys.argv[1]) / 'config.json')):.1e}")
+    except InputError as refusal:
+        sys.exit(str(refusal))

@@ -32,8 +32,9 @@ def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, l
     `layout` (policy/layout.py; the policy calls this, so that it is not imported here). Raises ValueError, the same on
     every rank, also where only one rank reads the faulty tensor."""
     if spec.bridged is not None:
-        loaded = layout.gather(_on_every_rank(layout, lambda: [chunk.load(path, spec) for chunk in chunks]))
-        if left := huggingface_shapes(spec).keys() - set().union(*(names for of_rank in loaded for names in of_rank)):
+        (model,) = chunks
+        done = _on_every_rank(layout, lambda: load_bridged(model, SafetensorsFolder(path, spec).get))
+        if left := huggingface_shapes(spec).keys() - set().union(*layout.gather(done)):
             raise InputError(f"{path}: {len(left)} tensors have no place in Bridge's model, the first: {min(left)}")
         return
     if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
@@ -105,6 +106,30 @@ def load_weights(
         used.update(f"model.layers.{layer}.{part}" for parts in own for part in parts)
     if wrong := [name for name, times in used.items() if times != (2 if name.startswith("model.layers.") else 1)]:
         raise InputError(f"{folder.path}: tensor {wrong[0]} does not have one parameter in the model")
+
+
+@torch.no_grad()
+def load_bridged(model: torch.nn.Module, read: Callable[[str], torch.Tensor]) -> set[str]:
+    """Loads a folder's tensors into this rank's stage of a Bridge model (bridge/source.py), whose parameters are NaN
+    before. What is loaded is converted back, and has to equal the folder's tensors bit by bit. Returns their names.
+    `read` gives a tensor by its name, in any dtype. A collective over tensor-parallel ranks, of which the first
+    compares. Raises InputError naming the parameter or the tensor."""
+    wrong, done = [], set()
+    for name, unit in model.units.items():
+        tensors = {tensor: read(tensor) for tensor in unit.names}
+        for (_, _, parameter), value in zip(unit.parts, model.convert(name, tensors), strict=True):
+            if value.shape != parameter.shape:
+                raise InputError(f"{name}: {list(parameter.shape)} in the model, {list(value.shape)} from the folder")
+            parameter.copy_(value)
+        back = model.export(name)
+        done |= back.keys()
+        if model.pg_collection.tp.rank() == 0:  # raised below: the others wait in `export`
+            wrong += [n for n, stored in tensors.items() if not torch.equal(back[n].cpu(), stored.to(back[n].dtype))]
+    if wrong:
+        raise InputError(f"tensor {wrong[0]}: what Bridge writes back is not what it read, or it holds NaN")
+    if left := [name for name, parameter in model.named_parameters() if not is_finite(parameter)]:
+        raise InputError(f"parameter {left[0]} was not loaded, or has infinite values")
+    return done
 
 
 def open_weights(path: str | Path, spec: ModelSpec) -> SafetensorsFolder | MegatronFolder:

@@ -115,7 +115,7 @@ def run_rank(job: Job) -> int:
     """Carries the job out as the rank that RANK names; returns the exit code."""
     rank, config = int(os.environ["RANK"]), job.config
     stop = StopFlag(config.trainer.stop_when.wall_time if config.trainer.stop_when else None)
-    coordinator = refusal = None
+    coordinator = None
     running = False
     try:
         if job.output is not None and (why := job.output.finished()) is not None:
@@ -131,7 +131,7 @@ def run_rank(job: Job) -> int:
         store = connect_store(config.trainer.timeout)
         if not Path(config.output_dir).is_dir():
             raise InputError(f"output_dir: rank {rank} does not see {config.output_dir}; all nodes must see it")
-        coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
+        coordinator = Coordinator(store, rank, stop)
         layout = join_ranks(config, store)
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout)
@@ -154,15 +154,11 @@ def run_rank(job: Job) -> int:
         return 130 if interrupted else 75
     except Exception as error:  # the end of the process: whatever it was, the other ranks and the user are told
         job.clear_screen()
-        code = _report(error, rank, coordinator, job.next_start if running else None)
-        refusal = str(error) if code == 2 else None
-        return code
+        return _report(error, rank, coordinator, job.next_start if running else None)
     finally:
         if coordinator is not None:
             coordinator.close()
         job.close()
-        if refusal is not None and not running and job.output is not None:
-            job.output.discard(refusal)
         stop.ignore()
 
 

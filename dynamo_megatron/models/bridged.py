@@ -1,6 +1,6 @@
-"""The spec of a model of `model.source: bridge`: what a run has to know before Megatron-Bridge builds the model.
+"""Models of `model.source: bridge`: what a run knows before Megatron-Bridge builds one, and config.json made small.
 
-Its names and shapes are those of the folder itself, which the loading compares with Bridge's (bridge/loading.py).
+Names and shapes are those of the folder itself, which the loading compares with Bridge's (checkpoint/weights.py).
 """
 
 from __future__ import annotations
@@ -17,20 +17,51 @@ from dynamo_megatron.models.mapping import HF_HEAD
 from dynamo_megatron.models.spec import Bridged, ModelSpec
 
 MULTI_TOKEN = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+LAYERS = 6  # of a model whose layers are not listed as of several kinds; else all
+PROBE = 96  # tokens of the longest sequence that is compared
+SHORT = 24  # windows and position limits
+LIMITS = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
+KINDS = "layer_types"
+WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "moe_ffn_hidden_size",
+)
+SMALL = {
+    "vocab_size": 160,
+    "num_attention_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 24,
+    **dict.fromkeys(EXPERTS, 32),  # how many are chosen, and of how many groups, stays
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+OTHERS = ("num_hidden_layers", "num_key_value_heads", "linear_num_value_heads", "head_dim")
+SIZES = (*SMALL, *WIDTHS, *OTHERS, *MULTI_TOKEN)
 
 
 def bridged_spec(config: Mapping[str, Any], folder: Path) -> ModelSpec:
-    """Raises ValueError naming the field that is missing, or that the policy's head cannot do."""
-    _refuse(config)
+    """Raises ValueError naming the field that is missing, or that asks for multi-token prediction."""
+    for key in MULTI_TOKEN:
+        if config.get(key):
+            raise InputError(
+                f"{key}: {config[key]!r}; multi-token prediction is not trained with model.source: bridge: set it to 0 "
+                "and leave its tensors out of the folder"
+            )
     shapes = _shapes(folder)
     tied = flag(config, "tie_word_embeddings") or HF_HEAD not in shapes
     if tied:
         shapes.pop(HF_HEAD, None)
     width = integer(config, "intermediate_size", 4 * integer(config, "hidden_size"))
-    experts = next(
-        (config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0
-    )
+    experts = next((config[key] for key in EXPERTS if config.get(key)), 0)
     return ModelSpec(
         **read_shape({**config, "intermediate_size": width}),
         family=f"bridge:{config.get('model_type')}",
@@ -41,22 +72,6 @@ def bridged_spec(config: Mapping[str, Any], folder: Path) -> ModelSpec:
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size", width) if experts else 0,
         bridged=Bridged(shapes),
     )
-
-
-def _refuse(config: Mapping[str, Any]) -> None:
-    for key in MULTI_TOKEN:
-        if config.get(key):
-            raise InputError(
-                f"{key}: {config[key]!r}; multi-token prediction is not trained with model.source: bridge: set it to 0 "
-                "and leave its tensors out of the folder"
-            )
-    if config.get("final_logit_softcapping") is not None:
-        raise InputError("final_logit_softcapping: soft-capped logits are not supported with model.source: bridge")
-    for key in SCALES:
-        if config.get(key) not in (None, 1, 1.0):
-            raise InputError(f"{key}: {config[key]!r}; scaled logits are not supported with model.source: bridge")
-    if config.get("quantization_config") is not None:
-        raise InputError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -71,3 +86,33 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     if not shapes:
         raise InputError("no model*.safetensors beside it; model.source: bridge needs the weights at once")
     return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def shrink(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json's content `raw` with few layers and small widths, and every switch as it is. `full`: with what
+    transformers adds to it, its own defaults."""
+    has = {key: value for key, value in full.items() if value is not None}
+    layers, heads = has["num_hidden_layers"], has["num_attention_heads"]
+    lists = {k: v for k, v in has.items() if isinstance(v, list) and len(v) == layers and (k in raw or k == KINDS)}
+    kinds = 1 + max((values.index(value) for values in lists.values() for value in values), default=0)  # has each once
+    linear = any("linear_attention" in values for values in lists.values())  # rounding grows from layer to layer
+    least = max(LAYERS, kinds, has.get("first_k_dense_replace", 0) + 2)
+    few = layers if kinds > 1 and not linear else min(layers, least)
+    small: dict[str, Any] = {"num_hidden_layers": few, **{key: SMALL[key] for key in SMALL if has.get(key)}}
+    widths = {key: has[key] for key in WIDTHS if isinstance(has.get(key), int)}
+    order = sorted(set(widths.values()))  # equal widths stay equal
+    small |= {key: 64 + 32 * order.index(width) for key, width in widths.items()}
+    if "num_key_value_heads" in has:
+        small["num_key_value_heads"] = 4 if has["num_key_value_heads"] == heads else min(has["num_key_value_heads"], 2)
+    if "head_dim" in has:
+        plain = has["head_dim"] * heads == has["hidden_size"]
+        rotated = has["head_dim"] == has.get("qk_rope_head_dim")
+        small["head_dim"] = 8 if rotated else small["hidden_size"] // 4 if plain else 56
+    if "linear_num_key_heads" in has:
+        small["linear_num_value_heads"] = 2 if has["linear_num_value_heads"] == has["linear_num_key_heads"] else 4
+    small |= {key: min(has[key], SHORT) for key in LIMITS if isinstance(has.get(key), int)}
+    small |= {key: values[:few] for key, values in lists.items() if key in raw}
+    small |= {key: None for key in raw if key.endswith("_token_id")}
+    if has.get("mlp_only_layers"):
+        small["mlp_only_layers"] = [layer for layer in has["mlp_only_layers"] if layer < few] or [0]
+    return {**raw, **small}

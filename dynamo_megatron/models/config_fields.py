@@ -107,6 +107,8 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
 def read_shape(config: Mapping[str, Any], head_dim: int | None = None) -> dict[str, Any]:
     """The fields of a ModelSpec that all models' config.json have under the same names. `head_dim`: where it has none;
     None: hidden size / heads. Raises ValueError."""
+    if config.get("quantization_config") is not None:
+        raise InputError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
     heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     return {
         "num_layers": integer(config, "num_hidden_layers"),

@@ -88,8 +88,6 @@ class Family:
         for key in self.required.split():
             if config.get(key) is None:
                 raise InputError(f"{key}: missing, and families differ in what that means; give it")
-        if config.get("quantization_config") is not None:
-            raise InputError("quantization_config: a quantised checkpoint cannot be trained; give the bf16 or fp32 one")
         shape = read_shape(config, self.head_dim)
         heads, groups, hidden = shape["num_attention_heads"], shape["num_query_groups"], shape["hidden_size"]
         if heads % groups:

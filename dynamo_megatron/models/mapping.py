@@ -46,7 +46,9 @@ DIMENSION = {"column": 0, "row": 1}
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # SequentialMLP's, and the grouped linears' of TransformerEngine
-_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))|(linear_fc[12]\.(?:weight|bias))(\d+))"
+)
 
 
 def global_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:
@@ -61,7 +63,7 @@ def global_name(name: str, layer_offset: int, expert_offset: int = 0) -> str:
     within = layer[2]
     if expert := _EXPERT.fullmatch(within):
         number = int(expert[1] or expert[4]) + expert_offset
-        within = f"mlp.experts.local_experts.{number}.{expert[2] or expert[3]}.weight"
+        within = f"mlp.experts.local_experts.{number}.{expert[2] or expert[3]}"
     return f"decoder.layers.{int(layer[1]) + layer_offset}.{within}"
 
 
@@ -232,5 +234,5 @@ def layout_of(name: str) -> str:
     layer = LAYER.fullmatch(name)
     key = _layer_key(layer[2]) if layer else name
     if expert := _EXPERT.fullmatch(key):
-        key = f"mlp.{expert[2] or expert[3]}.weight"
+        key = f"mlp.{expert[2] or expert[3]}"
     return LAYOUT.get(key, "replicated")

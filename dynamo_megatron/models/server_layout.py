@@ -83,8 +83,7 @@ def check_server_parallel(spec: ModelSpec, tp_size: int, device: str) -> None:
 
 def check_served(spec: ModelSpec, longest: int) -> None:
     """Raises ValueError if SGLang would serve another model than the policy's for sequences of up to `longest` tokens:
-    SGLang reads YaRN's mscale, but not its attention_factor (layers/rotary_embedding/factory.py in 0.5.23);
-    ModelSpec.served has what else."""
+    by ModelSpec.served."""
     if not spec.served.windows and 0 < spec.window < longest:
         raise InputError(
             f"sliding_window: SGLang ignores this model's window of {spec.window} tokens and would sample from another "
@@ -94,12 +93,6 @@ def check_served(spec: ModelSpec, longest: int) -> None:
         raise InputError("tie_word_embeddings: false, and SGLang serves this model with its embedding as the head")
     if not spec.served.head_dim and spec.kv_channels * spec.num_attention_heads != spec.hidden_size:
         raise InputError("head_dim: SGLang serves this model with heads of hidden_size / num_attention_heads alone")
-    given = dict(spec.rope_scaling).get("attention_factor")
-    if given is not None:
-        raise InputError(
-            f"attention_factor: {given!r} in config.json's RoPE parameters, which SGLang ignores: the servers would "
-            "sample from another model than the trained one; remove it to have the one that factor implies"
-        )
 
 
 def server_vocab_rows(spec: ModelSpec, tp_size: int) -> int:

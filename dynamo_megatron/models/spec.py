@@ -153,13 +153,10 @@ ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor",
-        "mscale", "mscale_all_dim",
-    ),
-}  # fmt: skip
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+}
 COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-NULLABLE = {"attention_factor", "mscale", "mscale_all_dim"}  # null is as good as missing, for SGLang too
+NULLABLE = {"attention_factor"}  # null is as good as missing, for SGLang too
 
 RopeScaling = tuple[tuple[str, Any], ...]
 
@@ -171,7 +168,7 @@ def read_rope(
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` beside `rope_scaling`. Raises ValueError naming
     the field that is malformed, not supported, or read differently by versions of transformers or by SGLang: both sets
-    if they differ, `mscale` 0, null except for NULLABLE. `theta`: if none is given. `kinds`, `share`: the values that
+    if they differ, null except for NULLABLE. `theta`: if none is given. `kinds`, `share`: the values that
     rope_type and partial_rotary_factor may have.
     """
     given: dict[str, Mapping[str, Any]] = {k: config[k] for k in ("rope_scaling", "rope_parameters") if config.get(k)}
@@ -230,14 +227,11 @@ def _scaling(kind: str, part: Mapping[str, Any], config: Mapping[str, Any]) -> R
         raise InputError(f"{high}: {found[high]!r} is not above {low} {found[low]!r}")
     if yarn:
         found["truncate"] = flag({"truncate": True, **part}, "truncate")
-        scales = {key: number(part, key) for key in ("mscale", "mscale_all_dim") if part.get(key) is not None}
         implied = 0.1 * math.log(found["factor"]) + 1
-        if len(scales) == 2:  # one alone has no effect
-            found |= scales
-            above, below = (0.1 * scale * math.log(found["factor"]) + 1 for scale in scales.values())
-            implied = above / below
-        if part.get("attention_factor") is not None:
-            factor = number(part, "attention_factor")
-            if not math.isclose(factor, implied, rel_tol=1e-6):  # left out if the others imply its value
-                found["attention_factor"] = factor
+        given = number(part, "attention_factor", implied)
+        if not math.isclose(given, implied, rel_tol=1e-6):
+            raise InputError(
+                f"attention_factor: {given!r} is not the {implied:.6g} that factor implies, and SGLang ignores it; "
+                "remove it to have that one"
+            )
     return tuple(found.items())

@@ -233,23 +233,28 @@ def local_rotation(spec: ModelSpec) -> tuple[float, torch.Tensor] | None:
     return factor, spec.local_rope_theta ** -(torch.arange(0, spec.kv_channels, 2) / spec.kv_channels)
 
 
+# TransformerConfig's arguments for every mixture of experts. No token is dropped, and no expert is cut.
+EXPERT_SETTINGS = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_dtype": "fp32",
+    # An auxiliary loss's gradient would not be scaled as the policy loss is, by weights over the mini-batch.
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "expert_tensor_parallel_size": 1,
+}
+
+
 def _experts(spec: ModelSpec, config: Config) -> dict:
-    """TransformerConfig's arguments for a mixture of experts. No token is dropped, and no expert is cut."""
-    settings = {"moe_token_dispatcher_type": "alltoall"}  # required with variable lengths, for dense models too
+    """TransformerConfig's arguments for a mixture of experts."""
     if not spec.num_experts:
-        return settings
-    return settings | {
+        return {"moe_token_dispatcher_type": "alltoall"}  # required with variable lengths
+    return EXPERT_SETTINGS | {
         "num_moe_experts": spec.num_experts,
         "moe_ffn_hidden_size": spec.moe_ffn_hidden_size,
         "moe_router_topk": spec.router_topk,
         "moe_router_pre_softmax": not spec.norm_topk_prob,
-        "moe_router_dtype": "fp32",
-        # An auxiliary loss's gradient would not be scaled as the policy loss is, by weights over the mini-batch.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": _uses_transformer_engine(spec, config),
         "moe_permute_fusion": _uses_transformer_engine(spec, config),
-        "expert_tensor_parallel_size": 1,
     }
 
 

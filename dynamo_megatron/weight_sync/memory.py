@@ -7,11 +7,9 @@ This has run on one GPU. On a CPU a server frees nothing; the tests have a serve
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from dynamo_megatron.policy.offload import PARTS, Offload
@@ -45,7 +43,7 @@ class DeviceMemory:
         self._layout, self._rollout = policy.layout, rollout
         self._offloads = [Offload(model) for model in (policy, critic) if model is not None]
         self._released: dict[Endpoint, set[str]] = {}  # the tags that each known server lacks; empty except on rank 0
-        self._moved: Counter[str] = Counter()
+        self.seconds = 0.0  # spent in `enter` since it was last set to 0
 
     def set_servers(self, endpoints: Sequence[Endpoint]) -> None:
         """Sets the servers there are now. A new one comes without its caches (rollout/servers/supervisor.py)."""
@@ -57,26 +55,16 @@ class DeviceMemory:
         back."""
         start, (tags, *parts) = time.monotonic(), PHASES[phase]
         offloads = list(zip(self._offloads, parts, strict=False))
-        free = _free_bytes()
         self._ask("release", [t for t in TAGS if t not in tags])
         dist.barrier(group=self._layout.host)
-        self._moved["server_released"] += max(0, _free_bytes() - free)
         for offload, needed in offloads:
-            self._moved["released"] += offload.release([p for p in PARTS if p not in needed])
+            offload.release([p for p in PARTS if p not in needed])
         dist.barrier(group=self._layout.host)
         for offload, needed in offloads:
-            self._moved["resumed"] += offload.resume(needed)
-        free = _free_bytes()
+            offload.resume(needed)
         self._ask("resume", tags)
         dist.barrier(group=self._layout.host)
-        self._moved["server_resumed"] += max(0, free - _free_bytes())
-        self._moved["seconds"] += time.monotonic() - start
-
-    def report(self) -> Counter[str]:
-        """What was moved since the last report: `seconds`, and bytes `released` and `resumed` by the training side and,
-        as `server_released` and `server_resumed`, by servers: the change in this GPU's free memory."""
-        moved, self._moved = self._moved, Counter()
-        return moved
+        self.seconds += time.monotonic() - start
 
     def _ask(self, what: str, tags: Sequence[str]) -> None:
         """Asks every server that still has (or, to resume, lacks) some of `tags`: SGLang dies of being asked twice."""
@@ -94,16 +82,3 @@ class DeviceMemory:
             del self._released[endpoint]
         if failed:
             self._rollout.condemn({e: f"it did not {what} its memory: {why}" for e, why in failed})
-
-
-def memory_metrics(ranks: Sequence[Counter[str]]) -> dict[str, float]:
-    """Returns a step's metrics: bytes summed over all ranks, and the seconds of the slowest rank."""
-    names = ("released", "resumed", "server_released", "server_resumed")
-    return {
-        **{f"memory/{name}_bytes": sum(moved[name] for moved in ranks) for name in names},
-        "time/memory": max(moved["seconds"] for moved in ranks),
-    }
-
-
-def _free_bytes() -> int:
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0

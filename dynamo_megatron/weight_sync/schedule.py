@@ -178,7 +178,7 @@ class BucketSource:
         assert self._joins == (within < layout.tp.size()), "not Megatron's rank order"
         # By the Hugging Face tensors they are made of, with the adapter that is merged into what is sent.
         self._held: dict[tuple[str, ...], tuple[torch.nn.Parameter, Adapter | None]] = {}
-        self._bridged = policy.chunks[0].mappings if spec.bridged is not None else None  # bridge/tensors.py
+        self._bridged = policy.chunks[0] if spec.bridged is not None else None  # bridge/source.py
         experts = spec.experts_of(layout.ep.rank(), layout.ep.size()).start
         for chunk in policy.chunks if self._bridged is None else ():
             adapters = chunk.adapters

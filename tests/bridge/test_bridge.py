@@ -125,7 +125,7 @@ def test_admitted_models_equal_transformers_in_every_layout(run_job, folders, tm
 def test_fused_experts_are_not_spread(run_job, folders, tmp_path):
     case = {"folder": str(folders["gpt_oss"]), "parallel": {"ep": 2}, "out": str(tmp_path)}
     (tmp_path / "cases.json").write_text(json.dumps([case]))
-    with pytest.raises(AssertionError, match=r"parallel\.ep: 2, but .*experts.* in one tensor; use 1"):
+    with pytest.raises(AssertionError, match=r"parallel\.ep: more than 1, but .*experts.* in one tensor; use 1"):
         run_job("ranks_job.py", [tmp_path / "cases.json", 2])
 
 

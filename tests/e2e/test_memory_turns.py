@@ -33,7 +33,7 @@ def test_servers_live_through_every_phase_and_a_stop(workspace, start_run, step_
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
         assert row["rollout/logprob_gap_max"] <= 1e-4 and row["fleet/restarts"] == 0
-        assert row["memory/released_bytes"] > 0 and row["memory/resumed_bytes"] > 0
+        assert row["time/memory"] > 0
 
 
 @pytest.fixture

@@ -22,9 +22,6 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 ROPES = {
     "default": {"rope_theta": 500.0, "rope_scaling": None},
     "yarn": {"rope_theta": 1000.0, "rope_scaling": {"type": "yarn", **YARN}},
-    "yarn_mscale": {
-        "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", **YARN, "mscale": 3.0, "mscale_all_dim": 1.0}
-    },
     "yarn_all": {
         "rope_parameters": {
             "rope_theta": 1e4,
@@ -34,7 +31,6 @@ ROPES = {
             "beta_fast": 3.0,
             "beta_slow": 0.5,
             "truncate": False,
-            "attention_factor": 1.4,
         }
     },
     "linear": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -102,7 +98,7 @@ def test_a_sample(folder_of, run_script, tmp_path):
         [
             case(folder_of("llama+llama3"), CP2, logits=True),
             case(folder_of("qwen2+yarn"), TP2, logits=True, convert=True),
-            case(folder_of("mistral@8+yarn_mscale"), WHOLE, logits=True, gradients=True),
+            case(folder_of("mistral@8+yarn_all"), WHOLE, logits=True, gradients=True),
             case(folder_of("qwen2_tied"), VPP, convert=True),
             case(folder_of("qwen3@12"), CP2, logits=True),
             case(folder_of("olmo3"), CP2, logits=True),

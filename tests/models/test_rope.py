@@ -29,8 +29,6 @@ VALUES = {
     "beta_slow": [None, 0, 0.5, 2],
     "truncate": [None, True, False],
     "attention_factor": [None, 1.0, 1.2],
-    "mscale": [None, 0, 0.7],
-    "mscale_all_dim": [None, 0, 1.5],
 }
 # What a rope_type needs, so that many of the drawn configs are accepted.
 LIKELY = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"], "yarn": ["factor"]}

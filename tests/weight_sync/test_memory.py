@@ -1,7 +1,6 @@
 """The calls of memory release and resume, to a server on a CPU that frees nothing by them."""
 
 import asyncio
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import call
 from dynamo_megatron.runtime.threads import Call
-from dynamo_megatron.weight_sync.memory import DeviceMemory, memory_metrics
+from dynamo_megatron.weight_sync.memory import DeviceMemory
 
 
 @pytest.fixture
@@ -63,7 +62,4 @@ def test_a_server_that_is_gone_is_restarted_and_a_new_one_lacks_its_caches(turns
     assert turns._released[again] == {"kv_cache", "cuda_graph"}
     turns.enter("weight sync")
     assert lost == {}
-    moved = turns.report()
-    assert (moved["released"], moved["resumed"]) == (20, 14) and not turns.report()
-    metrics = memory_metrics([moved, Counter(seconds=9.0, released=5)])
-    assert metrics["memory/released_bytes"] == 25 and metrics["time/memory"] == 9.0
+    assert turns.seconds > 0
