@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +38,7 @@ from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
+from dynamo_megatron.rollout.servers.server import SGLangServer
 from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.listening import ranks_address
@@ -58,11 +57,6 @@ LAYERS, TOKENS = 2, 8  # of the server that is tried, and generated
 # Random weights and no CUDA graphs: this tests the interpreter, the kernels, the server's ranks and the protocol.
 SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--disable-cuda-graph")
 LONGEST = 1024  # tokens of a sequence there
-AMBIGUOUS = "--cuda-graph-max-bs"
-MODULES = """
-import importlib.util, json
-print(json.dumps([importlib.util.find_spec(name) is not None for name in ("cutlass", "flashinfer")]))
-"""
 
 
 @dataclass(frozen=True)
@@ -312,54 +306,19 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
     yield ok(f"{size_text(available)} available for {told}")
 
 
-# Of cgroups of both versions: files of the limit and of what is used, and the count of cached pages in memory.stat.
-CGROUP1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-CGROUP2 = "memory.max", "memory.current", "inactive_file"
-
-
 def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes to this process's memory limit (SLURM's or a container's); infinite without one. Cached pages of files,
-    which the kernel frees first, count as free."""
+    """Bytes to this process's memory limit (SLURM's or a container's, of cgroup v2); infinite without one. Cached pages
+    of files, which the kernel frees first, count as free."""
     room = float("inf")
-    for line in own.read_text(encoding="utf-8").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        # A container may see its own group as the root: its group's name then leads to no folder there.
-        top, (limit, used, cached) = (root / "memory", CGROUP1) if controllers else (root, CGROUP2)
-        folder = top / group.strip("/")
-        for level in (folder, *folder.parents):
-            file = level / limit
-            if file.is_file() and (text := file.read_text().strip()) != "max":
-                counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
-                room = min(room, int(text) - int((level / used).read_text()) + int(counts[cached]))
+    group = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "")
+    # A container may see its own group as the root: its group's name then leads to no folder there.
+    folder = root / group.strip("/")
+    for level in (folder, *folder.parents):
+        file = level / "memory.max"
+        if file.is_file() and (text := file.read_text().strip()) != "max":
+            counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+            room = min(room, int(text) - int((level / "memory.current").read_text()) + int(counts["inactive_file"]))
     return room
-
-
-def gpu_server(subject: Subject) -> Iterator[Finding]:
-    """What SGLang 0.5.23 refuses, or lacks in its interpreter, on a machine with CUDA alone."""
-    rollout = subject.config.rollout
-    if not torch.cuda.is_available() or rollout.engine != "sglang" or rollout.placement == "external":
-        yield skipped("this run starts no servers on GPUs here")
-        return
-    given = {argument.partition("=")[0] for argument in rollout.server_args}
-    if AMBIGUOUS in given:
-        yield failed(f"rollout.server_args: SGLang takes {AMBIGUOUS} for none of its options; add -decode or -prefill")
-    python = rollout.python or sys.executable
-    asked = [python, "-P", "-c", MODULES]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TIMEOUT, check=True)
-    cutlass, flashinfer = json.loads(done.stdout)
-    if not cutlass and not subject.spec.num_experts:
-        yield failed(
-            f"{python} has no module cutlass, which SGLang imports for this model: pip install nvidia-cutlass-dsl there"
-        )
-    if not flashinfer and "--attention-backend" not in given:
-        yield failed(
-            f"{python} has no flashinfer, with which SGLang computes attention by default on most GPUs: install "
-            "flashinfer_python there, or give an --attention-backend in rollout.server_args, such as triton"
-        )
-    if cutlass and flashinfer:
-        yield ok(f"{python} has cutlass and flashinfer")
 
 
 def server(subject: Subject) -> Iterator[Finding]:
@@ -405,7 +364,7 @@ async def _try(subject: Subject, process: SGLangServer) -> str:
 # Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
 CHECKS = (layout, plan, model_config, weights, vocabulary, data, reward, evaluation)
 OF_THE_JOB = {check.__name__.replace("_", " "): check for check in CHECKS}
-NODE_CHECKS = (devices, network, disk, host_memory, gpu_server)
+NODE_CHECKS = (devices, network, disk, host_memory)
 OF_A_NODE = {check.__name__.replace("_", " "): check for check in NODE_CHECKS}
 MOST_ON_A_CPU = 4  # ranks that are taken to be on this node
 
