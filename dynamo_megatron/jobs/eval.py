@@ -40,7 +40,7 @@ from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.plain_text import show
-from dynamo_megatron.runtime.run_folder import NewFolder, model_file
+from dynamo_megatron.runtime.run_folder import model_file
 from dynamo_megatron.tracking.progress import Progress
 from dynamo_megatron.types import Prompt
 
@@ -64,8 +64,7 @@ def evaluate(
     if (found := model_file(out)) is not None:
         raise ConfigError(f"--out: {out} is a model's folder ({found}); name another folder")
     try:
-        results_folder = NewFolder(out)
-        (out / "logs").mkdir(exist_ok=True)
+        (out / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out}: {error.strerror}") from None
     finished = 0
@@ -78,7 +77,6 @@ def evaluate(
         return 0
     except ValueError as error:
         if not finished:
-            results_folder.discard(str(error))
             raise ConfigError(str(error)) from None
         why, code = str(error), 1
     except (RolloutError, OSError) as error:

@@ -19,7 +19,7 @@ from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_pl
 from dynamo_megatron.rollout.store import step_files
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import on_one_line
-from dynamo_megatron.runtime.run_folder import ENDED_FILE, LOCK_FILE, NewFolder, has_results, refuse_foreign
+from dynamo_megatron.runtime.run_folder import ENDED_FILE, LOCK_FILE, has_results, refuse_foreign
 from dynamo_megatron.runtime.whole_files import replacing
 from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes
 
@@ -37,7 +37,6 @@ class OutputDir:
         self.path = Path(config.output_dir)
         self._config = config
         self._file, self._ended = self.path / "config.yaml", self.path / ENDED_FILE
-        self._claimed: NewFolder | None = None
 
     def finished(self) -> str | None:
         """Says so where the run in the folder has ended, export included, and is asked for nothing else. Raises
@@ -65,7 +64,7 @@ class OutputDir:
         """Locks the folder for this process. Raises ConfigError: not writable, another process at work, or
         unreadable rollouts after the last checkpoint."""
         try:
-            folder = NewFolder(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -74,7 +73,6 @@ class OutputDir:
             ) from None
         except OSError as error:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
-        self._claimed = folder  # not before: what is there may be of the process that holds the lock
         self.check()
         if has_results(self.path):
             changes = self._changes([key for key in to_plain(self._config) if key != "output_dir"])
@@ -86,11 +84,6 @@ class OutputDir:
         before, now = identity(self._saved(), *keys), identity(to_plain(self._config), *keys)
         both = {key: (now.get(key), before.get(key)) for key in (*now, *before)}
         return {key: values for key, values in both.items() if values[0] != values[1]}
-
-    def discard(self, why: str) -> None:
-        """The start is refused with the message `why`: a folder that `claim` has made goes again."""
-        if self._claimed is not None:
-            self._claimed.discard(why)
 
     def check(self) -> None:
         """Raises ConfigError where the folder holds results that are not this run's, files that are no run's, only

@@ -115,8 +115,7 @@ def run_rank(job: Job) -> int:
     """Carries the job out as the rank that RANK names; returns the exit code."""
     rank, config = int(os.environ["RANK"]), job.config
     stop = StopFlag(config.trainer.stop_when.wall_time if config.trainer.stop_when else None)
-    coordinator = refusal = None
-    running = False
+    coordinator, running = None, False
     try:
         if job.output is not None and (why := job.output.finished()) is not None:
             if rank == 0:
@@ -154,15 +153,11 @@ def run_rank(job: Job) -> int:
         return 130 if interrupted else 75
     except Exception as error:  # the end of the process: whatever it was, the other ranks and the user are told
         job.clear_screen()
-        code = _report(error, rank, coordinator, job.next_start if running else None)
-        refusal = str(error) if code == 2 else None
-        return code
+        return _report(error, rank, coordinator, job.next_start if running else None)
     finally:
         if coordinator is not None:
             coordinator.close()
         job.close()
-        if refusal is not None and not running and job.output is not None:
-            job.output.discard(refusal)
         stop.ignore()
 
 

@@ -1,10 +1,9 @@
-"""What may be in the folder that a command writes its results to, and what of it goes again where it is refused."""
+"""What may be in the folder that a command writes its results to."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,33 +19,6 @@ _OF_A_RUN = (
     *("mcore", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
     *(FAILED_STEPS, ENDED_FILE, "profile", "mlflow-id", "mlflow.db*"),
 )
-_OF_A_START = {LOCK_FILE, "logs", "rollouts", "servers", "chat_template.jinja"}  # that has not come to training
-
-
-class NewFolder:
-    """A folder for the results of a command that may still be refused. Raises OSError where it cannot be made."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        self._before = set(os.listdir(path))
-
-    def discard(self, why: str) -> None:
-        """The command is refused: removes the folders that it has made, and its lock and logs in them, but not the logs
-        that the message `why` names, nor what else has come there."""
-        new = set(os.listdir(self.path)) - self._before
-        if new - _OF_A_START or str(self.path / "logs") in why:
-            return
-        for name in new:
-            if (self.path / name).is_dir():
-                shutil.rmtree(self.path / name, ignore_errors=True)
-            else:
-                (self.path / name).unlink()
-        for folder in self._made:
-            if any(folder.iterdir()):
-                return
-            folder.rmdir()
 
 
 def refuse_foreign(path: Path) -> None:

@@ -131,32 +131,6 @@ def test_an_empty_folder_and_what_a_run_left_before_its_first_result_are_not_ref
     assert OutputDir(settings(fill(tmp_path / "run", names))).finished() is None
 
 
-@pytest.mark.parametrize(("before", "left"), [(None, None), ("", []), ("train.sbatch logs/", ["logs", "train.sbatch"])])
-def test_a_refused_start_leaves_what_was_there_before(tmp_path, before, left):
-    folder = tmp_path / "runs" / "first"
-    if before is not None:
-        fill(folder, before)
-    output = OutputDir(settings(folder))
-    output.discard("refused before it came to the folder")
-    output.claim()
-    fill(folder, "" if before else "logs/")
-    (folder / "logs" / "rollout.log").parent.mkdir(exist_ok=True)
-    (folder / "logs" / "rollout.log").touch()
-    output.discard("reward.functions: no module named nowhere")
-    assert (sorted(p.name for p in folder.iterdir()) if folder.exists() else None) == left
-    assert (tmp_path / "runs").exists() == (before is not None)
-
-
-def test_a_refused_start_keeps_a_log_that_its_message_names_and_what_is_not_a_starts(tmp_path):
-    for number, (more, why) in enumerate([("logs/", "see {}/logs/rollout.log"), ("logs/ metrics.jsonl", "a key")]):
-        folder = tmp_path / str(number)
-        output = OutputDir(settings(folder))
-        output.claim()
-        before = sorted(fill(folder, more).iterdir())
-        output.discard(why.format(folder))
-        assert sorted(folder.iterdir()) == before
-
-
 METRICS = '{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": 0.5}\n'
 DRAWN = '{"step": 1, "prompt_id": "a", "n": 8}\n{"step": 2, "prompt_id": "a", "n": 8}\n'
 MEND = "restore the file from a copy, or delete this line of it"

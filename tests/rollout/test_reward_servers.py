@@ -15,7 +15,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import fleet, reward_servers, serve, supervisor
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.reward_servers import RewardServers
-from dynamo_megatron.runtime.run_folder import NewFolder, refuse_foreign
+from dynamo_megatron.runtime.run_folder import refuse_foreign
 from dynamo_megatron.types import Prompt
 
 
@@ -129,20 +129,18 @@ def test_the_reward_model_of_a_run_with_fp8_weights_keeps_its_own(stand_in, tmp_
     assert [server.quantization for server in stand_in.made] == [None]
 
 
-def test_a_folder_with_their_announcements_is_a_runs_and_goes_with_a_refused_start(tmp_path):
-    folder = NewFolder(tmp_path / "run")
+def test_a_folder_with_their_announcements_is_a_runs(tmp_path):
+    folder = tmp_path / "run"
     sections = {"model": {"path": "m"}, "data": {"source": "d"}, "rollout": {"placement": "split"}}
-    config = with_model(Config(output_dir=str(folder.path), **sections))
+    config = with_model(Config(output_dir=str(folder), **sections))
 
     async def work():
         async with running(config):
-            await until(lambda: list(folder.path.rglob("run.json")), "the controller's file")
+            await until(lambda: list(folder.rglob("run.json")), "the controller's file")
 
     asyncio.run(work())
-    assert any(folder.path.iterdir())
-    refuse_foreign(folder.path)
-    folder.discard("refused")
-    assert not folder.path.exists()
+    assert any(folder.iterdir())
+    refuse_foreign(folder)
 
 
 def test_a_port_in_use_is_named_by_its_key(tmp_path):
