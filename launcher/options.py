@@ -22,16 +22,15 @@ TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
 
 def completed(options: argparse.Namespace) -> argparse.Namespace:
-    """The options of a job on a SLURM cluster (JOB), with what follows from them: `ranks`, `cpus_per_task`, `mem` (of a
-    node, in sbatch's format; None), the ranks' `python`, and whether the user has `stop_asked`. Raises ConfigError for
-    values that no cluster accepts."""
+    """The options of a job on a SLURM cluster (JOB), with what follows from them: `ranks`, `cpus_per_task` and the
+    ranks' `python`. Raises ConfigError for values that no cluster accepts."""
     own = options.sbatch
     options.ranks_per_node = options.ranks_per_node or options.gpus_per_node or 1
-    options.ranks, options.mem = options.nodes * options.ranks_per_node, None
+    options.ranks = options.nodes * options.ranks_per_node
     given = not options.gpus_per_node or any(option.startswith("--cpus-per-") for option in own)
     options.cpus_per_task = None if given else CORES
-    limit, options.stop_asked = _seconds(options.time) if options.time else None, options.stop_before is not None
-    if not options.stop_asked:
+    limit = _seconds(options.time) if options.time else None
+    if options.stop_before is None:
         options.stop_before = 1800 if limit is None else min(1800, limit // 4)
     if limit is not None and limit <= options.stop_before + EARLY:
         raise ConfigError(
@@ -100,7 +99,7 @@ JOB = (  # of slurm and nemo
         type=positive,
         metavar="SECONDS",
         help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter of "
-        "--time; what `plan` asks for, if `launch slurm` has --gpu)",
+        "--time; `plan` prints what a run needs)",
     ),
     option("--container-image", metavar="IMAGE", help="for pyxis/enroot"),
     option(
@@ -124,11 +123,6 @@ JOB = (  # of slurm and nemo
     option("--dry-run", action="store_true", help="print the script, submit nothing"),
 )
 SLURM = (
-    option(
-        "--gpu",
-        metavar="KIND",
-        help="of the nodes, as for `plan` (h100-80, ...): --stop-before and --mem are what the plan asks for",
-    ),
     option(
         "--rollout-nodes",
         type=_count_or_0,

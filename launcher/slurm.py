@@ -9,11 +9,9 @@ import argparse
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.options import check_servers, checked_config, completed, program
 
@@ -27,7 +25,6 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     config = checked_config(files, keys, job.ranks)
     if job.gpus_per_node:
         config = config.with_servers(job.ranks, job.nodes)
-        _plan(config, job)
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
         raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
     check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes)
@@ -45,22 +42,6 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
         return 1
     print(f"script: {file}\nlogs: {output / 'logs'}", flush=True)
     return 0
-
-
-def _plan(config: Config, job: argparse.Namespace) -> None:
-    """Gives the job what `plan` asks for where the user has not: host memory, and at least the default of
-    --stop-before; without --gpu prints a line on stderr. Raises ConfigError where there is no plan."""
-    if job.gpu is None:
-        default = f"--stop-before: {job.stop_before} s; --mem: the cluster's default, unless --sbatch has it"
-        print(f"{default}; with --gpu KIND they are what `plan` asks for", file=sys.stderr)
-        return
-    from dynamo_megatron.planning.command import cluster_of, plan_of
-
-    plan = plan_of(config, cluster_of(job.gpu, job.nodes * job.gpus_per_node, job.gpus_per_node))
-    if not job.stop_asked:
-        job.stop_before = max(job.stop_before, plan.stop_before)
-    if not any(option.startswith("--mem") for option in job.sbatch):
-        job.mem = plan.memory_asked
 
 
 def render(job: argparse.Namespace, files: Sequence[str], keys: Sequence[str], output: Path) -> str:
@@ -104,7 +85,6 @@ def sbatch_lines(job: argparse.Namespace, folder: Path, output: Path) -> list[st
         "ntasks-per-node": job.ranks_per_node,
         "gpus-per-node": job.gpus_per_node or None,
         "cpus-per-task": job.cpus_per_task,
-        "mem": job.mem,
         "partition": job.partition,
         "account": job.account,
         "time": job.time,

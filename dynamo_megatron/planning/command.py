@@ -132,8 +132,7 @@ def _times(plan: Plan) -> list[str]:
         f"times of a step, seconds, at the rates of {measured_on(plan)}",
         f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.weight_sync:.2f}; "
         f"together {t.step:.1f}{', generated while the ranks train' if t.overlap else ''}",
-        f"a stop waits for the end of the step and for the save: `launch slurm --gpu {plan.cluster.gpu.name}` sets "
-        f"--stop-before to {plan.stop_before} at least",
+        f"a stop waits for the end of the step and for the save: give `launch slurm` --stop-before {plan.stop_before}",
     ]
 
 

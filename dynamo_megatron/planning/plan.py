@@ -133,11 +133,6 @@ class Plan:
         return None
 
     @property
-    def memory_asked(self) -> str:
-        """What a job asks sbatch for (--mem): the host's peak and a quarter more, since parts of it are estimates."""
-        return f"{math.ceil(1.25 * _total(self.host) / GIB)}G"
-
-    @property
     def checkpoint(self) -> int:
         """Bytes."""
         of_one = formulas.checkpoint_bytes(self.spec, self.config.model.dtype, self.config.model.lora)
