@@ -198,7 +198,6 @@ def _plan(options: argparse.Namespace) -> int:
         gpu=options.gpu,
         gpus=options.gpus,
         gpus_per_node=options.gpus_per_node,
-        host_memory=options.host_memory,
         response_tokens=options.response_tokens,
         search=options.search,
     )

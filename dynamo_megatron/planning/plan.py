@@ -116,8 +116,6 @@ class Plan:
             optimizer = max(stage.state.optimizer for stage in self.stages)
             mend = f"; optimizer.cpu_offload keeps {optimizer / GIB:.1f} in host memory" if optimizer > over else ""
             return f"does not fit: {over / GIB:.1f} GiB too much on the fullest rank{mend}"
-        if (over := _total(self.host) - self.cluster.host_memory) > 0:
-            return f"does not fit: {over / GIB:.1f} GiB too much in host memory of the fullest node"
         if servers is None:
             return None
         if servers.peak > most:  # on a GPU of its own: with ranks beside it the line above says it

@@ -325,7 +325,3 @@ def test_an_optimizer_in_host_memory_by_hand():
     assert moved.pinned == 8 * GIB < state.pinned  # the parameters alone wait while servers generate
     slower = 4 * state.owned * (36 / 30e9 - 30 / RATES["copies"].value) / RATES["busy"].value
     assert on_host.times.update - on_gpu.times.update == pytest.approx(slower, rel=1e-3)
-    assert (
-        "does not fit"
-        in dataclasses.replace(on_host, cluster=dataclasses.replace(on_host.cluster, host_memory=100 * GIB)).fault
-    )
