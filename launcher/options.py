@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
 
 def completed(options: argparse.Namespace) -> argparse.Namespace:
-    """The options of a job on a SLURM cluster (JOB), with what follows from them: `ranks`, `cpus_per_task` and the
-    ranks' `python`. Raises ConfigError for values that no cluster accepts."""
+    """The options of a job on a SLURM cluster (JOB), with what follows from them: `ranks` and `cpus_per_task`. Raises
+    ConfigError for values that no cluster accepts."""
     own = options.sbatch
     options.ranks_per_node = options.ranks_per_node or options.gpus_per_node or 1
     options.ranks = options.nodes * options.ranks_per_node
@@ -37,14 +36,8 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
             f"--stop-before: {options.stop_before} s before the end of --time {options.time}, or a minute earlier, "
             "there is nothing left to train in; give more time or a smaller number"
         )
-    if options.container_mounts and not options.container_image:
-        raise ConfigError("--container-mounts: goes with --container-image")
-    if wrong := [option for option in own if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
-        raise ConfigError(f"--sbatch: {wrong[0]!r} is no --option or --option=value")
-    options.python = "python3" if options.container_image else sys.executable
-    if options.venv is not None:
-        python = os.path.join(options.venv, "bin", "python")
-        options.python = python if options.container_image else os.path.abspath(python)
+    if wrong := [option for option in own + options.srun if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
+        raise ConfigError(f"--sbatch, --srun: {wrong[0]!r} is no --option or --option=value")
     return options
 
 
@@ -57,16 +50,6 @@ def _seconds(time: str) -> int:
     parts = [int(part) for part in (match["rest"] or time).split(":")]
     hours, minutes, seconds = [*parts, 0, 0][:3] if match["days"] or len(parts) == 3 else [0, *parts, 0][:3]
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-TASKS = ("convert", "train", "eval")
-
-
-def _tasks(text: str) -> tuple[str, ...]:
-    tasks = tuple(text.split(","))
-    if not set(tasks) <= set(TASKS) or len(set(tasks)) < len(tasks):
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(TASKS)}")
-    return tuple(task for task in TASKS if task in tasks)
 
 
 def positive(text: str) -> int:
@@ -101,18 +84,6 @@ JOB = (  # of slurm and nemo
         help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter of "
         "--time; `plan` prints what a run needs)",
     ),
-    option("--container-image", metavar="IMAGE", help="for pyxis/enroot"),
-    option(
-        "--container-mounts",
-        metavar="SRC:DST,...",
-        help="besides the current folder and output_dir, which are mounted where they are",
-    ),
-    option(
-        "--venv",
-        metavar="DIR",
-        help="virtual environment of the ranks (default: this command's own; with --container-image: none, the image's "
-        "python3)",
-    ),
     option(
         "--sbatch",
         action="append",
@@ -120,9 +91,17 @@ JOB = (  # of slurm and nemo
         metavar="=--OPTION[=value]",
         help=f"any option of sbatch, as in --sbatch=--mem=500G; repeatable; --cpus-per-task is {CORES} with GPUs",
     ),
+    option(
+        "--srun",
+        action="append",
+        default=[],
+        metavar="=--OPTION[=value]",
+        help="any option of srun for ranks and servers, as in --srun=--container-image=IMAGE; repeatable",
+    ),
     option("--dry-run", action="store_true", help="print the script, submit nothing"),
 )
 SLURM = (
+    option("--python", metavar="PATH", default=sys.executable, help="of the ranks (default: this command's own)"),
     option(
         "--rollout-nodes",
         type=_count_or_0,
@@ -132,25 +111,10 @@ SLURM = (
     ),
 )
 NEMO = (
-    option("--executor", choices=("local", "slurm"), default="local", help="of the tasks (default: this machine)"),
-    option(
-        "--tasks",
-        type=_tasks,
-        default=("train",),
-        metavar="convert,train,eval",
-        help="one after the other, each only if the one before succeeded (default: train)",
-    ),
-    option(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="key=value,value,...",
-        help="a training for each value, of each combination where given several times; output_dir gets a folder each",
-    ),
-    option("--retries", type=_count_or_0, default=3, help="restarts of a SLURM job, of whatever cause (default 3)"),
-    option("--ssh", metavar="USER@HOST", help="a login node of the cluster (default: this machine is one)"),
-    option("--job-dir", metavar="DIR", help="with --ssh: nemo-run's folder on the cluster"),
-    option("--detach", action="store_true", help="return once submitted (--executor slurm)"),
+    option("--python", metavar="PATH", required=True, help="the trainer's; this command's own has nemo-run, not torch"),
+    option("--executor", choices=("local", "slurm"), default="local", help="default: this machine"),
+    option("--convert", action="store_true", help="convert the model first, into output_dir"),
+    option("--eval", action="store_true", help="evaluate what was trained"),
 )
 
 

@@ -49,15 +49,7 @@ def render(job: argparse.Namespace, files: Sequence[str], keys: Sequence[str], o
     that SLURM cannot write to."""
     if set(str(output)) & set('\\\n"'):
         raise ConfigError(f"output_dir: {str(output)!r}: SLURM takes no backslash, quote or line break in a log's path")
-    folder, words = Path.cwd(), [*files, *keys]
-    container = []
-    if job.container_image is not None:
-        mounts = [f"{folder}:{folder}", f"{output}:{output}", *filter(None, [job.container_mounts])]
-        container = [
-            f"--container-image={job.container_image}",
-            f"--container-mounts={','.join(dict.fromkeys(mounts))}",
-            f"--container-workdir={folder}",
-        ]
+    words = [*files, *keys]
     commands = {"train": program(job.python, "train", words), "serve": []}
     if job.rollout_nodes:
         servers = program(job.python, "serve", ["--nodes", str(job.rollout_nodes), *words])
@@ -69,14 +61,14 @@ def render(job: argparse.Namespace, files: Sequence[str], keys: Sequence[str], o
         "ranks_per_node": job.ranks_per_node,
         "last_call": min(60, job.stop_before // 2),  # seconds before the limit
     }
-    head = ["#!/bin/bash", SHELLCHECK, *(f"#SBATCH {line}" for line in sbatch_lines(job, folder, output)), ""]
+    head = ["#!/bin/bash", SHELLCHECK, *(f"#SBATCH {line}" for line in sbatch_lines(job, output)), ""]
     head += [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
     head += [f"{name}={_bash_array(argv, len(argv) - len(words))}" for name, argv in commands.items()]
-    head += [f"container={_bash_array(container, 0)}"]
+    head += [f"options={_bash_array(job.srun, 0)}"]
     return "\n".join(head) + "\n\n" + BODY.read_text(encoding="utf-8")
 
 
-def sbatch_lines(job: argparse.Namespace, folder: Path, output: Path) -> list[str]:
+def sbatch_lines(job: argparse.Namespace, output: Path) -> list[str]:
     """Returns what follows #SBATCH on each line; the user's own options come last, and so take precedence."""
     pattern = str(output).replace("%", "%%")
     options = {
@@ -90,7 +82,7 @@ def sbatch_lines(job: argparse.Namespace, folder: Path, output: Path) -> list[st
         "time": job.time,
         "signal": f"B:USR1@{job.stop_before}",  # to this script, which notifies the ranks
         "open-mode": "append",
-        "chdir": folder,
+        "chdir": Path.cwd(),
         "output": f"{pattern}/logs/slurm-%j.out",
     }
     lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in options.items() if value is not None]

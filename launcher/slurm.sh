@@ -45,7 +45,7 @@ while listened; do MASTER_PORT=$((MASTER_PORT + 1)); done
 export MASTER_ADDR MASTER_PORT
 
 # A rank's servers and workers may use the cores of all its node's ranks: hence no binding.
-step=(--mpi=none --cpu-bind=none --open-mode=append --overlap "${container[@]}")
+step=(--mpi=none --cpu-bind=none --open-mode=append --overlap "${options[@]}")
 pattern=${logs//%/%%}
 
 servers=

@@ -158,8 +158,7 @@ COMMANDS = {  # in the order of --help
     ),
     "launch nemo": command(
         "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/clusters.md",
-        "my.yaml output_dir=runs/first rollout.host=ib0 --executor slurm --nodes 4 --gpus-per-node 8 "
-        "--tasks convert,train,eval",
+        "my.yaml output_dir=runs/first rollout.host=ib0 --python .venv/bin/python --executor slurm --nodes 4 --eval",
         CONFIG,
         *JOB,
         *NEMO,
