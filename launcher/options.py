@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # `--help` does without pydantic
     from dynamo_megatron.config import Config
 
 CORES = 8  # of a rank on a GPU: itself, the processes of its server, reward workers; nodes have 12 or more for each
-EARLY = 60  # seconds by which SLURM may send a signal too soon
 TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
 
@@ -31,11 +30,6 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     limit = _seconds(options.time) if options.time else None
     if options.stop_before is None:
         options.stop_before = 1800 if limit is None else min(1800, limit // 4)
-    if limit is not None and limit <= options.stop_before + EARLY:
-        raise ConfigError(
-            f"--stop-before: {options.stop_before} s before the end of --time {options.time}, or a minute earlier, "
-            "there is nothing left to train in; give more time or a smaller number"
-        )
     if wrong := [option for option in own + options.srun if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
         raise ConfigError(f"--sbatch, --srun: {wrong[0]!r} is no --option or --option=value")
     return options

@@ -16,7 +16,7 @@ from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.options import check_servers, checked_config, completed, program
 
 BODY = Path(__file__).with_name("slurm.sh")
-SHELLCHECK = "# shellcheck disable=SC2016  # values are not for bash to expand"
+SHELLCHECK = "# shellcheck disable=SC2016,SC2054  # values are not for bash to expand; commas are within them"
 
 
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def render(job: argparse.Namespace, files: Sequence[str], keys: Sequence[str], o
     if set(str(output)) & set('\\\n"'):
         raise ConfigError(f"output_dir: {str(output)!r}: SLURM takes no backslash, quote or line break in a log's path")
     words = [*files, *keys]
-    commands = {"train": program(job.python, "train", words), "serve": []}
+    commands = {"train": program(job.python, "train", words), "serve": [], "options": job.srun}
     if job.rollout_nodes:
         servers = program(job.python, "serve", ["--nodes", str(job.rollout_nodes), *words])
         commands["serve"] = ["bash", "-c", 'exec "$@" --node "$SLURM_PROCID"', "serve", *servers]
@@ -63,8 +63,7 @@ def render(job: argparse.Namespace, files: Sequence[str], keys: Sequence[str], o
     }
     head = ["#!/bin/bash", SHELLCHECK, *(f"#SBATCH {line}" for line in sbatch_lines(job, output)), ""]
     head += [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
-    head += [f"{name}={_bash_array(argv, len(argv) - len(words))}" for name, argv in commands.items()]
-    head += [f"options={_bash_array(job.srun, 0)}"]
+    head += [f"{name}=({shlex.join(argv)})" for name, argv in commands.items()]
     return "\n".join(head) + "\n\n" + BODY.read_text(encoding="utf-8")
 
 
@@ -96,14 +95,6 @@ def sbatch_quote(value: str) -> str:
         return value
     escaped = value.replace("\\", r"\\").replace('"', r"\"")
     return f'"{escaped}"'
-
-
-def _bash_array(argv: Sequence[str], on_first_line: int) -> str:
-    """Returns `argv` as a bash array; the words after the first `on_first_line` are on lines of their own."""
-    words = [shlex.quote(word) for word in argv]
-    words = [f"'{word}'" if "," in word and "'" not in word else word for word in words]  # as shellcheck wants
-    lines = [" ".join(words[:on_first_line]), *words[on_first_line:]]
-    return "(" + "\n  ".join(lines) + ("\n)" if len(lines) > 1 else ")")
 
 
 def adopt_rank(environment: MutableMapping[str, str]) -> None:

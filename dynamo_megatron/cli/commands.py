@@ -66,11 +66,8 @@ def _train(options: argparse.Namespace) -> int:
     adopt_rank(os.environ)
     pairs = {"data": {"answer_key": "chosen"}, "dpo": {}} if options.command == "dpo" else None
     config, origins = compose(options.files, options.keys, pairs)
-    if (pairs is None) != (config.dpo is None):
-        is_null = "dpo: null: the command dpo needs the section; take this line out"
-        raise ConfigError(
-            is_null if pairs else f"dpo: is for the command dpo; take it out of what {options.command} reads"
-        )
+    if pairs is None and config.dpo is not None:
+        raise ConfigError(f"dpo: is for the command dpo; take it out of what {options.command} reads")
     if "RANK" in os.environ:
         os.environ |= {**config.rank_variables(), **os.environ}  # before anything uses CUDA
     with _loading_packages():

@@ -88,7 +88,6 @@ def test_what_sbatch_is_asked(job):
     ("words", "message"),
     [
         (("--time", "soon"), "--time: 'soon' is none of"),
-        (("--time", "5", "--stop-before", "240"), "--stop-before: 240 s before the end of --time 5, or a minute"),
         (("--sbatch=qos",), "--sbatch, --srun: 'qos' is no --option"),
         (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
         (
