@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -24,14 +24,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, to_plain
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.evaluation.problems import (
-    greedy_warnings,
-    is_local,
-    overlap_warnings,
-    read_problems,
-    tokenized,
-    training_prompts,
-)
+from dynamo_megatron.evaluation.problems import greedy_warnings, read_problems, tokenized
 from dynamo_megatron.evaluation.results import SetScores, suite_sets, suite_summary, suite_table, write_results
 from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, sampling, with_model
 from dynamo_megatron.models import load_model_config
@@ -99,7 +92,7 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path) -> It
     scores: dict[str, dict[str, SetScores]] = {}
     with contextlib.closing(Progress()) as progress, tempfile.TemporaryDirectory(prefix=".model-", dir=out) as folder:
         problems = _problems(config, suite)
-        warnings = [*greedy_warnings(config.eval), *_overlap_warnings(subjects.values(), problems, progress)]
+        warnings = greedy_warnings(config.eval)
         for warning in warnings:
             log.warning("%s", warning)
         signal.signal(signal.SIGTERM, _stop)
@@ -152,23 +145,6 @@ def _problems(config: Config, suite: str | None) -> dict[str, list[Prompt]]:
         name: read_problems(config.model_copy(update={"eval": config.eval.model_copy(update={"data": file})}))
         for name, file in sets.items()
     }
-
-
-def _overlap_warnings(
-    subjects: Iterable[Subject], problems: Mapping[str, Sequence[Prompt]], progress: Progress
-) -> list[str]:
-    """Of problems that are in the training data (`data.source`, if it is local), a line a set."""
-    trained = {
-        s.config.data.source: s.config for s in subjects if is_local(s.config.data.source) and s.config.eval.data
-    }
-    warnings = []
-    for source, config in trained.items():
-        progress.phase("comparing with the training data")
-        try:
-            warnings += overlap_warnings(problems, training_prompts(config), source)
-        except (ValueError, OSError) as error:
-            warnings.append(f"the evaluation was not compared with the training data: {error}")
-    return warnings
 
 
 def _with_servers(config: Config, url: str | None) -> Config:

@@ -201,23 +201,3 @@ def test_settings_that_differ_between_models_are_refused(models, capsys, monkeyp
     assert capsys.readouterr().err == f"{says}; give one for all: {says.partition(':')[0]}=VALUE\n"
     if mend is not None:
         assert main([*SUITE, "--model", "base", "--model", "run", mend]) == 0
-
-
-def test_problems_of_the_training_data_are_warned_about(models, capsys, caplog):
-    (models / "train.jsonl").write_text(json.dumps({"id": "t", "problem": "HARD 3; why, why, why", "answer": "2"}))
-    assert main([*SUITE, "--model", "base", "data.source=train.jsonl"]) == 0
-    warned = "eval.data: 1 of 5 problems of hard have at least 50% of their 13-grams of words in one prompt of "
-    assert [record.message.startswith(warned) for record in caplog.records] == [True]
-    table = (models / "scores" / "table.md").read_text()
-    assert f"warning: {warned}train.jsonl (the most, 100%: 'hard/3' in 't')" in table and "of easy have" not in table
-
-
-@pytest.mark.parametrize(
-    ("source", "warned"),
-    [("datasets:of/somebody", False), ("own:endless", False), ("datasets:saved?split=train", True), ("no.jsonl", True)],
-)
-def test_training_data_is_read_if_it_is_local(models, caplog, source, warned):
-    """Here it cannot be read, which is no error."""
-    (models / "saved").mkdir()
-    assert main([*SUITE, "--model", "base", f"data.source={source}"]) == 0
-    assert ["was not compared with the training data" in r.message for r in caplog.records] == [True] * warned
