@@ -15,7 +15,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError, StatedError
 from dynamo_megatron.jobs.output_dir import OutputDir
-from dynamo_megatron.jobs.start_checks import check_layout, check_room, describe_layout, missing_data
+from dynamo_megatron.jobs.start_checks import check_data, check_layout, check_room, describe_layout
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
@@ -54,13 +54,8 @@ class Job:
     def check(self, ranks: int) -> dict[str, Any]:
         """What can be checked in a moment and without writing anything; returns the derived values. Not called in
         order. Raises InputError."""
-        faults = missing_data(self.config)
-        try:
-            spec = check_layout(self.config, ranks)
-        except InputError as error:
-            faults.insert(0, str(error))
-        if faults:
-            raise InputError("\n".join(faults))
+        spec = check_layout(self.config, ranks)
+        check_data(self.config)
         derived = describe_layout(self.config, spec, ranks)
         if self.output is not None:
             check_trackers(self.config)

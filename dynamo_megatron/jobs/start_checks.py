@@ -43,15 +43,13 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
     return spec
 
 
-def missing_data(config: Config) -> list[str]:
-    """A line for each file of problems that a training would read and that is not there."""
+def check_data(config: Config) -> None:
+    """Raises InputError where a file of problems that a training would read is not there."""
     sources = {"data.source": config.data.source, "eval.data": config.eval.data if config.eval.every else None}
-    return [
-        f"{key}: there is no file {source}"
-        for key, source in sources.items()
-        if source and not source.startswith(DATASETS) and source.endswith((".jsonl", ".parquet"))
-        if not shipped.problems(source).is_file()
-    ]
+    for key, source in sources.items():
+        is_file = source and not source.startswith(DATASETS) and source.endswith((".jsonl", ".parquet"))
+        if is_file and not shipped.problems(source).is_file():
+            raise InputError(f"{key}: there is no file {source}")
 
 
 def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool = True) -> None:

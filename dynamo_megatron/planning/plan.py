@@ -11,6 +11,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.templates import max_prompt_length
 from dynamo_megatron.models.fp8 import largest_weights
+from dynamo_megatron.models.server_layout import check_server_parallel
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import StageState, Times
@@ -239,11 +240,8 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
             f"rollout.quantization: SGLang takes no {rollout.quantization} weights in a sync on {gpu.name}; "
             "leave it out"
         )
-    heads, groups, colocated = spec.num_attention_heads, spec.num_query_groups, rollout.placement == "colocated"
-    if heads % rollout.tp or (groups % rollout.tp and rollout.tp % groups):
-        raise ConfigError(
-            f"rollout.tp: {rollout.tp} ranks of a server can't share {heads} attention and {groups} key/value heads"
-        )
+    check_server_parallel(spec, rollout.tp, "cuda")
+    colocated = rollout.placement == "colocated"
     if colocated and rollout.servers % cluster.nodes:
         raise ConfigError(
             f"rollout.servers: {rollout.servers} servers can't be spread evenly over {cluster.nodes} nodes; "
