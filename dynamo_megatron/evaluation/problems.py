@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from dynamo_megatron.config import Config, EvalConfig
-from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.data.sources import DATASETS, load_prompts, located_prompts
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.types import Prompt
 
@@ -76,6 +78,19 @@ def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], 
                 f"{max_length}; raise model.max_length or lower eval.max_new_tokens"
             )
     return problems
+
+
+def is_local(source: str) -> bool:
+    """Returns True where `source` is a file, or a folder of the `datasets` library: finite, and needs no network."""
+    if source.startswith(DATASETS):
+        return Path(source.removeprefix(DATASETS).partition("?")[0]).is_dir()
+    return source.endswith((".jsonl", ".parquet"))
+
+
+def training_prompts(config: Config) -> Iterator[Prompt]:
+    """Yields the prompts of `data.source`, or of its first `data.limit` rows. Raises ValueError as `load_prompts`."""
+    rows = (prompt for _, prompt in located_prompts(config.data) if isinstance(prompt, Prompt))
+    return itertools.islice(rows, config.data.limit)
 
 
 # Problems that training prompts contain

@@ -44,7 +44,6 @@ ANOTHERS_END = (LOST, "RolloutError: ", "NonFiniteError: the update")
 class Job:
     """What a command does; the same calls on every rank, in this order, except where said."""
 
-    generates = True  # rollouts
     code = 0  # exit code of a rank on which nothing has failed
     journal: Journal | None = None  # rank 0's, from `prepare` on, of a command that keeps one
 
@@ -59,7 +58,7 @@ class Job:
         derived = describe_layout(self.config, spec, ranks)
         if self.output is not None:
             check_trackers(self.config)
-            derived["disk"] = check_room(self.config, spec, generates=self.generates)
+            derived["disk"] = check_room(self.config, spec)
         return derived
 
     def prepare(self, spec: ModelSpec) -> None:
@@ -110,7 +109,8 @@ def run_rank(job: Job) -> int:
     """Carries the job out as the rank that RANK names; returns the exit code."""
     rank, config = int(os.environ["RANK"]), job.config
     stop = StopFlag(config.trainer.stop_when.wall_time if config.trainer.stop_when else None)
-    coordinator, running = None, False
+    coordinator = None
+    running = False
     try:
         if job.output is not None and (why := job.output.finished()) is not None:
             if rank == 0:
@@ -121,6 +121,11 @@ def run_rank(job: Job) -> int:
             from dynamo_megatron.policy.layout import join_ranks
             from dynamo_megatron.policy.policy import Policy
 
+            if config.model.source == "bridge":
+                from dynamo_megatron.bridge.source import build_chunks
+            else:
+                from dynamo_megatron.policy.model import build_chunks
+
         job.show("joining ranks")
         store = connect_store(config.trainer.timeout)
         if not Path(config.output_dir).is_dir():
@@ -130,7 +135,7 @@ def run_rank(job: Job) -> int:
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout)
         job.show("loading model")
-        job.set_up(Policy(spec, config, layout, **_source(config)), coordinator)
+        job.set_up(Policy(spec, config, layout, build_chunks), coordinator)
         running = True
         stop.catch_signals()
         dist.barrier(group=layout.host)  # until here a signal that one rank gets ends it, and with it the start
@@ -172,15 +177,6 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
     if model.source == "bridge":
         environment.prepare()
     return spec
-
-
-def _source(config: Config) -> dict[str, Any]:
-    """The argument of Policy that makes it a model of Bridge's, or none."""
-    if config.model.source == "own":
-        return {}
-    from dynamo_megatron.bridge.source import build_chunks
-
-    return {"build": build_chunks}
 
 
 def _set_up_backend(deterministic: bool) -> None:
