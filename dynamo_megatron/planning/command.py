@@ -75,7 +75,8 @@ def describe(plan: Plan, origin: str) -> str:
         f"{plan.micro_batches} micro-batches an update on each rank",
     ]
     lines += ["", *_memory(plan), "", *_servers(plan), *_host_and_disk(plan), "", *_times(plan)]
-    return "\n".join([*lines, "", verdict(plan)])
+    verdict = plan.fault or f"fits: {_gib(c.gpu.memory - plan.peak)} GiB left on the fullest rank"
+    return "\n".join([*lines, "", verdict])
 
 
 def _gib(value: float) -> str:
@@ -128,10 +129,6 @@ def _times(plan: Plan) -> list[str]:
         f"together {t.step:.1f}{', generated while the ranks train' if t.overlap else ''}",
         f"a stop waits for the end of the step and for the save: give `launch slurm` --stop-before {plan.stop_before}",
     ]
-
-
-def verdict(plan: Plan) -> str:
-    return plan.fault or f"fits: {_gib(plan.cluster.gpu.memory - plan.peak)} GiB left on the fullest rank"
 
 
 def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
