@@ -44,7 +44,7 @@ def carry_out(arguments: list[str]) -> int:
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     option = word.partition("=")[0]
     if (hint := ours(option) if option.startswith("--") else None) is None:
-        near = difflib.get_close_matches(option, re.findall(r"--[a-z][a-z0-9-]*", parser.format_help()), 1)
+        near = difflib.get_close_matches(option, re.findall(r"(?m)^  (--[a-z][a-z0-9-]*)", parser.format_help()), 1)
         hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
     if "." in option:
         hint = f"a key of the config has no dashes: {option.lstrip('-')}=VALUE"

@@ -122,6 +122,10 @@ def test_version_names_what_results_depend_on(capsys):
             "unknown option --prompt-data; of slime, here it is data.source",
         ),
         (["replay", "runs/a", "extra"], "unknown argument extra; see dynamo-megatron replay --help"),
+        (
+            ["launch", "slurm", "c", "--container-image=x"],
+            "unknown option --container-image; see dynamo-megatron launch slurm --help",
+        ),
         (["configs", "methods/dynmo"], "methods/dynmo: no such shipped config"),
     ],
 )
