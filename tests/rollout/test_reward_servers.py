@@ -130,17 +130,16 @@ def test_the_reward_model_of_a_run_with_fp8_weights_keeps_its_own(stand_in, tmp_
 
 
 def test_a_folder_with_their_announcements_is_a_runs(tmp_path):
-    folder = tmp_path / "run"
     sections = {"model": {"path": "m"}, "data": {"source": "d"}, "rollout": {"placement": "split"}}
-    config = with_model(Config(output_dir=str(folder), **sections))
+    config = with_model(Config(output_dir=str(tmp_path), **sections))
 
     async def work():
         async with running(config):
-            await until(lambda: list(folder.rglob("run.json")), "the controller's file")
+            await until(lambda: list(tmp_path.rglob("run.json")), "the controller's file")
 
     asyncio.run(work())
-    assert any(folder.iterdir())
-    refuse_foreign(folder)
+    assert any(tmp_path.iterdir())
+    refuse_foreign(tmp_path)
 
 
 def test_a_port_in_use_is_named_by_its_key(tmp_path):
