@@ -19,7 +19,7 @@ from dynamo_megatron.config.files import compose
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.command import UNNEEDED, model_spec
-from dynamo_megatron.planning.hardware import GPU, GPUS, Cluster
+from dynamo_megatron.planning.hardware import GPU, GPUS, Cluster, gpu_named
 from dynamo_megatron.planning.plan import RESERVED, Plan, Workload, make_plan
 from dynamo_megatron.planning.rates import RATES
 
@@ -57,9 +57,7 @@ def gpu_here() -> GPU | None:
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
-    words = found.name.replace("-", " ").lower().split()  # "NVIDIA H100 80GB HBM3"
-    kinds = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words)
-    return next((gpu for gpu in kinds if abs(found.total_memory / gpu.memory - 1) <= 0.05), None)
+    return gpu_named(found.name, found.total_memory)
 
 
 def training_peak(config_file: Path, work: Workload, ranks: int) -> float:

@@ -1,4 +1,4 @@
-"""Accelerators by name: what their makers state, and how much memory a process finds.
+"""Accelerators by name: what their makers state, and how much of the memory a process finds.
 
 Memory is what CUDA reports as a device's total capacity, as torch's out-of-memory messages in public reports quote it.
 Rates are the data sheets': dense bfloat16 matrix products, memory, NVLink in one direction, and a GPU's share of the
@@ -32,6 +32,17 @@ GPUS = {
         GPU("b200-180", 178.3 * GIB, 2250e12, 8.0e12, 900e9, 50e9, fp8_sync=False),
     )
 }
+SAME_MEMORY = 0.05  # by which a device's memory may differ from that of its kind
+
+
+def gpu_named(name: str, memory: float) -> GPU | None:
+    """The kind of a device that CUDA calls `name` ("NVIDIA H100 80GB HBM3") and that has `memory` bytes; None where it
+    is in no row."""
+    words = name.replace("-", " ").lower().split()
+    for gpu in GPUS.values():
+        if gpu.name.partition("-")[0] in words and abs(memory / gpu.memory - 1) <= SAME_MEMORY:
+            return gpu
+    return None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ from dynamo_megatron.jobs.start_checks import check_layout, size_text
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.planning import plan as planning
+from dynamo_megatron.planning.command import verdict
+from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
@@ -101,6 +103,25 @@ def layout(subject: Subject) -> Iterator[Finding]:
     spec = check_layout(subject.config, subject.ranks)
     for what, text in start_checks.describe_layout(subject.config, spec, subject.ranks).items():
         yield ok(f"{what}: {text}")
+
+
+def plan(subject: Subject) -> Iterator[Finding]:
+    """Plans memory, servers and times of the whole run, on the assumption that all its nodes are like this one."""
+    if not torch.cuda.is_available():
+        yield skipped("no GPU here to reckon with: dynamo-megatron plan takes --gpu and --gpus")
+        return
+    if subject.config.model.source == "bridge":
+        yield skipped("models of Megatron-Bridge are not planned")
+        return
+    name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+    if (gpu := gpu_named(name, memory)) is None:
+        yield skipped(f"{name} with {memory / 1e9:.0f} GB is not in the planner's table (planning/hardware.py)")
+        return
+    spec = check_layout(subject.config, subject.ranks)
+    cluster = Cluster(gpu, subject.ranks, min(subject.ranks, torch.cuda.device_count()))
+    made = planning.make_plan(subject.config, spec, cluster, planning.workload(subject.config, spec))
+    told = f"{cluster.gpus} x {gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}: {verdict(made)}"
+    yield failed(f"{told}; `dynamo-megatron plan` has all") if made.fault else ok(told)
 
 
 def model_config(subject: Subject) -> Iterator[Finding]:
@@ -334,7 +355,7 @@ async def _try(subject: Subject, process: SGLangServer) -> str:
 
 
 # Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
-CHECKS = (layout, model_config, weights, vocabulary, data, reward, evaluation)
+CHECKS = (layout, plan, model_config, weights, vocabulary, data, reward, evaluation)
 OF_THE_JOB = {check.__name__.replace("_", " "): check for check in CHECKS}
 NODE_CHECKS = (devices, network, disk, host_memory)
 OF_A_NODE = {check.__name__.replace("_", " "): check for check in NODE_CHECKS}

@@ -7,6 +7,7 @@ import pytest
 
 from dynamo_megatron.cli import main
 from dynamo_megatron.models.published import PUBLISHED
+from dynamo_megatron.planning.hardware import GIB, gpu_named
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL_14B = str(CONFIGS / "models" / "qwen2.5-14b.yaml")
@@ -37,6 +38,14 @@ README = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "parallel.tp=2", "
 def test_colocated_servers_use_all_gpus_unless_a_number_is_given(keys, servers, capsys):
     assert main(["plan", "methods/dynamo", *README, "--gpus", "8", "--gpu", "h100-80", *keys]) == 0
     assert f"servers: {servers} GPUs" in capsys.readouterr().out
+
+
+def test_the_kind_of_a_gpu():
+    known = {("NVIDIA H100 80GB HBM3", 79.1): "h100-80", ("NVIDIA A100-SXM4-80GB", 79.15): "a100-80"}
+    known |= {("NVIDIA H100 NVL", 93.1): None, ("NVIDIA B200", 178.4): "b200-180"}
+    for (name, gib), kind in known.items():
+        found = gpu_named(name, gib * GIB)
+        assert (found.name if found else None) == kind
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,24 @@ def test_an_optional_package_that_is_half_there(base, failure, monkeypatch):
     assert said.startswith("transformer-engine is installed and cannot be imported (FileNotFoundError: no shared obj")
 
 
+@pytest.fixture
+def two_h100s(monkeypatch):
+    """What torch says of them; they are not there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * GIB, int(79.1 * GIB)))
+
+
+def test_the_plan_for_the_gpus_here(check, failure, monkeypatch, two_h100s):
+    ((level, text),) = check("plan", ranks=2)
+    assert level == "ok" and text.startswith("2 x h100-80 in 1 node: fits: ")
+    assert "GiB too much on the fullest rank" in failure("plan", "trainer.micro_batch_tokens=400000000", ranks=2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
+    ((level, text),) = check("plan", ranks=2)
+    assert level == "skipped" and "NVIDIA L40S" in text
+
+
 # -- the disk ----------------------------------------------------------------------------------------------------------
 def test_a_full_disk(small_disk, failure):
     said = failure("disk", f"output_dir={small_disk}/run")
