@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,12 +34,11 @@ from dynamo_megatron.jobs.start_checks import check_layout, size_text
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.planning import plan as planning
-from dynamo_megatron.planning.command import verdict
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.server import SGLangServer
+from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
 from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.listening import ranks_address
@@ -56,6 +56,11 @@ LAYERS, TOKENS = 2, 8  # of the server that is tried, and generated
 # Random weights and no CUDA graphs: this tests the interpreter, the kernels, the server's ranks and the protocol.
 SLICE = ("--load-format", "dummy", "--max-total-tokens", "4096", "--disable-cuda-graph")
 LONGEST = 1024  # tokens of a sequence there
+AMBIGUOUS = "--cuda-graph-max-bs"
+MODULES = """
+import importlib.util, json
+print(json.dumps([importlib.util.find_spec(name) is not None for name in ("cutlass", "flashinfer")]))
+"""
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def plan(subject: Subject) -> Iterator[Finding]:
     spec = check_layout(subject.config, subject.ranks)
     cluster = Cluster(gpu, subject.ranks, min(subject.ranks, torch.cuda.device_count()))
     made = planning.make_plan(subject.config, spec, cluster, planning.workload(subject.config, spec))
-    told = f"{cluster.gpus} x {gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}: {verdict(made)}"
+    told = f"{cluster.gpus} x {gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}: {made.fault or 'fits'}"
     yield failed(f"{told}; `dynamo-megatron plan` has all") if made.fault else ok(told)
 
 
@@ -314,6 +319,32 @@ def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
     return room
 
 
+def gpu_server(subject: Subject) -> Iterator[Finding]:
+    """What SGLang 0.5.23 refuses, or lacks in its interpreter, on a machine with CUDA alone."""
+    rollout = subject.config.rollout
+    if not torch.cuda.is_available() or rollout.engine != "sglang" or rollout.placement == "external":
+        yield skipped("this run starts no servers on GPUs here")
+        return
+    given = {argument.partition("=")[0] for argument in rollout.server_args}
+    if AMBIGUOUS in given:
+        yield failed(f"rollout.server_args: SGLang takes {AMBIGUOUS} for none of its options; add -decode or -prefill")
+    python = rollout.python or sys.executable
+    asked = [python, "-P", "-c", MODULES]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TIMEOUT, check=True)
+    cutlass, flashinfer = json.loads(done.stdout)
+    if not cutlass and not subject.spec.num_experts:
+        yield failed(
+            f"{python} has no module cutlass, which SGLang imports for this model: pip install nvidia-cutlass-dsl there"
+        )
+    if not flashinfer and "--attention-backend" not in given:
+        yield failed(
+            f"{python} has no flashinfer, with which SGLang computes attention by default on most GPUs: install "
+            "flashinfer_python there, or give an --attention-backend in rollout.server_args, such as triton"
+        )
+    if cutlass and flashinfer:
+        yield ok(f"{python} has cutlass and flashinfer")
+
+
 def server(subject: Subject) -> Iterator[Finding]:
     """Checks that SGLang starts in its interpreter and answers a request with tokens and logprobs."""
     rollout, spec = subject.config.rollout, subject.spec
@@ -357,7 +388,7 @@ async def _try(subject: Subject, process: SGLangServer) -> str:
 # Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
 CHECKS = (layout, plan, model_config, weights, vocabulary, data, reward, evaluation)
 OF_THE_JOB = {check.__name__.replace("_", " "): check for check in CHECKS}
-NODE_CHECKS = (devices, network, disk, host_memory)
+NODE_CHECKS = (devices, network, disk, host_memory, gpu_server)
 OF_A_NODE = {check.__name__.replace("_", " "): check for check in NODE_CHECKS}
 MOST_ON_A_CPU = 4  # ranks that are taken to be on this node
 

@@ -224,11 +224,26 @@ def two_h100s(monkeypatch):
 
 def test_the_plan_for_the_gpus_here(check, failure, monkeypatch, two_h100s):
     ((level, text),) = check("plan", ranks=2)
-    assert level == "ok" and text.startswith("2 x h100-80 in 1 node: fits: ")
+    assert level == "ok" and text == "2 x h100-80 in 1 node: fits"
     assert "GiB too much on the fullest rank" in failure("plan", "trainer.micro_batch_tokens=400000000", ranks=2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
     ((level, text),) = check("plan", ranks=2)
     assert level == "skipped" and "NVIDIA L40S" in text
+
+
+def test_what_a_server_lacks_on_a_machine_with_cuda(base, check, monkeypatch, two_h100s):
+    graphs = "rollout.server_args=[--cuda-graph-max-bs, '8', --attention-backend=triton]"
+    ambiguous, cutlass = check("gpu server", graphs)
+    assert ambiguous[0] == cutlass[0] == "FAILED" and "add -decode or -prefill" in ambiguous[1]
+    assert "pip install nvidia-cutlass-dsl there" in cutlass[1]
+    monkeypatch.setenv("PYTHONPATH", str(base))
+    (base / "cutlass.py").touch()
+    ((level, text),) = check("gpu server")
+    assert level == "FAILED" and "install flashinfer_python there, or give an --attention-backend" in text
+    (base / "flashinfer.py").touch()
+    assert [level for level, _ in check("gpu server")] == ["ok"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [level for level, _ in check("gpu server", graphs)] == ["skipped"]
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------
