@@ -182,7 +182,7 @@ class ProblemResult:
     """The sampled responses to one problem; entry i of every list is about response i.
 
     `lengths` are tokens; `finish_reasons`, `statuses`, `prompt` and `answer` as in a Rollout. A response whose status
-    is not "ok" counts as wrong, whatever `successes` says. Raises ValueError for lists of unequal lengths.
+    is not "ok" counts as wrong, whatever `successes` says.
     """
 
     prompt_id: str
@@ -195,13 +195,6 @@ class ProblemResult:
     responses: list[str]
     prompt: str | None = None
     answer: Any = None
-
-    def __post_init__(self) -> None:
-        lists: tuple[list, ...]
-        lists = (self.rewards, self.successes, self.lengths, self.finish_reasons, self.statuses, self.responses)
-        counts = [len(entries) for entries in lists]
-        if len(set(counts)) > 1:
-            raise InputError(f"problem {self.prompt_id!r}: its lists have {counts} entries; one a response")
 
     @property
     def right(self) -> int:

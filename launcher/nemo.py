@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import itertools
 import os
 import shlex
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import nemo_run as run
@@ -34,49 +31,32 @@ scontrol() { if [ "$1" != requeue ] || [ "${exitcode:-}" = 75 ]; then command sc
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A command of dynamo-megatron, as bash text; `after` names the task that must have succeeded."""
-
-    name: str
-    script: str
-    after: str | None = None
-    one_rank: bool = False
-
-
 def recipe(
     files: Sequence[str],
     keys: Sequence[str],
     python: str,
     executor: run.Executor,
-    tasks: Sequence[str] = ("train",),
-    sweep: Sequence[str] = (),
-) -> list[Task]:
-    """Returns the tasks of an experiment: one conversion, and a training and an evaluation for each combination of the
-    values in `sweep` (key=value,value). Raises ConfigError, also for what `executor` cannot run."""
+    *,
+    convert: bool = False,
+    evaluate: bool = False,
+) -> dict[str, str]:
+    """Returns the tasks of an experiment, each a name and bash text, in their order: a training, before it the
+    conversion of its model and after it an evaluation where asked for. Raises ConfigError, also for what `executor`
+    cannot run."""
     config, _ = compose(files, keys)
-    base = Path(config.output_dir).absolute()
-    found, after, words = [], None, [*files, *keys]
-    if "convert" in tasks:
-        source, converted = config.model.path, base / "mcore"
-        script = _script(program(python, "convert", ["hf2mcore", source, str(converted)]))
-        found.append(Task("convert", f"if [ -e {shlex.quote(str(converted))} ]; then exit 0; fi\n{script}", None, True))
-        after = "convert"
+    output, words, commands = Path(config.output_dir).absolute(), [*files, *keys], {}
+    if convert:
+        converted = output / "mcore"
+        commands["convert"] = program(python, "convert", ["hf2mcore", config.model.path, str(converted)])
         words.append(f"model.path={converted}")
-    for chosen in _combinations(sweep):
-        suffix = "".join(f"-{key.rpartition('.')[2]}-{value}" for key, value in chosen)
-        output = base / suffix[1:].replace("/", "_") if chosen else base
-        own = [*words, *(f"{key}={value}" for key, value in chosen), f"output_dir={output}"]
-        name = _plain(suffix)
-        before = after
-        if "train" in tasks:
-            _check(files, own[len(files) :], executor)
-            found.append(Task(f"train{name}", _script(program(python, "train", own)), before))
-            before = f"train{name}"
-        if "eval" in tasks:
-            scores = ["--model", str(output), "--out", str(output / "scores")]
-            found.append(Task(f"eval{name}", _script(program(python, "eval", scores)), before, True))
-    return found
+    _check(files, words[len(files) :], executor)
+    commands["train"] = program(python, "train", words)
+    if evaluate:
+        scores = ["--model", str(output), "--out", str(output / "scores")]
+        commands["eval"] = program(python, "eval", scores)
+    there = {"convert": f"if [ -e {shlex.quote(str(output / 'mcore'))} ]; then exit 0; fi\n"}
+    start = f"cd {shlex.quote(os.getcwd())}\n"
+    return {name: f"{there.get(name, '')}{start}exec {shlex.join(argv)}\n" for name, argv in commands.items()}
 
 
 def _check(files: Sequence[str], keys: Sequence[str], executor: run.Executor) -> None:
@@ -90,84 +70,51 @@ def _check(files: Sequence[str], keys: Sequence[str], executor: run.Executor) ->
         check_servers(config, executor.nodes, executor.nodes)
 
 
-def _combinations(sweep: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
-    choices = []
-    for entry in sweep:
-        key, equals, values = entry.partition("=")
-        if not equals or not all(values.split(",")):
-            raise ConfigError(f"--sweep: {entry!r} is not key=value,value,...")
-        choices.append([(key, value) for value in values.split(",")])
-    return list(itertools.product(*choices))
-
-
-def _plain(name: str) -> str:
-    """Returns `name` with "-" for all but ASCII letters and digits: nemo-run makes paths of names and does not quote
-    them."""
-    return "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name)
-
-
-def _script(argv: Sequence[str]) -> str:
-    return f"cd {shlex.quote(os.getcwd())}\nexec {shlex.join(argv)}\n"
-
-
 @contextlib.contextmanager
-def experiment(name: str, tasks: Sequence[Task], executor: run.Executor) -> Iterator[run.Experiment]:
-    """Yields nemo-run's context with the tasks in it, not started. On SLURM they have their dependencies, and a task of
-    one rank runs on one node; on this machine they are to be run with `sequential`."""
-    done = Path(get_nemorun_home(), "done", f"{_plain(name)}-{time.time_ns()}")
-    ids: dict[str, str] = {}
-    with run.Experiment(_plain(name), executor=executor) as opened:
-        for task in tasks:
-            own = executor.clone()
-            if isinstance(own, run.SlurmExecutor):
-                if task.one_rank:
+def experiment(name: str, tasks: Mapping[str, str], executor: run.Executor) -> Iterator[run.Experiment]:
+    """Yields nemo-run's context with the tasks in it, each to run once the one before has succeeded, not started. On
+    SLURM they are jobs, of one rank but for the training; on this machine one script."""
+    # nemo-run makes paths of names and does not quote them
+    plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name)
+    with run.Experiment(plain, executor=executor) as opened:
+        if isinstance(executor, run.SlurmExecutor):
+            before: list[str] = []
+            for task, script in tasks.items():
+                own = executor.clone()
+                if task != "train":
                     own.nodes = own.ntasks_per_node = 1
-                script, after = task.script, [ids[task.after]] if task.after else []
-            else:
-                script, after = _guarded(task, done), []
-            ids[task.name] = opened.add(run.Script(inline=script), executor=own, name=task.name, dependencies=after)
+                before = [opened.add(run.Script(inline=script), executor=own, name=task, dependencies=before)]
+        else:  # nemo-run's local executor goes on after a failure
+            script = "set -e\n" + "".join(f"(\n{script})\n" for script in tasks.values())
+            opened.add(run.Script(inline=script), executor=executor.clone(), name="-".join(tasks))
         yield opened
 
 
-def _guarded(task: Task, done: Path) -> str:
-    """Returns a script that runs the task only after `task.after` has succeeded: the local executor runs it even after
-    a failure."""
-    check = f"[ -e {done}/{task.after} ] || {{ echo '{task.after} has not succeeded' >&2; exit 1; }}\n"
-    marked = f"(\n{task.script})\ncode=$?\n[ $code -ne 0 ] || touch {done}/{task.name}\nexit $code\n"
-    return f"mkdir -p {done}\n{check if task.after else ''}{marked}"
-
-
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
-    """Runs the experiment, or prints what would be run. Returns an exit code: 0 if all tasks succeeded or, detached,
-    were submitted. Raises ConfigError."""
+    """Runs the experiment on this machine or submits it, or prints what would be run. Returns an exit code: 0 if it
+    succeeded or was submitted. Raises ConfigError."""
     job = completed(options)
-    if options.venv is None and not options.container_image:
-        raise ConfigError("--venv: name the trainer's virtual environment; this command's own has nemo-run, not torch")
     on_slurm = options.executor == "slurm"
-    output = Path(compose(files, keys)[0].output_dir).absolute()
-    executor = _slurm_executor(job, str(output)) if on_slurm else run.LocalExecutor()
-    tasks = recipe(files, keys, job.python, executor, options.tasks, options.sweep)
-    with experiment(output.name, tasks, executor) as opened:
+    executor = _slurm_executor(job) if on_slurm else run.LocalExecutor()
+    tasks = recipe(files, keys, job.python, executor, convert=options.convert, evaluate=options.eval)
+    with experiment(Path(compose(files, keys)[0].output_dir).name, tasks, executor) as opened:
         if job.dry_run:
             opened.dryrun()
             return 0
-        opened.run(sequential=not on_slurm, detach=options.detach, tail_logs=False)
-    if options.detach:
+        opened.run(detach=on_slurm, tail_logs=False)
+    if on_slurm:
         return 0
-    # Only now: leaving the context waits for tasks that run on a cluster.
+    # Only now: leaving the context waits for the script.
     states = {name: str(task["status"]) for name, task in opened.status(return_dict=True).items()}
     for name, state in states.items():
         print(f"{name}: {state}", flush=True)
     return 0 if all(state.endswith("SUCCEEDED") for state in states.values()) else 1
 
 
-def _slurm_executor(job: argparse.Namespace, output: str) -> run.SlurmExecutor:
+def _slurm_executor(job: argparse.Namespace) -> run.SlurmExecutor:
     for option, value in (("--account", job.account), ("--time", job.time)):
         if value is None:
             raise ConfigError(f"{option}: nemo-run needs it for a SLURM job")
-    setup = SETUP
-    if job.container_image:
-        setup += f"mkdir -p {shlex.quote(output)}\n"  # only a folder that exists can be mounted
     executor = run.SlurmExecutor(
         account=job.account,
         partition=job.partition,
@@ -177,22 +124,14 @@ def _slurm_executor(job: argparse.Namespace, output: str) -> run.SlurmExecutor:
         cpus_per_task=job.cpus_per_task,
         time=job.time,
         signal=f"USR1@{job.stop_before}",
-        retries=job.retries,
+        retries=3,
         additional_parameters={"requeue": True},
-        srun_args=["--mpi=none", "--cpu-bind=none"],
-        setup_lines=setup,
+        srun_args=["--mpi=none", "--cpu-bind=none", *map(shlex.quote, job.srun)],
+        setup_lines=SETUP,
         packager=run.Packager(),
         tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
     )
     for option in job.sbatch:
         name, equals, value = option.removeprefix("--").partition("=")
         executor.additional_parameters[name.replace("-", "_")] = value if equals else True
-    if job.container_image:
-        mounts = [f"{folder}:{folder}" for folder in dict.fromkeys((os.getcwd(), output))]
-        mounts += filter(None, (job.container_mounts or "").split(","))
-        executor.container_image = shlex.quote(job.container_image)  # nemo-run does not
-        executor.container_mounts = [shlex.quote(mount) for mount in mounts]
-    if job.ssh:
-        user, _, host = job.ssh.rpartition("@")
-        executor.tunnel = run.SSHTunnel(host=host, user=user, job_dir=job.job_dir)
     return executor

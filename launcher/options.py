@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dynamo_megatron.errors import ConfigError
+from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import ConfigError, compose
 from dynamo_megatron.runtime.run_folder import refuse_foreign
 
-if TYPE_CHECKING:  # `--help` does without pydantic
-    from dynamo_megatron.config import Config
-
 CORES = 8  # of a rank on a GPU: itself, the processes of its server, reward workers; nodes have 12 or more for each
-EARLY = 60  # seconds by which SLURM may send a signal too soon
 TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
 
 
 def completed(options: argparse.Namespace) -> argparse.Namespace:
-    """The options of a job on a SLURM cluster (JOB), with what follows from them: `ranks`, `cpus_per_task`, `mem` (of a
-    node, in sbatch's format; None), the ranks' `python`, and whether the user has `stop_asked`. Raises ConfigError for
-    values that no cluster accepts."""
+    """The options of a job on a SLURM cluster (JOB), with what follows from them: `ranks` and `cpus_per_task`. Raises
+    ConfigError for values that no cluster accepts."""
     own = options.sbatch
     options.ranks_per_node = options.ranks_per_node or options.gpus_per_node or 1
-    options.ranks, options.mem = options.nodes * options.ranks_per_node, None
+    options.ranks = options.nodes * options.ranks_per_node
     given = not options.gpus_per_node or any(option.startswith("--cpus-per-") for option in own)
     options.cpus_per_task = None if given else CORES
-    limit, options.stop_asked = _seconds(options.time) if options.time else None, options.stop_before is not None
-    if not options.stop_asked:
+    limit = _seconds(options.time) if options.time else None
+    if options.stop_before is None:
         options.stop_before = 1800 if limit is None else min(1800, limit // 4)
-    if limit is not None and limit <= options.stop_before + EARLY:
-        raise ConfigError(
-            f"--stop-before: {options.stop_before} s before the end of --time {options.time}, or a minute earlier, "
-            "there is nothing left to train in; give more time or a smaller number"
-        )
-    if options.container_mounts and not options.container_image:
-        raise ConfigError("--container-mounts: goes with --container-image")
-    if wrong := [option for option in own if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
-        raise ConfigError(f"--sbatch: {wrong[0]!r} is no --option or --option=value")
-    options.python = "python3" if options.container_image else sys.executable
-    if options.venv is not None:
-        python = os.path.join(options.venv, "bin", "python")
-        options.python = python if options.container_image else os.path.abspath(python)
+    if wrong := [option for option in own + options.srun if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
+        raise ConfigError(f"--sbatch, --srun: {wrong[0]!r} is no --option or --option=value")
     return options
 
 
@@ -58,16 +42,6 @@ def _seconds(time: str) -> int:
     parts = [int(part) for part in (match["rest"] or time).split(":")]
     hours, minutes, seconds = [*parts, 0, 0][:3] if match["days"] or len(parts) == 3 else [0, *parts, 0][:3]
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-TASKS = ("convert", "train", "eval")
-
-
-def _tasks(text: str) -> tuple[str, ...]:
-    tasks = tuple(text.split(","))
-    if not set(tasks) <= set(TASKS) or len(set(tasks)) < len(tasks):
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(TASKS)}")
-    return tuple(task for task in TASKS if task in tasks)
 
 
 def positive(text: str) -> int:
@@ -100,19 +74,7 @@ JOB = (  # of slurm and nemo
         type=positive,
         metavar="SECONDS",
         help="before the limit: save at the next safe point, exit 75 and requeue (default: 1800, at most a quarter of "
-        "--time; what `plan` asks for, if `launch slurm` has --gpu)",
-    ),
-    option("--container-image", metavar="IMAGE", help="for pyxis/enroot"),
-    option(
-        "--container-mounts",
-        metavar="SRC:DST,...",
-        help="besides the current folder and output_dir, which are mounted where they are",
-    ),
-    option(
-        "--venv",
-        metavar="DIR",
-        help="virtual environment of the ranks (default: this command's own; with --container-image: none, the image's "
-        "python3)",
+        "--time; `plan` prints what a run needs)",
     ),
     option(
         "--sbatch",
@@ -121,14 +83,17 @@ JOB = (  # of slurm and nemo
         metavar="=--OPTION[=value]",
         help=f"any option of sbatch, as in --sbatch=--mem=500G; repeatable; --cpus-per-task is {CORES} with GPUs",
     ),
+    option(
+        "--srun",
+        action="append",
+        default=[],
+        metavar="=--OPTION[=value]",
+        help="any option of srun for ranks and servers, as in --srun=--container-image=IMAGE; repeatable",
+    ),
     option("--dry-run", action="store_true", help="print the script, submit nothing"),
 )
 SLURM = (
-    option(
-        "--gpu",
-        metavar="KIND",
-        help="of the nodes, as for `plan` (h100-80, ...): --stop-before and --mem are what the plan asks for",
-    ),
+    option("--python", metavar="PATH", default=sys.executable, help="of the ranks (default: this command's own)"),
     option(
         "--rollout-nodes",
         type=_count_or_0,
@@ -138,25 +103,10 @@ SLURM = (
     ),
 )
 NEMO = (
-    option("--executor", choices=("local", "slurm"), default="local", help="of the tasks (default: this machine)"),
-    option(
-        "--tasks",
-        type=_tasks,
-        default=("train",),
-        metavar="convert,train,eval",
-        help="one after the other, each only if the one before succeeded (default: train)",
-    ),
-    option(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="key=value,value,...",
-        help="a training for each value, of each combination where given several times; output_dir gets a folder each",
-    ),
-    option("--retries", type=_count_or_0, default=3, help="restarts of a SLURM job, of whatever cause (default 3)"),
-    option("--ssh", metavar="USER@HOST", help="a login node of the cluster (default: this machine is one)"),
-    option("--job-dir", metavar="DIR", help="with --ssh: nemo-run's folder on the cluster"),
-    option("--detach", action="store_true", help="return once submitted (--executor slurm)"),
+    option("--python", metavar="PATH", required=True, help="the trainer's; this command's own has nemo-run, not torch"),
+    option("--executor", choices=("local", "slurm"), default="local", help="default: this machine"),
+    option("--convert", action="store_true", help="convert the model first, into output_dir"),
+    option("--eval", action="store_true", help="evaluate what was trained"),
 )
 
 
@@ -172,8 +122,6 @@ def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Con
     Raises ConfigError as `compose` does, for an output_dir with files that are not of a run, and for a number of ranks
     that the layout does not divide.
     """
-    from dynamo_megatron.config.files import compose
-
     config, _ = compose(files, keys)
     refuse_foreign(Path(config.output_dir))
     p = config.parallel

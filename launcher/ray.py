@@ -62,12 +62,13 @@ class Child:
     def __init__(self) -> None:
         self._started: Future[subprocess.Popen] = Future()
 
-    def node(self) -> tuple[str, list[str], int, int]:
-        """Returns (address, GPUs that Ray gave to this actor, a free port, cores)."""
-        return ray.util.get_node_ip_address(), [str(i) for i in ray.get_gpu_ids()], free_port(), os.cpu_count() or 1
+    def node(self) -> tuple[str, list[str], int]:
+        """Returns (address, GPUs that Ray gave to this actor, a free port)."""
+        return ray.util.get_node_ip_address(), [str(i) for i in ray.get_gpu_ids()], free_port()
 
     def run(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> int | str:
         """Runs `command` in `folder`, its output appended to `log`. Returns its exit code, or why it cannot start."""
+        choose_threads(environment, max(1, (os.cpu_count() or 1) // int(environment.get("LOCAL_WORLD_SIZE", "1"))))
         try:
             with open(log, "ab") as output:
                 process = subprocess.Popen(
@@ -91,15 +92,14 @@ class Child:
 
 @dataclass
 class Placed:
-    """An actor, its name, and its node: id, address, GPUs that Ray gave it, a port free there, cores."""
+    """An actor, its name, and its node: id, address, GPUs that Ray gave it, a port free there."""
 
     name: str
     actor: ray.actor.ActorHandle
     node: str
     address: str = ""
-    gpus: tuple[str, ...] = ()
+    gpus: Sequence[str] = ()
     port: int = 0
-    cores: int = 1
     ended: ray.ObjectRef | None = None  # what `run` returns
     code: int | None = None  # of its child, once that has ended
     log: str = ""  # file with its child's output
@@ -223,8 +223,7 @@ class RayRun:
             )
             self._placed.append(Placed(name, actor.remote(), node_of[bundle]))
         for placed in self._placed:
-            placed.address, gpus, placed.port, placed.cores = self._get(placed, placed.actor.node.remote())
-            placed.gpus = tuple(gpus)
+            placed.address, placed.gpus, placed.port = self._get(placed, placed.actor.node.remote())
 
     def _start(self) -> None:
         first, trains = self._placed[0], self._placed[: self._ranks]
@@ -248,7 +247,6 @@ class RayRun:
                 "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # for reward.placement: ray
                 **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
             }
-            choose_threads(own, max(1, placed.cores // here[placed.node]))
             self._begin(placed, "train", self._words, own)
         for i, placed in enumerate(self._placed[self._ranks :]):
             words = [*self._words, "--nodes", str(self._servers), "--node", str(i)]
@@ -315,7 +313,5 @@ class RayRun:
         except GetTimeoutError:
             raise RunFailed(f"{where}: no answer in {SILENCE:g} s") from None
         except RayActorError as error:
-            text = on_one_line(str(error))
-            detail = re.search(r"Worker exit detail: (.*?)(?:\. |$)", text)
-            why = detail[1] if detail else text[:300]
+            why = on_one_line(str(error), 300)
             raise RunFailed(f"{where}: its actor died ({why}); {after_a_stop(self._output)}") from None

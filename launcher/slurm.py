@@ -9,16 +9,14 @@ import argparse
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.launcher.options import check_servers, checked_config, completed, program
 
 BODY = Path(__file__).with_name("slurm.sh")
-SHELLCHECK = "# shellcheck disable=SC2016  # values are not for bash to expand"
+SHELLCHECK = "# shellcheck disable=SC2016,SC2054  # values are not for bash to expand; commas are within them"
 
 
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
@@ -27,7 +25,6 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     config = checked_config(files, keys, job.ranks)
     if job.gpus_per_node:
         config = config.with_servers(job.ranks, job.nodes)
-        _plan(config, job)
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
         raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
     check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes)
@@ -47,37 +44,13 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     return 0
 
 
-def _plan(config: Config, job: argparse.Namespace) -> None:
-    """Gives the job what `plan` asks for where the user has not: host memory, and at least the default of
-    --stop-before; without --gpu prints a line on stderr. Raises ConfigError where there is no plan."""
-    if job.gpu is None:
-        default = f"--stop-before: {job.stop_before} s; --mem: the cluster's default, unless --sbatch has it"
-        print(f"{default}; with --gpu KIND they are what `plan` asks for", file=sys.stderr)
-        return
-    from dynamo_megatron.planning.command import cluster_of, plan_of
-
-    plan = plan_of(config, cluster_of(job.gpu, job.nodes * job.gpus_per_node, job.gpus_per_node))
-    if not job.stop_asked:
-        job.stop_before = max(job.stop_before, plan.stop_before)
-    if not any(option.startswith("--mem") for option in job.sbatch):
-        job.mem = plan.memory_asked
-
-
 def render(job: argparse.Namespace, files: Sequence[str], keys: Sequence[str], output: Path) -> str:
     """Returns the script that trains into `output` (absolute), run in the current folder. Raises ConfigError for a path
     that SLURM cannot write to."""
     if set(str(output)) & set('\\\n"'):
         raise ConfigError(f"output_dir: {str(output)!r}: SLURM takes no backslash, quote or line break in a log's path")
-    folder, words = Path.cwd(), [*files, *keys]
-    container = []
-    if job.container_image is not None:
-        mounts = [f"{folder}:{folder}", f"{output}:{output}", *filter(None, [job.container_mounts])]
-        container = [
-            f"--container-image={job.container_image}",
-            f"--container-mounts={','.join(dict.fromkeys(mounts))}",
-            f"--container-workdir={folder}",
-        ]
-    commands = {"train": program(job.python, "train", words), "serve": []}
+    words = [*files, *keys]
+    commands = {"train": program(job.python, "train", words), "serve": [], "options": job.srun}
     if job.rollout_nodes:
         servers = program(job.python, "serve", ["--nodes", str(job.rollout_nodes), *words])
         commands["serve"] = ["bash", "-c", 'exec "$@" --node "$SLURM_PROCID"', "serve", *servers]
@@ -88,14 +61,13 @@ def render(job: argparse.Namespace, files: Sequence[str], keys: Sequence[str], o
         "ranks_per_node": job.ranks_per_node,
         "last_call": min(60, job.stop_before // 2),  # seconds before the limit
     }
-    head = ["#!/bin/bash", SHELLCHECK, *(f"#SBATCH {line}" for line in sbatch_lines(job, folder, output)), ""]
+    head = ["#!/bin/bash", SHELLCHECK, *(f"#SBATCH {line}" for line in sbatch_lines(job, output)), ""]
     head += [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
-    head += [f"{name}={_bash_array(argv, len(argv) - len(words))}" for name, argv in commands.items()]
-    head += [f"container={_bash_array(container, 0)}"]
+    head += [f"{name}=({shlex.join(argv)})" for name, argv in commands.items()]
     return "\n".join(head) + "\n\n" + BODY.read_text(encoding="utf-8")
 
 
-def sbatch_lines(job: argparse.Namespace, folder: Path, output: Path) -> list[str]:
+def sbatch_lines(job: argparse.Namespace, output: Path) -> list[str]:
     """Returns what follows #SBATCH on each line; the user's own options come last, and so take precedence."""
     pattern = str(output).replace("%", "%%")
     options = {
@@ -104,13 +76,12 @@ def sbatch_lines(job: argparse.Namespace, folder: Path, output: Path) -> list[st
         "ntasks-per-node": job.ranks_per_node,
         "gpus-per-node": job.gpus_per_node or None,
         "cpus-per-task": job.cpus_per_task,
-        "mem": job.mem,
         "partition": job.partition,
         "account": job.account,
         "time": job.time,
         "signal": f"B:USR1@{job.stop_before}",  # to this script, which notifies the ranks
         "open-mode": "append",
-        "chdir": folder,
+        "chdir": Path.cwd(),
         "output": f"{pattern}/logs/slurm-%j.out",
     }
     lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in options.items() if value is not None]
@@ -124,14 +95,6 @@ def sbatch_quote(value: str) -> str:
         return value
     escaped = value.replace("\\", r"\\").replace('"', r"\"")
     return f'"{escaped}"'
-
-
-def _bash_array(argv: Sequence[str], on_first_line: int) -> str:
-    """Returns `argv` as a bash array; the words after the first `on_first_line` are on lines of their own."""
-    words = [shlex.quote(word) for word in argv]
-    words = [f"'{word}'" if "," in word and "'" not in word else word for word in words]  # as shellcheck wants
-    lines = [" ".join(words[:on_first_line]), *words[on_first_line:]]
-    return "(" + "\n  ".join(lines) + ("\n)" if len(lines) > 1 else ")")
 
 
 def adopt_rank(environment: MutableMapping[str, str]) -> None:

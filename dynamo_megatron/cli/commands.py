@@ -44,7 +44,7 @@ def carry_out(arguments: list[str]) -> int:
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     option = word.partition("=")[0]
     if (hint := ours(option) if option.startswith("--") else None) is None:
-        near = difflib.get_close_matches(option, re.findall(r"--[a-z][a-z0-9-]*", parser.format_help()), 1)
+        near = difflib.get_close_matches(option, re.findall(r"(?m)^  (--[a-z][a-z0-9-]*)", parser.format_help()), 1)
         hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
     if "." in option:
         hint = f"a key of the config has no dashes: {option.lstrip('-')}=VALUE"
@@ -66,11 +66,8 @@ def _train(options: argparse.Namespace) -> int:
     adopt_rank(os.environ)
     pairs = {"data": {"answer_key": "chosen"}, "dpo": {}} if options.command == "dpo" else None
     config, origins = compose(options.files, options.keys, pairs)
-    if (pairs is None) != (config.dpo is None):
-        is_null = "dpo: null: the command dpo needs the section; take this line out"
-        raise ConfigError(
-            is_null if pairs else f"dpo: is for the command dpo; take it out of what {options.command} reads"
-        )
+    if pairs is None and config.dpo is not None:
+        raise ConfigError(f"dpo: is for the command dpo; take it out of what {options.command} reads")
     if "RANK" in os.environ:
         os.environ |= {**config.rank_variables(), **os.environ}  # before anything uses CUDA
     with _loading_packages():
@@ -198,7 +195,6 @@ def _plan(options: argparse.Namespace) -> int:
         gpu=options.gpu,
         gpus=options.gpus,
         gpus_per_node=options.gpus_per_node,
-        host_memory=options.host_memory,
         response_tokens=options.response_tokens,
         search=options.search,
     )

@@ -152,8 +152,7 @@ COMMANDS = {  # in the order of --help
     ),
     "launch nemo": command(
         "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/clusters.md",
-        "my.yaml output_dir=runs/first rollout.host=ib0 --executor slurm --nodes 4 --gpus-per-node 8 "
-        "--tasks convert,train,eval",
+        "my.yaml output_dir=runs/first rollout.host=ib0 --python .venv/bin/python --executor slurm --nodes 4 --eval",
         CONFIG,
         *JOB,
         *NEMO,
@@ -163,9 +162,8 @@ COMMANDS = {  # in the order of --help
         "models/qwen2.5-14b paper --gpus 16 --gpu h100-80 --search",
         CONFIG,
         option("--gpus", type=positive, required=True, help="that train; those of split servers come on top"),
-        option("--gpu", required=True, help="kind: a100-80, h100-80, h200-141, b200-180"),
+        option("--gpu", required=True, choices=("a100-80", "h100-80", "h200-141", "b200-180")),
         option("--gpus-per-node", type=positive, default=8, help="default: 8"),
-        option("--host-memory", type=positive, metavar="GIB", help="of a node; a run that needs more does not fit"),
         option("--response-tokens", type=positive, help="the mean response's, for times (default: half of the limit)"),
         option("--search", action="store_true", help="rank layouts instead of judging the config's"),
     ),

@@ -15,7 +15,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError, StatedError
 from dynamo_megatron.jobs.output_dir import OutputDir
-from dynamo_megatron.jobs.start_checks import check_layout, check_room, describe_layout, missing_data
+from dynamo_megatron.jobs.start_checks import check_data, check_layout, check_room, describe_layout
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
@@ -44,7 +44,6 @@ ANOTHERS_END = (LOST, "RolloutError: ", "NonFiniteError: the update")
 class Job:
     """What a command does; the same calls on every rank, in this order, except where said."""
 
-    generates = True  # rollouts
     code = 0  # exit code of a rank on which nothing has failed
     journal: Journal | None = None  # rank 0's, from `prepare` on, of a command that keeps one
 
@@ -54,17 +53,12 @@ class Job:
     def check(self, ranks: int) -> dict[str, Any]:
         """What can be checked in a moment and without writing anything; returns the derived values. Not called in
         order. Raises InputError."""
-        faults = missing_data(self.config)
-        try:
-            spec = check_layout(self.config, ranks)
-        except InputError as error:
-            faults.insert(0, str(error))
-        if faults:
-            raise InputError("\n".join(faults))
+        spec = check_layout(self.config, ranks)
+        check_data(self.config)
         derived = describe_layout(self.config, spec, ranks)
         if self.output is not None:
             check_trackers(self.config)
-            derived["disk"] = check_room(self.config, spec, generates=self.generates)
+            derived["disk"] = check_room(self.config, spec)
         return derived
 
     def prepare(self, spec: ModelSpec) -> None:
@@ -127,6 +121,11 @@ def run_rank(job: Job) -> int:
             from dynamo_megatron.policy.layout import join_ranks
             from dynamo_megatron.policy.policy import Policy
 
+            if config.model.source == "bridge":
+                from dynamo_megatron.bridge.source import build_chunks
+            else:
+                from dynamo_megatron.policy.model import build_chunks
+
         job.show("joining ranks")
         store = connect_store(config.trainer.timeout)
         if not Path(config.output_dir).is_dir():
@@ -136,7 +135,7 @@ def run_rank(job: Job) -> int:
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout)
         job.show("loading model")
-        job.set_up(Policy(spec, config, layout, **_source(config)), coordinator)
+        job.set_up(Policy(spec, config, layout, build_chunks), coordinator)
         running = True
         stop.catch_signals()
         dist.barrier(group=layout.host)  # until here a signal that one rank gets ends it, and with it the start
@@ -178,15 +177,6 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
     if model.source == "bridge":
         environment.prepare()
     return spec
-
-
-def _source(config: Config) -> dict[str, Any]:
-    """The argument of Policy that makes it a model of Bridge's, or none."""
-    if config.model.source == "own":
-        return {}
-    from dynamo_megatron.bridge.source import build_chunks
-
-    return {"build": build_chunks}
 
 
 def _set_up_backend(deterministic: bool) -> None:

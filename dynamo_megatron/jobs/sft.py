@@ -43,7 +43,6 @@ LINES = 20  # about this many step lines are printed; metrics.jsonl has every st
 
 class SFTJob(Job):
     name = "sft"  # of the command, in metrics and messages
-    generates = False
 
     def __init__(self, config: Config):
         super().__init__(config, OutputDir(config))

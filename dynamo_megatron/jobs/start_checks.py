@@ -17,7 +17,6 @@ from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.adapters import adapter_elements, check_lora
 from dynamo_megatron.models.fp8 import check_fp8_shapes
 from dynamo_megatron.models.mapping import ROUTER_BIAS, huggingface_shapes
-from dynamo_megatron.rollout.retention import stored_step
 from dynamo_megatron.rollout.servers.fleet import training_nodes
 from dynamo_megatron.rollout.servers.server import cuda_available, gpu_count, listening_address
 from dynamo_megatron.runtime.listening import check_port
@@ -43,15 +42,13 @@ def check_layout(config: Config, world_size: int) -> ModelSpec:
     return spec
 
 
-def missing_data(config: Config) -> list[str]:
-    """A line for each file of problems that a training would read and that is not there."""
+def check_data(config: Config) -> None:
+    """Raises InputError where a file of problems that a training would read is not there."""
     sources = {"data.source": config.data.source, "eval.data": config.eval.data if config.eval.every else None}
-    return [
-        f"{key}: there is no file {source}"
-        for key, source in sources.items()
-        if source and not source.startswith(DATASETS) and source.endswith((".jsonl", ".parquet"))
-        if not shipped.problems(source).is_file()
-    ]
+    for key, source in sources.items():
+        is_file = source and not source.startswith(DATASETS) and source.endswith((".jsonl", ".parquet"))
+        if is_file and not shipped.problems(source).is_file():
+            raise InputError(f"{key}: there is no file {source}")
 
 
 def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool = True) -> None:
@@ -161,24 +158,17 @@ def check_node(config: Config) -> str:
     return check_transport(rollout)
 
 
-def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> str:
+def check_room(config: Config, spec: ModelSpec) -> str:
     """What a run leaves on disk, and what is free. Raises InputError where the disk is too small.
 
     Counted are the checkpoints that will be written, at most `keep_last` and one more, the exports, the weights that
-    are sent and those of a step that fails, and the rollouts at their longest, of one step and of `rollout.keep_last`
-    more. A run that goes on has written a part of it, and is not refused. `generates`: not for sft."""
-    output, keep = Path(config.output_dir), config.rollout.keep_last
-    elements, width = (
-        sum(map(math.prod, huggingface_shapes(spec).values())),
-        {"bfloat16": 2, "float32": 4}[config.model.dtype],
-    )
+    are sent and those of a step that fails. A run that goes on has written a part of it, and is not refused."""
+    output, width = Path(config.output_dir), {"bfloat16": 2, "float32": 4}[config.model.dtype]
+    elements = sum(map(math.prod, huggingface_shapes(spec).values()))
     saves = -(-config.trainer.steps // every) if (every := config.checkpoint.every) else 0  # a stop saves one more
     export = config.checkpoint.export_hf
     checkpoints = config.checkpoint.keep_last + 1 if export == "best" else min(config.checkpoint.keep_last + 1, saves)
     exports = {"every": saves, "never": 0}.get(export, 1)
-    generates = generates and config.rollout.engine == "sglang"
-    stored = config.rollout_budget, config.rollout.max_new_tokens, spec.replayed(config.rollout)
-    step = stored_step(*stored, config.data.max_prompt_length or 0) if generates else 0
     lora = config.model.lora
     saved = elements if lora is None else spec.num_layers * adapter_elements(spec, lora)
     with_optimizer = config.trained_models * saved * (width + 12)  # float32 weights and two moments
@@ -186,7 +176,6 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
         f"{checkpoints} checkpoint{'s' * (checkpoints > 1)}": checkpoints * with_optimizer,
         "exported folders": exports * elements * width,
         "the weights sent and those of a failed step": 2 * elements * width,
-        "rollouts": int(step * (1 + (keep or 0))),
     }
     stat = os.statvfs(existing_folder(output))
     free = stat.f_bavail * stat.f_frsize
@@ -194,7 +183,7 @@ def check_room(config: Config, spec: ModelSpec, *, generates: bool = True) -> st
     if sum(needed.values()) > free and not has_results(output):
         raise InputError(
             f"output_dir: {output} has {size_text(free)} free, the run needs {size_text(sum(needed.values()))} "
-            f"({told}); free some, name a folder on another disk, or lower checkpoint.keep_last or rollout.keep_last"
+            f"({told}); free some, name a folder on another disk, or lower checkpoint.keep_last"
         )
     stop = "" if checkpoints else f"; a stop saves a checkpoint, {size_text(with_optimizer)} more"
     return f"{size_text(free)} free for {told}{stop}"

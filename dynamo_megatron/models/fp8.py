@@ -8,14 +8,12 @@ weight. With `check_fp8_shapes` every server rank's part, and every part of a fu
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.models.mapping import ROUTER_BIAS, huggingface_shapes
-from dynamo_megatron.models.server_layout import server_layout
+from dynamo_megatron.models.mapping import ROUTER_BIAS
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.runtime.late import torch
 
@@ -85,14 +83,6 @@ def dequantized(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torc
             continue
         scales = tensors.get(name + SCALE)
         yield name, tensor if scales is None else dequantize(tensor, scales)
-
-
-@functools.cache
-def largest_weights(spec: ModelSpec, tp_size: int) -> tuple[int, int]:
-    """Elements of the largest quantised tensor, and of the largest parameter that a rank of a server makes of some."""
-    shapes, layout = huggingface_shapes(spec), server_layout(spec, tp_size)
-    names = [name for name in shapes if is_quantized(name)]
-    return max(math.prod(shapes[n]) for n in names), max(layout.sizes[layout.places[n][0]] for n in names)
 
 
 def check_fp8_shapes(spec: ModelSpec, tp_size: int) -> None:

@@ -18,7 +18,7 @@ from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.hardware import GIB, GPUS, Cluster
 from dynamo_megatron.planning.plan import SERVER_WORKING, Plan, Workload, make_plan, workload
-from dynamo_megatron.planning.rates import MEASURED_ON, MEASURED_PARAMETERS
+from dynamo_megatron.planning.rates import MEASURED_ON
 from dynamo_megatron.rollout.retention import stored_step
 
 # Keys that training needs and a plan does not.
@@ -27,6 +27,10 @@ SHOWN = 20  # layouts of a search
 CHUNKS = (1, 2, 4)  # vpp: more chunks gain little and cost memory
 # Not `selective`: it saves no memory where attention does not store its scores (formulas.saved_activations).
 RECOMPUTE = ("none", "full")
+MEASURED = (
+    f"measured on one {MEASURED_ON.name} at 1.5 billion parameters in bfloat16; for other sizes and GPUs, several of "
+    "them, experts and servers of more than one rank extrapolated"
+)
 
 
 def model_spec(config: Config) -> tuple[ModelSpec, str]:
@@ -42,16 +46,6 @@ def model_spec(config: Config) -> tuple[ModelSpec, str]:
             known = "" if Path(path).is_dir() else f"; shapes known without a folder: {', '.join(PUBLISHED)}"
             raise ConfigError(f"{error}{known}") from None
     return FAMILIES[shape["model_type"]].read(shape), f"as published; there is no folder {path}"
-
-
-def cluster_of(gpu: str, gpus: int, gpus_per_node: int, host_memory: float = math.inf) -> Cluster:
-    """The cluster of `gpus` GPUs of the kind `gpu`; `host_memory`: bytes of a node. Raises ConfigError for an unknown
-    kind, and where the GPUs do not fill whole nodes."""
-    if gpu not in GPUS:
-        raise ConfigError(f"--gpu: {gpu!r} is unknown; give one of {', '.join(GPUS)}")
-    if gpus > gpus_per_node and gpus % gpus_per_node:
-        raise ConfigError(f"--gpus: {gpus} do not fill nodes of {gpus_per_node} (--gpus-per-node)")
-    return Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node), host_memory)
 
 
 def plan_of(config: Config, cluster: Cluster, response_tokens: int | None = None) -> Plan:
@@ -81,7 +75,8 @@ def describe(plan: Plan, origin: str) -> str:
         f"{plan.micro_batches} micro-batches an update on each rank",
     ]
     lines += ["", *_memory(plan), "", *_servers(plan), *_host_and_disk(plan), "", *_times(plan)]
-    return "\n".join([*lines, "", verdict(plan)])
+    verdict = plan.fault or f"fits: {_gib(c.gpu.memory - plan.peak)} GiB left on the fullest rank"
+    return "\n".join([*lines, "", verdict])
 
 
 def _gib(value: float) -> str:
@@ -129,38 +124,11 @@ def _host_and_disk(plan: Plan) -> list[str]:
 def _times(plan: Plan) -> list[str]:
     t = plan.times
     return [
-        f"times of a step, seconds, at the rates of {measured_on(plan)}",
+        f"times of a step, seconds: {MEASURED}",
         f"  generate {t.generate:.1f}, log-probs {t.logprobs:.1f}, update {t.update:.1f}, weights {t.weight_sync:.2f}; "
         f"together {t.step:.1f}{', generated while the ranks train' if t.overlap else ''}",
-        f"a stop waits for the end of the step and for the save: `launch slurm --gpu {plan.cluster.gpu.name}` sets "
-        f"--stop-before to {plan.stop_before} at least",
+        f"a stop waits for the end of the step and for the save: give `launch slurm` --stop-before {plan.stop_before}",
     ]
-
-
-def measured_on(plan: Plan) -> str:
-    """Where the times' rates were measured, and what of this plan goes beyond that."""
-    config, gpu, elements = plan.config, plan.cluster.gpu, formulas.model_elements(plan.spec)
-    beyond = {
-        f"{elements / 1e9:.1f} billion": not 0.5 < elements / MEASURED_PARAMETERS < 2,
-        "experts": plan.spec.num_experts > 0,
-        config.model.dtype: config.model.dtype != "bfloat16",
-        f"{gpu.name} by its stated rates": gpu != MEASURED_ON,
-        "an optimizer in host memory": config.optimizer.cpu_offload,
-        "several GPUs, links by their stated rates": plan.cluster.gpus > 1,
-    }
-    if plan.servers is not None:
-        beyond |= {
-            f"servers of tp {plan.servers.tp}": plan.servers.tp > 1,
-            f"{config.rollout.quantization} servers": config.rollout.quantization is not None,
-            "weight sync through CUDA IPC by an H200's": config.rollout.sync.transport != "disk" and gpu == MEASURED_ON,
-        }
-    extrapolated = ", ".join(name for name, applies in beyond.items() if applies)
-    measured = f"one {MEASURED_ON.name} and {MEASURED_PARAMETERS / 1e9:.1f} billion parameters"
-    return measured + (f" (extrapolated: {extrapolated})" if extrapolated else "")
-
-
-def verdict(plan: Plan) -> str:
-    return plan.fault or f"fits: {_gib(plan.cluster.gpu.memory - plan.peak)} GiB left on the fullest rank"
 
 
 def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> list[Plan]:
@@ -239,7 +207,7 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
     lines = [
         f"{spec.family} ({origin}) on {cluster.gpus} x {cluster.gpu.name}: {len(plans)} layouts, {fitting} fit",
         "GiB: of the fullest rank; step s, train s: of a whole step and without generation",
-        *(f"seconds: at the rates of {measured_on(plan)}" for plan in plans[:1]),
+        f"seconds: {MEASURED}",
         *table(rows),
     ]
     if fitting:
@@ -258,15 +226,15 @@ def plan(
     gpu: str,
     gpus: int,
     gpus_per_node: int,
-    host_memory: int | None,
     response_tokens: int | None,
     search: bool,
 ) -> int:
-    """Prints the plan, or with `search` the ranked layouts. `host_memory`: GiB of a node; None: not limited. Returns 0
-    where the run (or one of the layouts) works, else 1. Raises ConfigError."""
+    """Prints the plan, or with `search` the ranked layouts. Returns 0 where the run (or one of the layouts) works, else
+    1. Raises ConfigError."""
     config, _ = compose(files, overrides, UNNEEDED)
-    memory = math.inf if host_memory is None else host_memory * GIB
-    cluster, (spec, origin) = cluster_of(gpu, gpus, gpus_per_node, memory), model_spec(config)
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        raise ConfigError(f"--gpus: {gpus} do not fill nodes of {gpus_per_node} (--gpus-per-node)")
+    cluster, (spec, origin) = Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node)), model_spec(config)
     if search:
         plans = ranked(config, spec, cluster, workload(config, spec, response_tokens))
         print(search_table(plans, spec, cluster, origin))

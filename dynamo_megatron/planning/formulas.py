@@ -277,13 +277,6 @@ def kv_bytes_a_token(spec: ModelSpec, tp: int, dtype: str) -> float:
     return 2 * spec.num_layers * heads * spec.kv_channels * WIDTH[dtype]
 
 
-def merging_bytes(spec: ModelSpec, lora: LoraConfig, tp: int) -> float:
-    """Of the largest weight that adapters change, while it is merged on a rank: twice in float32, once rounded."""
-    shapes = huggingface_shapes(spec)
-    names = [spec.layer_names[f"{linear}.weight"] for linear in adapted_linears(lora)]
-    return 10 * max(sum(math.prod(shapes[f"model.layers.0.{part}"]) for part in parts) for parts in names) / tp
-
-
 def checkpoint_bytes(spec: ModelSpec, dtype: str, lora: LoraConfig | None = None) -> int:
     """Weights (with `lora` those of the adapters), float32 main parameters and two moments: docs/checkpoints.md."""
     elements = model_elements(spec) if lora is None else spec.num_layers * adapter_elements(spec, lora, 1)

@@ -7,7 +7,6 @@ network in its maker's reference node of eight (DGX: A100 200 Gbit/s, H100, H200
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 GIB = 1 << 30
@@ -51,7 +50,6 @@ class Cluster:
     gpu: GPU
     gpus: int  # of the training, in all
     gpus_per_node: int
-    host_memory: float = math.inf  # bytes of a node that the run may have
 
     @property
     def nodes(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.templates import max_prompt_length
-from dynamo_megatron.models.fp8 import largest_weights
+from dynamo_megatron.models.server_layout import check_server_parallel
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import StageState, Times
@@ -18,16 +18,14 @@ from dynamo_megatron.planning.hardware import GIB, Cluster
 from dynamo_megatron.planning.rates import rate
 from dynamo_megatron.rollout.servers.server import shares_memory
 
-# A training rank's CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use: an allowance.
+# A training rank's CUDA context, NCCL's and cuBLAS's buffers, a weight that is merged or quantised for a sync, what the
+# allocator cannot use: an allowance.
 RESERVED = 4 * GIB
 # A server beside its weights and KV cache: activations, CUDA graphs, context, NCCL. What SGLang keeps free of a GPU of
 # more than 60 GiB at least where it chooses --mem-fraction-static itself (srt/arg_groups/memory_hook.py).
 SERVER_WORKING = 10 * GIB
 SERVER_REMAINS = 2 * GIB  # of that, once it has released graphs and activations: an allowance as well
 SYNC_BUCKETS, IPC_BUCKETS = 3, 5  # of rollout.sync.bucket_bytes, that a sender needs in a sync
-# Bytes for each element of an FP8 weight: a sender's copies in bfloat16 and float32; in SGLang's checksum values,
-# scales and products in float32, and these in bfloat16 (block_quant_dequant of layers/quantization/fp8_utils.py).
-QUANTIZING, CHECKING = 6, 14
 PROCESS_BYTES = 2 * GIB  # host memory of a rank, or of a rank of a server: an allowance
 ROLLOUT_TOKEN = 76  # bytes a token as Python lists hold it: an int (36), a small int (8), a float (32)
 SLOWEST = 2  # times what a step's training should take: most of its times are extrapolated
@@ -116,8 +114,6 @@ class Plan:
             optimizer = max(stage.state.optimizer for stage in self.stages)
             mend = f"; optimizer.cpu_offload keeps {optimizer / GIB:.1f} in host memory" if optimizer > over else ""
             return f"does not fit: {over / GIB:.1f} GiB too much on the fullest rank{mend}"
-        if (over := _total(self.host) - self.cluster.host_memory) > 0:
-            return f"does not fit: {over / GIB:.1f} GiB too much in host memory of the fullest node"
         if servers is None:
             return None
         if servers.peak > most:  # on a GPU of its own: with ranks beside it the line above says it
@@ -131,11 +127,6 @@ class Plan:
                 f"{self.work.longest}; raise rollout.tp or rollout.memory_fraction"
             )
         return None
-
-    @property
-    def memory_asked(self) -> str:
-        """What a job asks sbatch for (--mem): the host's peak and a quarter more, since parts of it are estimates."""
-        return f"{math.ceil(1.25 * _total(self.host) / GIB)}G"
 
     @property
     def checkpoint(self) -> int:
@@ -214,19 +205,14 @@ def _stage(
     if config.of_critic is not None and not (colocated and shares_memory(config.rollout, gpus=True)):
         training["critic"] = state.total  # else it and the policy are offloaded in turn
     if colocated:
-        training["server"], others = _shared(config, spec, state, servers)
+        training["server"], others = _shared(config, state, servers)
     return StageMemory(stage, state, training, others)
 
 
-def _shared(config: Config, spec: ModelSpec, state: StageState, servers: Servers) -> tuple[float, dict[str, float]]:
+def _shared(config: Config, state: StageState, servers: Servers) -> tuple[float, dict[str, float]]:
     """Bytes of a colocated server during an update, and what is on the GPU in the other phases."""
     held, sync = servers.peak, config.rollout.sync
     buckets = (IPC_BUCKETS if sync.transport in ("auto", "ipc") else SYNC_BUCKETS) * sync.bucket_bytes
-    if config.rollout.quantization is not None:
-        tensor, parameter = largest_weights(spec, servers.tp)
-        buckets = max(buckets + QUANTIZING * tensor, CHECKING * parameter)  # the checksums come last
-    if config.model.lora is not None:
-        buckets += formulas.merging_bytes(spec, config.model.lora, config.parallel.tp)
     both = config.trained_models * state.total
     always = both + held
     phases = {"generate": always, "weight sync": always + buckets, "save": always}
@@ -246,11 +232,8 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
             f"rollout.quantization: SGLang takes no {rollout.quantization} weights in a sync on {gpu.name}; "
             "leave it out"
         )
-    heads, groups, colocated = spec.num_attention_heads, spec.num_query_groups, rollout.placement == "colocated"
-    if heads % rollout.tp or (groups % rollout.tp and rollout.tp % groups):
-        raise ConfigError(
-            f"rollout.tp: {rollout.tp} ranks of a server can't share {heads} attention and {groups} key/value heads"
-        )
+    check_server_parallel(spec, rollout.tp, "cuda")
+    colocated = rollout.placement == "colocated"
     if colocated and rollout.servers % cluster.nodes:
         raise ConfigError(
             f"rollout.servers: {rollout.servers} servers can't be spread evenly over {cluster.nodes} nodes; "

@@ -2,8 +2,7 @@
 the shape of Qwen2.5-1.5B.
 
 Another GPU is taken to reach the same share of what its maker states, and links between GPUs all of it: of that only an
-H200 has been measured (`measured_on` of planning/command.py says so). `benchmarks/planned.py` compares what follows
-from this table with every committed run.
+H200 has been measured. `benchmarks/planned.py` compares what follows from this table with every committed run.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from dynamo_megatron.planning.hardware import GPU, GPUS
 
-MEASURED_ON, MEASURED_PARAMETERS = GPUS["h100-80"], 1.54e9
+MEASURED_ON = GPUS["h100-80"]
 
 
 class Rate(NamedTuple):

@@ -51,6 +51,8 @@ def refused(capsys, *arguments, command: str = "train") -> str:
         ("rollout.max_new_tokens=128", "rollout.max_new_tokens: 128 tokens leave 0 of 128 for the prompt"),
         ("model.family=gpt5", "model_type 'qwen2' is of family qwen2, model.family is 'gpt5'; leave it out"),
         ("model.path=/tmp", "config.json: no such file"),
+        ("data.source=no.jsonl", "data.source: there is no file no.jsonl"),
+        ("eval={data: no.parquet, every: 1}", "eval.data: there is no file no.parquet"),
         ("rollout.servers=1000", "rollout.servers: 1000 servers of 1 ranks (rollout.tp) have 1000 on this machine"),
         ("rollout.python=/no/such/python", "rollout.python: there is no program /no/such/python here"),
     ],
@@ -66,14 +68,6 @@ def test_a_port_that_another_process_has_is_refused(base, capsys):
         taken.listen()
         port = taken.getsockname()[1]
         assert str(port) in refused(capsys, base / "config.yaml", f"rollout.port={port}")
-
-
-def test_missing_inputs_are_all_named_before_any_rank_starts(base, capsys):
-    words = ["model.path=/no/model", "data.source=no.jsonl", "eval={data: no.parquet, every: 1}"]
-    assert main(["train", str(base / "config.yaml"), *words]) == 2
-    first, *others = capsys.readouterr().err.splitlines()
-    assert first.startswith("/no/model: no such folder")
-    assert others == ["data.source: there is no file no.jsonl", "eval.data: there is no file no.parquet"]
 
 
 def test_a_reference_policy_of_another_shape_is_refused(base, capsys, make_tiny_model):
@@ -117,6 +111,10 @@ def test_version_names_what_results_depend_on(capsys):
             "unknown option --prompt-data; of slime, here it is data.source",
         ),
         (["replay", "runs/a", "extra"], "unknown argument extra; see dynamo-megatron replay --help"),
+        (
+            ["launch", "slurm", "c", "--container-image=x"],
+            "unknown option --container-image; see dynamo-megatron launch slurm --help",
+        ),
         (["configs", "methods/dynmo"], "methods/dynmo: no such shipped config"),
     ],
 )

@@ -12,12 +12,12 @@ from dynamo_megatron.models import load_model_config
 
 @pytest.fixture
 def room(tiny_model, tmp_path):
-    """room(*keys, generates=True) -> what check_room says of a run of the tiny model."""
+    """room(*keys) -> what check_room says of a run of the tiny model."""
 
-    def check(*keys, generates=True) -> str:
+    def check(*keys) -> str:
         needed = [f"model.path={tiny_model}", "data={source: d, batch_prompts: 2}", f"output_dir={tmp_path}/run"]
         config, _ = compose([], [*needed, "model.dtype=bfloat16", *keys])
-        return check_room(config, load_model_config(tiny_model), generates=generates)
+        return check_room(config, load_model_config(tiny_model))
 
     return check
 
@@ -29,8 +29,8 @@ def test_the_checks_of_a_run_and_its_servers_start_do_not_import_torch():
 
 
 def test_what_a_run_leaves_on_the_disk(room):
-    said = room("rollout.keep_last=7", "checkpoint={keep_last: 3, export_hf: every, every: 10}")
-    for what in ("4 checkpoints", "exported folders", "those of a failed step", "rollouts"):
+    said = room("checkpoint={keep_last: 3, export_hf: every, every: 10}")
+    for what in ("4 checkpoints", "exported folders", "those of a failed step"):
         assert what in said
     for none in ("checkpoint={every: null, export_hf: never}", "checkpoint={every: null, export_hf: every}"):
         needed, stop = room(none).split("; ")
@@ -39,10 +39,6 @@ def test_what_a_run_leaves_on_the_disk(room):
     assert "1 checkpoint " in room("checkpoint.every=70", "trainer.steps=70")
     assert "checkpoint" not in room("checkpoint={every: 10, export_hf: never}").partition("; ")[2]
     assert "3 checkpoints" in room("checkpoint={every: null, export_hf: best}", "eval={every: 1, data: d}")
-    with pytest.raises(ValueError, match="rollouts"):
-        room("rollout.keep_last=1000000000000")
-    assert "rollouts" not in room("rollout.keep_last=1000000000000", generates=False)
-    assert "rollouts" not in room("rollout.engine=recorded", "rollout.recorded=x")
 
 
 def test_a_resumed_run_does_not_check_free_disk_space(small_disk, room):
@@ -51,4 +47,4 @@ def test_a_resumed_run_does_not_check_free_disk_space(small_disk, room):
         room(f"output_dir={small_disk}/run")
     file.parent.mkdir(parents=True)
     file.write_text("a checkpoint")
-    assert "rollouts" in room(f"output_dir={small_disk}/run")
+    assert "checkpoints" in room(f"output_dir={small_disk}/run")

@@ -24,9 +24,8 @@ def test_a_layout_that_fits(capsys):
     # 512 prompts x 16 rollouts of 4,096 tokens on average: 14 bytes a token and 1 kB a rollout
     assert "rollouts on disk: 0.4 GiB a step, 44.5 GiB in all" in said
     assert said.splitlines()[-1].startswith("fits: ")
-    assert "(extrapolated: 14.8 billion, several GPUs, links by their stated rates, servers of tp 2, weight" in said
     # 2 x (170 + 498 + 3 s), and 207 GB by two nodes at 0.87 GB/s
-    assert "--stop-before to 1800 at least" in said
+    assert "--stop-before 1800" in said
 
 
 README = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "parallel.tp=2", "rollout.max_new_tokens=2048"]
@@ -54,7 +53,6 @@ def test_the_kind_of_a_gpu():
     [
         (["trainer.micro_batch_tokens=24576"], "GiB too much on the fullest rank"),
         (["trainer.micro_batch_tokens=24576"], "; optimizer.cpu_offload keeps 10.3 in host memory"),
-        (["--host-memory", "300"], " GiB too much in host memory of the fullest node"),
         (["rollout.memory_fraction=0.18"], "a server's KV cache holds"),
         (
             ["rollout.placement=split", "rollout.memory_fraction=0.9"],
@@ -119,7 +117,7 @@ FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
     [
         (["parallel.tp=3"], "parallel: 16 ranks can't be cut into tp 3"),
         (["rollout.servers=1"], "rollout.servers: 1 servers can't be spread evenly over 2 nodes; give a multiple of 2"),
-        (["rollout.tp=3", "rollout.servers=2"], "rollout.tp: 3 ranks of a server can't share 40 attention"),
+        (["rollout.tp=3", "rollout.servers=2"], "rollout.tp: 3 server ranks cannot be proved to hold a model of 40"),
         (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 4 servers of 4 GPUs do not fit on the 8 of a node"),
         (
             [*FP8, "rollout.tp=8", "rollout.servers=2"],
@@ -128,7 +126,6 @@ FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
         ([*FP8, "--gpu", "b200-180"], "SGLang takes no fp8 weights in a sync on b200-180; leave it out"),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
         (["--gpus", "12"], "--gpus: 12 do not fill nodes of 8 (--gpus-per-node)"),
-        (["--gpu", "h900"], "--gpu: 'h900' is unknown; give one of a100-80, h100-80, h200-141, b200-180"),
         (["model.path=/no/model"], "shapes known without a folder: Qwen2.5-1.5B"),
     ],
 )

@@ -1,11 +1,9 @@
-"""Every stated model on its stated hardware: its configs compose, its plan fits, and `launch slurm` asks for it."""
+"""Every stated model on its stated hardware: its configs compose and its plan fits."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-from dynamo_megatron.cli import main
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.planning.command import UNNEEDED, model_spec, plan_of
 from dynamo_megatron.planning.hardware import GPUS, Cluster
@@ -55,25 +53,3 @@ def test_the_published_method_has_the_paper_s_sizes():
     assert (allocation.rollout_n_min, allocation.rollout_n_max) == (8, 24)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.warmup_steps, optimizer.clip_grad) == (1e-6, 0.1, 10, 1.0)
     assert compose([files[0], str(PAPER), files[1]], [], UNNEEDED)[0] == config
-
-
-def test_launch_slurm_asks_for_what_the_plan_says(capsys):
-    name = "h100x64/qwen2.5-72b"
-    hardware = CONFIGS / "hardware" / f"{name}.yaml"
-    plan = planned(hardware, "dynamo")
-    names = [f"models/{hardware.stem}", f"hardware/{name}", "methods/dynamo", "paper"]
-    keys = [*SHAPE, "data.source=/data/train.parquet", "rollout.host=ib0", "output_dir=/runs/a"]
-    options = ["--nodes", str(plan.cluster.nodes), "--gpus-per-node", "8", "--gpu", plan.cluster.gpu.name, "--dry-run"]
-    assert main(["launch", "slurm", *names, *keys, *options, "--time", "24:00:00"]) == 0
-    captured = capsys.readouterr()
-    (seconds,) = re.findall(r"--signal=B:USR1@(\d+)", captured.out)
-    assert int(seconds) == max(plan.stop_before, 1800) and captured.err == ""
-    assert f"#SBATCH --mem={plan.memory_asked}\n" in captured.out
-
-
-def test_without_the_kind_of_gpu_launch_slurm_has_defaults_and_names_them(capsys):
-    words = ["models/qwen2.5-14b", "data.source=d", "output_dir=/runs/a", "--gpus-per-node", "8", "--dry-run"]
-    assert main(["launch", "slurm", *words]) == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and "--stop-before: 1800 s; --mem: the cluster's default" in captured.err
-    assert "--mem=" not in captured.out

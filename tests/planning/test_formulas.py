@@ -6,7 +6,6 @@ import pytest
 
 from dynamo_megatron.config import Config, LoraConfig, ParallelConfig
 from dynamo_megatron.models import FAMILIES
-from dynamo_megatron.models.fp8 import largest_weights
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.planning import formulas
 from dynamo_megatron.planning.formulas import decode_seconds, forward_flops
@@ -228,8 +227,7 @@ def test_servers_with_fp8_weights_have_more_room_for_their_cache():
     assert quantised.servers.pool - plain.servers.pool == pytest.approx(saved)
     assert quantised.times.generate < plain.times.generate and quantised.times.update == plain.times.update
     (before,), (after,) = plain.stages, quantised.stages
-    assert largest_weights(plain.spec, 2) == (5120 * 13824, 2 * 5120 * 13824 // 2)
-    assert after.others["weight sync"] - before.others["weight sync"] == pytest.approx(6 * 5120 * 13824 - saved)
+    assert before.others["weight sync"] - after.others["weight sync"] == pytest.approx(saved)
 
 
 @pytest.mark.parametrize(("recompute", "passes", "times"), [("none", 3, 2.5), ("full", 4, 3.5)])
@@ -325,7 +323,3 @@ def test_an_optimizer_in_host_memory_by_hand():
     assert moved.pinned == 8 * GIB < state.pinned  # the parameters alone wait while servers generate
     slower = 4 * state.owned * (36 / 30e9 - 30 / RATES["copies"].value) / RATES["busy"].value
     assert on_host.times.update - on_gpu.times.update == pytest.approx(slower, rel=1e-3)
-    assert (
-        "does not fit"
-        in dataclasses.replace(on_host, cluster=dataclasses.replace(on_host.cluster, host_memory=100 * GIB)).fault
-    )

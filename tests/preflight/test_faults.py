@@ -81,10 +81,6 @@ def test_a_smaller_models_tokenizer(base, failure):
     said = failure("vocabulary")
     assert "the end token 120 of" in said and "is unknown to the tokenizer, whose ids end at 100" in said
     assert "copy the model's own tokenizer files" in said
-    edit_json(base / "model" / "generation_config.json", eos_token_id=3)
-    edit_json(base / "model" / "config.json", vocab_size=4096)
-    said = failure("vocabulary")
-    assert "has 101 tokens, the embedding 4,096 rows" in said and "another model's tokenizer" in said
 
 
 def test_the_demo_passes(base, tmp_path, monkeypatch):
@@ -185,18 +181,6 @@ def test_the_job_s_memory_limit(tmp_path):
         (tmp_path / "job" / name).write_text(text)
     (tmp_path / "own").write_text("12:pids:/job\n0::/job\n")
     assert checks._cgroup_room(tmp_path, tmp_path / "own") == 800
-    old = tmp_path / "memory" / "slurm" / "job_7"
-    (old / "step_0").mkdir(parents=True)  # no limit of its own
-    texts = {"memory.limit_in_bytes": "900\n", "memory.usage_in_bytes": "700\n"}
-    for name, text in {**texts, "memory.stat": "inactive_file 1\ntotal_inactive_file 400\n"}.items():
-        (old / name).write_text(text)
-    (tmp_path / "own").write_text("9:cpu,memory:/slurm/job_7/step_0\n1:name=systemd:/job\n0::/other\n")
-    assert checks._cgroup_room(tmp_path, tmp_path / "own") == 600
-    (tmp_path / "own").write_text("9:memory:/host/name\n0::/job\n")  # a container, which sees its own as the root
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("300\n")
-    for name in ("memory.usage_in_bytes", "memory.stat"):
-        (tmp_path / "memory" / name).write_text((old / name).read_text())
-    assert checks._cgroup_room(tmp_path, tmp_path / "own") == 0
     (tmp_path / "own").write_text("12:pids:/job\n0::/other\n")
     assert checks._cgroup_room(tmp_path, tmp_path / "own") == float("inf")
 
@@ -232,7 +216,7 @@ def two_h100s(monkeypatch):
 
 def test_the_plan_for_the_gpus_here(check, failure, monkeypatch, two_h100s):
     ((level, text),) = check("plan", ranks=2)
-    assert level == "ok" and text.startswith("2 x h100-80 in 1 node: fits: ")
+    assert level == "ok" and text == "2 x h100-80 in 1 node: fits"
     assert "GiB too much on the fullest rank" in failure("plan", "trainer.micro_batch_tokens=400000000", ranks=2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
     ((level, text),) = check("plan", ranks=2)
