@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from preloaded import run_preloaded  # tests/policy
 from small_disk import mounting  # tests/e2e
 
 # Triton decides between its interpreter and a GPU when it and the kernels are imported: here, before anything else
@@ -194,19 +195,11 @@ def command_line():
 @pytest.fixture(scope="session")
 def run_script():
     """run(script, cases, folder, timeout): runs `python -P SCRIPT folder/cases.json`, which has `cases`, and holds that
-    it succeeds within `timeout` seconds. Its output is in folder/log: a rank that outlives it would hold a pipe."""
+    it succeeds within `timeout` seconds. Its output is in folder/log."""
 
     def run(script: Path, cases: object, folder: Path, timeout: float) -> None:
         (folder / "cases.json").write_text(json.dumps(cases))
-        with open(folder / "log", "w") as log:
-            code = subprocess.run(
-                [sys.executable, "-P", str(script), str(folder / "cases.json")],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=timeout,
-            ).returncode
-        assert code == 0, (folder / "log").read_text()[-6000:]
+        run_preloaded(script, str(folder / "cases.json"), log=folder / "log", timeout=timeout)
 
     return run
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from preloaded import run_preloaded
 
 RANKS = 4  # that run at the same time
 
@@ -34,11 +34,7 @@ def run_cases(file: str, cases: list[dict], folder: Path, timeout: float = 600) 
         case.setdefault("out", str(folder / f"case{number}"))
         Path(case["out"]).mkdir(parents=True)
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-P", __file__, file, str(folder / "cases.json")]
-    with open(folder / "log", "w") as log:  # not a pipe: a rank that outlives it would hold that
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        code = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=timeout).returncode
-    assert code == 0, (folder / "log").read_text()[-6000:]
+    run_preloaded(__file__, file, str(folder / "cases.json"), log=folder / "log", timeout=timeout)
     return [
         [json.loads((Path(case["out"]) / f"rank{rank}.json").read_text()) for rank in range(case["ranks"])]
         for case in cases

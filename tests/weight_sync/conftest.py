@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from preloaded import run_preloaded
 
 from dynamo_megatron.config import ModelConfig
 from dynamo_megatron.config.rollout import RolloutConfig
@@ -62,11 +60,7 @@ def run_syncs():
             for i, (name, (ranks, parallel)) in enumerate(layouts.items())
         ]
         (folder / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, "-P", str(JOB), str(folder / "job.json")]
-        with open(folder / "job.log", "w") as log:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            code = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=900).returncode
-        assert code == 0, (folder / "job.log").read_text()[-6000:]
+        run_preloaded(JOB, str(folder / "job.json"), log=folder / "job.log", timeout=900)
         return {name: json.loads((folder / f"{name}.json").read_text()) for name in layouts}
 
     return run
