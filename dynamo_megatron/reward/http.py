@@ -10,7 +10,6 @@ import re
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -33,14 +32,6 @@ REPLY_SHOWN = 80  # characters of a reply in a message
 PLACES = re.compile(r"\{(prompt|response|answer)\}")
 
 
-@dataclass(frozen=True)
-class Address:
-    """`api_key` is sent as "Authorization: Bearer KEY"; with "" no such header is sent."""
-
-    url: str
-    api_key: str = field(default="", repr=False)
-
-
 class HttpReward:
     """A reward function that a service computes: `body` and `result` say what is sent and received.
 
@@ -51,10 +42,12 @@ class HttpReward:
 
     path = ""  # is appended to the address
 
-    def __init__(self, name: str, addresses: Sequence[Address], config: RewardConfig, concurrency: int) -> None:
-        """`addresses` get requests in turn, `concurrency` of them under way at once."""
-        self.name, self._addresses, self._deadline = name, addresses, config.deadline
-        self._turns, self._concurrency = itertools.cycle(addresses), concurrency
+    def __init__(self, name: str, urls: Sequence[str], key: str, config: RewardConfig, concurrency: int) -> None:
+        """`urls` get requests in turn, `concurrency` of them under way at once. `key` is sent as "Authorization: Bearer
+        KEY"; with "" no such header is sent."""
+        self.name, self._urls, self._deadline = name, urls, config.deadline
+        self._turns, self._concurrency = itertools.cycle(urls), concurrency
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._loop: asyncio.AbstractEventLoop | None = None  # the last one that samples came from, `_free` is of it
 
     def body(self, prompt: Prompt, response: str) -> bytes:
@@ -67,12 +60,12 @@ class HttpReward:
 
     def start(self) -> None:
         """Raises ValueError (one line) for a malformed URL, and if no service accepts connections at the URL."""
-        for address in self._addresses:
+        for text in self._urls:
             try:
-                url = URL(address.url)
+                url = URL(text)
                 socket.create_connection((url.host, url.port), CONNECT_TIMEOUT).close()
             except (ValueError, OSError) as error:  # ValueError: an impossible port or host name
-                what = f"reward.functions: {self.name}: {address.url}"
+                what = f"reward.functions: {self.name}: {text}"
                 raise InputError(f"{what}: cannot connect, is the service up? ({error})") from error
 
     async def score(self, prompt: Prompt, response: str) -> FunctionResult:
@@ -94,16 +87,12 @@ class HttpReward:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
         failure, pause, left = "", FIRST_PAUSE, self._deadline
         while left > 0:
-            address = next(self._turns)
-            headers = {"Content-Type": "application/json"}
-            if address.api_key:
-                headers["Authorization"] = f"Bearer {address.api_key}"
             begun = time.monotonic()
             try:
                 async with asyncio.timeout(left), aiohttp.ClientSession(timeout=TIMEOUT) as session:
                     # A followed redirect may become a GET, and would send the API key to another address.
-                    given = {"data": body, "headers": headers, "allow_redirects": False}
-                    async with session.post(address.url + self.path, **given) as answer:
+                    given = {"data": body, "headers": self._headers, "allow_redirects": False}
+                    async with session.post(next(self._turns) + self.path, **given) as answer:
                         reply = await answer.read()
                 if answer.status == 200:
                     return reply
@@ -131,7 +120,7 @@ class UrlService(HttpReward):
 
     def __init__(self, url: str, config: RewardConfig) -> None:
         key = key_of(config.api_key_env, "reward.api_key_env")
-        super().__init__(url, [Address(url, key)], config, REQUESTS)
+        super().__init__(url, [url], key, config, REQUESTS)
 
     def body(self, prompt: Prompt, response: str) -> bytes:
         fields = {name: getattr(prompt, name) for name in ("prompt_id", "answer", "source", "meta")}
@@ -158,8 +147,8 @@ class Judge(HttpReward):
 
     def __init__(self, config: RewardConfig) -> None:
         judge = config.judge
-        address = Address(judge.url.rstrip("/"), key_of(judge.api_key_env, "reward.judge.api_key_env"))
-        super().__init__("judge", [address], config, judge.concurrency)
+        key = key_of(judge.api_key_env, "reward.judge.api_key_env")
+        super().__init__("judge", [judge.url.rstrip("/")], key, config, judge.concurrency)
         self._config, self._pattern = judge, re.compile(judge.pattern)
 
     def body(self, prompt: Prompt, response: str) -> bytes:
@@ -206,8 +195,7 @@ class RewardModel(HttpReward):
         """Raises ValueError (one line) if the folder has no tokenizer, or the tokenizer has no chat template."""
         model = config.reward_model
         key = key_of(model.api_key_env, "reward.reward_model.api_key_env")
-        addresses = [Address(url.rstrip("/"), key) for url in model.urls]
-        super().__init__("reward_model", addresses, config, model.concurrency)
+        super().__init__("reward_model", [url.rstrip("/") for url in model.urls], key, config, model.concurrency)
         self._range, self._tokenizer = model.range, load_tokenizer(model.path, key="reward.reward_model.path")
         if self._tokenizer.chat_template is None:
             raise InputError(f"reward.reward_model.path: the tokenizer of {model.path} has no chat template")
