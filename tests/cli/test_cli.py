@@ -77,7 +77,7 @@ def test_a_reference_policy_of_another_shape_is_refused(base, capsys, make_tiny_
     assert f"algorithm.kl.reference: {other} has num_layers 3, the policy 2" in said
 
 
-@pytest.mark.parametrize("key", ["eval.every=2", "data.max_prompt_length=9", "data.selection=greso"])
+@pytest.mark.parametrize("key", ["eval.every=2", "data.max_prompt_length=9", "data.selection=priority"])
 def test_sft_refuses_what_it_would_pass_over(base, capsys, key):
     assert "not for sft" in refused(capsys, base / "config.yaml", "eval.data=x", key, command="sft")
 
