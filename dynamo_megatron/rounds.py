@@ -25,7 +25,6 @@ class Selection(NamedTuple):
     rows: np.ndarray  # int64 [K], ascending: indices into the rollouts of all rounds
     # Of each rollout's prompt, from earlier steps and from rollouts that are left out; None: the method uses none
     baseline: Baseline | None
-    weights: np.ndarray | None  # float64 [K], in the loss (`explore`); None: all are 1
     group_ids: list[str] | None = None  # [K]; None: the rollouts keep theirs
 
     def of(self, sampled: RolloutBatch) -> RolloutBatch:
@@ -95,13 +94,13 @@ class RoundRules:
         """`sampled`: the batch of `joined`. If all groups have equal rewards, dynamic sampling selects all of them."""
         starts = np.cumsum([0, *(r.sampled for r in rounds)])
         kept = np.concatenate([start + r.kept for start, r in zip(starts, rounds, strict=False)])
-        chosen, weights = np.arange(len(kept)), None
+        chosen = np.arange(len(kept))
         if self._rule is not None:
             chosen = self._rule.trained(_outcomes(rounds))
         elif self._config.algorithm.dynamic_sampling and (groups := _informative_groups(sampled)):
             chosen = np.flatnonzero([group in groups for group in sampled.group_ids])
         group_ids = [sampled.group_ids[i] for i in chosen] if self._merges(rounds) else None
-        return Selection(kept[chosen], self._baseline(rounds, chosen), weights, group_ids)
+        return Selection(kept[chosen], self._baseline(rounds, chosen), group_ids)
 
     def _baseline(self, rounds: Sequence[Round], chosen: np.ndarray) -> Baseline | None:
         """Returns the baseline of the rollouts `chosen` (indices into those of all rounds). With `sequential` it is the

@@ -3,15 +3,16 @@
 Rank 0 has a `Controller`: the data, the allocator, the client of the rollout servers and the logs. It divides the
 budget of rollouts among the prompts of a round by the history of their rewards (`Controller.allocate`). The policy is
 sharded over all ranks. They get from rank 0 the rollouts, the `Selection` of those to train on, and whether the run
-evaluates, exports or ends after the step. Stops and failures are announced in a key-value store.
+evaluates or exports after the step. Stops and failures are announced in a key-value store.
 
 NonFiniteError ends the run on every rank if a logprob, an entropy, the loss or the gradient norm is NaN or infinite,
-before the optimizer's step.
+before that optimizer's step. The policy's batch and weights are kept in `nonfinite/`, for `replay --step`.
 
-After a kill the same command resumes from the last checkpoint: policy, optimizer, position in the data, the allocator's
-history. A rollout is on disk once it is scored, and those after the checkpoint are used again (with
-`rollout.max_staleness` the parts of them that the checkpoint's weights can have sampled). If a setting that the weights
-depend on has changed, only the rollouts of the first step after the checkpoint are used again.
+After a kill the same command resumes from the last checkpoint: policy and critic with their optimizers, position in the
+data, the allocator's history. A rollout is on disk once it is scored, and those after the checkpoint are used again, up
+to the first step that lacks one (with `rollout.max_staleness` all those that the checkpoint's weights can have
+sampled). A changed model, method, data or seed is refused; with another optimizer, layout or kernels only the rollouts
+of the first step after the checkpoint are used again.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Trainer:
         self.phases.clock.restart()
         if self.phases.memory is not None:
             self.phases.memory.seconds = 0.0  # what the start has moved is no part of a step
-        run.save()
+        run.save()  # at most an export that a kill prevented
         self.evaluate_if_due(run.start)
         for step in range(run.start + 1, self.config.trainer.steps + 1):
             run.begin_step(step)
@@ -81,7 +82,8 @@ class Trainer:
             if self.critic is not None:
                 fits = self.critic.fit_values(step, batch, sampled.mini_batches, self.phases.begin)
             # Waits until each server has proved by checksums that it has the new weights (rollout.proof), or has
-            # failed. Servers with the new weights sample step + 1. One that failed is restarted, and joins later.
+            # failed. Servers with the new weights sample step + 1. One that failed is restarted, and joins at a later
+            # weight sync.
             synced = self.serving.sync(step)
             self.log(step, sampled, batch, updates, fits, synced)
             run.reached(step)
@@ -92,10 +94,10 @@ class Trainer:
         """Samples rollouts from the weights of step - 1, or from weights up to `rollout.max_staleness` steps older.
 
         There is usually one round. With `algorithm.dynamic_sampling` (DAPO, arXiv 2503.14476) groups whose rewards are
-        all equal are dropped, and further rounds draw other prompts in their place. A group is the rollouts of one draw
-        of a prompt. Its group_id is set when the rollouts are requested. With `algorithm.sequential` further rounds
-        sample prompts of the first round again. All rollouts of such a prompt then become one group
-        (`Selection.group_ids`).
+        all equal are dropped (unless all are), and further rounds draw other prompts in their place. A group is the
+        rollouts of one draw of a prompt. Its group_id is set when the rollouts are requested. With
+        `algorithm.sequential` further rounds sample prompts of the first round again. All rollouts of such a prompt
+        then become one group (`Selection.group_ids`).
         """
         controller, rounds, batches, selection = self.controller, [], [], None
 
@@ -157,7 +159,6 @@ class Trainer:
         # groups of the mini-batch * rollouts of the token's group * rollout.max_new_tokens.
         divisor = loss_divisors(rollouts, self.config)
         weights = self.config.policy_weight(step) / divisor
-        weights = weights if selection.weights is None else weights * selection.weights
         implicit = self.policy.implicit_rewards(rollouts, sampled.mini_batches)  # None without the reward prime
         teacher, gather = self.teacher_gap(sampled), self.policy.layout.gather
         values = self.critic and self.critic.values(rollouts, sampled.mini_batches, self.phases.begin)
