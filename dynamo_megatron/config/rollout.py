@@ -63,7 +63,8 @@ class RolloutConfig(Section):
     timeout: Seconds | None = None
     start_timeout: Seconds = 600.0  # until a server answers, compilations included
     health_timeout: Seconds = 30.0  # without an answer of a server to /health until it counts as hung
-    # number of steps whose rollouts are kept, in addition to those after the last checkpoint; None: all
+    # number of steps whose rollouts are kept, in addition to those after the last checkpoint; None: all, until they use
+    # half of the space on output_dir's disk, then the newest
     keep_last: Positive | None = None
     # module:function, which has an episode of several turns for each rollout (docs/agents.md); max_new_tokens and
     # timeout are then an episode's

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from pathlib import Path
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
 from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.runtime.routes import RouteShape
 
+SHARE = 0.5  # of the free disk space and rollouts/ together: above it, without keep_last, the oldest are removed
 STORED_TOKEN, STORED_ROLLOUT = 14, 1000  # bytes for each response token, and for the rest of a rollout
 
 
@@ -33,8 +36,12 @@ def after_a_stop(output: Path) -> str:
 
 
 class Retention:
-    """Removes the rollouts of steps before the last `keep_last` ones (None: of none) of the run in `folder`, with the
-    statistics of their tokens, but none after its last checkpoint: a resumed run uses them."""
+    """Removes the rollouts of old steps of the run in `folder`, with the statistics of their tokens, but none after its
+    last checkpoint: a resumed run uses them.
+
+    `keep_last`: number of steps kept before the one that begins; None: all, while rollouts/ takes at most SHARE of its
+    size and the free disk space together.
+    """
 
     def __init__(self, folder: Path, keep_last: int | None):
         self._folder, self._keep_last, self._noted = folder, keep_last, False
@@ -43,10 +50,13 @@ class Retention:
         """Call it before the rollouts of `step` are generated. Returns a note the first time that anything is
         removed."""
         last = latest_checkpoint(self._folder / "checkpoints")
-        if self._keep_last is None or last is None:
-            return []
-        files, why = step_files(self._folder), f"rollout.keep_last is {self._keep_last}"
-        gone = [s for s in files if s <= last[0] and s < step - self._keep_last]
+        files = step_files(self._folder)
+        removable = [s for s in files if last is not None and s <= last[0] and s < step]
+        if self._keep_last is not None:
+            gone = [s for s in removable if s < step - self._keep_last]
+            why = f"rollout.keep_last is {self._keep_last}"
+        else:
+            gone, why = self._beyond_share(step, removable, files)
         try:
             for old in gone:
                 tokens_file(self._folder, old).unlink(missing_ok=True)  # first: a kill in between leaves none behind
@@ -57,3 +67,22 @@ class Retention:
             return []
         self._noted = True
         return [f"removing the oldest rollouts from now on, beginning with step {gone[0]}: {why}"]
+
+    def _beyond_share(self, step: int, removable: list[int], files: dict[int, Path]) -> tuple[list[int], str]:
+        sizes = {}
+        for over in (s for s in files if s < step):
+            with contextlib.suppress(FileNotFoundError):  # a user may move files meanwhile
+                sizes[over] = files[over].stat().st_size
+        used = sum(sizes.values())
+        room = used + shutil.disk_usage(self._folder).free
+        why = (
+            f"{self._folder / 'rollouts'} takes {used / 1e9:.3g} GB, more than {SHARE:.0%} of the {room / 1e9:.3g} GB "
+            "available to it (rollout.keep_last sets how many steps are kept)"
+        )
+        gone = []
+        for old in removable:
+            if used <= SHARE * room:
+                break
+            gone.append(old)
+            used -= sizes.get(old, 0)
+        return gone, why

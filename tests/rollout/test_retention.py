@@ -1,11 +1,13 @@
 """Which steps' rollouts stay on disk, and what a start reads of those that do."""
 
+import re
+
 import pytest
 from stand_ins import rollout
 
 from dynamo_megatron.checkpoint.folder import write_manifest
 from dynamo_megatron.rollout.retention import Retention
-from dynamo_megatron.rollout.store import RolloutStore, step_files
+from dynamo_megatron.rollout.store import RolloutStore, step_file, step_files
 
 
 def make_run(folder, steps: int, saved: int | None) -> None:
@@ -27,7 +29,6 @@ def make_run(folder, steps: int, saved: int | None) -> None:
         (4, 3, range(5, 10)),  # a resume goes on after step 4
         (None, 1, range(1, 10)),  # it begins anew
         (9, 50, range(1, 10)),
-        (9, None, range(1, 10)),
     ],
 )
 def test_the_newest_steps_stay_and_those_that_a_resume_needs(tmp_path, saved, keep_last, kept):
@@ -40,3 +41,21 @@ def test_the_newest_steps_stay_and_those_that_a_resume_needs(tmp_path, saved, ke
     RolloutStore(tmp_path).append(rollout("000010-0000-000"))
     assert retention.trim(11) == []  # it is said once
     assert 10 in step_files(tmp_path)
+
+
+def test_without_a_number_all_stay_until_they_have_half_of_the_room(small_disk):
+    """Steps of 64 kB on a disk of 1 MB, of which a checkpoint has a little and another program then 256 kB."""
+    make_run(small_disk, 0, 6)
+    retention, said = Retention(small_disk, None), []
+    for step in range(1, 8):
+        said += retention.trim(step)
+        step_file(small_disk, step).write_bytes(bytes(1 << 16))
+    assert said == [] and len(step_files(small_disk)) == 7
+    (small_disk / "other").write_bytes(bytes(1 << 18))
+    said += retention.trim(8)
+    assert list(step_files(small_disk)) == [3, 4, 5, 6, 7]  # 5 x 64 kB of (1024 - 256 - 4) kB
+    assert len(said) == 1
+    assert re.search(r"beginning with step 1: .* more than 50% of the 0\.00\d+ GB", said[0])
+    (small_disk / "more").write_bytes(bytes(1 << 18))
+    assert retention.trim(8) == []
+    assert 7 in step_files(small_disk), "it is after the last checkpoint"
