@@ -194,6 +194,8 @@ class TrainJob(Job):
         critic = Critic(policy.spec, own, policy.layout) if own is not None else None
         self._memory = DeviceMemory(policy, rollout, critic) if shares_memory(config.rollout) else None
         self._training = TrainingRun(self, policy, coordinator, state, self._memory, self._free_memory, critic)
+        if self._memory is not None:
+            self._memory.allocate_ahead()
         weight_sync, phases = WeightSync(policy, rollout, coordinator), self._training.phases
         self._serving = Serving(weight_sync, coordinator, policy.layout, phases, journal.say if leads else None)
         resources = RankResources(policy.layout.local_rank)

@@ -45,6 +45,11 @@ class DeviceMemory:
         self._released: dict[Endpoint, set[str]] = {}  # the tags that each known server lacks; empty except on rank 0
         self.seconds = 0.0  # spent in `enter` since it was last set to 0
 
+    def allocate_ahead(self) -> None:
+        """`Offload.allocate_ahead` of every model."""
+        for offload in self._offloads:
+            offload.allocate_ahead()
+
     def set_servers(self, endpoints: Sequence[Endpoint]) -> None:
         """Sets the servers there are now. A new one comes without its caches (rollout/servers/supervisor.py)."""
         if self._rollout is not None:
