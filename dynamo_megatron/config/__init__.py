@@ -175,6 +175,8 @@ class TrainerConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"  # activations: of attention, or of every layer
     deterministic: bool = False  # GPU: deterministic kernels and sampling; a CPU run always is
     timeout: Seconds = 1800.0  # seconds a rank waits for another one
+    # Seconds a step may take, evaluation and saving included; then all ranks exit 75, unsaved. None: any number.
+    step_timeout: Seconds | None = None
 
 
 class KernelsConfig(Section):

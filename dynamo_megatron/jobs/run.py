@@ -130,7 +130,7 @@ def run_rank(job: Job) -> int:
         store = connect_store(config.trainer.timeout)
         if not Path(config.output_dir).is_dir():
             raise InputError(f"output_dir: rank {rank} does not see {config.output_dir}; all nodes must see it")
-        coordinator = Coordinator(store, rank, stop)
+        coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, store)
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout)

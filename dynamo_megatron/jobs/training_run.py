@@ -102,11 +102,13 @@ class TrainingRun:
         except NonFiniteError as error:  # on every rank
             self._keep(error)
             raise
-        self.coordinator.begin_step(max(self.start, self.coordinator.step))
+        self.coordinator.end_step()
+        self.coordinator.begin_step(max(self.start, self.coordinator.step))  # the export may take as long as a step
         self.phases.begin("export")
         self.settle()
         if self.config.checkpoint.export_hf == "final":
             self._export(self._output / "hf")
+        self.coordinator.end_step()
         if self._journal is not None:
             self._journal.ended(self.coordinator.step)
             self._folder.end(self.coordinator.step)
@@ -115,6 +117,7 @@ class TrainingRun:
         """Completes a save under way, and writes the batch of a pass that gave NaN or infinity. If this fails, the user
         gets a warning: `error` ends the run and must be the last message."""
         step = self.coordinator.step
+        self.coordinator.begin_step(step)  # the files may take as long as a step
         if self._say is not None:
             self._say(f"step {step}: {error_line(error)}")
         try:
@@ -150,7 +153,8 @@ class TrainingRun:
 
     # -- called by the loop ----------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
-        """Begins the step's profile; messages name the step from now on."""
+        """Begins the step's time limit and profile."""
+        self.coordinator.end_step()
         self.coordinator.begin_step(step)
         self._profiler.begin(step)
 

@@ -25,7 +25,7 @@ from dynamo_megatron.runtime.listening import serve_store, store_address
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP
 
 T = TypeVar("T")
-ABORT, HEARTBEAT, READY, STOP = "abort", "heartbeat", "ready", "stop"
+ABORT, HEARTBEAT, READY, STALLED, STOP = "abort", "heartbeat", "ready", "stalled", "stop"
 BEAT_EVERY = 2.0  # seconds
 HEARTBEAT_TIMEOUT = 60.0  # seconds without a heartbeat of rank 0 until it counts as dead
 POLL = datetime.timedelta(seconds=0.1)  # a rank that waits looks for a failure, and whether it is to stop
@@ -93,11 +93,13 @@ class StopFlag:
 
 
 class Coordinator:
-    """This rank's end of the store."""
+    """This rank's end of the store. `step_timeout`: seconds from one `begin_step` to the next (None: any number)."""
 
-    def __init__(self, store: dist.TCPStore, rank: int, stop: StopFlag):
-        self.rank, self.stop, self._store = rank, stop, store
-        self.step = 0  # the step under way, which messages name; 0 before the first one
+    def __init__(self, store: dist.TCPStore, rank: int, stop: StopFlag, step_timeout: float | None = None):
+        self.rank, self.stop, self._store, self._step_timeout = rank, stop, store, step_timeout
+        self.step, self._step_began = 0, None  # the step under way; 0 before the first one
+        # Held while a step's time is checked, and until the process ends where it has passed.
+        self._ending = threading.Lock()
         self._calls = 0  # of `on_rank_0`
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
@@ -105,8 +107,15 @@ class Coordinator:
         self._watch_store = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
+    def end_step(self) -> None:
+        """On rank 0: does not return where the step took longer than `step_timeout`; all ranks then exit with 75."""
+        with self._ending:
+            self._end_a_stalled_run()
+            self._step_began = None
+
     def begin_step(self, number: int) -> None:
-        self.step = number
+        """Sets the step that messages name from now on, and restarts the time limit of a step."""
+        self.step, self._step_began = number, time.monotonic()
 
     # -- waiting -------------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -186,6 +195,10 @@ class Coordinator:
                 if self.rank == 0:
                     beats += 1
                     self._watch_store.set(HEARTBEAT, str(beats))
+                    with self._ending:
+                        self._end_a_stalled_run()
+                elif self._watch_store.check([STALLED]):
+                    os._exit(75)
                 elif (beat := _value(self._watch_store, HEARTBEAT)) != last:
                     last, seen = beat, time.monotonic()
             except RuntimeError:
@@ -193,6 +206,22 @@ class Coordinator:
             if seen is not None and time.monotonic() - seen > HEARTBEAT_TIMEOUT:
                 print(f"rank 0 gave no sign of life for {HEARTBEAT_TIMEOUT:g} s", file=sys.stderr, flush=True)
                 os._exit(1)
+
+    def _end_a_stalled_run(self) -> None:
+        """On rank 0: ends all ranks with exit code 75 where a step exceeds `step_timeout`. Nothing is saved: it is not
+        known what the ranks' main threads are stuck in."""
+        if self.rank > 0 or self._step_timeout is None or self._step_began is None:
+            return
+        if time.monotonic() - self._step_began > self._step_timeout:
+            print(
+                f"step {self.step} took longer than trainer.step_timeout ({self._step_timeout:g} s); the same command "
+                "resumes from the last checkpoint, or starts from step 0 if there is none",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._watch_store.set(STALLED, "")
+            time.sleep(2 * BEAT_EVERY)  # rank 0 serves the store: the others read it there
+            os._exit(75)
 
     def _end(self, message: str, grace: float) -> None:
         """Gives the main thread `grace` seconds to notice by itself; then ends this process, which is stuck in a

@@ -88,7 +88,7 @@ CORRECTED = "algorithm.rollout_correction={level: sequence}"
         ("mien.yaml", "mien.yaml: no such config file, nor a shipped one; did you mean mine.yaml?"),
         ("methods/dynmo", "methods/dynmo: no such config file, nor a shipped one; did you mean methods/dynamo?"),
         ("x" * 5000, "no such config file, nor a shipped one; `dynamo-megatron configs` lists those"),
-        ("trainer.timeout=1e18", "trainer.timeout: Input should be less than or equal to 1000000"),
+        ("trainer.step_timeout=1e18", "trainer.step_timeout: Input should be less than or equal to 1000000"),
         ("reward.functions=[judg]", "did you mean judge?"),
         ("reward.functions=['my.py:f']", "'my.py:f' names a file; name its module: my:f"),
         ("reward.functions=[http://h/x,http://k/x]", ""),

@@ -38,6 +38,7 @@ def failing(tmp_path, monkeypatch):
         layout = SimpleNamespace(rank=rank, dp=SimpleNamespace(rank=lambda: 0))
         begun = SimpleNamespace(step=0, rank=rank)
         begun.begin_step = lambda number: (setattr(begun, "step", number), order.append(f"begin {number}"))
+        begun.end_step = lambda: order.append("end")
         progress = SimpleNamespace(phase=lambda name: None)
         journal = SimpleNamespace(open=lambda start: None, say=order.append, progress=progress) if rank == 0 else None
         job = SimpleNamespace(config=config, journal=journal, output=SimpleNamespace(take_over=lambda start: None))
@@ -61,11 +62,11 @@ SECOND = {
 }
 
 
-def test_the_step_is_kept_after_the_error_is_told(failing):
+def test_the_step_is_kept_within_a_time_of_its_own_after_the_error_is_told(failing):
     run, order = failing()
     with pytest.raises(NonFiniteError):
         run()
-    assert order == ["begin 3", SAID, "settle", "free", "memory failed step", "write loss nan"]
+    assert order == ["end", "begin 3", "begin 3", SAID, "settle", "free", "memory failed step", "write loss nan"]
 
 
 @pytest.mark.parametrize("what", SECOND)
@@ -90,14 +91,14 @@ def test_a_save_under_way_is_completed_before_an_error_without_a_batch_to_keep(f
     run, order = failing(error=NonFiniteError("critic: NaN", None))
     with pytest.raises(NonFiniteError, match="critic: NaN"):
         run()
-    assert order == ["begin 3", "step 3: NonFiniteError: critic: NaN", "settle"]
+    assert order == ["end", "begin 3", "begin 3", "step 3: NonFiniteError: critic: NaN", "settle"]
 
 
 def test_a_stop_ends_the_servers_and_saves(failing):
     run, order = failing(error=StopRequested("SIGTERM"))
     with pytest.raises(StopRequested):
         run()
-    assert order == ["begin 3", "free", "save", "settle"]
+    assert order == ["end", "begin 3", "free", "save", "settle"]
 
 
 def test_a_step_that_raises_ends_its_profile(failing, tmp_path):

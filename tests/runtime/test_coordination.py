@@ -1,7 +1,10 @@
-"""Ranks that were asked to stop, or that fail."""
+"""Ranks that were asked to stop, that fail, or that hang."""
 
 import datetime
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -39,3 +42,34 @@ def test_a_signal_of_any_rank_stops_the_run(ranks):
         second.wait("never", "the step", 0.0)
     with pytest.raises(StopRequested, match="SIGUSR1 on rank 1"):
         first.check_stop()
+
+
+STEPS = """
+import os, sys, time
+from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store
+
+coordinator = Coordinator(connect_store(60), int(os.environ["RANK"]), StopFlag(), step_timeout=0.01)
+coordinator.begin_step(1)
+time.sleep(600 if sys.argv[1] == "hangs" else 0.02)
+coordinator.end_step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "ranks"), [("has ended", 1), pytest.param("hangs", 2, marks=pytest.mark.full, id="hangs")]
+)
+def test_a_step_that_takes_too_long_ends_all_ranks(store, step, ranks):
+    where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    where["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", STEPS, step],
+            env={**os.environ, **where, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert {process.returncode for process in started} == {75}, said
+    assert said[0].startswith("step 1 took longer than trainer.step_timeout (0.01 s); the same command resumes from")
