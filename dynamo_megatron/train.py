@@ -70,7 +70,7 @@ class Trainer:
             self.controller.begin(run.start)
         self.phases.clock.restart()
         if self.phases.memory is not None:
-            self.phases.memory.seconds = 0.0  # what the start has moved is no part of a step
+            self.phases.memory.take_seconds()  # what the start has moved is no part of a step
         run.save()  # at most an export that a kill prevented
         self.evaluate_if_due(run.start)
         for step in range(run.start + 1, self.config.trainer.steps + 1):
@@ -224,7 +224,7 @@ class Trainer:
             metrics = step_metrics(record, batch, sampled.stats, updates, fits, synced, clock, self.config)
             metrics |= resource_metrics(resources, Path(self.config.output_dir)) | routing
             if memory is not None:
-                metrics["time/memory"], memory.seconds = memory.seconds, 0.0
+                metrics["time/memory"] = memory.take_seconds()
             self.controller.log(record, metrics, batch, sampled.stats)
         clock.restart()  # the evaluation and the save of this step count into the time of the next one
 

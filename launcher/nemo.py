@@ -124,7 +124,7 @@ def _slurm_executor(job: argparse.Namespace) -> run.SlurmExecutor:
         cpus_per_task=job.cpus_per_task,
         time=job.time,
         signal=f"USR1@{job.stop_before}",
-        retries=3,
+        retries=1000,  # only runs that ended with 75 are requeued
         additional_parameters={"requeue": True},
         srun_args=["--mpi=none", "--cpu-bind=none", *map(shlex.quote, job.srun)],
         setup_lines=SETUP,

@@ -313,5 +313,5 @@ class RayRun:
         except GetTimeoutError:
             raise RunFailed(f"{where}: no answer in {SILENCE:g} s") from None
         except RayActorError as error:
-            why = on_one_line(str(error), 300)
+            why = on_one_line(str(error)[-300:], 300)  # the actor's names come first
             raise RunFailed(f"{where}: its actor died ({why}); {after_a_stop(self._output)}") from None

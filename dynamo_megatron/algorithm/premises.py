@@ -1,4 +1,4 @@
-"""Warnings about combinations of settings that contradict the theory of their parts; measured in docs/concepts.md."""
+"""Warnings about combinations of settings that contradict the theory of their parts."""
 
 from __future__ import annotations
 

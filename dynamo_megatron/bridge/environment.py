@@ -23,6 +23,7 @@ PIN = "0.6.2"  # with its own megatron-core (requirements/bridge.txt): what is c
 # What Bridge imports and is not used of it here.
 UNUSED = ("transformer_engine", "transformer_engine.pytorch", "modelopt", "nvidia_resiliency_ext")
 TIMEOUT = 900  # seconds of a proof
+REFUSED = 3  # its exit code where the model is not transformers'
 
 
 def check_versions() -> None:
@@ -44,10 +45,15 @@ def prove_folder(folder: str) -> str:
     check_versions()
     command = [sys.executable, "-P", "-m", "dynamo_megatron.bridge.proof", folder]
     on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=TIMEOUT)
+    try:
+        done = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise InputError(f"{folder}: the proof of Bridge's model took more than {TIMEOUT} seconds") from None
     if done.returncode:
-        why = done.stderr.strip().splitlines()[-1]
-        raise InputError(f"{folder}/config.json: refused with model.source: bridge: {why}")
+        why = done.stderr.strip().rpartition("\n")[2]
+        if done.returncode == REFUSED:
+            raise InputError(f"{folder}/config.json: refused with model.source: bridge: {why}")
+        raise InputError(f"{folder}: the proof of Bridge's model failed with exit code {done.returncode}: {why}")
     gap = done.stdout.splitlines()[-1]
     return f"Megatron-Bridge: logits of a small model of this config.json are within {gap}"
 

@@ -33,7 +33,7 @@ from dynamo_megatron.bridge.source import build  # noqa: E402
 from dynamo_megatron.checkpoint.weights import load_bridged  # noqa: E402
 from dynamo_megatron.config import ParallelConfig  # noqa: E402
 from dynamo_megatron.errors import InputError  # noqa: E402
-from dynamo_megatron.models.bridged import KINDS, PROBE, SIZES, shrink  # noqa: E402
+from dynamo_megatron.models.bridged import KINDS, PROBE, SIZES, differing_field, shrink  # noqa: E402
 from dynamo_megatron.policy.batch import MicroBatch  # noqa: E402
 from dynamo_megatron.runtime import plain_json  # noqa: E402
 from dynamo_megatron.runtime.plain_text import error_line  # noqa: E402
@@ -83,32 +83,13 @@ def logits_gap(raw: Mapping[str, Any], seed: int) -> float:
     return (ours - theirs).abs().max().nan_to_num(float("inf")).item()
 
 
-def differing_field(small: Mapping[str, Any]) -> str | None:
-    """The field of config.json, with its value, without which the logits agree: at its default, or left out. Several,
-    joined by commas, where one alone does not do; None: they differ with the family's defaults, too."""
-    defaults = type(read_config(small))(num_hidden_layers=small["num_hidden_layers"]).to_dict()
-    defaults = shrink(defaults, defaults) | {key: small[key] for key in SIZES if small.get(key) is not None}
-
-    def agree_without(fields: list[str]) -> bool:
-        kept = {key: value for key, value in small.items() if key not in fields}
-        try:
-            gap = logits_gap(kept | {key: defaults[key] for key in fields if key in defaults}, SEEDS[0])
-        except Exception:  # of Bridge, Megatron or transformers, whatever it is
-            return False
-        finally:
-            gc.collect()  # Megatron's modules are in cycles
-        return gap <= TOLERANCE
-
-    needed = [key for key, value in small.items() if key != "architectures" and value != defaults.get(key)]
-    if not agree_without(needed):
-        return None
-    size = len(needed)
-    while size := size // 2:  # drop those that do not matter, ever fewer at once
-        for start in reversed(range(0, len(needed), size)):
-            rest = needed[:start] + needed[start + size :]
-            if rest and agree_without(rest):
-                needed = rest
-    return ", ".join(f"{key}: {small[key]!r:.120}" for key in needed)
+def agrees(small: Mapping[str, Any]) -> bool:
+    try:
+        return logits_gap(small, SEEDS[0]) <= TOLERANCE
+    except Exception:  # of Bridge, Megatron or transformers, whatever it is
+        return False
+    finally:
+        gc.collect()  # Megatron's modules are in cycles
 
 
 def prove(raw: Mapping[str, Any]) -> float:
@@ -127,7 +108,9 @@ def prove(raw: Mapping[str, Any]) -> float:
         what = f"logits of a small model of it differ by {gap:.2g} from transformers'"
     except Exception as error:  # of Bridge, Megatron or transformers, whatever it is
         what = f"it cannot be built ({error_line(error, 160)})"
-    if (field := differing_field(small)) is None:
+    defaults = type(read_config(small))(num_hidden_layers=small["num_hidden_layers"]).to_dict()
+    defaults = shrink(defaults, defaults) | {key: small[key] for key in SIZES if small.get(key) is not None}
+    if (field := differing_field(small, defaults, agrees)) is None:
         raise InputError(f"{what}, for model_type {raw['model_type']!r} as such, also with its default config")
     raise InputError(f"{field}: {what}; without it the logits agree")
 
@@ -144,4 +127,5 @@ if __name__ == "__main__":
     try:
         print(f"{prove(plain_json.read_object(Path(sys.argv[1]) / 'config.json')):.1e}")
     except InputError as refusal:
-        sys.exit(str(refusal))
+        print(refusal, file=sys.stderr)
+        sys.exit(environment.REFUSED)

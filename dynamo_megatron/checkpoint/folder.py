@@ -125,7 +125,9 @@ def instead_of(folder: Path) -> str:
     """What to do where the checkpoint `folder` is damaged, for messages."""
     if _named_step(folder) is None:
         return "copy or convert the model again"
-    return f"restore it from a copy, or delete {folder}: a run then resumes from the checkpoint before, if it has one"
+    if any(other != folder for _, other in complete_checkpoints(folder.parent)):
+        return f"restore it from a copy, or delete {folder}: its run then resumes from another checkpoint"
+    return "restore it from a copy: its run has no other complete checkpoint"
 
 
 def check_model(folder: Path, dimensions: Mapping[str, Any]) -> None:

@@ -177,7 +177,9 @@ class TorchDistWriter:
         whole = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), [])
         whole = self._tensors.setdefault(key, whole)
         if whole.properties.dtype != tensor.dtype:
-            raise InputError(f"tensor {key}: parts in {whole.properties.dtype} and {tensor.dtype}; give one dtype")
+            raise InputError(
+                f"tensor {key}: parts in {whole.properties.dtype} and {tensor.dtype}; save the model in one dtype first"
+            )
         whole.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))
         if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes the whole storage
@@ -331,6 +333,10 @@ def write_megatron(spec: ModelSpec, get: Callable[[str], torch.Tensor], path: Pa
         # gate and up are written separately, as Megatron stores them: this needs less memory
         for together in [(n,) for n in names] if layout == "gate_up" else [names]:
             tensors = [get(n) for n in together]
+            if len({t.dtype for t in tensors}) > 1:
+                raise InputError(
+                    f"tensors {', '.join(together)}: of different dtypes; save the model in one dtype first"
+                )
             tensor = to_megatron(spec, name, tensors, 0, 1) if layout == "qkv" else tensors[0]
             del tensors
             writer.add(where.key, tensor.view(*(1,) * len(where.sizes), *tensor.shape), where.whole, where.offset(row))

@@ -64,7 +64,7 @@ def staleness_faults(config: Config) -> Iterator[str]:
         yield (
             f"{what} trains on tokens of older weights, which the loss has to correct for; set "
             "algorithm.rollout_correction to {level: sequence}, or to {level: token} for long responses"
-            f"{', or algorithm.loss.old to engine' if rollout.max_staleness == 1 else ''} (docs/concepts.md)"
+            f"{', or algorithm.loss.old to engine' if rollout.max_staleness == 1 else ''} (docs/methods.md)"
         )
 
 

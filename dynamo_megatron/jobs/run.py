@@ -38,7 +38,7 @@ LOST_CONNECTION = re.compile(
     r"(?:gloo/transport/|^DistNetworkError: ).*?(Connection \w+ by peer|Broken pipe)", re.DOTALL
 )
 LOST = "ConnectionError: lost the connection to another rank"
-ANOTHERS_END = (LOST, "RolloutError: ", "NonFiniteError: the update")
+ANOTHERS_END = (LOST, "RolloutError: ")
 
 
 class Job:

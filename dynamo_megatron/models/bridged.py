@@ -5,7 +5,7 @@ Names and shapes are those of the folder itself, which the loading compares with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +116,25 @@ def shrink(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
     if has.get("mlp_only_layers"):
         small["mlp_only_layers"] = [layer for layer in has["mlp_only_layers"] if layer < few] or [0]
     return {**raw, **small}
+
+
+def differing_field(
+    small: Mapping[str, Any], defaults: Mapping[str, Any], agrees: Callable[[dict[str, Any]], bool]
+) -> str | None:
+    """The field of the config `small`, with its value, without which a model `agrees`: set to its value in `defaults`,
+    or left out. Several, joined by commas, where one alone does not do; None: it never does."""
+
+    def without(fields: list[str]) -> dict[str, Any]:
+        kept = {key: value for key, value in small.items() if key not in fields}
+        return kept | {key: defaults[key] for key in fields if key in defaults}
+
+    needed = [key for key, value in small.items() if key != "architectures" and value != defaults.get(key)]
+    if not agrees(without(needed)):
+        return None
+    size = len(needed)
+    while size := size // 2:  # drop those that do not matter, ever fewer at once
+        for start in reversed(range(0, len(needed), size)):
+            rest = needed[:start] + needed[start + size :]
+            if rest and agrees(without(rest)):
+                needed = rest
+    return ", ".join(f"{key}: {small[key]!r:.120}" for key in needed)

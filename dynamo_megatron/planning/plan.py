@@ -232,7 +232,8 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
             f"rollout.quantization: SGLang takes no {rollout.quantization} weights in a sync on {gpu.name}; "
             "leave it out"
         )
-    check_server_parallel(spec, rollout.tp, "cuda")
+    if rollout.proof.checksums:
+        check_server_parallel(spec, rollout.tp, "cuda")
     colocated = rollout.placement == "colocated"
     if colocated and rollout.servers % cluster.nodes:
         raise ConfigError(

@@ -43,7 +43,7 @@ class DeviceMemory:
         self._layout, self._rollout = policy.layout, rollout
         self._offloads = [Offload(model) for model in (policy, critic) if model is not None]
         self._released: dict[Endpoint, set[str]] = {}  # the tags that each known server lacks; empty except on rank 0
-        self.seconds = 0.0  # spent in `enter` since it was last set to 0
+        self._seconds = 0.0  # spent in `enter` since they were last taken
 
     def allocate_ahead(self) -> None:
         """`Offload.allocate_ahead` of every model."""
@@ -69,7 +69,12 @@ class DeviceMemory:
             offload.resume(needed)
         self._ask("resume", tags)
         dist.barrier(group=self._layout.host)
-        self.seconds += time.monotonic() - start
+        self._seconds += time.monotonic() - start
+
+    def take_seconds(self) -> float:
+        """Returns the seconds spent in `enter` since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _ask(self, what: str, tags: Sequence[str]) -> None:
         """Asks every server that still has (or, to resume, lacks) some of `tags`: SGLang dies of being asked twice."""

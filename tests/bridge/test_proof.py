@@ -14,7 +14,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.start_checks import check_layout
 from dynamo_megatron.models import load_model_config
-from dynamo_megatron.models.bridged import LAYERS, PROBE, shrink
+from dynamo_megatron.models.bridged import LAYERS, PROBE, differing_field, shrink
 from dynamo_megatron.models.fp8 import sent_bytes
 from dynamo_megatron.models.mapping import huggingface_shapes
 
@@ -59,6 +59,21 @@ def test_a_list_of_kinds_of_layers_is_kept_whole():
     assert shrink(linear, linear)["layer_types"] == linear["layer_types"][:10]  # each kind once
     uniform = {**CONFIG, "layer_types": ["full_attention"] * 61}
     assert shrink(uniform, uniform)["layer_types"] == ["full_attention"] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda c: c.get("clip") == 1, "clip: 1"),
+        (lambda c: c["rope"].get("limit") == 64, "rope: {'rope_type': 'yarn', 'limit': 64}"),
+        (lambda c: c.get("clip") == 1 or c["bias"], "bias: True, clip: 1"),
+        (lambda c: True, None),
+    ],
+)
+def test_the_field_that_makes_the_difference_is_named(wrong, found):
+    config = {"width": 64, "bias": True, "clip": 1, "rope": {"rope_type": "yarn", "limit": 64}, "torch_dtype": "x"}
+    defaults = {"width": 64, "bias": False, "rope": {"rope_type": "yarn", "limit": 4096}}
+    assert differing_field(config, defaults, lambda c: not wrong(c)) == found
 
 
 def toy_model(export=lambda w: w, load=lambda w: w):

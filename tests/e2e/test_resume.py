@@ -66,7 +66,7 @@ def test_killed_and_resumed_equals_the_straight_run(recorded, straight, workspac
 
 
 def test_the_live_run_equals_its_replay(live, straight):
-    servers = ("fleet/", "weight_sync/", "memory/", "rollout/reused")  # a replay has none
+    servers = ("fleet/", "weight_sync/", "rollout/reused")  # a replay has none
     (metrics, *rest), (again, *others) = outcome(live[0]), straight
     metrics, again = ({k: v for k, v in m.items() if not k.startswith(servers)} for m in (metrics, again))
     same((metrics, *rest), (again, *others))

@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import select
+import signal
 import subprocess
 import sys
 import traceback
@@ -20,7 +21,9 @@ from pathlib import Path
 def _starter(pythonpath: str | None) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
 
 
 def run_preloaded(script: Path | str, *words: str, log: Path, timeout: float) -> None:
@@ -31,9 +34,9 @@ def run_preloaded(script: Path | str, *words: str, log: Path, timeout: float) ->
     starter.stdin.write(json.dumps([[str(script), *words], str(log), environment]) + "\n")
     starter.stdin.flush()
     if not select.select([starter.stdout], [], [], timeout)[0]:
-        starter.kill()
+        os.killpg(starter.pid, signal.SIGKILL)  # the script and its ranks, too
         _starter.cache_clear()
-        raise AssertionError(f"{script}: not done after {timeout:g} s\n{log.read_text()[-6000:]}")
+        raise AssertionError(f"{script}: not done after {timeout:g} s; its output is in {log}")
     code = starter.stdout.readline().strip()
     assert code == "0", f"{script}: exit code {code}\n{log.read_text()[-6000:]}"
 

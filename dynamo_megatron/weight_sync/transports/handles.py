@@ -32,17 +32,25 @@ from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Transport, p
 
 
 class TensorTransport(Transport):
+    stages_ahead = True
+
     def __init__(self) -> None:
         # With the default, file descriptors, a process that is not our child cannot authenticate, and SGLang's
         # scheduler dies of it.
         torch.multiprocessing.set_sharing_strategy("file_system")
-        self._buffer, self._before = FlatBuffer(_shared), FlatBuffer(_shared)
+        self.end()
 
     def stage(self, number: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        self._next.fill(tensors)
+        return self._next.used.nbytes
+
+    def turn(
+        self, turn: int, buckets: Sequence[Bucket], own: Bucket | None, endpoints: Sequence[Endpoint]
+    ) -> list[Endpoint]:
         # A server replies when its first rank has loaded a bucket; the others may still copy from that one.
-        self._buffer, self._before = self._before, self._buffer
-        self._buffer.fill(tensors)
-        return self._buffer.used.nbytes
+        if turn == 0:
+            self._buffer, self._next, self._before = self._next, self._before, self._buffer
+        return super().turn(turn, buckets, own, endpoints)
 
     def send(self, endpoint: Endpoint) -> int:
         # A pickled handle counts as one reader of the shared memory: every server rank needs its own.
@@ -51,7 +59,7 @@ class TensorTransport(Transport):
         return sum(map(len, handles))
 
     def end(self) -> None:
-        self._buffer, self._before = FlatBuffer(_shared), FlatBuffer(_shared)
+        self._buffer, self._next, self._before = (FlatBuffer(_shared) for _ in range(3))
 
 
 def _shared(nbytes: int) -> torch.Tensor:
