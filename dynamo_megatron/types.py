@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -362,8 +362,13 @@ class RolloutBatch(Sequences):
         return f"rollout {self.rollout_ids[sequence]} of {super().name(sequence)}"
 
     @classmethod
-    def join(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
-        """The rollouts of all of `batches`, in order. A single batch that has any is returned as it is."""
+    def join(
+        cls,
+        batches: Sequence[RolloutBatch],
+        concatenate: Callable[[Sequence[np.ndarray]], np.ndarray] = np.concatenate,
+    ) -> RolloutBatch:
+        """The rollouts of all of `batches`, in order; `concatenate` says where the arrays go. A single batch that has
+        any is returned as it is."""
         batches = [b for b in batches if b.prompt_ids]
         if len(batches) < 2:
             return batches[0] if batches else cls.from_rollouts([])
@@ -372,18 +377,18 @@ class RolloutBatch(Sequences):
         fields: dict[str, Any] = {name: [x for b in batches for x in getattr(b, name)] for name in LISTS}
         fields["offsets"] = np.concatenate([*offsets, starts[-1:]])
         for name in ("tokens", *PER_ROLLOUT, *PER_RESPONSE_TOKEN):
-            fields[name] = np.concatenate([getattr(b, name) for b in batches])
+            fields[name] = concatenate([getattr(b, name) for b in batches])
         if any(b.step_rewards is not None for b in batches):
             none = (np.full(len(b.engine_logprobs), np.nan) for b in batches)
             steps = [n if b.step_rewards is None else b.step_rewards for b, n in zip(batches, none, strict=True)]
-            fields["step_rewards"] = np.concatenate(steps)
+            fields["step_rewards"] = concatenate(steps)
         if any(b.routes is not None for b in batches):
-            fields["routes"] = np.concatenate(filled_routes([(b.routes, len(b.tokens)) for b in batches]))
+            fields["routes"] = concatenate(filled_routes([(b.routes, len(b.tokens)) for b in batches]))
         known = [b.answers for b in batches if b.answers is not None]
         if len(known) == len(batches):
             fields["answers"] = [answer for answers in known for answer in answers]
         if batches[0].trained is not None:  # of an agent, as all others are
-            fields["trained"] = np.concatenate([b.trained for b in batches if b.trained is not None])
+            fields["trained"] = concatenate([b.trained for b in batches if b.trained is not None])
             places = zip(batches, starts, strict=False)
             fields["segment_starts"] = np.concatenate([b.segment_starts + start for b, start in places])
         return cls(**fields)

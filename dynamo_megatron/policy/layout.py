@@ -29,13 +29,9 @@ class Layout:
     dp: dist.ProcessGroup
     dp_cp: dist.ProcessGroup  # the ranks that hold the same parameters, except experts
     ep: dist.ProcessGroup
-    host: dist.ProcessGroup  # all ranks, for CPU tensors and objects; so is the next group
+    host: dist.ProcessGroup  # all ranks, for CPU tensors and objects; so are the next two groups
+    node: dist.ProcessGroup  # the ranks of this node
     leaders: dist.ProcessGroup | None  # the first ranks of all nodes; None on other ranks, or if there is one node
-
-    @property
-    def first_of_node(self) -> int:
-        """The first rank on this rank's node."""
-        return self.rank - self.local_rank
 
     @property
     def is_first_stage(self) -> bool:
@@ -93,10 +89,7 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
             distributed_timeout_minutes=math.ceil(config.trainer.timeout / 60),
         )
         host = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
-        firsts = [0] * world_size
-        dist.all_gather_object(firsts, rank - local_rank, group=host)
-        leading = sorted(set(firsts))
-        leaders = dist.new_group(leading, timeout=timeout, backend="gloo") if len(leading) > 1 else None
+        node, leaders = _node_groups(rank - local_rank, host, timeout)
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
     return Layout(
         rank=rank,
@@ -109,5 +102,22 @@ def join_ranks(config: Config, store: dist.Store) -> Layout:
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_group(),
         host=host,
-        leaders=leaders if rank in leading else None,
+        node=node,
+        leaders=leaders,
     )
+
+
+def _node_groups(
+    first: int, host: dist.ProcessGroup, timeout: datetime.timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """Returns `Layout.node` and `Layout.leaders`. `first`: the first rank of this rank's node."""
+    firsts = [0] * host.size()
+    dist.all_gather_object(firsts, first, group=host)
+    nodes: dict[int, list[int]] = {}
+    for rank, number in enumerate(firsts):
+        nodes.setdefault(number, []).append(rank)
+    if len(nodes) == 1:
+        return host, None
+    node, _ = dist.new_subgroups_by_enumeration(list(nodes.values()), timeout=timeout, backend="gloo")
+    leaders = dist.new_group([ranks[0] for ranks in nodes.values()], timeout=timeout, backend="gloo")
+    return node, leaders if node.rank() == 0 else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse, group_id, rollout_id
+from dynamo_megatron.runtime.array_sharing import concatenate
 from dynamo_megatron.runtime.seeds import derived_seed
 from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
 
@@ -100,7 +101,7 @@ class StepSession:
         """`said`: the fleet's notes. `uses`: of servers, by name."""
         batches = [self.batches[name] for name in self.wanted if name in self.batches]
         return RolloutResult(
-            RolloutBatch.join(batches),
+            RolloutBatch.join(batches, concatenate),
             {name: self.outcomes[name] for name in self.wanted},
             {"generate": time.monotonic() - self.started},
             [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],

@@ -39,6 +39,7 @@ def join_as(rank, world_size, p):
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_group(),
         host=dist.group.WORLD,
+        node=dist.group.WORLD,
         leaders=None,
     )
 

@@ -6,6 +6,7 @@ It imports Megatron once and forks the ranks; each writes what it saw to OUT/ran
 """
 
 import json
+import multiprocessing
 import os
 import pickle
 import sys
@@ -22,7 +23,7 @@ import torch.distributed as dist  # noqa: E402
 
 from dynamo_megatron.config import Config  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
-from dynamo_megatron.runtime.array_sharing import share  # noqa: E402
+from dynamo_megatron.runtime.array_sharing import concatenate, receive, send, share  # noqa: E402
 from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, StopRequested, connect_store  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
@@ -30,6 +31,13 @@ from forked_ranks import fork_ranks, wait_for  # noqa: E402
 
 NUMBERS = np.arange(300_000)
 VALUE = {"large": NUMBERS, "transposed": np.asfortranarray(NUMBERS.reshape(600, 500)), "few": NUMBERS[:5], "text": "a"}
+
+
+def value() -> dict:
+    """As the rollout process has sent it: the large array is in memory of its own."""
+    here, there = multiprocessing.Pipe()
+    send(there, VALUE | {"large": concatenate([NUMBERS[:1000], NUMBERS[1000:]])})
+    return receive(here)
 
 
 def memory_of(array: np.ndarray) -> str:
@@ -54,7 +62,7 @@ def share_a_value(layout, found: dict) -> None:
         tensors.append(tensor.nbytes)
         broadcast(tensor, **options)
 
-    own = VALUE if layout.rank == 0 else None
+    own = value() if layout.rank == 0 else None
     with mock.patch.multiple(dist, broadcast_object_list=counted_objects, broadcast=counted_tensor):
         got = share(own, layout)
     found |= {"message": max(messages), "tensors": sum(tensors), "memory": memory_of(got["large"])}
@@ -84,7 +92,7 @@ def run(case: dict) -> None:
     torch.set_num_threads(1)
     store = connect_store(60)
     layout = join_ranks(Config(model={"path": "none"}, data={"source": "none"}, output_dir="none"), store)
-    found: dict = {"first": layout.first_of_node, "leaders": None}
+    found: dict = {"node": dist.get_process_group_ranks(layout.node), "leaders": None}
     if layout.leaders is not None:
         found["leaders"] = dist.get_process_group_ranks(layout.leaders)
     share_a_value(layout, found)
