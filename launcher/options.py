@@ -7,11 +7,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, compose
+from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.runtime.run_folder import refuse_foreign
+
+if TYPE_CHECKING:  # `--help` does without pydantic
+    from dynamo_megatron.config import Config
 
 CORES = 8  # of a rank on a GPU: itself, the processes of its server, reward workers; nodes have 12 or more for each
 TIME = re.compile(r"(?:(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|\d+(:\d+){0,2})")
@@ -122,6 +124,8 @@ def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Con
     Raises ConfigError as `compose` does, for an output_dir with files that are not of a run, and for a number of ranks
     that the layout does not divide.
     """
+    from dynamo_megatron.config.files import compose
+
     config, _ = compose(files, keys)
     refuse_foreign(Path(config.output_dir))
     p = config.parallel

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+HELP = {"-h", "--help", "--version"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
@@ -17,6 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
+            if HELP & {*arguments}:  # without the imports of the commands
+                from dynamo_megatron.cli.options import parser
+
+                parser().parse_known_args(arguments)
             from dynamo_megatron.cli.commands import carry_out
 
             signal.signal(signal.SIGINT, signal.default_int_handler)
