@@ -288,18 +288,27 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
     yield ok(f"{size_text(available)} available for {told}")
 
 
+# Of cgroups of both versions: files of the limit and of what is used, and the count of cached pages in memory.stat.
+CGROUP1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+CGROUP2 = "memory.max", "memory.current", "inactive_file"
+
+
 def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes to this process's memory limit (SLURM's or a container's, of cgroup v2); infinite without one. Cached pages
-    of files, which the kernel frees first, count as free."""
+    """Bytes to this process's memory limit (SLURM's or a container's); infinite without one. Cached pages of files,
+    which the kernel frees first, count as free."""
     room = float("inf")
-    group = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "")
-    # A container may see its own group as the root: its group's name then leads to no folder there.
-    folder = root / group.strip("/")
-    for level in (folder, *folder.parents):
-        file = level / "memory.max"
-        if file.is_file() and (text := file.read_text().strip()) != "max":
-            counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
-            room = min(room, int(text) - int((level / "memory.current").read_text()) + int(counts["inactive_file"]))
+    for line in own.read_text(encoding="utf-8").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        # A container may see its own group as the root: its group's name then leads to no folder there.
+        top, (limit, used, cached) = (root / "memory", CGROUP1) if controllers else (root, CGROUP2)
+        folder = top / group.strip("/")
+        for level in (folder, *folder.parents):
+            file = level / limit
+            if file.is_file() and (text := file.read_text().strip()) != "max":
+                counts = dict(line.split() for line in (level / "memory.stat").read_text().splitlines())
+                room = min(room, int(text) - int((level / used).read_text()) + int(counts[cached]))
     return room
 
 

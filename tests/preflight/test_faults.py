@@ -181,6 +181,18 @@ def test_the_job_s_memory_limit(tmp_path):
         (tmp_path / "job" / name).write_text(text)
     (tmp_path / "own").write_text("12:pids:/job\n0::/job\n")
     assert checks._cgroup_room(tmp_path, tmp_path / "own") == 800
+    old = tmp_path / "memory" / "slurm" / "job_7"
+    (old / "step_0").mkdir(parents=True)  # no limit of its own
+    texts = {"memory.limit_in_bytes": "900\n", "memory.usage_in_bytes": "700\n"}
+    for name, text in {**texts, "memory.stat": "inactive_file 1\ntotal_inactive_file 400\n"}.items():
+        (old / name).write_text(text)
+    (tmp_path / "own").write_text("9:cpu,memory:/slurm/job_7/step_0\n1:name=systemd:/job\n0::/other\n")
+    assert checks._cgroup_room(tmp_path, tmp_path / "own") == 600
+    (tmp_path / "own").write_text("9:memory:/host/name\n0::/job\n")  # a container, which sees its own as the root
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("300\n")
+    for name in ("memory.usage_in_bytes", "memory.stat"):
+        (tmp_path / "memory" / name).write_text((old / name).read_text())
+    assert checks._cgroup_room(tmp_path, tmp_path / "own") == 0
     (tmp_path / "own").write_text("12:pids:/job\n0::/other\n")
     assert checks._cgroup_room(tmp_path, tmp_path / "own") == float("inf")
 
