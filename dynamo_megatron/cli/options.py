@@ -49,7 +49,7 @@ COMMANDS = {  # in the order of --help
         *TRAINING,
     ),
     "dpo": command(
-        "train on pairs of a preferred and another completion (dpo.*); the same command resumes",
+        "train on pairs of completions, one preferred (dpo.*); the same command resumes",
         "my.yaml data.source=pairs.jsonl dpo.beta=0.1 output_dir=runs/preferred",
         *TRAINING,
     ),
