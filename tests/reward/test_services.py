@@ -234,6 +234,21 @@ def test_no_more_requests_are_under_way_than_allowed(start):
     assert endpoint.most_under_way == 2 and len(endpoint.requests) == 24
 
 
+def test_connections_are_reused_until_the_pool_closes(start):
+    endpoint, pool, _ = start("judge", lambda *_: value()["judge"])
+
+    async def one_after_the_other():
+        for response in "abcdef":
+            await pool.score(PROMPT, response)
+        assert len(endpoint.requests) == 6 and len(endpoint.peers) == 1
+        pool.close()
+        async with asyncio.timeout(60):
+            while endpoint.connections():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(one_after_the_other())
+
+
 def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_model, tmp_path):
     def start(path):
         model = {"path": str(path), "urls": ["http://unused"]}
