@@ -36,9 +36,9 @@ PLACES = re.compile(r"\{(prompt|response|answer)\}")
 class HttpReward:
     """A reward function that a service computes: `body` and `result` say what is sent and received.
 
-    A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
-    answer is final. A request and its repeats have `config.deadline` seconds; waiting for a free request does not
-    count. Samples may come from one event loop after the other.
+    A request is sent again, after increasing pauses, at least those of Retry-After, if the connection fails or the
+    answer is 429 or 5xx; any other answer is final. A request and its repeats have `config.deadline` seconds; waiting
+    for a free request does not count. Samples may come from one event loop after the other.
     """
 
     path = ""  # is appended to the address
@@ -97,9 +97,8 @@ class HttpReward:
 
     async def _reply(self, body: bytes) -> bytes:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
-        failure, pause, left = "", FIRST_PAUSE, self._deadline
-        while left > 0:
-            begun = time.monotonic()
+        failure, pause, end = "", FIRST_PAUSE, time.monotonic() + self._deadline
+        while (left := end - time.monotonic()) > 0:
             try:
                 # A followed redirect may become a GET, and would send the API key to another address.
                 given = {"data": body, "headers": self._headers, "allow_redirects": False}
@@ -111,12 +110,13 @@ class HttpReward:
                 failure = f"answered {answer.status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
                 if answer.status != 429 and answer.status < 500:
                     raise NoScore(failure, "crashed")
+                asked = answer.headers.get("Retry-After", "")  # seconds; a date is not honoured
+                pause = max(pause, float(asked) if asked.isdecimal() else 0.0)
             except aiohttp.ClientError as error:
                 failure = on_one_line(error_line(error), SHOWN)
             except TimeoutError:
                 break
-            await asyncio.sleep(pause)
-            left -= time.monotonic() - begun
+            await asyncio.sleep(min(pause, end - time.monotonic()))
             pause = min(2 * pause, LONGEST_PAUSE)
         within = f"within reward.deadline ({self._deadline:g} s)"
         if failure:
@@ -179,21 +179,25 @@ class Judge(HttpReward):
 
     def result(self, reply: bytes, characters: int) -> FunctionResult:
         try:
-            text = _parsed(reply)["choices"][0]["message"]["content"]
+            choice = _parsed(reply)["choices"][0]
+            text = choice["message"]["content"]
         except (TypeError, LookupError):
             text = None
         if not isinstance(text, str):
             raise NoScore(f"the answer is no chat completion with a text but {_start(reply)}")
-        return FunctionResult(self.name, "scored", self._score(text))
+        return FunctionResult(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))
 
-    def _score(self, text: str) -> float:
-        """The pattern's last match as a score in [0, 1]. Raises NoScore if nothing matches, or if the number is not in
-        the range."""
-        matches = list(self._pattern.finditer(text))
+    def _score(self, text: str, cut_off: bool) -> float:
+        """The pattern's last match as a score in [0, 1]. Raises NoScore if nothing matches, if the number is not in the
+        range, and if the text was cut off right after the number, which may then lack digits."""
+        matches, end = list(self._pattern.finditer(text)), on_one_line(text[-REPLY_SHOWN:])
         if not matches or matches[-1][1] is None:
-            end = on_one_line(text[-REPLY_SHOWN:])
             raise NoScore(f"nothing in the judge's reply matches reward.judge.pattern; it ends with {end!r}")
         number = matches[-1][1]
+        if cut_off and not text[matches[-1].end(1) :].strip(".eE+-"):
+            raise NoScore(
+                f"the judge's reply was cut off in its number, {end!r}; raise reward.judge.request.max_tokens"
+            )
         try:
             value = checked(float(number.replace("\N{MINUS SIGN}", "-")))
         except ValueError:
