@@ -45,7 +45,8 @@ def read_problems(config: Config) -> list[Prompt]:
     try:
         return load_prompts(data, needs_answer=config.needs_answers)
     except ValueError as error:
-        raise InputError(str(error).replace("data.source:", "eval.data:", 1) if config.eval.data else error) from None
+        of_eval = str(error).replace("data.source:", "eval.data:", 1).replace("data.limit", "eval.limit")
+        raise InputError(of_eval if config.eval.data else error) from None
 
 
 def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], max_length: int) -> list[Prompt]:
