@@ -121,6 +121,13 @@ def test_broken_connections_are_no_fault_of_a_healthy_server():
     assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
+def test_a_server_that_breaks_every_connection_is_restarted():
+    servers = Closing(1_000_000), Server()
+    outcomes, fleet = sample(*servers, requests=80, concurrency=2)
+    assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
+    assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
+
+
 def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
     async def freeze(rid, number):
         silent.healthy = False
