@@ -58,7 +58,6 @@ class Endpoint:
             app.router.add_post(path, self._asked)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        self.connections = lambda: runner.server.connections
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         base = f"http://127.0.0.1:{runner.addresses[0][1]}"
         self.url, self.score = f"{base}/v1", f"{base}/score"

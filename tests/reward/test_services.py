@@ -254,7 +254,7 @@ def test_connections_are_reused_until_the_pool_closes(start):
         assert len(endpoint.requests) == 6 and len(endpoint.peers) == 1
         pool.close()
         async with asyncio.timeout(60):
-            while endpoint.connections():
+            while not pool._services[0]._session.closed:
                 await asyncio.sleep(0.01)
 
     asyncio.run(one_after_the_other())
