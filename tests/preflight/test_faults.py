@@ -145,7 +145,7 @@ def test_problems_that_are_trained_on_are_noted(base, check):
     assert (
         level == "note"
         and "2 of 3 problems are in prompts of" in text
-        and "problems.jsonl too (the first, 'e0': '" in text
+        and "problems.jsonl too (the first, 'e0': in '" in text
     )
 
 
