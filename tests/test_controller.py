@@ -25,7 +25,7 @@ def failed(step, prompts, counts, first) -> RolloutResult:
     ]
     return RolloutResult.from_rollouts(
         rollouts,
-        times={},
+        seconds=0.0,
         notes=["step 1: 32 of 32 rollouts failed; the first: x"],
     )
 

@@ -24,6 +24,8 @@ from dynamo_megatron.types import Prompt
 log = logging.getLogger(__name__)
 
 DATASETS = "datasets:"
+MOST_OLD = 10_000  # rows of a function in a row that may bring no new problem
+MOST_ROWS = 10_000_000  # of a function without data.limit
 ROWS = 16  # of a Parquet file read at once: Arrow cannot read 2 GiB of a nested column at once
 TEXT_OPTIONS = ("name", "split")  # not parsed as YAML, where the configuration "no" (Norwegian) would be False
 REASONING_GYM = "reasoning_gym:"
@@ -51,24 +53,26 @@ def load_prompts(
     half of the rows are so. A row that repeats an id with the same content is dropped; with other content it is an
     error. A row without an id gets one from the hash of its prompt and answer. `say` is called with a line that counts
     the skipped rows, and one that counts the dropped ones. `on_progress` is called with the number of problems read so
-    far. Raises ValueError (one line, with `path:line` or `path row N`).
+    far. Raises ValueError (one line, with `path:line` or `path row N`), also where a function seems to have no end.
     """
     first: dict[str, Prompt] = {}
-    bad: list[InputError] = []
-    repeated = 0
+    first_bad: InputError | None = None
+    bad = repeated = last_new = 0  # rows, rows, number of a row
     in_arrow = config.source.startswith(DATASETS) or config.source.endswith(".parquet")
-    for where, item in _located_rows(config.source):
+    for number, (where, item) in enumerate(_located_rows(config.source), 1):
+        _check_end(config, number, last_new, first_bad)
         try:
             prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
             _check_content(prompt, where, needs_answer)
         except InputError as error:
-            bad.append(error)
+            first_bad, bad = first_bad or error, bad + 1
             continue
         if config.template != "chat" and prompt.messages is not None:
             raise InputError(f"{where}: {NEEDS_CHAT}")
         prompt.where = where
         known = first.setdefault(prompt.prompt_id, prompt)
         if known is prompt:
+            last_new = number
             on_progress(len(first))
             if len(first) == config.limit:
                 break
@@ -79,16 +83,31 @@ def load_prompts(
                 f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
                 f"give every problem its own id (data.id_key: {config.id_key})"
             )
-    if bad:
-        counted = f"{len(bad):,} of {len(bad) + repeated + len(first):,} rows cannot be used"
-        if len(bad) > repeated + len(first):
-            raise InputError(f"{bad[0]}; {counted}") if len(bad) > 1 else bad[0]
-        say(f"data.source: {config.source}: {counted} and are skipped, the first: {bad[0]}")
+    if first_bad is not None:
+        counted = f"{bad:,} of {bad + repeated + len(first):,} rows cannot be used"
+        if bad > repeated + len(first):
+            raise InputError(f"{first_bad}; {counted}") if bad > 1 else first_bad
+        say(f"data.source: {config.source}: {counted} and are skipped, the first: {first_bad}")
     if not first:
         raise InputError(f"data.source: {config.source} has no prompts")
     if repeated:
         say(f"data.source: {config.source}: dropped {repeated} rows that repeat another one")
     return list(first.values())
+
+
+def _check_end(config: DataConfig, rows: int, last_new: int, first_bad: InputError | None) -> None:
+    """Raises InputError where the source is a function that seems to have no end. `rows`: how many came; `last_new`:
+    the number of the last one that brought a new problem."""
+    if not SPEC.fullmatch(config.source) or config.source.startswith((DATASETS, REASONING_GYM)):
+        return
+    if rows - last_new > MOST_OLD:
+        because = f" (the first row that cannot be used: {first_bad})" if first_bad else ""
+        raise InputError(
+            f"data.source: {config.source}: no new problem in {MOST_OLD:,} rows after row {last_new:,}{because}; "
+            "let the function end, or set data.limit to the number of its problems"
+        )
+    if config.limit is None and rows > MOST_ROWS:
+        raise InputError(f"data.source: {config.source} yields more than {MOST_ROWS:,} rows; set data.limit")
 
 
 def _located_rows(source: str) -> Iterator[tuple[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from dynamo_megatron.config import Config, EvalConfig
@@ -15,6 +16,7 @@ from dynamo_megatron.types import Prompt
 log = logging.getLogger(__name__)
 
 WORD = re.compile(r"\w+|[-+*/^=<>]")
+LEAST = 8  # words of a problem that is also found in a longer prompt
 
 
 def load_problems(
@@ -45,7 +47,8 @@ def read_problems(config: Config) -> list[Prompt]:
     try:
         return load_prompts(data, needs_answer=config.needs_answers)
     except ValueError as error:
-        raise InputError(str(error).replace("data.source:", "eval.data:", 1) if config.eval.data else error) from None
+        of_eval = str(error).replace("data.source:", "eval.data:", 1).replace("data.limit", "eval.limit")
+        raise InputError(of_eval if config.eval.data else error) from None
 
 
 def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], max_length: int) -> list[Prompt]:
@@ -62,20 +65,29 @@ def tokenized(prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]], 
 
 
 def overlap_warnings(problems: Sequence[Prompt], training: Iterable[Prompt], source: str) -> list[str]:
-    """A line where prompts in `training`, those of `source`, have the words of some of `problems`; else none. System
-    messages, case and punctuation do not count, except arithmetic signs."""
-    known = {_words(prompt): prompt.prompt_id for prompt in training}
-    found = [problem for problem in problems if _words(problem) in known]
+    """A line where prompts in `training`, those of `source`, contain the words of some of `problems` in order and
+    without gaps; else none. Problems of fewer than LEAST words must be equal to a whole prompt. System messages, case
+    and punctuation do not count, except arithmetic signs."""
+    texts, lengths = [_words(problem) for problem in problems], defaultdict[tuple[str, ...], set[int]](set)
+    for words in texts:
+        lengths[words[:LEAST]].add(len(words))
+    wanted, known = set(texts), dict[tuple[str, ...], str]()  # words of a problem -> id of a prompt that contains them
+    for prompt in training:
+        words = _words(prompt)
+        for start in range(max(1, len(words) - LEAST + 1)):
+            for length in lengths.get(words[start : start + LEAST], ()):
+                if (part := words[start : start + length]) in wanted:
+                    known.setdefault(part, prompt.prompt_id)
+    found = [(problem, known[words]) for problem, words in zip(problems, texts, strict=True) if words in known]
     if not found:
         return []
     return [
-        f"eval.data: {len(found)} of {len(problems)} problems are prompts of {source} too (the first, "
-        f"{found[0].prompt_id!r}: {known[_words(found[0])]!r}); their scores are of what was trained on"
+        f"eval.data: {len(found)} of {len(problems)} problems are in prompts of {source} too (the first, "
+        f"{found[0][0].prompt_id!r}: in {found[0][1]!r}); their scores are of what was trained on"
     ]
 
 
-def _words(prompt: Prompt) -> int:
-    """The hash of the problem's words."""
+def _words(prompt: Prompt) -> tuple[str, ...]:
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     text = "\n".join(message["content"] for message in messages if message["role"] != "system")
-    return hash(tuple(WORD.findall(text.casefold())))
+    return tuple(WORD.findall(text.casefold()))

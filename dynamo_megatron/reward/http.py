@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ from dynamo_megatron.reward.functions import FunctionResult, NoScore, checked, c
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
-REQUESTS = 16  # to one URL, under way at once
+REQUESTS = 64  # to one URL, under way at once
 CONNECT_TIMEOUT = 5.0  # seconds
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds before a request is sent again, doubled each time
@@ -35,9 +36,9 @@ PLACES = re.compile(r"\{(prompt|response|answer)\}")
 class HttpReward:
     """A reward function that a service computes: `body` and `result` say what is sent and received.
 
-    A request is sent again, after increasing pauses, if the connection fails or the answer is 429 or 5xx; any other
-    answer is final. A request and its repeats have `config.deadline` seconds; waiting for a free request does not
-    count. Samples may come from one event loop after the other.
+    A request is sent again, after increasing pauses, at least those of Retry-After, if the connection fails or the
+    answer is 429 or 5xx; any other answer is final. A request and its repeats have `config.deadline` seconds; waiting
+    for a free request does not count. Samples may come from one event loop after the other.
     """
 
     path = ""  # is appended to the address
@@ -48,7 +49,7 @@ class HttpReward:
         self.name, self._urls, self._deadline = name, urls, config.deadline
         self._turns, self._concurrency = itertools.cycle(urls), concurrency
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        self._loop: asyncio.AbstractEventLoop | None = None  # the last one that samples came from, `_free` is of it
+        self._open: asyncio.Task[None] | None = None  # holds the session of the last event loop that samples came from
 
     def body(self, prompt: Prompt, response: str) -> bytes:
         """Encodes one sample. Raises ValueError, TypeError or RecursionError if that is not possible."""
@@ -75,41 +76,58 @@ class HttpReward:
             body = self.body(prompt, response)
         except (ValueError, TypeError, RecursionError) as error:  # nesting, digits, keys that are not text
             return FunctionResult(self.name, "crashed", text=on_one_line(f"the problem cannot be sent: {error}", SHOWN))
-        if (loop := asyncio.get_running_loop()) is not self._loop:
-            self._loop, self._free = loop, asyncio.Semaphore(self._concurrency)
+        loop = asyncio.get_running_loop()
+        if self._open is None or self._open.get_loop() is not loop:
+            self.close()
+            # `_free` limits the connections; a load balancer's cookie would keep all requests at one server.
+            connector, jar = aiohttp.TCPConnector(limit=0), aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=jar, timeout=TIMEOUT)
+            self._free, self._open = asyncio.Semaphore(self._concurrency), loop.create_task(_held(self._session))
         try:
             async with self._free:
                 return self.result(await self._reply(body), len(response))
         except NoScore as failure:
             return FunctionResult(self.name, failure.state, text=str(failure))
 
+    def close(self) -> None:
+        """Closes the connections; samples under way are lost. May be called from any thread, and twice."""
+        if self._open is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the session with it
+                self._open.get_loop().call_soon_threadsafe(self._open.cancel)
+
     async def _reply(self, body: bytes) -> bytes:
         """The content of the service's answer with status 200. Raises NoScore if there is none."""
-        failure, pause, left = "", FIRST_PAUSE, self._deadline
-        while left > 0:
-            begun = time.monotonic()
+        failure, pause, end = "", FIRST_PAUSE, time.monotonic() + self._deadline
+        while (left := end - time.monotonic()) > 0:
             try:
-                async with asyncio.timeout(left), aiohttp.ClientSession(timeout=TIMEOUT) as session:
-                    # A followed redirect may become a GET, and would send the API key to another address.
-                    given = {"data": body, "headers": self._headers, "allow_redirects": False}
-                    async with session.post(next(self._turns) + self.path, **given) as answer:
-                        reply = await answer.read()
+                # A followed redirect may become a GET, and would send the API key to another address.
+                given = {"data": body, "headers": self._headers, "allow_redirects": False}
+                url = next(self._turns) + self.path
+                async with asyncio.timeout(left), self._session.post(url, **given) as answer:
+                    reply = await answer.read()
                 if answer.status == 200:
                     return reply
                 failure = f"answered {answer.status}: {on_one_line(reply.decode(errors='replace'), SHOWN)}"
                 if answer.status != 429 and answer.status < 500:
                     raise NoScore(failure, "crashed")
+                asked = answer.headers.get("Retry-After", "")  # seconds; a date is not honoured
+                pause = max(pause, float(asked) if asked.isdecimal() else 0.0)
             except aiohttp.ClientError as error:
                 failure = on_one_line(error_line(error), SHOWN)
             except TimeoutError:
                 break
-            await asyncio.sleep(pause)
-            left -= time.monotonic() - begun
+            await asyncio.sleep(min(pause, end - time.monotonic()))
             pause = min(2 * pause, LONGEST_PAUSE)
         within = f"within reward.deadline ({self._deadline:g} s)"
         if failure:
             raise NoScore(f"no rewards {within}, the last attempt: {failure}", "crashed")
         raise NoScore(f"no answer {within}", "timed_out")
+
+
+async def _held(session: aiohttp.ClientSession) -> None:
+    """Keeps `session` open until `HttpReward.close` or the end of the event loop."""
+    async with session:
+        await asyncio.get_running_loop().create_future()
 
 
 # What each service is sent, and how its replies become scores
@@ -161,21 +179,25 @@ class Judge(HttpReward):
 
     def result(self, reply: bytes, characters: int) -> FunctionResult:
         try:
-            text = _parsed(reply)["choices"][0]["message"]["content"]
+            choice = _parsed(reply)["choices"][0]
+            text = choice["message"]["content"]
         except (TypeError, LookupError):
             text = None
         if not isinstance(text, str):
             raise NoScore(f"the answer is no chat completion with a text but {_start(reply)}")
-        return FunctionResult(self.name, "scored", self._score(text))
+        return FunctionResult(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))
 
-    def _score(self, text: str) -> float:
-        """The pattern's last match as a score in [0, 1]. Raises NoScore if nothing matches, or if the number is not in
-        the range."""
-        matches = list(self._pattern.finditer(text))
+    def _score(self, text: str, cut_off: bool) -> float:
+        """The pattern's last match as a score in [0, 1]. Raises NoScore if nothing matches, if the number is not in the
+        range, and if the text was cut off right after the number, which may then lack digits."""
+        matches, end = list(self._pattern.finditer(text)), on_one_line(text[-REPLY_SHOWN:])
         if not matches or matches[-1][1] is None:
-            end = on_one_line(text[-REPLY_SHOWN:])
             raise NoScore(f"nothing in the judge's reply matches reward.judge.pattern; it ends with {end!r}")
         number = matches[-1][1]
+        if cut_off and not text[matches[-1].end(1) :].strip(".eE+-"):
+            raise NoScore(
+                f"the judge's reply was cut off in its number, {end!r}; raise reward.judge.request.max_tokens"
+            )
         try:
             value = checked(float(number.replace("\N{MINUS SIGN}", "-")))
         except ValueError:

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 
 from jsonschema import Draft202012Validator
 from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from dynamo_megatron.reward.extraction import after_thinking, fenced, tagged
+from dynamo_megatron.runtime.plain_text import error_line
 from dynamo_megatron.types import Prompt
 
 UNCHECKED = ("format", "dependencies", "$recursiveRef", "contentEncoding", "contentMediaType", "contentSchema")
@@ -30,8 +32,9 @@ STRICT = Draft202012Validator(
 def json_schema(prompt: Prompt, response: str) -> float:
     """1.0 where `response` holds one JSON value that the schema `prompt.answer` (an object, or its JSON text) allows,
     else 0.0. The value is the last complete fenced block marked as JSON (else the last unmarked one), else the content
-    of the last `<answer>` tag, else all of the text after the thinking. Raises ValueError for what is no schema, or has
-    a keyword that is not supported, and referencing's Unresolvable for a reference to nothing in it."""
+    of the last `<answer>` tag, else all of the text after the thinking. Raises ValueError for what is no schema, has a
+    keyword that is not supported, or refers to itself without end, and referencing's Unresolvable where a part that
+    only some values reach refers to nothing."""
     schema = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer)
     validator = _validator(schema)
     text = after_thinking(response) or ""
@@ -58,4 +61,10 @@ def _validator(text: str) -> Draft202012Validator:
         fault = max(faults, key=lambda error: len(error.absolute_path))  # what is in it is its fault, too
         place = "/".join(["#", *map(str, fault.absolute_path)])
         raise ValueError(f"the reward json_schema: the row's schema: {place}: {fault.message}")
-    return Draft202012Validator(schema, registry=Registry())  # fetches nothing
+    validator = Draft202012Validator(schema, registry=Registry())  # fetches nothing
+    try:
+        validator.is_valid(None)  # a schema that recurs without end would give every response 0
+    except (RecursionError, Unresolvable) as error:
+        what = "a reference leads to nothing, or back to itself"
+        raise ValueError(f"the reward json_schema: the row's schema: {what} ({error_line(error)})") from error
+    return validator

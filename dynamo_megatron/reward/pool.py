@@ -96,8 +96,10 @@ class RewardPool:
         return self._combined(prompt, response, [*(await local if local else []), *results])
 
     def close(self) -> None:
-        """Stops all workers now; samples under way are lost. May be called twice."""
+        """Stops all workers and closes all connections now; samples under way are lost. May be called twice."""
         self._closed = True
+        for service in self._services:
+            service.close()
         if self._workers is not None:
             self._workers.close()
 

@@ -257,8 +257,9 @@ class SGLangClient:
         versions = [(_version(span["version"]), span["start"], span["end"]) for span in spans]
         if not 1 <= len(tokens) <= most:
             raise ValueError(f"{len(tokens)} tokens, 1 to {most} were asked for")
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            raise ValueError(f"token id {max(tokens)} is not in the vocabulary (0 to {self._vocab_size - 1})")
+        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+        if not 0 <= wrong < self._vocab_size:
+            raise ValueError(f"token id {wrong} is not in the vocabulary (0 to {self._vocab_size - 1})")
         if not all(-math.inf < logprob <= ROUNDING for logprob in logprobs):
             raise ValueError("a logprob that is not finite, or above 0")
         starts, ends = [start for _, start, _ in versions], [end for _, _, end in versions]

@@ -70,4 +70,4 @@ class RecordedRollouts:
                 if not all(0 <= token < self._vocab_size for token in rollout.tokens):
                     raise InputError(f"{path}: {rollout.rollout_id}: a token id that is not in the vocabulary")
                 rollouts.append(dataclasses.replace(rollout, group_id=name, rollout_id=rollout_id(name, index)))
-        return RolloutResult.from_rollouts(rollouts, {"generate": time.monotonic() - started}, [])
+        return RolloutResult.from_rollouts(rollouts, time.monotonic() - started, [])

@@ -73,13 +73,13 @@ class RolloutResult:
     """The rollouts of one step.
 
     `batch`: the rollouts that can be trained on, by (prompt position, rollout index). `outcomes`: of every requested
-    rollout, by rollout_id. `reused`: how many of these are an interrupted run's. `times`: seconds. `uses`: by server.
-    `notes`: for the user, one line each.
+    rollout, by rollout_id. `reused`: how many of these are an interrupted run's. `seconds`: of generation. `uses`: by
+    server. `notes`: for the user, one line each.
     """
 
     batch: RolloutBatch
     outcomes: dict[str, Outcome]
-    times: dict[str, float]
+    seconds: float
     notes: list[str]
     reused: int = 0
     uses: dict[str, ServerUse] = field(default_factory=dict)
@@ -87,20 +87,18 @@ class RolloutResult:
     seconds_ahead: float | None = None
 
     @classmethod
-    def from_rollouts(cls, rollouts: Sequence[Rollout], times: dict[str, float], notes: list[str]) -> RolloutResult:
+    def from_rollouts(cls, rollouts: Sequence[Rollout], seconds: float, notes: list[str]) -> RolloutResult:
         """`rollouts`: one for each request, in batch order."""
         batch = RolloutBatch.from_rollouts([r for r in rollouts if r.status not in NOT_TRAINED])
-        return cls(batch, {r.rollout_id: Outcome.of(r) for r in rollouts}, times, notes)
+        return cls(batch, {r.rollout_id: Outcome.of(r) for r in rollouts}, seconds, notes)
 
     @classmethod
     def join(cls, results: Sequence[RolloutResult]) -> RolloutResult:
         """Joins the parts of one step, at least one, in order. A single part is returned as it is."""
         if len(results) == 1:
             return results[0]
-        times: Counter[str] = Counter()
         uses: dict[str, ServerUse] = {}
         for result in results:
-            times.update(result.times)
             for server, use in result.uses.items():
                 uses.setdefault(server, ServerUse()).add(use)
         outcomes = {name: outcome for result in results for name, outcome in result.outcomes.items()}
@@ -108,7 +106,7 @@ class RolloutResult:
         return cls(
             RolloutBatch.join([r.batch for r in results]),
             outcomes,
-            dict(times),
+            sum(r.seconds for r in results),
             [note for result in results for note in result.notes],
             sum(r.reused for r in results),
             uses,

@@ -91,13 +91,14 @@ async def ask(fleet: Fleet, request: Request) -> tuple[Response, str]:
 
 async def _outcome(fleet: Fleet, request: Request, server: Server) -> Response | None:
     """Sends a request to one server. Returns None where it has to be sent again."""
+    breaks = server.breaks
     try:
         response = await _response(fleet, request, server)
     except ServerLost as error:
         request.lost.append(server.name)
         server.use.retries += 1
         if not server.gone.done():
-            await fleet.request_lost(server, error)
+            await fleet.request_lost(server, error, breaks)
         if len(request.lost) < ATTEMPTS:
             return None
         return Response(error=f"{request.name}: lost with {', '.join(request.lost)}; the last: {error}")

@@ -40,7 +40,7 @@ class Scoring:
 
     async def rollout(self, step: int, request: Request, response: Response, server: str) -> tuple[Rollout, str]:
         """Returns the scored rollout, and how its reward failed ("" where it did not). Raises RewardError."""
-        failure, rollout = "", self.unscored(step, request, response, server)
+        failure, rollout = "", self._unscored(step, request, response, server)
         if not response.error:
             rollout.response, score = await self.score(request.prompt, response)
             rollout.reward, rollout.success = score.reward, score.success
@@ -51,7 +51,7 @@ class Scoring:
                 rollout.step_rewards = await asyncio.to_thread(token_spans, *located)  # microseconds a token
         return rollout, failure
 
-    def unscored(self, step: int, request: Request, response: Response, server: str) -> Rollout:
+    def _unscored(self, step: int, request: Request, response: Response, server: str) -> Rollout:
         prompt = request.prompt
         episode = response if isinstance(response, Finished) else None
         mask = [0] * len(prompt.tokens) + [1] * len(response.tokens)

@@ -103,7 +103,7 @@ class StepSession:
         return RolloutResult(
             RolloutBatch.join(batches, concatenate),
             {name: self.outcomes[name] for name in self.wanted},
-            {"generate": time.monotonic() - self.started},
+            time.monotonic() - self.started,
             [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
             self.reused,
             uses,

@@ -156,7 +156,7 @@ def _of_servers(result: RolloutResult) -> dict[str, float]:
     `gpu_memory` (bytes, the most in use on one of its GPUs) and `gpu_utilisation`. Of all: requests that were lost with
     a server and sent again, restarts, and with NVML `fleet/gpu_memory_max` and
     `fleet/gpu_utilisation`, the mean."""
-    seconds = max(1e-9, result.times.get("generate", 0.0) if result.seconds_ahead is None else result.seconds_ahead)
+    seconds = max(1e-9, result.seconds if result.seconds_ahead is None else result.seconds_ahead)
     metrics = {
         "fleet/retries": sum(use.retries for use in result.uses.values()),
         "fleet/restarts": sum(use.restarts for use in result.uses.values()),

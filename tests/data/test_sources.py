@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data import load_prompts
+from dynamo_megatron.data import load_prompts, sources
 
 
 def write(path, *rows):
@@ -172,6 +172,7 @@ def test_the_users_iterator(tmp_path, monkeypatch):
         "def bad_rows():\n    return [{'problem': 'q', 'answer': 1}, {'problem': ''}, {'problem': ''}]\n"
         "def none():\n    return None\n"
         "def fails():\n    yield {'problem': 'q', 'answer': 1}\n    yield {}['absent']\n"
+        "def again():\n    while True:\n        yield {'problem': 'q', 'answer': 1}\n        yield {'problem': ''}\n"
         "def endless():\n    n = 0\n    while True:\n        yield {'problem': str(n), 'answer': n}\n        n += 1\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -180,6 +181,12 @@ def test_the_users_iterator(tmp_path, monkeypatch):
     assert "my_data_c1:bad_rows row 2: no 'answer'" in refused("my_data_c1:bad_rows")
     assert "my_data_c1:fails after row 1: KeyError: 'absent' (" in refused("my_data_c1:fails")
     assert [p.answer for p in load("my_data_c1:endless", limit=3)] == [0, 1, 2]
+    monkeypatch.setattr(sources, "MOST_ROWS", 5)
+    assert refused("my_data_c1:endless").endswith("my_data_c1:endless yields more than 5 rows; set data.limit")
+    monkeypatch.setattr(sources, "MOST_OLD", 3)
+    refusal = refused("my_data_c1:again", limit=2)
+    assert "my_data_c1:again: no new problem in 3 rows after row 1 (the first row that cannot be used: " in refusal
+    assert len(load(write(tmp_path / "a.jsonl", *[{"problem": "q", "answer": 1}] * 9))) == 1  # a file has an end
     assert "'NoneType' object is not iterable" in refused("my_data_c1:none")
     assert "has no 'nothing'" in refused("my_data_c1:nothing")
 

@@ -144,8 +144,8 @@ def test_problems_that_are_trained_on_are_noted(base, check):
     level, text = check("evaluation", "eval.data=eval.jsonl")[-1]
     assert (
         level == "note"
-        and "2 of 3 problems are prompts of" in text
-        and "problems.jsonl too (the first, 'e0': '" in text
+        and "2 of 3 problems are in prompts of" in text
+        and "problems.jsonl too (the first, 'e0': in '" in text
     )
 
 

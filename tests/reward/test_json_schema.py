@@ -62,6 +62,8 @@ def test_the_json_of_a_response(response, value):
         ({"properties": {"a": {"contentMediaType": "text/html"}}}, "#/properties/a/contentMediaType: .* not be valid"),
         ({"contentEncoding": "base64"}, "#/contentEncoding: .* should not be valid"),
         ({"contentSchema": {}}, "#/contentSchema: .* should not be valid"),
+        ({"allOf": [{"$ref": "#"}]}, "a reference leads to nothing, or back to itself [(]RecursionError"),
+        ({"$ref": "#/$defs/x"}, "a reference leads to nothing, or back to itself .*#/[$]defs/x"),
     ],
 )
 def test_a_schema_that_cannot_be_checked_is_an_error_whatever_the_response(schema, says):

@@ -145,6 +145,7 @@ WRONG = {
         (completion("It is good."), "nothing in the judge's reply matches reward.judge.pattern; it ends with 'It"),
         (completion("Score: 11"), "the judge's score 11 is not in reward.judge.range (0 to 10)"),
         (completion("Score: 1e999"), "the judge's score '1e999' is not a number"),
+        (completion("Score: 1", finish_reason="length"), "the judge's reply was cut off in its number, 'Score: 1'"),
         ({"choices": []}, "the answer is no chat completion with a text but '{\"choices\": []}'"),
     ],
     "reward_model": [
@@ -177,6 +178,16 @@ def test_passing_trouble_is_tried_again(start, monkeypatch, kind, trouble):
     monkeypatch.setattr(http, "LONGEST_PAUSE", 0.01)
     endpoint, pool, name = start(kind, lambda _, number: trouble if number <= 2 else value()[kind])
     assert scored(pool, "x")[0].parts == {name: 0.5} and len(endpoint.requests) == 3
+
+
+def test_a_service_may_ask_for_a_pause(start, monkeypatch):
+    slept, sleep = [], asyncio.sleep
+    monkeypatch.setattr(http.asyncio, "sleep", lambda seconds: slept.append(seconds) or sleep(0))
+    replies = [(429, b"", {"Retry-After": "50"}), (503, b"", {"Retry-After": "9000"}), value()["url"]]
+    _, pool, _ = start("url", lambda _, number: replies[number - 1])
+    assert scored(pool, "x")[0].status == "ok"
+    first, second = [seconds for seconds in slept if seconds > 10]
+    assert first == 50 and 50 < second <= PATIENCE  # not beyond the deadline
 
 
 @pytest.fixture
@@ -232,6 +243,21 @@ def test_no_more_requests_are_under_way_than_allowed(start):
     endpoint, pool, _ = start("judge", answer, {"concurrency": 2})
     assert {score.status for score in scored(pool, *map(str, range(24)))} == {"ok"}
     assert endpoint.most_under_way == 2 and len(endpoint.requests) == 24
+
+
+def test_connections_are_reused_until_the_pool_closes(start):
+    endpoint, pool, _ = start("judge", lambda *_: value()["judge"])
+
+    async def one_after_the_other():
+        for response in "abcdef":
+            await pool.score(PROMPT, response)
+        assert len(endpoint.requests) == 6 and len(endpoint.peers) == 1
+        pool.close()
+        async with asyncio.timeout(60):
+            while not pool._services[0]._session.closed:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(one_after_the_other())
 
 
 def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_model, tmp_path):

@@ -103,7 +103,7 @@ class Answering:
                 made |= {"reward": float(right), "success": right}
                 rollouts.append(rollout(rollout_id(group, k), [k], **made))
                 self.store.append(rollouts[-1])
-        return RolloutResult.from_rollouts(rollouts, times={"generate": 1.0}, notes=[])
+        return RolloutResult.from_rollouts(rollouts, seconds=1.0, notes=[])
 
 
 def make_controller(

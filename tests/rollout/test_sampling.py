@@ -121,6 +121,13 @@ def test_broken_connections_are_no_fault_of_a_healthy_server():
     assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
+def test_a_server_that_breaks_every_connection_is_restarted():
+    servers = Closing(1_000_000), Server()
+    outcomes, fleet = sample(*servers, requests=80, concurrency=2)
+    assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
+    assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
+
+
 def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
     async def freeze(rid, number):
         silent.healthy = False
@@ -144,15 +151,16 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
     def refuse(rid, number):
         return web.json_response({}, status=503)
 
-    def garbage(rid, number):
-        return web.json_response({"meta_info": reply(f"{rid};")["meta_info"] | one_token(10_000_000)})
+    def garbage(token):
+        return lambda rid, _: web.json_response({"meta_info": reply(f"{rid};")["meta_info"] | one_token(token)})
 
     why = "no server has the weights of step 0: server-0: it took none of 16 requests in a row; the last: "
     with pytest.raises(SyncNeeded, match=why):
         sample(Server(refuse), pushed=True)
-    nonsense = r".* answers with nonsense: token id 10000000 is not in the vocabulary \(0 to 127\); does it serve"
-    with pytest.raises(SyncNeeded, match=why + nonsense):
-        sample(Server(garbage), pushed=True)
+    for token in (10_000_000, -3):
+        nonsense = rf".* answers with nonsense: token id {token} is not in the vocabulary \(0 to 127\); does it serve"
+        with pytest.raises(SyncNeeded, match=why + nonsense):
+            sample(Server(garbage(token)), pushed=True)
     # Not pushed to, a server that is back has the weights that it had.
     outcomes, *_ = sample(Server(refuse), requests=8)
     assert all("lost with server-0, server-0" in r.error for r, _ in outcomes.values())

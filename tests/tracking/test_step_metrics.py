@@ -63,7 +63,7 @@ def metrics(
         "server-0": ServerUse(tokens=10, busy=1.0, kv_cache=0.25, retries=1),
         "server-1": ServerUse(busy=2.5, restarts=2, gpu=GpuUse(4, 70, 1.0)),
     }
-    result = RolloutResult(rollouts, outcomes, {"generate": 2.0}, [], uses=uses).without(rejected, [])
+    result = RolloutResult(rollouts, outcomes, 2.0, [], uses=uses).without(rejected, [])
     allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
     config = Config(
         model={"path": "m"},

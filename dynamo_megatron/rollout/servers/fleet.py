@@ -57,6 +57,7 @@ class Server:
     use: ServerUse  # since the last `take_use`
     requests: int = 0  # under way
     refusals: int = 0  # in a row
+    breaks: int = 0  # broken connections that were counted
     busy_since: float = 0.0  # monotonic seconds: busy time from here on is not in `use` yet
     heard: float = -math.inf  # monotonic seconds: its last response, or the first request since it rested
     rested: asyncio.Event = field(default_factory=asyncio.Event)  # set when nothing is under way any more
@@ -343,10 +344,12 @@ class Fleet:
         if not await answers(server.client, limit):
             raise RolloutError(f"no answer to /health within rollout.health_timeout ({limit:g} s)")
 
-    async def request_lost(self, server: Server, error: ServerLost) -> None:
-        """Checks whether the server is lost too, and counts a request that it did not take. A broken connection is not
-        counted: all that are under way may break at once."""
-        if not isinstance(error.__cause__, aiohttp.ClientError):
+    async def request_lost(self, server: Server, error: ServerLost, breaks: int) -> None:
+        """Counts a lost request, and checks whether the server is lost too. `breaks`: the server's when the request was
+        sent. All connections that are under way may break at once, which counts as one."""
+        broken = isinstance(error.__cause__, aiohttp.ClientError)
+        if not broken or breaks == server.breaks:
+            server.breaks += broken
             self.refused(server.name, str(error))
         if not server.gone.done() and not await answers(server.client, self.config.rollout.health_timeout):
             self.mark_failed(server.endpoint, str(error))
