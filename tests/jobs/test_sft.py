@@ -140,13 +140,13 @@ def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
     assert len(losses(output.parent / "every")) == 4
 
 
-def test_a_stop_is_heard_while_the_iterator_stalls(tiny_model, tmp_path):
+def test_a_stop_is_heard_while_the_function_of_the_data_stalls(tiny_model, tmp_path):
     (tmp_path / "stalling.py").write_text(STALLING)
     keys = [f"model.path={tiny_model}", "model.dtype=float32", "data.source=stalling:rows", "data.template='{prompt}'"]
     keys += ["data.batch_prompts=2", "trainer.steps=5", "output_dir=run"]
     run = Run(tmp_path, *keys, "--ranks", "2", command="sft")
-    run.wait_until((tmp_path / "stalled").exists, "the iterator stalled")
+    run.wait_until((tmp_path / "stalled").exists, "the function stalled")
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 75, run.text
-    last = "stopped by SIGTERM; the same command resumes from the checkpoint of step 2"
+    last = "stopped by SIGTERM while it started; nothing is saved yet: the same command starts from step 0"
     assert run.text.splitlines()[-1] == last, run.text

@@ -35,8 +35,10 @@ from dynamo_megatron.models.mapping import (  # noqa: E402
     is_expert,
     layout_of,
 )
+from dynamo_megatron.policy import attention, varlen  # noqa: E402
 from dynamo_megatron.policy.model import build_chunks, local_rotation, rotation  # noqa: E402
 
+attention.varlen = varlen  # imported where there is a GPU
 # What Megatron's gradient reduction, its optimizer and its gradient norm ask of a parameter, and what they take for an
 # answer if it is missing.
 MARKS = {
