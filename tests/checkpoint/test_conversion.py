@@ -102,7 +102,7 @@ def test_config_and_tokenizer_of_a_converted_folder_may_be_edited(mcore, convert
         (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)}), "model.norm.weight is I8; give unquantised"),
         (
             lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32).double()}),
-            "give one dtype",
+            "save the model in one dtype first",
         ),
     ],
     ids=["missing", "extra", "shape", "quantised", "dtypes"],

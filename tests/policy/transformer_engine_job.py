@@ -39,6 +39,7 @@ from dynamo_megatron.policy import attention, varlen  # noqa: E402
 from dynamo_megatron.policy.model import build_chunks, local_rotation, rotation  # noqa: E402
 
 attention.varlen = varlen  # imported where there is a GPU
+LOCAL = {"glm4", "olmo2", "olmo3", "gemma3_text"}  # families whose layers TransformerEngine's modules are not
 # What Megatron's gradient reduction, its optimizer and its gradient norm ask of a parameter, and what they take for an
 # answer if it is missing.
 MARKS = {
@@ -151,7 +152,9 @@ def compare(case: dict, rank: int, config: Config, spec) -> tuple[int, list[str]
         *differing("in a checkpoint", *(checkpoint(chunks, layout) for chunks in (ours, theirs))),
     ]
     linears = [m for c in theirs for m in c.modules() if hasattr(m, "fuse_wgrad_accumulation")]
-    if not linears or not all(m.fuse_wgrad_accumulation and m.disable_parameter_transpose_cache for m in linears):
+    if (spec.family in LOCAL) != (not linears):
+        lines.append(f"{len(linears)} linears of TransformerEngine")
+    if not all(m.fuse_wgrad_accumulation and m.disable_parameter_transpose_cache for m in linears):
         lines.append("TransformerEngine's linears do not add to main_grad")
     leave()
     return len(found[1]), lines
