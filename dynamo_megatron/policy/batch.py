@@ -259,10 +259,10 @@ def _spread(
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens, loads = np.zeros(count, np.int64), np.zeros(count)
     for i in order:
-        room = (tokens == 0) | (tokens + lengths[i] <= budget)
-        if not room.any():
+        fits = (tokens == 0) | (tokens + lengths[i] <= budget)
+        if not fits.any():
             return None
-        b = int(np.where(room, loads, math.inf).argmin())
+        b = int(np.where(fits, loads, math.inf).argmin())
         bins[b].append(i)
         tokens[b] += lengths[i]
         loads[b] += costs[i]

@@ -154,8 +154,7 @@ def _of_servers(result: RolloutResult) -> dict[str, float]:
     request under way; both of the time since the step before if rollouts are generated ahead), `kv_cache` (the largest
     share in use that was seen; absent where it was not measured), `rollouts` (how many it answered), and with NVML
     `gpu_memory` (bytes, the most in use on one of its GPUs) and `gpu_utilisation`. Of all: requests that were lost with
-    a server and sent again, restarts, and with NVML `fleet/gpu_memory_max` and
-    `fleet/gpu_utilisation`, the mean."""
+    a server and sent again, restarts, and with NVML `fleet/gpu_memory_max` and `fleet/gpu_utilisation`, the mean."""
     seconds = max(1e-9, result.seconds if result.seconds_ahead is None else result.seconds_ahead)
     metrics = {
         "fleet/retries": sum(use.retries for use in result.uses.values()),

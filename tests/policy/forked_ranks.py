@@ -9,9 +9,30 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from dynamo_megatron.runtime.listening import free_port
+
+
+def fork(body: Callable[[], object], log: Path) -> int:
+    """Calls `body` in a fork of this process, with its output appended to `log`; returns the fork's pid."""
+    pid = os.fork()
+    if pid == 0:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        code = 1
+        try:
+            body()
+            code = 0
+        except BaseException:  # as torch's CheckpointException is
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
 
 
 def fork_ranks(count: int, body: Callable[[], None], logs: Path) -> list[int]:
@@ -20,26 +41,13 @@ def fork_ranks(count: int, body: Callable[[], None], logs: Path) -> list[int]:
     Their output goes to `logs`/rankN.log.
     """
     port = free_port()  # not one of those that connections get: another process may take it before rank 0 does
-    pids = []
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            code = 1
-            try:
-                body()
-                code = 0
-            except BaseException:  # as torch's CheckpointException is
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    return pids
+
+    def as_rank(rank: int) -> None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        body()
+
+    return [fork(partial(as_rank, rank), logs / f"rank{rank}.log") for rank in range(count)]
 
 
 def wait_for(pids: list[int], logs: Path) -> None:

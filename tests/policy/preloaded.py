@@ -5,7 +5,6 @@ Run as a script, this file is that process: it reads a line of JSON for each scr
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import runpy
@@ -13,11 +12,11 @@ import select
 import signal
 import subprocess
 import sys
-import traceback
+from functools import cache, partial
 from pathlib import Path
 
 
-@functools.cache
+@cache
 def _starter(pythonpath: str | None) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -28,7 +27,9 @@ def _starter(pythonpath: str | None) -> subprocess.Popen[str]:
 
 def run_preloaded(script: Path | str, *words: str, log: Path, timeout: float) -> None:
     """Runs `python -P SCRIPT WORDS...` with OMP_NUM_THREADS=1 and its output in `log` (a rank that outlives it would
-    hold a pipe). Raises AssertionError with the end of the log unless it succeeds within `timeout` seconds."""
+    hold a pipe). Raises AssertionError with the end of the log unless it succeeds within `timeout` seconds.
+
+    A script that still runs when pytest ends is killed, and its ranks too."""
     starter = _starter(os.environ.get("PYTHONPATH"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     starter.stdin.write(json.dumps([[str(script), *words], str(log), environment]) + "\n")
@@ -43,6 +44,8 @@ def run_preloaded(script: Path | str, *words: str, log: Path, timeout: float) ->
 
 def serve() -> None:
     sys.path.append(str(Path(__file__).parent))  # for the scripts, which -P leaves without it
+    from forked_ranks import fork
+
     from dynamo_megatron.policy import backend
 
     backend.enable_cpu()
@@ -53,27 +56,19 @@ def serve() -> None:
 
     for line in sys.stdin:
         arguments, log, environment = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.environ.clear()
-            os.environ.update(environment)
-            sys.argv = arguments
-            code = 1
-            try:
-                runpy.run_path(arguments[0], run_name="__main__")
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        pid = fork(partial(run, arguments, environment), Path(log))
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if select.select([sys.stdin], [], [], 0.02)[0]:  # pytest has ended
+                os.killpg(0, signal.SIGKILL)
+        print(os.waitstatus_to_exitcode(ended[1]), flush=True)
+
+
+def run(arguments: list[str], environment: dict[str, str]) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

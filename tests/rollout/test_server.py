@@ -175,26 +175,20 @@ http.server.HTTPServer((word("--host"), int(word("--port"))), Falls).serve_forev
 """
 
 
-def test_a_server_that_falls_in_its_first_request_is_a_start_that_failed(tmp_path):
-    """A start that fails is tried again; anything else ends the run."""
-    config = RolloutConfig(python=program(tmp_path, FALLS.format(python=sys.executable)))
-    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
-    server.start()
-    try:
-        with pytest.raises(RolloutError, match="does not answer"):
-            asyncio.run(server.wait_ready())
-    finally:
-        server.stop()
-
-
-def test_a_server_of_somebody_else_at_the_port_is_not_taken_for_it(tmp_path):
-    """It needs no key, and answers whatever it is asked."""
-    text = FALLS.format(python=sys.executable).replace('word("--served-model-name")', '"server-0"')
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ('word("--served-model-name")', "does not answer"),  # it falls in its first request
+        ('"server-0"', "answered by another server"),  # somebody else's at the port: needs no key, answers anything
+    ],
+)
+def test_a_start_that_failed_is_an_error_after_which_another_follows(tmp_path, name, why):
+    text = FALLS.format(python=sys.executable).replace('word("--served-model-name")', name)
     config = RolloutConfig(python=program(tmp_path, text))
     server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
     server.start()
     try:
-        with pytest.raises(RolloutError, match="answered by another server"):
+        with pytest.raises(RolloutError, match=why):
             asyncio.run(server.wait_ready())
     finally:
         server.stop()
