@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Work:
     micro_batch_tokens: int
     steps: int = 3
     tied: bool = True
+    family: str = "qwen2"
 
     @property
     def lengths(self) -> list[int]:
@@ -148,11 +149,10 @@ def write_model(work: Work, folder: Path) -> tuple[Path, Path]:
     """Paths of a random model, which is made once, on the GPU where there is one, in the folder models beside `folder`,
     and of problems of `prompt_tokens` tokens each, in `folder`."""
     problems = folder / "problems.jsonl"
-    model = folder.parent / "models" / f"qwen2-{work.layers}x{work.hidden}-{work.dtype}"
+    model = folder.parent / "models" / f"{work.family}-{work.layers}x{work.hidden}-{work.dtype}"
     if not model.exists():
-        shape = {
-            name: getattr(work, name) for name in ("dtype", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-        }
+        names = ("family", "dtype", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        shape = {name: getattr(work, name) for name in names}
         shape["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         words = [word for name, value in shape.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         making = model.with_name(f"{model.name}.{os.getpid()}")
@@ -238,10 +238,13 @@ def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[s
     }
 
 
-def start_here(words: list[str], folder: Path, timeout: float, ranks: int) -> dict[str, Any]:
+def start_here(
+    words: list[str], folder: Path, timeout: float, ranks: int, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """`dynamo-megatron WORDS` on ranks of this machine, its output in `folder`/train.log; returns as `run_logged`."""
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words, "--ranks", str(ranks)]
-    return run_logged(command, folder / "train.log", timeout, cwd=folder, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
+    return run_logged(command, folder / "train.log", timeout, cwd=folder, env=env)
 
 
 def run(
@@ -253,10 +256,11 @@ def run(
     parallel: dict[str, int] | None = None,
     profile_steps: Sequence[int] = (),
     words: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Runs the steps on `ranks` ranks in the layout `parallel`, in `folder`, which is emptied first and left with the
     log, and returns the figures. The profiler's events of `profile_steps` stay in `folder`/profile. `words`: configs
-    and KEY=VALUE after the run's own config.
+    and KEY=VALUE after the run's own config. `environment`: of the run, besides this process's.
 
     "headline" is the last step: the first ones compile and fill caches. A run that fails, or takes more than `timeout`
     seconds, gives what `run_logged` does, and figures only where all its steps were done.
@@ -264,7 +268,7 @@ def run(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = prepare(work, folder, backend, parallel, profile_steps)
-    ended = start_here(["train", str(config), *words], folder, timeout, ranks)
+    ended = start_here(["train", str(config), *words], folder, timeout, ranks, environment)
     result: dict[str, Any] = {
         "parameters": work.parameters,
         "tokens a step": sum(work.lengths),

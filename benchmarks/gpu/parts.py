@@ -24,6 +24,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ KERNEL_TESTS = (
     "tests/policy/test_gpu_attention.py",
 )
 TINY_KERNEL_TESTS = ("tests/kernels/test_memory.py", "-m", "not full")
+FAMILY = dataclasses.replace(TINY, layers=4, hidden=128, ffn=256, dtype="bfloat16", prompts=4, response_tokens=(20, 40))
+METHODS = {  # of training, besides that of all parameters, on the first family
+    "lora": ("model.lora.rank=4",),
+    "critic": (str(ROOT / "configs" / "methods" / "ppo.yaml"),),
+    "cpu_offload": ("optimizer.cpu_offload=true",),
+    "teacher": ("algorithm.teacher.path=${model.path}",),
+}
+FAMILY_BAR = 0.05  # how far a step's gradient norm in bfloat16 may be from that of float32 on the CPU, of itself
 TINY_RANKS = 2  # in place of the machine's GPUs
 NORM_BAR = 1e-2  # how far the gradient norm of step 1 of one layout may be from another's, of itself
 PLAN_BAR = 0.1  # how far the peak of a step's tensors may be from what `plan` says
@@ -170,6 +179,40 @@ def beside_peers(options: Options) -> dict[str, Any]:
     site = unpacked("peers", options.folder.parents[1]) if python == sys.executable else None
     found = training_beside_peers.run(options.work, options.run, python, site, options.seconds, out)
     return {**found, "passed": found["exit code"] == 0}
+
+
+def families(options: Options) -> dict[str, Any]:
+    """Steps of a small model of every family, and of one family by every way of training, all at once: in bfloat16 on
+    the GPU, and of the same weights in float32 on the CPU, whose gradient norms must agree."""
+    from transformers import AutoTokenizer  # noqa: F401  here, since two threads cannot import it at once
+
+    from dynamo_megatron.models import FAMILIES
+
+    cases = {name: (name, ()) for name in FAMILIES} | {name: ("qwen2", words) for name, words in METHODS.items()}
+    if options.tiny:
+        cases = {name: cases[name] for name in ("gemma3_text", "qwen3_moe", "lora", "critic")}
+    cpu = {"CUDA_VISIBLE_DEVICES": ""}
+
+    def train(name: str) -> tuple[dict[str, list[float]], list[str]]:
+        family, words = cases[name]
+        work, norms, log = dataclasses.replace(FAMILY, family=family), {}, []
+        for where, more, environment in (("gpu", (), None), ("cpu", ("model.dtype=float32",), cpu)):
+            backend = training_steps.backend_here() if where == "gpu" else "torch"
+            folder, all_words = options.run / name / where, (*words, *more)
+            ran = training_steps.run(work, folder, backend, options.seconds, words=all_words, environment=environment)
+            log += ran.get("log", [])
+            norms[where] = [step["gradient norm"] for step in ran.get("steps", [])]
+        return norms, log
+
+    with ThreadPoolExecutor(2 if options.tiny else os.cpu_count()) as pool:
+        found = dict(zip(cases, pool.map(train, cases), strict=True))
+    wrong = []
+    for name, (norms, log) in found.items():
+        off = [abs(gpu / cpu - 1) for gpu, cpu in zip(norms["gpu"], norms["cpu"], strict=False)]
+        if len(off) != FAMILY.steps or not max(off) <= FAMILY_BAR:
+            wrong.append(f"{name}: gradient norms {norms}; {' '.join(log[-2:])}")
+    norms = {name: norms for name, (norms, _) in found.items()}
+    return {"gradient norms": norms, "exit code": int(bool(wrong)), "wrong": wrong, "passed": not wrong}
 
 
 def imports_te(options: Options) -> dict[str, Any]:
@@ -403,6 +446,7 @@ PARTS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "training": training,
     "training_te": training,
     "beside-peers": beside_peers,
+    "families": families,
     "trace": trace,
     "trace_te": trace,
     "syncs": syncs,
