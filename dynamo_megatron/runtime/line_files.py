@@ -16,12 +16,12 @@ from dynamo_megatron.errors import ConfigError
 
 LEVEL = 1  # level 3 compresses token ids and logprobs no better, and takes twice the time
 CHUNK, LONGEST_FRAME = 1 << 16, 1 << 28  # bytes
-_compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
 
 
 def compressed(line: bytes) -> bytes:
     """Returns a zstd frame of one line, which includes its newline."""
-    return _compressor.compress(line)
+    # A compressor for each call: two threads that share one, of rollouts and of token rows say, damage their frames.
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(line)
 
 
 def read_raw_lines(path: Path) -> Iterator[bytes]:

@@ -14,7 +14,6 @@ from dynamo_megatron.errors import InputError
 
 LARGEST = 1 << 30  # bytes of a rollout's routes: a few bytes of a file can stand for any number of zeros
 WIDTHS = {1: np.uint8, 2: np.uint16}
-_compressor = zstandard.ZstdCompressor(level=1)
 
 
 class RouteShape(NamedTuple):
@@ -56,7 +55,7 @@ def packed(array: np.ndarray) -> dict[str, Any]:
     """Plain data for an array [N, ...] of uint8 or uint16. Each of its columns is compressed after the other: a column
     is more alike than a row."""
     columns = np.ascontiguousarray(np.moveaxis(array, 0, -1))
-    data = base64.b64encode(_compressor.compress(columns.tobytes())).decode()
+    data = base64.b64encode(zstandard.ZstdCompressor(level=1).compress(columns.tobytes())).decode()
     return {"shape": list(array.shape), "bytes": array.itemsize, "data": data}
 
 

@@ -3,8 +3,10 @@ import errno
 import os
 import re
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import zstandard
 from stand_ins import rollout
 
 from dynamo_megatron.errors import ConfigError
@@ -39,6 +41,14 @@ def test_a_file_is_read_once_for_its_end_and_old_ones_are_closed(tmp_path, monke
     assert looked == [step_file(tmp_path, step) for step in range(1, 200)]
     assert len(os.listdir("/proc/self/fd")) - before <= store_module.MOST_OPEN
     store.close()
+
+
+def test_threads_that_compress_at_once_damage_nothing():
+    """An asynchronous run appends rollouts while it writes the token rows of another step."""
+    lines = [secrets.token_hex(2_000).encode() for _ in range(4_000)]
+    with ThreadPoolExecutor(2) as pool:
+        frames = list(pool.map(compressed, lines))
+    assert [zstandard.decompress(frame) for frame in frames] == lines
 
 
 @pytest.mark.parametrize("whole", [0, 2])
