@@ -42,10 +42,10 @@ LIVES = {  # file and part: what its configuration sets besides, and which of it
         ("generate", "push"),
     ),
     "2026-11-27-h200/device.json live-turns": (("rollout.offload=true", *LARGE), ALL[:3]),
-    "2026-11-27-h200/device.json live-memory": (("rollout.offload=false", *LARGE), ALL[:3]),
+    "2026-11-27-h200/night.json live-memory": (("rollout.offload=false", *LARGE), ALL),
     "2026-11-27-h200/live_grpo.json live-memory, grpo": (
         ("rollout.offload=false", "algorithm.modulation=null", *LARGE),
-        ALL,
+        ALL[:3],
     ),
 }
 SMOKE = "2026-11-26-h100/device.json smoke"

@@ -17,7 +17,7 @@ CODE = r"\.(py|js|css|html|sh)$"
 BUDGETS = {
     "product": (36_150, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
     "tests": (29_850, "lines", r"^tests/.*\.py$"),
-    "benchmarks": (4_000, "lines", r"^benchmarks/.*\.py$"),
+    "benchmarks": (4_050, "lines", r"^benchmarks/.*\.py$"),
     "docs": (38_000, "words", r"^(docs/.*|README|CONTRIBUTING|CHANGELOG)\.md$|^(README|CONTRIBUTING|CHANGELOG)\.md$"),
 }
 

@@ -66,7 +66,7 @@ PARTS = {
     "training_te": Part(170, 50, TE, "te"),
     "trace_te": Part(170, 60, TE, "te"),
     "beside-peers": Part(360, 120, TE, "te", optional=True),
-    "families": Part(150, 60),
+    "families": Part(240, 90),
     "smoke": Part(190, 60, SGLANG, "sglang"),
     "live-disk": Part(260, 130, SGLANG, "sglang"),
     "live-memory": Part(260, 130, SGLANG, "sglang"),

@@ -54,7 +54,6 @@ METHODS = {  # of training, besides that of all parameters, on the first family
     "lora": ("model.lora.rank=4",),
     "critic": (str(ROOT / "configs" / "methods" / "ppo.yaml"),),
     "cpu_offload": ("optimizer.cpu_offload=true",),
-    "teacher": ("algorithm.teacher.path=${model.path}",),
 }
 FAMILY_BAR = 0.05  # how far a step's gradient norm in bfloat16 may be from that of float32 on the CPU, of itself
 TINY_RANKS = 2  # in place of the machine's GPUs
@@ -143,8 +142,7 @@ def gemms(options: Options) -> dict[str, Any]:
     import gemms
 
     found = gemms.figures(*((16, 300, 16) if options.tiny else (8192, 152064, 5120)))
-    products = [product for name, chunk in found.items() if name.startswith("chunk") for product in chunk.values()]
-    failed = any("failed" in product for product in products)
+    failed = any("failed" in one for name, chunk in found.items() if name.startswith("chunk") for one in chunk.values())
     return {**found, "exit code": 0, "passed": not (failed and CUDA)}
 
 
@@ -188,31 +186,31 @@ def families(options: Options) -> dict[str, Any]:
 
     from dynamo_megatron.models import FAMILIES
 
-    cases = {name: (name, ()) for name in FAMILIES} | {name: ("qwen2", words) for name, words in METHODS.items()}
+    cases = {name: (name, ()) for name in FAMILIES if name != "mistral"}  # SGLang would ignore its window
+    cases |= {name: ("qwen2", words) for name, words in METHODS.items()}
     if options.tiny:
         cases = {name: cases[name] for name in ("gemma3_text", "qwen3_moe", "lora", "critic")}
-    cpu = {"CUDA_VISIBLE_DEVICES": ""}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    here = ("gpu", training_steps.backend_here(), (), {})
+    cpu = ("cpu", "torch", ("model.dtype=float32",), {"CUDA_VISIBLE_DEVICES": ""})
 
-    def train(name: str) -> tuple[dict[str, list[float]], list[str]]:
-        family, words = cases[name]
-        work, norms, log = dataclasses.replace(FAMILY, family=family), {}, []
-        for where, more, environment in (("gpu", (), None), ("cpu", ("model.dtype=float32",), cpu)):
-            backend = training_steps.backend_here() if where == "gpu" else "torch"
-            folder, all_words = options.run / name / where, (*words, *more)
-            ran = training_steps.run(work, folder, backend, options.seconds, words=all_words, environment=environment)
-            log += ran.get("log", [])
-            norms[where] = [step["gradient norm"] for step in ran.get("steps", [])]
-        return norms, log
+    def train(name: str) -> dict[str, list[Any]]:
+        work, found = dataclasses.replace(FAMILY, family=cases[name][0]), {"log": []}
+        for where, backend, more, environment in (here, cpu):
+            folder, words = options.run / name / where, (*cases[name][1], *more)
+            ran = training_steps.run(work, folder, backend, options.seconds, words=words, environment=environment)
+            found["log"] += ran.get("log", [])[-2:]
+            found[where] = [step["gradient norm"] for step in ran.get("steps", [])]
+        return found
 
     with ThreadPoolExecutor(2 if options.tiny else os.cpu_count()) as pool:
         found = dict(zip(cases, pool.map(train, cases), strict=True))
     wrong = []
-    for name, (norms, log) in found.items():
+    for name, norms in found.items():
         off = [abs(gpu / cpu - 1) for gpu, cpu in zip(norms["gpu"], norms["cpu"], strict=False)]
         if len(off) != FAMILY.steps or not max(off) <= FAMILY_BAR:
-            wrong.append(f"{name}: gradient norms {norms}; {' '.join(log[-2:])}")
-    norms = {name: norms for name, (norms, _) in found.items()}
-    return {"gradient norms": norms, "exit code": int(bool(wrong)), "wrong": wrong, "passed": not wrong}
+            wrong.append(f"{name}: gradient norms and logs {norms}")
+    return {"gradient norms": found, "exit code": int(bool(wrong)), "wrong": wrong, "passed": not wrong}
 
 
 def imports_te(options: Options) -> dict[str, Any]:
