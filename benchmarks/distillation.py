@@ -22,7 +22,8 @@ KEY, PORT = "TEACHER_KEY", 31415  # as in the comparison
 
 def main() -> int:
     os.environ[KEY] = secrets.token_hex(16)
-    rollout = RolloutConfig(api_key_env=KEY, placement="external", urls=["http://unused"], port=PORT)
+    # With stop texts a server has a tokenizer, which the students compare with their own.
+    rollout = RolloutConfig(api_key_env=KEY, placement="external", urls=["http://unused"], port=PORT, stop=["\n"])
     teacher = ModelConfig(path=str(RUNS / "teacher" / "hf"), dtype="float32")
     server = SGLangServer(rollout, teacher, RUNS / "teacher" / "server.log")
     try:
