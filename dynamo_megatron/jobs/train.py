@@ -87,8 +87,6 @@ class TrainJob(Job):
         if not spec.num_experts:
             return {}
         routes = spec.replayed(self.config.rollout)
-        if spec.bridged is not None:
-            return {"router replay": "off with model.source: bridge"}
         where = " that has them" if self.config.rollout.engine == "recorded" else ""
         return {"router replay": "off" if routes is None else f"on, {routes.token_bytes} bytes a token{where}"}
 

@@ -90,7 +90,7 @@ class ModelSpec:
 
     def replayed(self, config: RolloutConfig) -> RouteShape | None:
         """The routes that training takes from the servers; None: none."""
-        if not (self.num_experts and config.router_replay and self.bridged is None):
+        if not (self.num_experts and config.router_replay):
             return None
         return RouteShape(self.num_layers, self.router_topk, self.num_experts)
 

@@ -157,4 +157,5 @@ def test_a_live_run_agrees_with_its_server(bridge_python, folders, tiny_model, t
     rows = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
     print([row["rollout/logprob_gap_max"] for row in rows])
     assert len(rows) == 3 and all(row["policy/grad_norm"] > 0 and row["moe/load_max"] > 1 for row in rows)
+    assert all(row["moe/replayed"] == 1 for row in rows)
     assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4

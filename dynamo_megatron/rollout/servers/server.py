@@ -307,8 +307,7 @@ class SGLangServer:
         command += ["--served-model-name", self._served_name]
         if not config.stop and config.agent is None:  # no text is looked for in responses, and no tool calls are parsed
             command.append("--skip-tokenizer-init")
-        own = self._model.source == "own"
-        if own and config.router_replay and self._model_config().get("num_experts_per_tok"):
+        if config.router_replay and self._model_config().get("num_experts_per_tok"):
             command.append("--enable-return-routed-experts")
         arguments = config.server_args
         if config.quantization is not None:
