@@ -67,13 +67,29 @@ def run(make_tiny_model, tmp_path_factory, start_run):
     return go
 
 
-def test_a_resumed_run_has_the_process_rewards_of_the_straight_one(run):
-    straight, weights = run("straight", f"trainer.steps={STEPS}")
-    run("cut", "trainer.steps=2")
-    resumed, again = run("cut", f"trainer.steps={STEPS}")
+def straight_and_resumed(run, name: str, *keys: str):
+    """The metrics and the last checkpoint of a straight run, which are those of one that is cut and resumed."""
+    straight, weights = run(name, *keys, f"trainer.steps={STEPS}")
+    run(f"{name}-cut", *keys, "trainer.steps=2")
+    resumed, again = run(f"{name}-cut", *keys, f"trainer.steps={STEPS}")
     assert resumed == straight and len(straight) == STEPS
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+    last = [inspect(run.folder / one / "checkpoints" / f"step-{STEPS:06d}") for one in (name, f"{name}-cut")]
+    assert list(differences(*last)) == []
+    return straight, last[0]
+
+
+def test_a_resumed_run_has_the_process_rewards_of_the_straight_one(run):
+    straight, _ = straight_and_resumed(run, "straight")
     assert all(row["reward/steps"] != 0 and row["reward/prime"] != 0 for row in straight)
+
+
+def test_a_resumed_run_has_the_adapters_of_the_straight_one(run):
+    """Without them the policy is the reference, from which it begins."""
+    keys = ["model.lora={rank: 4}", "algorithm.kl.coef=0.1", "optimizer.lr=1e-3"]
+    straight, last = straight_and_resumed(run, "lora", *keys)
+    assert straight[0]["policy/kl"] == 0 != straight[-1]["policy/kl"]
+    assert all(".adapter." in name for name in last.tensors.names)
 
 
 def test_a_resumed_run_has_the_critic_of_the_straight_one(run):
@@ -81,12 +97,8 @@ def test_a_resumed_run_has_the_critic_of_the_straight_one(run):
     keys = ["reward={functions: [math], prime: {model: null}}", "parallel.pp=2"]
     keys += ["algorithm.advantage={kind: gae, process: {weight: 0.1, gamma: 1.0}}"]
     keys += ["critic={warmup_steps: 1, optimizer: {lr: 1.0e-3, warmup_steps: 0}}", "algorithm.modulation=null"]
-    straight, weights = run("ppo", *keys, f"trainer.steps={STEPS}")
-    run("ppo-cut", *keys, "trainer.steps=2")
-    resumed, again = run("ppo-cut", *keys, f"trainer.steps={STEPS}")
-    assert resumed == straight and all(torch.equal(weights[name], again[name]) for name in weights)
-    last = [inspect(run.folder / name / "checkpoints" / f"step-{STEPS:06d}") for name in ("ppo", "ppo-cut")]
-    assert list(differences(*last)) == [] and "critic: " in describe(last[0])
+    straight, last = straight_and_resumed(run, "ppo", *keys)
+    assert "critic: " in describe(last)
     assert [row["policy/skipped_updates"] for row in straight] == [1, 0, 0, 0]
     assert straight[0]["critic/value"] == 0 != straight[1]["critic/value"]
     assert straight[0]["critic/explained_variance"] == 0 != straight[-1]["critic/explained_variance"]

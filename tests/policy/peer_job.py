@@ -17,8 +17,11 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 
-def verl_advantages(rewards, mask, groups, kind, old, collision, values):
-    """[S, L]; kind: grpo, dr_grpo, rloo, otb or gae; `old` and `collision` are for otb, `values` for gae."""
+def verl_advantages(rewards, mask, groups, kind, old, collision, values, new, teacher):
+    """[S, L]; kind: grpo, dr_grpo, rloo, otb, gae or k1; `old` and `collision` are for otb, `values` for gae, `new` and
+    `teacher` for k1, which verl's distillation by policy gradients negates."""
+    if kind == "k1":
+        return -core_algos.kl_penalty(new, teacher, "k1")
     scores = torch.zeros_like(mask)
     scores[:, 0] = rewards
     if kind in ("otb", "gae"):
@@ -131,7 +134,7 @@ def main(cases_file, in_file, out_file):
             if (kind := case["advantage"]) is not None:
                 rewards = given(f"rewards/{name}", rows)
                 rewards = given("rewards", rows) if rewards is None else rewards
-                of_tokens = given("old", rows), given("collision", rows), given("values", rows)
+                of_tokens = [given(key, rows) for key in ("old", "collision", "values", "new", "teacher")]
                 found = verl_advantages(rewards, given("mask", rows), arrays["group"][b, rows], kind, *of_tokens)
                 out[f"advantages/{name}"][b, rows] = found.numpy()
             run_case(name, case, given, b, rows, arrays["mini"][b], out)

@@ -103,8 +103,10 @@ def on_rank(config, victim: int, change: int) -> None:
     for model in models:
         train(model, start + 1)
     progress.step = start + 1
+    trained = fingerprint(models)
+    assert known.get(start + 1, trained) == trained, "trained again, the step is another"
     with open(notes, "a") as file:
-        file.write(json.dumps([start + 1, fingerprint(models)]) + "\n")
+        file.write(json.dumps([start + 1, trained]) + "\n")
     run.reached(start + 1)
     run.save()
     run.settle()

@@ -28,12 +28,14 @@ LORA = {"rank": 4, "alpha": 6.0}
 SCALE = LORA["alpha"] / LORA["rank"]
 ATTENTION = {**LORA, "targets": ["attention"]}
 ROWS = [  # family, layout, adapters, recompute
+    ("qwen2", "1", LORA, "none"),
     ("qwen2", "DP2", LORA, "none"),
     ("qwen2", "TP2", LORA, "none"),
     ("qwen2", "TP2+SP", LORA, "none"),
     ("llama", "PP2", LORA, "full"),  # a tied head on another stage
     ("qwen2", "CP2", LORA, "none"),
     ("qwen3", "VPP2xPP2", LORA, "none"),
+    ("qwen3_moe", "EP2", ATTENTION, "none"),
     ("qwen3_moe", "EP2xTP2+SP", ATTENTION, "full"),
 ]
 

@@ -85,6 +85,7 @@ CASES = {
     "dynamo_published": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
     "otb": verl("vanilla", "otb"),
     "ppo": verl("vanilla", "gae"),
+    "distill": verl("vanilla", "k1", overrides=("algorithm.teacher.path=t",)),
     "history": verl("vanilla", None, "token-sum"),
     "spo": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
     "pilot": verl("vanilla", "grpo", clip=(0.2, 0.28), c=10.0),
@@ -125,6 +126,7 @@ def make_batch(seed: int) -> SimpleNamespace:
     batch.entropy, batch.expected = rng.exponential(0.8, count), rng.normal(0, 0.1, count)
     batch.values = rng.normal(0.5, 0.3, count)
     batch.collision = np.exp(old) ** 2 + rng.random(count) * (1 - np.exp(old)) ** 2  # what the others can add
+    batch.teacher = -rng.exponential(1.5, count)
     batch.rollouts = RolloutBatch(
         prompt_ids=[str(g) for g in groups],
         tokens=np.zeros(count + len(groups), np.int64),
@@ -157,14 +159,16 @@ def config_of(name: str, minis: int):
 def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -> SimpleNamespace:
     """float64 per token of the batch: what the policy head makes of it, mini-batch by mini-batch; `losses` of each.
 
-    The current policy's logprobs select tokens, as the peers' do; ours are those of the step's start. `without`: bool,
-    tokens whose policy loss is taken away in place of a random choice."""
+    The current policy's logprobs select tokens and stand beside the teacher's, as the peers' do; ours are those of the
+    step's start. `without`: bool, tokens whose policy loss is taken away in place of a random choice."""
     config = config_of(name, batch.minis)
     algorithm = config.algorithm
     if without is not None:
         algorithm = algorithm.model_copy(update={"loss": algorithm.loss.model_copy(update={"clip_cov": None})})
     values = batch.values if config.of_critic else None
-    train = TrainBatch.build(batch.rollouts, config, baseline=known(len(batch.rollouts.rewards)), values=values)
+    gap = batch.teacher - batch.new if algorithm.teacher else None
+    before = known(len(batch.rollouts.rewards))
+    train = TrainBatch.build(batch.rollouts, config, baseline=before, values=values, teacher_gap=gap)
     old, new, entropy, expected = map(torch.from_numpy, (batch.old, batch.new, batch.entropy, batch.expected))
     found = SimpleNamespace(mini=train.mini_batch, losses=[])
     keys = ("advantages", "modulated", "weights", "loss", "grad", "grad_entropy", "selected", "held")
@@ -221,6 +225,7 @@ class Compared(SimpleNamespace):
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> Compared:
     """The batches, what we make of each, and the peers' answers."""
+    assert {name.split()[0] for name in CASES} == {file.stem for file in METHODS.glob("*.yaml")}
     folder = tmp_path_factory.mktemp("peers")
     batches = [make_batch(seed) for seed in range(BATCHES)]
     mine = {name: [ours(name, batch) for batch in batches] for name in CASES}
@@ -231,7 +236,7 @@ def compared(tmp_path_factory) -> Compared:
     for name in ("dapo", "fork_tokens"):
         arrays[f"rewards/{name}"] = [np.pad(penalised(b), (0, size - len(b.rewards))) for b in batches]
     arrays["mini"] = [np.pad(m.mini, (0, size - len(m.mini)), constant_values=-1) for m in mine["grpo"]]
-    for key in ("old", "new", "entropy", "collision", "values"):
+    for key in ("old", "new", "entropy", "collision", "values", "teacher"):
         arrays[key] = [padded(b, getattr(b, key), size) for b in batches]
     arrays["mask"] = [padded(b, np.ones_like(b.old), size) for b in batches]
     for name in GIVEN["advantages"]:

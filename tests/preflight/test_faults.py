@@ -16,11 +16,27 @@ from dynamo_megatron.preflight.checks import Subject, data, evaluation, vocabula
 from dynamo_megatron.runtime.listening import free_port
 
 GIB = 1 << 30
+LORA, CRITIC = "model.lora={rank: 4}", "algorithm={advantage: {kind: gae, normalise: batch}, modulation: null}"
 
 
-def test_all_is_well(check):
+@pytest.mark.parametrize("keys", [(), (LORA,), (CRITIC,)])
+def test_all_is_well(check, keys):
     for name in ("layout", "model config", "weights", "vocabulary", "data", "reward", "network", "disk"):
-        assert {level for level, _ in check(name)} == {"ok"}, check(name)
+        assert {level for level, _ in check(name, *keys)} == {"ok"}, check(name, *keys)
+
+
+@pytest.mark.parametrize(("name", "what"), [("disk", "3 checkpoints"), ("host memory", "gradients and optimizer")])
+def test_adapters_need_less_room_and_a_critic_more(check, name, what):
+    def room(*keys: str) -> float:
+        number, unit = re.search(rf"{what} (\S+) (kB|MB)", check(name, *keys)[0][1]).groups()
+        return float(number) * {"kB": 1e3, "MB": 1e6}[unit]
+
+    assert room(LORA) < room() / 3 and room(CRITIC) == pytest.approx(2 * room(), rel=0.01)
+
+
+def test_adapters_on_experts_are_refused(failure, model_of):
+    said = failure("layout", f"model.path={model_of('qwen3_moe')}", LORA)
+    assert said == "model.lora.targets: the MLPs of a mixture of experts have no adapters here; set it to [attention]"
 
 
 @pytest.mark.parametrize(
