@@ -19,7 +19,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.reports.figures import Figure, allocation_figures, draw, metric_figures, plain
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_runs
-from dynamo_megatron.reports.samples import message_text
+from dynamo_megatron.reports.samples import message_text, pairs_of
 from dynamo_megatron.reports.tables import Section, sections
 from dynamo_megatron.rollout.store import read_rollouts, step_files, tokens_file
 from dynamo_megatron.rollout.token_spans import character_ends
@@ -64,12 +64,15 @@ def _page(
     asked: Collection[str],
 ) -> str:
     """An HTML page that loads nothing from elsewhere."""
-    shown = []
+    shown, pairs = [], {}
     for r, (name, run) in enumerate(runs.items()):
-        decode = _decoder(run)
-        for rollout, labels, statistics in _chosen(run, asked if r == 0 else ()):
-            shown.append(rollout_view(rollout, [*labels, *([name] if len(runs) > 1 else [])], statistics, decode))
-    data = {"figures": figures, "tokens": [view["tokens"] for view in shown]}
+        decode, of_several = _decoder(run), [name] if len(runs) > 1 else []
+        for rollout, labels, statistics, pair in _chosen(run, asked if r == 0 else ()):
+            shown.append(rollout_view(rollout, [*labels, *of_several], statistics, decode))
+            if pair is not None:
+                group = "/".join([*of_several, pair["id"]])  # runs have groups of the same id
+                pairs[group] = {**pair, "id": group}
+    data = {"figures": figures, "tokens": [view["tokens"] for view in shown], "pairs": [*pairs.values()]}
     source = (resources.files("dynamo_megatron.reports") / "page.html").read_text(encoding="utf-8")
     return jinja2.Template(source, autoescape=True).render(
         title=title,
@@ -77,22 +80,28 @@ def _page(
         sections=tables,
         figures=figures,
         rollouts=shown,
+        pairs=len(pairs),
         kinds=list(dict.fromkeys(kind for view in shown for kind in (SURPRISE, *view["tokens"]["values"]))),
         data=json.dumps(data, allow_nan=False).translate(HTML_IN_JSON),
         plotly=get_plotlyjs(),
     )
 
 
-def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[str], dict[str, list[float]]]]:
-    """Returns (rollout, why it is shown, its statistics by name, one number a response token): those asked for, then of
-    the newest step, of the first, and of steps between them the best, the worst and what else stands out."""
+def _chosen(
+    run: RunRecord, asked: Collection[str]
+) -> list[tuple[Rollout, list[str], dict[str, list[float]], dict[str, str] | None]]:
+    """Returns (rollout, why it is shown, its statistics by name, one number a response token, the `pairs_of` its
+    group): those asked for, then of the newest step, of the first, and of steps between them the best, the worst and
+    what else stands out."""
     source = Path(run.config["rollout"].get("recorded") or run.folder)
     files = {step: path for step, path in step_files(source).items() if step <= run.metrics[-1]["step"]}
     places = np.linspace(len(files) - 1, 0, min(STEPS, len(files))).round().astype(int)
     of_asked = {int(name.split("-")[0]) for name in asked if name.split("-")[0].isdecimal()} & files.keys()
     found = []
     for step in dict.fromkeys([*of_asked, *(list(files)[place] for place in places)]):
-        rollouts = sorted(read_rollouts(files[step], routes=False), key=lambda r: r.rollout_id)
+        rollouts = read_rollouts(files[step], routes=False)
+        pairs = {pair["id"]: pair for pair in pairs_of(rollouts)}
+        rollouts.sort(key=lambda r: r.rollout_id)
         statistics = read_token_rows(tokens_file(run.folder, step))
         scored = sorted((r for r in rollouts if r.status == "ok"), key=lambda r: r.reward)
         kinds = {
@@ -105,8 +114,8 @@ def _chosen(run: RunRecord, asked: Collection[str]) -> list[tuple[Rollout, list[
         }
         for rollout in {r.rollout_id: r for its in kinds.values() for r in its}.values():
             labels = [kind for kind, its in kinds.items() if rollout in its]
-            found.append((rollout, labels, statistics.get(rollout.rollout_id, {})))
-    if missing := set(asked) - {rollout.rollout_id for rollout, _, _ in found}:
+            found.append((rollout, labels, statistics.get(rollout.rollout_id, {}), pairs.get(rollout.group_id)))
+    if missing := set(asked) - {rollout.rollout_id for rollout, *_ in found}:
         raise InputError(f"--rollout: {source} has no rollout {min(missing)!r}; ids begin with the step")
     return sorted(found, key=lambda each: "asked for" not in each[1])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +65,25 @@ def read_samples(
 
 
 def read_pairs(folder: Path) -> Iterator[str]:
-    """A line of JSON for each group of a run whose rewards differ, for `dynamo-megatron dpo`: the prompt as the model
-    saw it, and the responses of the highest and of the lowest reward (of equal ones the first). Episodes of agents and
-    truncated responses are left out. Raises ValueError as `read_samples`."""
+    """The `pairs_of` the steps of a run, each a line of JSON. Raises ValueError as `read_samples`."""
     _, files = _files(folder)
     for step in sorted(files):
-        groups: dict[str, list[Rollout]] = {}
-        for rollout in read_rollouts(files[step], routes=False):
-            whole = rollout.finish_reason == "stop" and rollout.episode is None  # the end token was sampled
-            if rollout.status == "ok" and whole and None not in (rollout.prompt, rollout.response):
-                groups.setdefault(rollout.group_id, []).append(rollout)
-        for name, group in groups.items():
-            best, worst = (f(group, key=lambda r: r.reward) for f in (max, min))
-            if best.reward > worst.reward:
-                row = {"id": name, "prompt": best.prompt, "chosen": best.response, "rejected": worst.response}
-                yield json.dumps(row)
+        yield from map(json.dumps, pairs_of(read_rollouts(files[step], routes=False)))
+
+
+def pairs_of(rollouts: Iterable[Rollout]) -> Iterator[dict[str, str]]:
+    """A row for `dynamo-megatron dpo` of each group whose rewards differ: the prompt as the model saw it, and the
+    responses of the highest and of the lowest reward (of equal ones the first). Episodes of agents and truncated
+    responses are left out."""
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        whole = rollout.finish_reason == "stop" and rollout.episode is None  # the end token was sampled
+        if rollout.status == "ok" and whole and None not in (rollout.prompt, rollout.response):
+            groups.setdefault(rollout.group_id, []).append(rollout)
+    for name, group in groups.items():
+        best, worst = (f(group, key=lambda r: r.reward) for f in (max, min))
+        if best.reward > worst.reward:
+            yield {"id": name, "prompt": best.prompt, "chosen": best.response, "rejected": worst.response}
 
 
 def _as_json(rollout: Rollout) -> str:

@@ -9,7 +9,10 @@ import pytest
 from PIL import Image
 
 from dynamo_megatron.cli import main
+from dynamo_megatron.config import DataConfig
+from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.reports.page import token_texts, write_report
+from dynamo_megatron.reports.samples import read_pairs
 from dynamo_megatron.rollout.store import tokens_file
 from dynamo_megatron.rollout.token_spans import LONGEST
 from dynamo_megatron.tracking.token_rows import write_token_rows
@@ -28,12 +31,12 @@ def tokens_of(html: Path) -> dict[str, dict]:
 
 @pytest.fixture
 def run(folders, new_rollout, tiny_model) -> Path:
-    """Four steps of four prompts with hostile texts, statistics of a rollout's tokens, and evaluations."""
-    texts = {"prompt": f"{ATTACK} problem", "response": ATTACK, "answer": ATTACK}
+    """Four steps of five prompts with hostile texts, statistics of a rollout's tokens, and evaluations."""
+    texts = {"prompt": f"{ATTACK} problem", "answer": ATTACK}
     rollouts = [
-        new_rollout(step, g, k, reward=float((g + k + step) % 2), **texts)
+        new_rollout(step, g, k, reward=float((g + k + step) % 2), response=f"{ATTACK}{step}{g}{k}", **texts)
         for step in range(1, 5)
-        for g in range(4)
+        for g in range(5)
         for k in range(2)
     ]
     folder = folders.run("run", rollouts)
@@ -90,7 +93,8 @@ def test_the_page_in_a_browser(run, folders, new_rollout, tmp_path):
     if CHROMIUM is None:
         pytest.skip("needs chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="this interpreter has no playwright")
-    write_report([run, folders.run("other", [new_rollout(1, 0, 0)])], tmp_path)
+    other = folders.run("other", [new_rollout(1, 0, k, reward=float(k)) for k in range(2)])
+    write_report([run, other], tmp_path)
     path = (tmp_path / "report.html").as_uri()
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -110,4 +114,13 @@ def test_the_page_in_a_browser(run, folders, new_rollout, tmp_path):
             assert "entropy 0.5; modulation 1.2; gap, policy - engine 0;" in token.get_attribute("title")
             assert "rgba(213, 94, 0, 0.7)" in token.get_attribute("style")
             assert complaints == [] and opened.evaluate("window.owned") is None
+            with opened.expect_download() as download:
+                opened.click("#pairs")
+            download.value.save_as(tmp_path / "pairs.jsonl")
         browser.close()
+    # The third group of each step has no rollout in the list; both runs have a group 000001-0000.
+    pairs = {f"{run.name}/{row.pop('id')}": row for run in (run, other) for row in map(json.loads, read_pairs(run))}
+    prompts = load_prompts(DataConfig(source=str(tmp_path / "pairs.jsonl"), answer_key="chosen"), needs_answer=True)
+    assert {p.prompt_id: {"prompt": p.text, "chosen": p.answer, **p.meta} for p in prompts} == {
+        name: pair for name, pair in pairs.items() if "-0002" not in name
+    }
