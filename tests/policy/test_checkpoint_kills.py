@@ -72,7 +72,8 @@ def fingerprint(models) -> str:
 
 
 def on_rank(config, victim: int, change: int) -> None:
-    """Resumes, checks what was found against the notes of earlier rounds, trains and saves two steps."""
+    """Resumes, checks what was found against the notes of earlier rounds, trains two steps and saves the first: the
+    next round trains the second again, from the files."""
     from checkpoint_cases import train
 
     from dynamo_megatron.jobs.training_run import TrainingRun
@@ -100,16 +101,18 @@ def on_rank(config, victim: int, change: int) -> None:
         assert progress.step == start, f"rank 0's state is of step {progress.step}, the weights are of {start}"
     if layout.rank == victim:
         kill_before(change, output / "checkpoints")
-    for model in models:
-        train(model, start + 1)
-    progress.step = start + 1
-    trained = fingerprint(models)
-    assert known.get(start + 1, trained) == trained, "trained again, the step is another"
-    with open(notes, "a") as file:
-        file.write(json.dumps([start + 1, trained]) + "\n")
-    run.reached(start + 1)
-    run.save()
-    run.settle()
+    for step in (start + 1, start + 2):
+        for model in models:
+            train(model, step)
+        trained = fingerprint(models)
+        assert known.get(step, trained) == trained, f"step {step}, trained again, gives other weights"
+        with open(notes, "a") as file:
+            file.write(json.dumps([step, trained]) + "\n")
+        if step == start + 1:
+            progress.step = step
+            run.reached(step)
+            run.save()
+            run.settle()
 
 
 def main(model: str, folder: Path, how: str) -> None:
