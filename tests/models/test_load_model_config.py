@@ -69,6 +69,7 @@ def test_mistral_without_a_window_is_a_llama(tmp_path):
     assert load_model_config(write(tmp_path, MISTRAL)).family == "llama"
 
 
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
 TWO_ROPES = {kind: {"rope_theta": 1e6, "rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
 
 
@@ -107,6 +108,7 @@ def test_gemma_270m(tmp_path):
     [
         ("phi3", {"rms_norm_eps": None}, "rms_norm_eps: missing"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type: 'yarn'"),
+        ("phi3", {"rope_scaling": LONGROPE}, "rope_type: 'longrope'"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor: 0.75"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop: 0.1"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: 8.0"),
@@ -216,6 +218,7 @@ def test_what_sglang_would_ignore_is_not_served(tmp_path):
     ("config", "named"),
     [
         (QWEN2 | {"model_type": "qwen2_moe"}, ["model_type", "qwen2_moe", "llama, mistral, qwen2"]),
+        (QWEN2 | {"model_type": "glm", "attention_bias": True}, ["model_type 'glm' is not supported"]),
         ({k: v for k, v in QWEN2.items() if k != "model_type"}, ["model_type", "None"]),
         (QWEN2 | {"architectures": ["Qwen2ForRewardModel"]}, ["architectures", "Qwen2ForRewardModel"]),
         (QWEN2 | {"attention_dropout": 0.1}, ["attention_dropout", "0.1"]),

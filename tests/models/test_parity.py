@@ -122,7 +122,7 @@ def test_every_family_and_every_rope(folder_of, run_script, tmp_path):
         cases.append(case(folder_of(family), staged, convert=True))
     cases += [case(folder_of(f"qwen3+{rope}"), layout, logits=True) for rope in ROPES for layout in (WHOLE, CP2)]
     cases.append(case(folder_of("qwen3_moe+yarn"), CP2, logits=True))
-    for name in ("mistral@8", "mistral@12+yarn", "phi3@8", "qwen2@12", "qwen3@8+llama3", "olmo3", "gemma3_text"):
+    for name in (*FAMILIES, "mistral@12+yarn", "phi3@8", "qwen2@12", "qwen3@8+llama3"):
         cases += [case(folder_of(name), WHOLE, logits=True, gradients=True), case(folder_of(name), CP2, logits=True)]
     if SMOLLM2.is_dir():
         cases.append(case(SMOLLM2, WHOLE, logits=True))
