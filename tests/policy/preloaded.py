@@ -34,10 +34,14 @@ def run_preloaded(script: Path | str, *words: str, log: Path, timeout: float) ->
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     starter.stdin.write(json.dumps([[str(script), *words], str(log), environment]) + "\n")
     starter.stdin.flush()
-    if not select.select([starter.stdout], [], [], timeout)[0]:
-        os.killpg(starter.pid, signal.SIGKILL)  # the script and its ranks, too
-        _starter.cache_clear()
-        raise AssertionError(f"{script}: not done after {timeout:g} s; its output is in {log}")
+    answered = False
+    try:
+        answered = bool(select.select([starter.stdout], [], [], timeout)[0])
+        assert answered, f"{script}: not done after {timeout:g} s; its output is in {log}"
+    finally:
+        if not answered:  # pytest's own limit may have ended the wait
+            os.killpg(starter.pid, signal.SIGKILL)  # the script and its ranks, too
+            _starter.cache_clear()
     code = starter.stdout.readline().strip()
     assert code == "0", f"{script}: exit code {code}\n{log.read_text()[-6000:]}"
 
