@@ -58,13 +58,13 @@ ROPE_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# What a family is put through in place of USUAL: its tiny model (make_tiny_model), a method that makes all terms of the
-# loss count, layouts beside one process (test_layouts.py), and dtype and layouts of a policy that sends weights to
-# servers (tests/weight_sync/test_sync.py).
+EVERY = ("TP2+SP", "PP2", "VPP2xPP2", "CP2", "DP2")  # what every family is put through (test_layouts.py)
+# In place of USUAL: a family's tiny model (make_tiny_model), a method that makes all terms of the loss count, more
+# layouts than EVERY, and dtype and layouts of a policy that sends weights to servers (tests/weight_sync/test_sync.py).
 PARTICULAR: dict[str, dict] = {
     "qwen2": {
         "algorithm": {"loss": {"mini_batches": 2, "clip_ratio_high": 0.28}},
-        "layouts": "1 TP4 PP4 DP2 CP2xPP2 TP2xPP2+SP",
+        "more": "1 TP4 PP4 CP2xPP2 TP2xPP2+SP",
     },
     "qwen3": {
         "algorithm": {
@@ -73,7 +73,7 @@ PARTICULAR: dict[str, dict] = {
             "modulation": {"tau": 0.5},
             "advantage": {"kind": "grpo"},
         },
-        "layouts": "1 TP2 PP2 DP4 CP2xTP2+SP",
+        "more": "1 TP2 DP4 CP2xTP2+SP",
     },
     "llama": {
         "model": {"tied": True, "fields": {"rope_theta": 10000.0, "rope_scaling": ROPE_SCALING}},
@@ -88,32 +88,32 @@ PARTICULAR: dict[str, dict] = {
             "modulation": {"gamma": 10.0},
             "rollout_correction": {"kind": "mask", "low": 0.2, "high": 1.5},
         },
-        "layouts": "PP2 DP2 CP4 CP2xPP2",
+        "more": "CP4 CP2xPP2",
     },
     "qwen3_moe": {
         "algorithm": {"kl": {"coef": 0.1}},
-        "layouts": "1 PP2 DP2 CP2 EP2 EP2xTP2+SP EP2xCP2 EP4",
+        "more": "1 EP2 EP2xTP2+SP EP2xCP2 EP4",
         "sync": ("float32", "EP2xTP2+SP EP2xPP2"),
     },
     "mistral": {"sync": ("float32", "PP2")},
-    "olmo3": {"layouts": "TP2+SP PP2 CP2 CP2xPP2"},
-    "gemma3_text": {"algorithm": {"loss": {"entropy_coef": 0.01}}, "layouts": "1 TP2 PP2 CP2 VPP2xPP2"},
-    "phi3": {"layouts": "TP2 PP2 CP2xTP2+SP"},
+    "olmo3": {"more": "CP2xPP2"},
+    "gemma3_text": {"algorithm": {"loss": {"entropy_coef": 0.01}}, "more": "1 TP2"},
+    "phi3": {"more": "CP2xTP2+SP"},
     "olmo2": {
         "algorithm": {"loss": {"entropy_coef": 0.01}, "kl": {"coef": 0.1}},
-        "layouts": "TP2 TP4 DP2 CP2xTP2+SP",
+        "more": "TP4 CP2xTP2+SP",
         "sync": ("float32", "TP2"),
     },
-    "granite": {"model": {"tied": True}, "layouts": "TP2 PP2 CP2xPP2", "sync": ("bfloat16", "PP2")},
+    "granite": {"model": {"tied": True}, "more": "CP2xPP2", "sync": ("bfloat16", "PP2")},
     # Keys' biases have no gradient where RoPE leaves them, and Adam would divide rounding by rounding.
     "glm4": {
         "model": {"fields": {"attention_bias": False}},
         "algorithm": {"loss": {"entropy_coef": 0.01}},
-        "layouts": "TP2 PP2 CP2 TP2xPP2+SP",
+        "more": "TP2xPP2+SP",
     },
-    "smollm3": {"model": {"tied": True}, "layouts": "TP2 PP2 CP2 VPP2xPP2"},
+    "smollm3": {"model": {"tied": True}, "more": "TP2"},
 }
-USUAL: dict[str, Any] = {"model": {}, "algorithm": {}, "layouts": "TP2 PP2 CP2", "sync": ("bfloat16", "TP2")}
+USUAL: dict[str, Any] = {"model": {}, "algorithm": {}, "more": "", "sync": ("bfloat16", "TP2")}
 FAMILIES = {family: {**USUAL, **PARTICULAR.get(family, {})} for family in OWN}
 
 
