@@ -50,7 +50,7 @@ KERNEL_TESTS = (
 )
 TINY_KERNEL_TESTS = ("tests/kernels/test_memory.py", "-m", "not full")
 FAMILY = dataclasses.replace(TINY, layers=4, hidden=128, ffn=256, dtype="bfloat16", prompts=4, response_tokens=(20, 40))
-METHODS = {  # of training, besides that of all parameters, on the first family
+METHODS = {  # of training, besides that of all parameters, on qwen2
     "lora": ("model.lora.rank=4",),
     "critic": (str(ROOT / "configs" / "methods" / "ppo.yaml"),),
     "cpu_offload": ("optimizer.cpu_offload=true",),

@@ -26,12 +26,12 @@ def test_all_is_well(check, keys):
 
 
 @pytest.mark.parametrize(("name", "what"), [("disk", "3 checkpoints"), ("host memory", "gradients and optimizer")])
-def test_adapters_need_less_room_and_a_critic_more(check, name, what):
-    def room(*keys: str) -> float:
+def test_adapters_need_fewer_bytes_and_a_critic_more(check, name, what):
+    def needed(*keys: str) -> float:  # bytes
         number, unit = re.search(rf"{what} (\S+) (kB|MB)", check(name, *keys)[0][1]).groups()
         return float(number) * {"kB": 1e3, "MB": 1e6}[unit]
 
-    assert room(LORA) < room() / 3 and room(CRITIC) == pytest.approx(2 * room(), rel=0.01)
+    assert needed(LORA) < needed() / 3 and needed(CRITIC) == pytest.approx(2 * needed(), rel=0.01)
 
 
 def test_adapters_on_experts_are_refused(failure, model_of):
