@@ -261,8 +261,8 @@ def on_rank(case: dict, config, layout) -> dict:
     prepare = policy.optimizer.prepare_grads
 
     def prepare_grads():  # the gradients of an update are complete
-        if not (out / "gradients").exists():
-            write_gradients(policy, out / "gradients")
+        policy.optimizer.prepare_grads = prepare
+        write_gradients(policy, out / "gradients")
         return prepare()
 
     policy.optimizer.prepare_grads = prepare_grads
