@@ -1,9 +1,9 @@
 """Advantages from a critic's values: generalised advantage estimation (arXiv 1506.02438), and the critic's own loss.
 
-The steps of a rollout are its R response tokens in order, of an agent's episode those of all its turns: what the
-environment wrote between them is no step. The value of a step is the critic's before the token is sampled; after a
-rollout's last token it is 0, whether the response is finished or truncated. Or its steps are its turns
-(`turn_advantages`): a response without an agent is then one step, in which gamma and lambda do nothing.
+The steps of a rollout are its R response tokens in order. The value of a step is the critic's before the token is
+sampled; after a rollout's last token it is 0, whether the response is finished or truncated. The steps of an agent's
+episode are its turns (`turn_advantages`), or its tokens, those of all turns joined: what the environment wrote between
+them is no step.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class AdvantageConfig(Section):
     score_ratio: Literal["auto"] | Annotated[float, Field(gt=0)] = 1.0
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # gae: discount of a later step's reward
     lam: Annotated[float, Field(ge=0, le=1, alias="lambda")] = 0.95  # gae: 0 trusts the critic, 1 the rewards alone
-    steps: Literal["tokens", "turns"] = "tokens"  # gae: what gamma and lambda act between; turns: of an agent's episode
+    steps: Literal["auto", "tokens", "turns"] = "auto"  # gae: what gamma and lambda act between; auto: an agent's turns
     # batch: less the mean over the step's rollouts (SPO) or with gae its tokens, over their std
     normalise: Literal["none", "batch"] = "none"
     positive_weight: Annotated[float, Field(ge=0)] = 1.0  # positive advantages times this (W-REINFORCE: 0.1)

@@ -86,7 +86,7 @@ class TrainBatch:
         assert (values is not None) == (advantage.kind == "gae")
         if values is not None:
             each = token_rewards(advantages, lengths, rewards, advantage.process.weight)
-            if advantage.steps == "turns":
+            if advantage.steps == "turns" or (advantage.steps == "auto" and config.rollout.agent is not None):
                 process, returns = turn_advantages(each, values, rollouts.turns(), advantage.gamma, advantage.lam)
             else:
                 process, returns = generalised_advantages(each, values, lengths, advantage.gamma, advantage.lam)

@@ -74,11 +74,12 @@ def test_an_episode_weighs_and_counts_as_one_rollout():
         np.testing.assert_array_equal(built.advantages, [1, -1, 1, -1])
 
 
-def test_gae_between_turns():
+@pytest.mark.parametrize("key", ["rollout.agent=module:agent", "algorithm.advantage.steps=turns"])
+def test_gae_between_turns(key):
     """Values of 1 and lambda 0: a turn's advantage is gamma less 1, and that of an episode's last turn its reward
     less 1."""
-    algorithm = "algorithm={advantage: {kind: gae, gamma: 0.5, lambda: 0.0, steps: turns}}"
-    config = compose([], ["model.path=m", "data.source=d", "output_dir=o", algorithm])[0]
+    algorithm = "algorithm={advantage: {kind: gae, gamma: 0.5, lambda: 0.0}}"
+    config = compose([], ["model.path=m", "data.source=d", "output_dir=o", algorithm, key])[0]
     found = TrainBatch.build(batch_of(), config, values=np.ones(16))
     lasts = [5], [6], [13], [14, 15]  # slots of the last turns
     expected = np.full(16, -0.5)
@@ -153,9 +154,10 @@ def test_the_gradient_is_that_of_sequences_written_by_hand_in_every_layout(tiny_
         np.testing.assert_allclose(mine["after"], theirs["after"], atol=1e-4)
 
 
-def test_the_steps_of_a_critic_are_the_sampled_tokens_of_all_turns():
+def test_the_steps_of_a_critic_can_be_the_sampled_tokens_of_all_turns():
     """What stands between turns and segments is none: the same episode in one piece has the same advantages."""
     fixed = ["model.path=m", "data.source=d", "output_dir=o", "rollout.max_new_tokens=16"]
+    fixed += ["rollout.agent=module:agent", "algorithm.advantage.steps=tokens"]
     config = compose([str(METHODS / "ppo.yaml")], [*fixed, "algorithm.advantage.gamma=0.9"])[0]
     joined = [
         (group, reward, [[([1, 2], [t for segment in segments for _, sampled in segment for t in sampled])]])
