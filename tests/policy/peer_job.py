@@ -90,7 +90,8 @@ def trl_trainer(case, t):
 
 def trl_loss(case, t):
     nothing = torch.zeros(len(t.mask), 0, dtype=torch.int64)
-    inputs = {"prompt_ids": nothing, "prompt_mask": nothing, "advantages": t.advantages[:, 0]}
+    advantages = t.advantages if case["advantage"] == "gae" else t.advantages[:, 0]
+    inputs = {"prompt_ids": nothing, "prompt_mask": nothing, "advantages": advantages}
     inputs |= {"completion_ids": torch.zeros_like(t.mask, dtype=torch.int64), "completion_mask": t.mask}
     inputs |= {"old_per_token_logps": t.old, "old_logps": (t.old * t.mask).sum(1), "num_items_in_batch": t.mask.sum()}
     return trl_trainer(case, t)._compute_loss(None, inputs)
@@ -131,6 +132,8 @@ def main(cases_file, in_file, out_file):
             return torch.from_numpy(arrays[key][b, here]) if key in arrays else None
 
         for name, case in cases.items():
+            if b >= case["batches"]:
+                continue
             if (kind := case["advantage"]) is not None:
                 rewards = given(f"rewards/{name}", rows)
                 rewards = given("rewards", rows) if rewards is None else rewards
