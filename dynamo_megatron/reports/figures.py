@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 DASHES = ("solid", "dash", "dot", "dashdot")
 MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 TIMES = ("generate", "logprobs", "update", "weight_sync", "other", "evaluate", "save")
+# of a digit of moe/load: tokens of an expert over the mean of its layer's experts, and the colour
+LOADS = {
+    **{"none": "#000000", "≤ 1/16": "#0072b2", "1/8": "#3f96c6", "1/4": "#7fb8d8", "1/2": "#bfdceb", "1": "#ffffff"},
+    **{"2": "#f4d6bf", "4": "#eaae7f", "8": "#df8640", "≥ 16": "#d55e00"},
+}
 NETWORK = "resources/network/"  # before INTERFACE/WAY in a metric's name
 INTERFACES = 4  # that are shown, those that moved most
 BUSY = {"resources/gpu_utilisation": "ranks", "fleet/gpu_utilisation": "servers"}
@@ -85,6 +91,7 @@ def metric_figures(runs: Mapping[str, RunRecord]) -> list[Figure]:
             figures[-1]["layout"]["yaxis"] |= {"type": "log"} if unit.endswith("log") else {"rangemode": "tozero"}
             if unit.startswith("bytes"):
                 figures[-1]["layout"]["yaxis"]["exponentformat"] = "SI"
+    figures += [each for name, run in runs.items() for each in _loads(name, run)]
     return figures + [_times(name, run) for name, run in runs.items() if "time/step" in run.metrics[-1]]
 
 
@@ -150,6 +157,38 @@ def _times(name: str, run: RunRecord) -> Figure:
     seconds = run.series("time/step")
     highest = float(min(np.nanmax(seconds), 2 * np.nanquantile(seconds, 0.95)))
     made["layout"]["yaxis"]["range"] = [0, 1.1 * highest]  # one long step does not flatten all others
+    return made
+
+
+def _loads(name: str, run: RunRecord) -> list[Figure]:
+    """Of a mixture of experts: the load of every expert in the newest step, and through all steps in the layer that is
+    the most uneven then."""
+    steps = {row["step"]: row["moe/load"] for row in run.metrics if "moe/load" in row}
+    if not steps:
+        return []
+    newest = max(steps)
+    layers = {layer: [*map(int, digits)] for layer, digits in enumerate(steps[newest]) if digits}
+    worst = min(layers, key=lambda layer: sum(layers[layer]))  # of the logarithms, so highest where all are equal
+    experts = [*zip(*(map(int, loads[worst]) for loads in steps.values()), strict=True)]
+    by_layer, of_worst = (
+        f"Load of experts by layer, step {newest}",
+        f"Load of experts in layer {worst}, the most uneven",
+    )
+    return [
+        _heat_map(f"{by_layer}: {name}", ("expert", "layer"), y=[*layers], z=[*layers.values()]),
+        _heat_map(f"{of_worst}: {name}", ("training step", "expert"), x=[*steps], z=experts),
+    ]
+
+
+def _heat_map(title: str, axes: tuple[str, str], **values: list[Any]) -> Figure:
+    """`values`: z, digits of moe/load, and where they do not count from 0, x and y."""
+    ends = [end / len(LOADS) for end in range(len(LOADS) + 1)]
+    colours = [[end, colour] for pair, colour in zip(pairwise(ends), LOADS.values(), strict=True) for end in pair]
+    bar = {"tickvals": [*range(len(LOADS))], "ticktext": [*LOADS], "thickness": 14, "outlinewidth": 1}
+    trace = {"type": "heatmap", **values, "zmin": -0.5, "zmax": len(LOADS) - 0.5, "colorscale": colours}
+    trace |= {"colorbar": bar, "hovertemplate": f"{axes[0]} %{{x}}, {axes[1]} %{{y}}<extra></extra>"}
+    made = figure(title, axes[1], [trace], "Tokens of an expert over the mean of its layer's experts.", axes[0])
+    made["layout"]["hovermode"] = "closest"
     return made
 
 

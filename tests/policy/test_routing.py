@@ -1,5 +1,7 @@
 """Router replay, beside a mixture of experts of transformers that is made to route as the rollouts did."""
 
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from rank_cases import run_cases, settings
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dynamo_megatron.policy.routing import load_digits
 from dynamo_megatron.types import Rollout, RolloutBatch
 
 PROMPT, RESPONSES = 5, (21, 1, 30, 12, 17)
@@ -71,6 +74,8 @@ def on_rank(case: dict, config, layout) -> dict[str, float]:
         own = policy.token_stats(batch, policy.pack(batch, [np.arange(len(RESPONSES))])).logprobs.numpy()
         gap = float(np.abs(own - batch.engine_logprobs).mean())
         found["with" if replay else "without"] = {"gap": gap, **policy.routing.take()}
+    known = batch.routes[batch.routes[:, 0, 0] < 255]
+    found["tokens"] = [np.bincount(layer.ravel(), minlength=8).tolist() for layer in known.transpose(1, 0, 2)]
     policy.fit(batch, np.ones(len(RESPONSES)), 0.0)
     logprobs, slopes = forced(path, batch)
     gradients = [layer.mlp.router.weight.main_grad for layer in policy.chunks[0].decoder.layers]
@@ -95,4 +100,11 @@ def test_the_gap_of_near_tied_routers_falls_to_that_of_rounding(make_tiny_model,
         without, replayed = found["without"], found["with"]
         assert replayed["moe/route_mismatch"] > 0.1 and replayed["moe/replayed"] == 1 and without["moe/replayed"] == 0
         assert replayed["gap"] < without["gap"] / 5
+        tokens = torch.tensor(found["tokens"], dtype=torch.float64)
+        assert replayed["moe/load"] == load_digits(tokens / tokens.mean(1, keepdim=True))
         assert found["logprobs"] < 1e-5 and found["gradient"] < 1e-4
+
+
+def test_the_digits_of_an_experts_load():
+    load = [[1, 1.4, 1.5, 0.5, 0.1, 0.0, 40, 1e-9], [1.0] * 8, [math.nan] * 8]
+    assert load_digits(torch.tensor(load, dtype=torch.float64)) == ["55642091", "5" * 8, ""]

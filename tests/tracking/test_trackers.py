@@ -40,7 +40,7 @@ def track(setting: Config, start: int, steps: range, reward: float, say=pytest.f
     check_trackers(setting)
     every = Trackers(setting, start, say)
     for step in steps:
-        every.write({"step": step, "reward/mean": reward, "text": "x"})
+        every.write({"step": step, "reward/mean": reward, "text": "x", "moe/load": ["55"]})
         if step % 2 == 1 and step > 1:
             every.write({"step": step - 1, "eval/pass@1": reward / 2})
     every.close()
