@@ -143,7 +143,7 @@ def _finals(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[
         known = compared and np.isfinite(summary.final[a])
         final = _interval(100 * found.final[name], ".1f") if known else _percent(summary.final[a])
         rows.append([name, failed, f"{rate:g}", final, difference])
-    note = f"Mean over the seeds at the learning rate of the highest {spec.metric}. {control} starts at "
+    note = f"Mean over the seeds, each arm at its best learning rate (highest {spec.metric}). {control} starts at "
     return f"## Final scores\n\n{note}{_percent(summary.start)} %.\n\n{markdown(rows)}"
 
 
