@@ -1,4 +1,4 @@
-"""Runs with an agent: real ranks, a real SGLang server, and a client that knows nothing of either."""
+"""A run of PPO with an agent: real ranks, a real SGLang server, and a client that knows nothing of either."""
 
 import itertools
 
@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.checkpoint.safetensors_folder import every_export
-from dynamo_megatron.rollout.store import read_rollouts, step_file
+from dynamo_megatron.rollout.store import read_rollouts, step_file, tokens_file
+from dynamo_megatron.tracking.token_rows import read_token_rows
 
 pytestmark = pytest.mark.full
 AGENT = """
@@ -33,12 +34,12 @@ async def agent(prompt, session):
         await client.completions.create(model="policy", prompt=[20, 21, 22], max_tokens=4)
     return None if len(prompt.answer) > 3 else float(len(last.content) % 2)
 """
-STEPS = 3
+STEPS, GAMMA, LAMBDA = 3, 0.9, 0.8
 
 
 @pytest.fixture(scope="module")
 def ran(workspace, command_line, step_lines, tiny_model):
-    """(rollouts of all steps, metrics, the model of each version)."""
+    """(rollouts of all steps, metrics, the model of each version, the advantages of each rollout's tokens)."""
     (workspace / "live_agents.py").write_text(AGENT)
     output = workspace / "agents"
     settings = [
@@ -53,13 +54,20 @@ def ran(workspace, command_line, step_lines, tiny_model):
         "checkpoint.export_hf=every",
         f"output_dir={output}",
         "algorithm.rollout_correction.kind=truncate",
+        f"algorithm.advantage={{kind: gae, gamma: {GAMMA}, lambda: {LAMBDA}}}",
+        "algorithm.modulation=null",
+        "critic.optimizer={lr: 1.0e-2, warmup_steps: 0}",
+        "tracking.token_rollouts=1000",
     ]
     code, said = command_line(workspace, "train", workspace / "config.yaml", *settings)
     assert code == 0, said[-4000:]
     rollouts = [r for step in range(1, STEPS + 1) for r in read_rollouts(step_file(output, step))]
     models = {step: AutoModelForCausalLM.from_pretrained(every_export(output, step)) for step in range(1, STEPS)}
     models[0] = AutoModelForCausalLM.from_pretrained(tiny_model)
-    return rollouts, step_lines(output), models
+    tokens = {}
+    for step in range(1, STEPS + 1):
+        tokens |= {name: row["advantage"] for name, row in read_token_rows(tokens_file(output, step)).items()}
+    return rollouts, step_lines(output), models, tokens
 
 
 def gap(rollout, models) -> float:
@@ -80,7 +88,7 @@ def gap(rollout, models) -> float:
 
 
 def test_every_trained_token_was_sampled_there_with_that_logprob(ran):
-    rollouts, rows, models = ran
+    rollouts, rows, models, _ = ran
     assert len(rollouts) == 24 * STEPS and {r.status for r in rollouts} == {"ok"}
     gaps = [gap(rollout, models) for rollout in rollouts]
     print(f"{len(rollouts)} episodes, largest gap {max(gaps):.2g}")
@@ -90,7 +98,7 @@ def test_every_trained_token_was_sampled_there_with_that_logprob(ran):
 
 
 def test_an_episode_counts_once(ran):
-    rollouts, rows, _ = ran
+    rollouts, rows, *_ = ran
     for row in rows:
         assert row["rollout/requested"] == 24 and row["agent/turns"] == 6 and row["agent/segments"] >= 4
         assert row["rollout/failed"] == row["rollout/rejected"] == row.get("rollout/dropped", 0) == 0
@@ -101,6 +109,33 @@ def test_an_episode_counts_once(ran):
 
 
 def test_versions_hold_the_bound(ran):
-    rollouts, _, _ = ran
+    rollouts, *_ = ran
     for rollout in rollouts:
         assert all(rollout.step - 2 <= v <= rollout.step - 1 for v, _, _ in rollout.weight_versions)
+
+
+def turn_lengths(rollout) -> list[int]:
+    """Runs of sampled tokens, which a segment's beginning cuts, too."""
+    bounds = [*rollout.episode.starts, len(rollout.tokens)]
+    segments = (itertools.groupby(rollout.response_mask[a:b]) for a, b in itertools.pairwise(bounds))
+    return [len(list(tokens)) for segment in segments for sampled, tokens in segment if sampled]
+
+
+def test_a_critic_s_steps_are_the_turns(ran):
+    """Every token has its turn's advantage d + gamma lambda A' with d = r + gamma V' - V. In the first step all values
+    are 0; in later ones they follow from the advantages, and the mean of A + V is the metric's."""
+    rollouts, rows, _, tokens = ran
+    for row in rows:
+        values, returns = [], []
+        for rollout in (r for r in rollouts if r.step == row["step"]):
+            lengths, each = turn_lengths(rollout), iter(tokens[rollout.rollout_id])
+            turns = [list(itertools.islice(each, length)) for length in lengths]
+            assert len(turns) == 6 and next(each, None) is None and all(len(set(turn)) == 1 for turn in turns)
+            reward, later, following = rollout.reward, 0.0, 0.0
+            for (advantage, *_), length in zip(reversed(turns), reversed(lengths), strict=True):
+                following = reward + GAMMA * following + GAMMA * LAMBDA * later - advantage
+                reward, later = 0.0, advantage
+                values.append(following)
+                returns += length * [advantage + following]
+        assert (max(map(abs, values)) < 1e-4) == (row["step"] == 1)
+        assert sum(returns) / len(returns) == pytest.approx(row["critic/return"], rel=1e-4)
