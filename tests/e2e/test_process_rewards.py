@@ -1,4 +1,4 @@
-"""Runs on recorded rollouts with rewards of steps, PRIME's, or a critic: resumed they give the same, and they train."""
+"""Runs on recorded rollouts with rewards of steps, PRIME's, a critic or a teacher: resumed they give the same."""
 
 import json
 
@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.rollout.store import RolloutStore
+from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file, tokens_file
+from dynamo_megatron.tracking.token_rows import read_token_rows
 
 pytestmark = pytest.mark.full
 STEPS, PROMPTS, GROUP, RESPONSE = 4, 8, 4, 6
@@ -102,3 +103,27 @@ def test_a_resumed_run_has_the_critic_of_the_straight_one(run):
     assert [row["policy/skipped_updates"] for row in straight] == [1, 0, 0, 0]
     assert straight[0]["critic/value"] == 0 != straight[1]["critic/value"]
     assert straight[0]["critic/explained_variance"] == 0 != straight[-1]["critic/explained_variance"]
+
+
+def test_a_teacher_on_a_server_may_have_another_width_and_depth(
+    run, make_tiny_model, tiny_model, sglang_server, monkeypatch
+):
+    """Of the policy's vocabulary, 2 layers of 64 beside 3 of 96: each token's advantage is the gap of the logprobs."""
+    monkeypatch.setenv("TEACHER_KEY", sglang_server.endpoint.api_key)
+    path = make_tiny_model(run.folder / "wide", dtype="float32", layers=3, hidden=96, ffn=160, seed=2)
+    record(run.folder / "wide-record", path)
+    url = sglang_server.endpoint.url
+    keys = [f"model.path={path}", f"rollout.recorded={run.folder / 'wide-record'}", "trainer.steps=1"]
+    keys += ["reward={functions: [math], prime: {model: null}}", "algorithm.modulation=null"]
+    keys += [f"algorithm.teacher={{path: '{url}', api_key_env: TEACHER_KEY, reward_weight: 0.0}}"]
+    (row,), _ = run("taught", *keys, "algorithm.advantage.process.weight=0.0", "tracking.token_rollouts=1000")
+    models, gaps = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_model, path)], []
+    for rollout in read_rollouts(step_file(run.folder / "wide-record", 1)):
+        ids = torch.tensor(rollout.tokens)
+        with torch.no_grad():
+            its, own = (model(ids[None]).logits[0, -RESPONSE - 1 : -1].log_softmax(-1) for model in models)
+        gaps.append((its - own).gather(1, ids[-RESPONSE:, None])[:, 0].tolist())
+    rows = read_token_rows(tokens_file(run.folder / "taught", 1)).values()  # the run has names of its own for them
+    found = sorted(row["advantage"] for row in rows)
+    np.testing.assert_allclose(found, sorted(gaps), atol=1e-4)
+    assert row["policy/teacher_kl"] == pytest.approx(-np.mean(gaps), abs=1e-5) and np.abs(gaps).max() > 1
