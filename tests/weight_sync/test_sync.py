@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -10,9 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 from layout_cases import FAMILIES, LAYOUTS
+from safetensors.torch import load_file
 
 TRANSPORTS = ("tensor", "gloo", "disk")
 TP2_PP2 = {"tp2-pp2": (4, {"tp": 2, "pp": 2})}
+ADAPTERS = {  # family: layout and targets
+    "qwen3": ("TP2", ["attention"]),
+    "mistral": ("PP2", ["attention", "mlp"]),
+    "qwen3_moe": ("EP2", ["attention"]),
+}
+LINEARS = {"attention": r"self_attn\.[qkvo]_proj\.weight", "mlp": r"mlp\.(gate|up|down)_proj\.weight"}
 
 
 def proved(sync, *names):
@@ -51,6 +59,19 @@ def test_after_the_first_sync_only_what_adapters_change_is_sent(tiny_model, sgla
     assert first["floor_bytes"] > 3 * attention and second["floor_bytes"] == attention
 
 
+def check_adapters(seen, targets, model, servers):
+    """The second sync through each transport, but for the files, sends what adapters change and no more."""
+    check(seen, 2, servers)
+    sizes = {name: tensor.nbytes for name, tensor in load_file(model / "model.safetensors").items()}
+    wanted, whole = "|".join(LINEARS[target] for target in targets), sum(sizes.values())
+    some = sum(size for name, size in sizes.items() if re.search(wanted, name))
+    ranks = sum(server.endpoint.tp for server in servers)
+    for transport, first, second in zip(TRANSPORTS, seen[::2], seen[1::2], strict=True):
+        copies, handles = ranks if transport == "gloo" else 1, 2000 * ranks if transport == "tensor" else 0
+        for sync, size in ((first, whole), (second, whole if transport == "disk" else some)):
+            assert 0 <= sync["bytes"] - copies * size <= handles * sync["buckets"], sync
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_servers(make_tiny_model, start_servers, run_syncs, tmp_path, family):
@@ -63,6 +84,11 @@ def test_two_servers(make_tiny_model, start_servers, run_syncs, tmp_path, family
     seen = run_syncs(tmp_path / "job", transports=TRANSPORTS, syncs=1, **job)
     for name in layouts:
         check(seen[name], 1, servers)
+    if family in ADAPTERS:
+        layout, targets = ADAPTERS[family]
+        job |= {"layouts": {layout: LAYOUTS[layout]}, "lora": {"rank": 4, "targets": targets}}
+        seen = run_syncs(tmp_path / "adapters", transports=TRANSPORTS, syncs=2, **job)
+        check_adapters(seen[layout], targets, model, servers)
 
 
 @pytest.mark.full
