@@ -19,7 +19,7 @@ import typing_extensions
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.late import torch
 
-PIN = "0.6.2"  # with its own megatron-core (requirements/bridge.txt): what is changed here is that version's
+PINS = {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2"}  # what is changed here is these versions'
 # What Bridge imports and is not used of it here.
 UNUSED = ("transformer_engine", "transformer_engine.pytorch", "modelopt", "nvidia_resiliency_ext")
 TIMEOUT = 900  # seconds of a proof
@@ -27,16 +27,17 @@ REFUSED = 3  # its exit code where the model is not transformers'
 
 
 def check_versions() -> None:
-    """Raises InputError unless this interpreter has exactly the pinned version of Bridge."""
-    try:
-        found = importlib.metadata.version("megatron-bridge")
-    except importlib.metadata.PackageNotFoundError:
-        found = "not installed"
-    if found != PIN:
-        raise InputError(
-            f"model.source: bridge needs megatron-bridge {PIN}, here: {found}; `make bridge` sets up .venv-bridge: "
-            "start .venv-bridge/bin/dynamo-megatron"
-        )
+    """Raises InputError unless this interpreter has exactly the pinned versions of Bridge and megatron-core."""
+    for package, pin in PINS.items():
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        if found != pin:
+            raise InputError(
+                f"model.source: bridge needs {package} {pin}, here: {found}; `make bridge` sets up .venv-bridge: "
+                "start .venv-bridge/bin/dynamo-megatron"
+            )
 
 
 def prove_folder(folder: str) -> str:
