@@ -6,5 +6,5 @@ import json
 from pathlib import Path
 from typing import Any
 
-# name: {"config": fields of config.json as published, "billion_parameters": what the model's card says}
+# name: {"config": fields of config.json as published, "billion_parameters": the card's, or as transformers counts}
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text("utf-8"))

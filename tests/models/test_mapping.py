@@ -48,7 +48,7 @@ def test_round_trip_is_bit_equal_and_uses_every_tensor_once(model_of, family, dt
             assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), (name, tp)
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-1.5B", "Qwen2.5-72B", "Qwen3-14B", "Qwen3-30B-A3B", "gemma-3-270m"])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_the_tensors_of_published_models_are_transformers(name):
     """Names, shapes and number of parameters of the model that transformers builds from the config."""
     config = PUBLISHED[name]["config"]
