@@ -43,10 +43,10 @@ def test_all_trained_tokens_have_the_servers_routes(workspace, start_run, make_t
     given = {"environment": {"PYTHONPATH": path, "ROUTE_WITNESS": str(written)}}
     for steps in KILLS:
         run = start_run(workspace, workspace / "config.yaml", *keys, **given)
-        run.wait_until(lambda steps=steps: len(step_lines(output)) >= steps, f"{steps} steps")
+        run.wait_until(lambda steps=steps: len(step_lines(output)) >= steps, f"{steps} steps", 240 + STEPS)
         run.kill()
     run = start_run(workspace, workspace / "config.yaml", *keys, **given)
-    assert run.wait(400) == 0, run.text[-3000:]
+    assert run.wait(400 + STEPS) == 0, run.text[-3000:]
 
     computed, tokens, mixed, otherwise = passes(written), 0, 0, 0
     for step in range(1, STEPS + 1):

@@ -19,6 +19,7 @@ class Engine(Server):
         super().__init__()
         self.length, self.seconds, self.end, self.version = length, seconds, end, 0
         self.broken = False  # it breaks all connections
+        self.holds: set[str] = set()  # rollouts whose requests stop half way until a push aborts them or waits for them
         self.begun: dict[str, int] = {}  # request -> tokens of its response that it came with
 
     def progress(self, name: str, tokens: list[int]) -> tuple[int, int]:
@@ -39,6 +40,8 @@ class Engine(Server):
         self.running.append((rid, aborted))
         try:
             while len(made) < left:
+                while len(made) == left // 2 and name_of(rid)[:15] in self.holds and not aborted.done():
+                    await asyncio.sleep(self.seconds)
                 over = aborted.done()
                 await asyncio.sleep(self.seconds)
                 if self.broken and request.transport is not None:
@@ -61,26 +64,34 @@ class Engine(Server):
 
 
 async def run_steps(generator, engines, prompts, counts, steps: int, staleness: int, first: int = 1, ends=None):
-    """{step: its result}, of a loop as the trainer's, with `counts` rollouts of `prompts` in each step. `ends`: the
-    step in whose middle it does."""
+    """{step: its result}, of a loop as the trainer's, with `counts` rollouts of `prompts` in each step. The last one of
+    every later step is under way at the first push after its dispatch. `ends`: a step, and what the loop waits for in
+    it before it ends."""
     results, dispatched = {}, first - 1
 
-    async def pushed(version):
+    async def pushed(version, held):
+        while not held <= {name_of(rid)[:15] for engine in engines for rid, _ in engine.running}:
+            await asyncio.sleep(0.001)
+        for engine in engines:
+            engine.holds = set()
         endpoints = await generator.begin_sync(version)
         assert not any(engine.running for engine in engines if not engine.broken), "a push while something is under way"
         for engine in engines:
             engine.version = version
         await generator.end_sync(version, dict.fromkeys(endpoints))
 
-    await pushed(first - 1)
+    await pushed(first - 1, set())
     for step in range(first, steps + 1):
-        while dispatched < min(step + staleness, steps):
-            dispatched += 1
+        new = range(dispatched + 1, min(step + staleness, steps) + 1)
+        held = {f"{n:06d}-{len(prompts) - 1:04d}-{counts[-1] - 1:03d}" for n in new if n > step}
+        for engine in engines:
+            engine.holds = held
+        for dispatched in new:
             await generator.dispatch(dispatched, prompts, counts)
-        if step == ends:
-            await asyncio.sleep(0.1)
+        if ends is not None and step == ends[0]:
+            while not ends[1]():
+                await asyncio.sleep(0.001)
             return results
         results[step] = await generator.collect(step)
-        await asyncio.sleep(0.05)  # the update
-        await pushed(step)
+        await pushed(step, held)
     return results

@@ -84,7 +84,7 @@ def test_a_route_is_that_of_the_weights_that_sampled_its_token(with_generator, t
 
 def test_a_killed_run_continues_with_the_routes_of_what_it_has_begun(with_generator):
     async def first(generator, push):
-        await run_steps(generator, [engine], PROMPTS, COUNTS, 8, 2, ends=4)
+        await run_steps(generator, [engine], PROMPTS, COUNTS, 8, 2, ends=(4, lambda: True))
 
     async def second(generator, push):
         return await run_steps(generator, [again], PROMPTS, COUNTS, 5, 2, first=3)
