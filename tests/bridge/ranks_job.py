@@ -1,7 +1,8 @@
 """Run by test_bridge.py in the bridge environment: ranks_job.py CASES.json RANKS compares Bridge's models with
-transformers: logprobs, gradient, what a weight sync sends, a checkpoint, and biases of routers. A case has `folder`,
-`parallel`, `out`, `rate` (model.expert_bias_update_rate) and `recompute`."""
+transformers: logprobs, gradient, what a weight sync sends, a checkpoint, and given routes and biases of routers. A case
+has `folder`, `parallel`, `out`, `rate` (model.expert_bias_update_rate) and `recompute`."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ environment.prepare()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from dynamo_megatron.bridge.source import build_chunks  # noqa: E402
@@ -43,20 +45,37 @@ def sequences(vocabulary):
     return Sequences([str(n) for n in range(len(LENGTHS))], tokens, ends, np.full(len(LENGTHS), 2))
 
 
+def with_routes(data, spec, seed):
+    order = np.random.default_rng(seed).random((len(data.tokens), spec.num_layers, spec.num_experts)).argsort()
+    return dataclasses.replace(data, routes=order[..., : spec.router_topk].astype(np.uint8))
+
+
 def reference(folder, data):
-    """(logprobs of the responses, norm of the gradient of their mean, tokens of each expert by its router's name)"""
+    """(logprobs of the responses, norm of the gradient of their mean, tokens of each expert by its router's name),
+    along the routes of `data` where it has some"""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     parts, load = [], {}
 
-    def count(name, size):
-        def hook(_, __, output):
-            load[name] = load.get(name, 0) + output[2][:-1].flatten().bincount(minlength=size)  # the last has no label
+    def route(name):
+        def hook(router, _, output):
+            logits, weights, chosen = output
+            if data.routes is not None:
+                given = torch.from_numpy(data.routes[start + 1 : end, int(name.split(".")[2])]).long()
+                chosen = torch.cat([given, chosen[-1:]])
+                weights = logits.gather(1, chosen)
+                if hasattr(router, ROUTER_BIAS):
+                    weights = weights.sigmoid() / weights.sigmoid().sum(-1, True) * router.routed_scaling_factor
+                else:
+                    weights = weights.softmax(-1)
+            real = chosen[:-1].flatten()  # the last has no label
+            load[name] = load.get(name, 0) + real.bincount(minlength=len(router.weight))
+            return logits, weights, chosen
 
         return hook
 
     for name, module in model.named_modules():
-        if hasattr(module, ROUTER_BIAS):
-            module.register_forward_hook(count(name, len(module.weight)))
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(route(name))
     for start, end in zip(data.offsets, data.offsets[1:], strict=False):
         tokens = torch.from_numpy(data.tokens[start:end])
         logits = model(tokens[None]).logits[0, 1:-1]
@@ -67,17 +86,31 @@ def reference(folder, data):
     return logprobs.detach(), torch.stack(gradients).norm().item(), load
 
 
+class Collectives(TorchDispatchMode):
+    """Of torch.distributed in a block, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.used |= {func._opname} if func.namespace == "c10d" else set()
+        return func(*args, **(kwargs or {}))
+
+
 def check_sent(policy, folder):
-    """What the senders send is the folder's tensors, each once, bit by bit."""
+    """What the senders send is the folder's tensors, each once, bit by bit, and nobody else gets any."""
     layout, spec = policy.layout, policy.spec
     schedule = make_schedule(spec, policy.config.parallel, layout.world_size, bucket_bytes=1 << 12, itemsize=4)
     assert all(("q_a_proj" in str(b.names)) == ("kv_a_proj" in str(b.names)) for b in schedule.buckets)  # MLA's
     source, stored = BucketSource(policy, schedule), load_file(Path(folder, "model.safetensors"))
     sent = []
-    for number in range(len(schedule.rounds)):
-        for name, tensor in (source.gather(number) or {}).items():
-            assert torch.equal(tensor, stored[name]), name
-            sent.append(name)
+    with Collectives() as collectives:
+        for number in range(len(schedule.rounds)):
+            for name, tensor in (source.gather(number) or {}).items():
+                assert torch.equal(tensor, stored[name]), name
+                sent.append(name)
+    assert collectives.used == ({"gather_"} if layout.tp.size() > 1 else set()), collectives.used
     everything = sorted(n for names in layout.gather(sent) for n in names)
     assert everything == sorted(spec.bridged.shapes), set(spec.bridged.shapes) ^ set(everything)
 
@@ -116,6 +149,24 @@ def check_balance(policy, folder, load, out):
     return reference(out, sequences(policy.spec.vocab_size))[0]
 
 
+def replay(policy, data, folder):
+    """Along given routes of all tokens in all layers: logprobs, and how far they and the gradient are from
+    transformers'."""
+    given, other = (with_routes(data, policy.spec, seed) for seed in (1, 2))
+    expected, norm, _ = reference(folder, given)
+    logprobs, others = (
+        policy.token_stats(d, policy.pack(d, [np.arange(len(LENGTHS))])).logprobs for d in (given, other)
+    )
+    assert (logprobs - others).abs().max() > 0.1, "routes change nothing"
+    kept = held(policy)
+    found = policy.fit(given, np.full(len(LENGTHS), 1 / len(expected)), 0.0)
+    policy.chunks[0].load_state_dict(kept, strict=False)  # the biases of routers
+    logged = policy.routing.take()
+    assert logged["moe/replayed"] == 1 and logged["moe/route_mismatch"] > 0.5, logged
+    gap = (logprobs - expected).abs().max().item()
+    return {"routed": logprobs.tolist(), "routed_gap": gap, "routed_gradient": abs(found["grad_norm"] / norm - 1)}
+
+
 def compare(case, store):
     folder = case["folder"]
     spec = load_model_config(folder, source="bridge")
@@ -137,6 +188,7 @@ def compare(case, store):
     policy = Policy(spec, config, layout, build=build_chunks)
     check_sent(policy, folder)
     data = sequences(spec.vocab_size)
+    routed = {} if policy.routing is None else replay(policy, data, folder)
     packed = policy.pack(data, [np.arange(len(LENGTHS))])
     stats = policy.token_stats(data, packed)
     expected, norm, load = reference(folder, data)
@@ -154,7 +206,7 @@ def compare(case, store):
     if layout.rank == 0:
         loss = abs(found["loss"] + expected.mean().item())
         gap = torch.stack(gaps).abs().max().item()
-        result = {"gap": gap, "loss": loss, "gradient": abs(found["grad_norm"] / norm - 1), "norm": norm}
+        result = {"gap": gap, "loss": loss, "gradient": abs(found["grad_norm"] / norm - 1), "norm": norm, **routed}
         print(json.dumps({"name": Path(folder).name, "parallel": case["parallel"], **result}), flush=True)
 
 

@@ -19,6 +19,7 @@ PROCESSES = 2
 MODELS = {"deepseek_v3": {}, "glm4_moe": {}, "gpt_oss": {}, "qwen3_next": {}, "qwen3": {"tie_word_embeddings": True}}
 LAYOUTS = {"tp": {"tp": 2, "sequence_parallel": True}, "pp": {"pp": 2}, "ep": {"ep": 2}, "dp": {}}
 BALANCED = ("deepseek_v3", "glm4_moe")  # have biases of routers, which an update may move
+MIXTURES = tuple(family for family in MODELS if family != "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def test_admitted_models_equal_transformers_in_every_layout(run_job, folders, tmp_path):
     """Logprobs, the gradient's norm, what a weight sync sends, a checkpoint that comes back, and the routers' biases
-    after an update, the reference policy's beside them."""
+    after an update, the reference policy's beside them; along given routes, too, where they are one rank's as well."""
 
     def case(family, layout):
         options = {"rate": 0.05} if family in BALANCED else {}
@@ -106,7 +107,7 @@ def test_admitted_models_equal_transformers_in_every_layout(run_job, folders, tm
         return {"folder": str(folders[family]), "parallel": parallel, "out": out, "recompute": recompute, **options}
 
     cases = {
-        1: [case(family, "one") for family in BALANCED],
+        1: [case(family, "one") for family in MIXTURES],
         # GPT-OSS's folder has all experts in one tensor
         2: [case(f, layout) for f in folders for layout in LAYOUTS if layout != "ep" or f not in ("gpt_oss", "qwen3")],
     }
@@ -117,9 +118,13 @@ def test_admitted_models_equal_transformers_in_every_layout(run_job, folders, tm
     logs = "".join((tmp_path / str(ranks) / "rank0.log").read_text() for ranks in cases)
     results = [json.loads(x) for x in logs.splitlines() if x.startswith('{"name')]
     assert len(results) == len(cases[1]) + len(cases[2])
+    alone = {result["name"]: result["routed"] for result in results[: len(cases[1])]}
     for result in results:
+        if (routed := result.pop("routed", None)) is not None:
+            pairs = zip(routed, alone[result["name"]], strict=True)
+            result["routed_beside_one_rank"] = max(abs(x - y) for x, y in pairs)
         print(result)
-        assert max(result["gap"], result["loss"], result["gradient"]) <= TOLERANCE, result
+        assert all(result[key] <= TOLERANCE for key in result.keys() - {"name", "parallel", "norm"}), result
 
 
 def test_fused_experts_are_not_spread(run_job, folders, tmp_path):

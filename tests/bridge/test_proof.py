@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from dynamo_megatron.bridge.environment import prove_folder
+from dynamo_megatron.checkpoint.folder import METADATA_FILE, write_manifest
 from dynamo_megatron.checkpoint.weights import load_bridged
+from dynamo_megatron.cli import main
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.start_checks import check_layout
@@ -148,24 +150,54 @@ def test_another_environment_is_refused(folder):
         prove_folder(str(folder))
 
 
+SOURCE = ("model.source=bridge", "model.path=m", "data.source=d", "output_dir=o", "rollout.proof.checksums=false")
+UNSUPPORTED = {  # the key that is refused: what is set
+    "algorithm.advantage.kind": ["algorithm.advantage.kind=gae"],
+    "algorithm.kl.reference": ["algorithm.kl={coef: 0.1, reference: other}"],
+    "algorithm.teacher.path": ["algorithm.teacher={path: other}"],
+    "model.lora": ["model.lora={rank: 4}"],
+    "parallel.cp": ["parallel.cp=2"],
+    "parallel.vpp": ["parallel={pp: 2, vpp: 2}"],
+    "reward.prime.model": ["reward={functions: [math, prime], prime: {model: other}}"],
+    "reward.prime.reference": ["reward={functions: [math, prime], prime: {model: m, reference: other}}"],
+    "rollout.quantization": ["rollout.quantization=fp8", "algorithm.rollout_correction={level: token}"],
+}
+REFUSED = [
+    *(
+        (["train", *SOURCE, *keys], f"{key}: not supported with model.source: bridge; leave")
+        for key, keys in UNSUPPORTED.items()
+    ),
+    (["dpo", *SOURCE, "dpo.reference=other"], "dpo.reference: not supported with model.source: bridge; leave"),
+    (
+        ["train", *SOURCE[:-1]],
+        "rollout.proof.checksums: how a server holds a model of Bridge's is not known; set it to",
+    ),
+    (
+        ["plan", *SOURCE, "--gpu", "h100-80", "--gpus", "8"],
+        "model.source: bridge builds models whose memory and time are",
+    ),
+    (["convert", "mcore2hf", "RUN", "out"], "bridge"),
+    (["eval", "--model", "RUN", "--out", "out", "eval.data=RUN/problems.jsonl"], "bridge"),
+]
+
+
 @pytest.mark.parametrize(
-    ("section", "value", "key"),
-    [
-        ("parallel", {"cp": 2}, "parallel.cp"),
-        ("model", {"lora": {"rank": 4}}, "model.lora"),
-        ("rollout", {}, "rollout.proof.checksums"),
-    ],
+    ("words", "says"), REFUSED, ids=[f"{words[0]}-{says.split(':')[0]}" for words, says in REFUSED]
 )
-def test_what_is_not_supported_beside_it_is_refused(section, value, key):
-    given = {
-        "model": {"path": "m", "source": "bridge"},
-        "data": {"source": "d"},
-        "output_dir": "o",
-        "rollout": {"proof": {"checksums": False}},
-    }
-    given[section] = {**(given.get(section, {}) if value else {}), **value}
-    with pytest.raises(ValueError, match=key):
-        Config(**given)
+def test_what_is_not_supported_is_refused_in_one_line(folder, capsys, monkeypatch, words, says):
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config = {"model": {"path": str(folder), "source": "bridge"}, "data": {"source": "d"}, "output_dir": "o"}
+    (folder / "config.yaml").write_text(json.dumps(config | {"rollout": {"proof": {"checksums": False}}}))
+    (folder / "problems.jsonl").write_text(json.dumps({"id": "a", "problem": "1", "answer": "2"}))
+    checkpoint = folder / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / METADATA_FILE).touch()
+    spec = load_model_config(folder, source="bridge")
+    write_manifest(checkpoint, {"step": 1, "model": spec.dimensions(), "dtype": "float32", "layout": None})
+    monkeypatch.chdir(folder)
+    assert main([word.replace("RUN", str(folder)) for word in words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
