@@ -78,7 +78,8 @@ def test_runs_side_by_side_cannot_share_servers(spec, capsys):
 
 
 @pytest.mark.parametrize("name", [name for name in shipped.names() if name.startswith("compare/")])
-def test_every_shipped_spec_has_valid_runs(name, capsys):
+def test_every_shipped_spec_has_valid_runs(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # without the runs of a checkout
     spec = read_spec(name)
     assert main(["compare", name, "--dry-run", "--ranks", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
