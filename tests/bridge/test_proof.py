@@ -176,8 +176,8 @@ REFUSED = [
         ["plan", *SOURCE, "--gpu", "h100-80", "--gpus", "8"],
         "model.source: bridge builds models whose memory and time are",
     ),
-    (["convert", "mcore2hf", "RUN", "out"], "bridge"),
-    (["eval", "--model", "RUN", "--out", "out", "eval.data=RUN/problems.jsonl"], "bridge"),
+    (["convert", "mcore2hf", "run", "out"], "bridge"),
+    (["eval", "--model", "run", "--out", "out", "eval.data=problems.jsonl"], "bridge"),
 ]
 
 
@@ -187,15 +187,15 @@ REFUSED = [
 def test_what_is_not_supported_is_refused_in_one_line(folder, capsys, monkeypatch, words, says):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     config = {"model": {"path": str(folder), "source": "bridge"}, "data": {"source": "d"}, "output_dir": "o"}
-    (folder / "config.yaml").write_text(json.dumps(config | {"rollout": {"proof": {"checksums": False}}}))
-    (folder / "problems.jsonl").write_text(json.dumps({"id": "a", "problem": "1", "answer": "2"}))
-    checkpoint = folder / "checkpoints" / "step-000001"
+    checkpoint = folder / "run" / "checkpoints" / "step-000001"
     checkpoint.mkdir(parents=True)
+    (folder / "run" / "config.yaml").write_text(json.dumps(config | {"rollout": {"proof": {"checksums": False}}}))
+    (folder / "problems.jsonl").write_text(json.dumps({"id": "a", "problem": "1", "answer": "2"}))
     (checkpoint / METADATA_FILE).touch()
     spec = load_model_config(folder, source="bridge")
     write_manifest(checkpoint, {"step": 1, "model": spec.dimensions(), "dtype": "float32", "layout": None})
     monkeypatch.chdir(folder)
-    assert main([word.replace("RUN", str(folder)) for word in words]) == 2
+    assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
 
