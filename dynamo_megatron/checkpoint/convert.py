@@ -16,6 +16,7 @@ from dynamo_megatron.checkpoint.folder import (
     UNVERIFIED,
     checkpoint_folders,
     fault,
+    read_manifest,
     sync_folder,
     verify,
     write_manifest,
@@ -82,6 +83,12 @@ def open_checkpoint(
     in_run = checkpoint.resolve().parent.name == "checkpoints" and not (checkpoint / "config.json").is_file()
     if in_run or not is_torch_dist(checkpoint):
         checkpoint = find_checkpoint(path)[1]
+    has_manifest = (checkpoint / MANIFEST_FILE).is_file()
+    if has_manifest and str(read_manifest(checkpoint)["model"].get("family")).startswith("bridge:"):
+        raise ConfigError(
+            f"{checkpoint}: a checkpoint of model.source: bridge is not converted; use the Hugging Face folder that "
+            "its run writes: RUN/hf, for `eval` with model.source=bridge"
+        )
     if model is None and (checkpoint / "config.json").is_file():
         model = checkpoint
     elif model is None:
@@ -92,7 +99,7 @@ def open_checkpoint(
         if not model.is_dir():
             raise ConfigError(f"{path}: no folder {model} here, which the run's model.path names; {NAME_MODEL}")
     spec = load_model_config(model, family)
-    adapts = (checkpoint / MANIFEST_FILE).is_file() and read_lora(checkpoint) is not None
+    adapts = has_manifest and read_lora(checkpoint) is not None
     folder = MergedFolder(checkpoint, model, spec) if adapts else MegatronFolder(checkpoint, spec)
     if not verify(checkpoint):
         print(f"{checkpoint}: {UNVERIFIED}", file=sys.stderr)

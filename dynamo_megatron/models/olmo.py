@@ -36,12 +36,13 @@ class Olmo3(Olmo2):
         return layer % 4 < 3
 
     def rope(self, config: JsonObject) -> tuple[float, RopeScaling, float | None]:
-        theta, scaled, _ = super().rope(config)
+        scaling = config.get("rope_scaling")
         other = config.get("rope_parameters") is not None or config.get("rope_theta") != THETA
-        if other or (scaled and "rope_type" not in config["rope_scaling"]):
+        if other or (scaling and isinstance(scaling, dict) and "rope_type" not in scaling):
             raise InputError(  # SGLang reads no rope_parameters, transformers no rope_theta for layers with a window
                 "rope_parameters, rope_theta, rope_scaling: SGLang and transformers agree on the RoPE of this model "
                 f"only with rope_theta {THETA:g} and, where it is scaled, rope_scaling with rope_type; write those, as "
                 "the published models have them"
             )
+        theta, scaled, _ = super().rope(config)
         return theta, scaled, theta if scaled else None

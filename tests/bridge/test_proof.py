@@ -162,6 +162,7 @@ UNSUPPORTED = {  # the key that is refused: what is set
     "reward.prime.reference": ["reward={functions: [math, prime], prime: {model: m, reference: other}}"],
     "rollout.quantization": ["rollout.quantization=fp8", "algorithm.rollout_correction={level: token}"],
 }
+NOT_CONVERTED = "step-000001: a checkpoint of model.source: bridge is not converted; use the Hugging Face folder"
 REFUSED = [
     *(
         (["train", *SOURCE, *keys], f"{key}: not supported with model.source: bridge; leave")
@@ -174,10 +175,10 @@ REFUSED = [
     ),
     (
         ["plan", *SOURCE, "--gpu", "h100-80", "--gpus", "8"],
-        "model.source: bridge builds models whose memory and time are",
+        "model.source: bridge: memory and time of its models are not planned; plan a model of",
     ),
-    (["convert", "mcore2hf", "run", "out"], "bridge"),
-    (["eval", "--model", "run", "--out", "out", "eval.data=problems.jsonl"], "bridge"),
+    (["convert", "mcore2hf", "run", "out"], NOT_CONVERTED),
+    (["eval", "--model", "run", "--out", "out", "eval.data=problems.jsonl"], NOT_CONVERTED),
 ]
 
 

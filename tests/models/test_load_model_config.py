@@ -127,7 +127,7 @@ def test_gemma_270m(tmp_path):
         ("granite", {"logits_scaling": 0}, "logits_scaling: 0"),
         ("llama", {"logits_scaling": 8.0}, "logits_scaling: 8.0 is not supported"),
         ("olmo3", {"rope_theta": 1e6}, "rope_scaling: SGLang and"),
-        ("olmo3", {"rope_theta": None, "rope_parameters": TWO_ROPES}, "rope_parameters: {"),
+        ("olmo3", {"rope_theta": None, "rope_parameters": TWO_ROPES}, "rope_parameters, rope_theta, rope_scaling: "),
         ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation: 'gelu'"),
         ("gemma3_text", {"hidden_act": "silu"}, "hidden_act: 'silu'"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
