@@ -37,12 +37,17 @@ class Olmo3(Olmo2):
 
     def rope(self, config: JsonObject) -> tuple[float, RopeScaling, float | None]:
         scaling = config.get("rope_scaling")
-        other = config.get("rope_parameters") is not None or config.get("rope_theta") != THETA
-        if other or (scaling and isinstance(scaling, dict) and "rope_type" not in scaling):
-            raise InputError(  # SGLang reads no rope_parameters, transformers no rope_theta for layers with a window
-                "rope_parameters, rope_theta, rope_scaling: SGLang and transformers agree on the RoPE of this model "
-                f"only with rope_theta {THETA:g} and, where it is scaled, rope_scaling with rope_type; write those, as "
-                "the published models have them"
+        elsewhere = config.get("rope_parameters") is not None or config.get("rope_theta") is None
+        if elsewhere or (scaling and isinstance(scaling, dict) and "rope_type" not in scaling):
+            raise InputError(
+                "rope_parameters, rope_theta, rope_scaling: SGLang reads the RoPE of this model from rope_theta and "
+                "rope_scaling, which has a rope_type; if transformers 5 has saved it, write the values of "
+                "rope_parameters' full_attention as rope_theta and rope_scaling"
+            )
+        if config["rope_theta"] != THETA:  # transformers does not read it for layers with a window
+            raise InputError(
+                f"rope_theta: a model with {config['rope_theta']!r} cannot be served, because SGLang and transformers "
+                f"agree on the RoPE of an OLMo 3 only with {THETA:g} (do not change it: that would be another model)"
             )
         theta, scaled, _ = super().rope(config)
         return theta, scaled, theta if scaled else None
