@@ -87,7 +87,8 @@ def open_checkpoint(
     if has_manifest and str(read_manifest(checkpoint)["model"].get("family")).startswith("bridge:"):
         raise ConfigError(
             f"{checkpoint}: a checkpoint of model.source: bridge is not converted; use the Hugging Face folder that "
-            "its run writes: RUN/hf, for `eval` with model.source=bridge"
+            "its run writes: RUN/hf (written at its end; checkpoint.export_hf: every writes one with each save), for "
+            "`eval` with model.source=bridge"
         )
     if model is None and (checkpoint / "config.json").is_file():
         model = checkpoint

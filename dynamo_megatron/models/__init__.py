@@ -58,7 +58,7 @@ def load_model_config(path: str | Path, family: str | None = None, source: str =
     elif known is None:
         raise InputError(
             f"{file}: model_type {kind!r:.80} is not supported, and model.family does not change that; supported are "
-            f"{', '.join(FAMILIES)}, and others with model.source: bridge (docs/checkpoints.md)"
+            f"{', '.join(FAMILIES)}; others can be trained with model.source: bridge (docs/checkpoints.md)"
         )
     elif family not in (None, known.name):
         raise InputError(

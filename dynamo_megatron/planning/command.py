@@ -37,9 +37,7 @@ def model_spec(config: Config) -> tuple[ModelSpec, str]:
     """(the model's shape, a text that says where it comes from). Raises ConfigError."""
     path, family = config.model.path, config.model.family
     if config.model.source == "bridge":
-        raise ConfigError(
-            "model.source: bridge: memory and time of its models are not planned; plan a model of model.source: own"
-        )
+        raise ConfigError("model.source: bridge: memory and time of its models are not planned; measure a short run")
     shape = {name.lower(): model["config"] for name, model in PUBLISHED.items()}.get(Path(path).name.lower())
     if Path(path).is_dir() or shape is None:
         try:

@@ -175,7 +175,7 @@ REFUSED = [
     ),
     (
         ["plan", *SOURCE, "--gpu", "h100-80", "--gpus", "8"],
-        "model.source: bridge: memory and time of its models are not planned; plan a model of",
+        "model.source: bridge: memory and time of its models are not planned; measure a short run",
     ),
     (["convert", "mcore2hf", "run", "out"], NOT_CONVERTED),
     (["eval", "--model", "run", "--out", "out", "eval.data=problems.jsonl"], NOT_CONVERTED),
