@@ -12,20 +12,6 @@ from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.config_fields import HARMLESS, HARMLESS_AS
 from dynamo_megatron.models.published import PUBLISHED
 
-# config.json as published, or what transformers 4 wrote of it.
-MISTRAL = PUBLISHED["Qwen3-14B"]["config"] | {  # Mistral-7B-v0.3
-    "architectures": ["MistralForCausalLM"],
-    "bos_token_id": 1,
-    "initializer_range": 0.02,
-    "model_type": "mistral",
-    "sliding_window": None,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.42.0.dev0",
-    "use_cache": True,
-}
-del MISTRAL["attention_bias"], MISTRAL["use_sliding_window"]
-PUBLISHED_WHOLE = {"Mistral-7B-v0.3": MISTRAL} | {name: model["config"] for name, model in PUBLISHED.items()}
-
 # Other families -> the field that is named where someone writes model_type llama into the file. None: all its fields
 # are Llama's own, and transformers would build a Llama too; a published folder's `architectures` still tells.
 OTHERS = {
@@ -54,12 +40,13 @@ def plain(config):
     return json.loads(config.to_json_string(use_diff=False))
 
 
-@pytest.mark.parametrize("name", PUBLISHED_WHOLE)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_accepted(tmp_path, name):
-    load_model_config(write(tmp_path, PUBLISHED_WHOLE[name]))
+    config = PUBLISHED[name]["config"]
+    load_model_config(write(tmp_path, config))
     # and as transformers 5 writes them, with every field that it knows
     write(tmp_path, plain(AutoConfig.from_pretrained(tmp_path)))
-    if PUBLISHED_WHOLE[name]["model_type"] == "olmo3":  # SGLang would read no RoPE from it
+    if config["model_type"] == "olmo3":  # SGLang would read no RoPE from it
         assert refusal(tmp_path).startswith("rope_parameters, rope_theta, rope_scaling: ")
     else:
         load_model_config(tmp_path)
