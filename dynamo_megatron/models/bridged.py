@@ -7,22 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.config_fields import flag, integer, number, read_shape
 from dynamo_megatron.models.mapping import HF_HEAD
-from dynamo_megatron.models.spec import Bridged, ModelSpec
+from dynamo_megatron.models.spec import Bridged, ModelSpec, Served
+from dynamo_megatron.runtime.plain_text import error_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MULTI_TOKEN = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+UNREAD = {  # what SGLang reads and transformers does not -> the families
+    "partial_rotary_factor": ("llama", "mistral"),
+    "rope_is_neox_style": ("llama", "mistral"),
+    "dual_chunk_attention_config": ("qwen2", "qwen3_moe"),
+}
+WINDOWS_SERVED = ("gpt_oss",)  # SGLang 0.5.23 ignores those of other families that Bridge computes right
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 LAYERS = 6  # of a model whose layers are not listed as of several kinds; else all
 PROBE = 96  # tokens of the longest sequence that is compared
 SHORT = 24  # windows and position limits
 LIMITS = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
-KINDS = "layer_types"
+KINDS, SLIDING = "layer_types", "sliding_attention"
 WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -49,12 +59,19 @@ SIZES = (*SMALL, *WIDTHS, *OTHERS, *MULTI_TOKEN)
 
 
 def bridged_spec(config: Mapping[str, Any], folder: Path) -> ModelSpec:
-    """Raises ValueError naming the field that is missing, or that asks for multi-token prediction."""
+    """Raises ValueError naming the field that is missing, or that is not supported."""
+    kind = config.get("model_type")
     for key in MULTI_TOKEN:
         if config.get(key):
             raise InputError(
                 f"{key}: {config[key]!r}; multi-token prediction is not trained with model.source: bridge: set it to 0 "
                 "and leave its tensors out of the folder"
+            )
+    for key, families in UNREAD.items():
+        if kind in families and config.get(key) not in (None, 1):
+            raise InputError(
+                f"{key}: {config[key]!r}; SGLang reads this field of a {kind} model and transformers ignores it: they "
+                "would compute different models; remove it only if transformers' is the right one"
             )
     shapes = _shapes(folder)
     tied = flag(config, "tie_word_embeddings") or HF_HEAD not in shapes
@@ -64,14 +81,35 @@ def bridged_spec(config: Mapping[str, Any], folder: Path) -> ModelSpec:
     experts = next((config[key] for key in EXPERTS if config.get(key)), 0)
     return ModelSpec(
         **read_shape({**config, "intermediate_size": width}),
-        family=f"bridge:{config.get('model_type')}",
+        family=f"bridge:{kind}",
         rope_theta=number(config, "rope_theta", 10000.0),
         tied=tied,
         num_experts=experts,
         router_topk=integer(config, "num_experts_per_tok", 1) if experts else 0,
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size", width) if experts else 0,
+        windows=_windows(config),
+        served=Served(windows=kind in WINDOWS_SERVED),
         bridged=Bridged(shapes),
     )
+
+
+def read_config(raw: Mapping[str, Any]) -> PretrainedConfig:
+    """As transformers reads a folder with this config.json. Raises InputError."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+    except Exception as error:  # of transformers, whatever it is
+        kind = raw.get("model_type")
+        raise InputError(f"transformers reads no model_type {kind!r:.80} from it ({error_line(error, 160)})") from None
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The spec's: with transformers' defaults, and without fields that the family does not have."""
+    read = read_config(config)
+    has = {key: getattr(read, key) for key in ("sliding_window", KINDS) if hasattr(type(read), key)}
+    window, kinds = has.get("sliding_window") or 0, has.get(KINDS) or [SLIDING] * read.num_hidden_layers
+    return tuple(window * (kind == SLIDING) for kind in kinds) if window and SLIDING in kinds else ()
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
