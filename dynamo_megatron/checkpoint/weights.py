@@ -35,7 +35,12 @@ def load_folder(chunks: Sequence[torch.nn.Module], spec: ModelSpec, path: str, l
         (model,) = chunks
         done = _on_every_rank(layout, lambda: load_bridged(model, SafetensorsFolder(path, spec).get))
         if left := huggingface_shapes(spec).keys() - set().union(*layout.gather(done)):
-            raise InputError(f"{path}: {len(left)} tensors have no place in Bridge's model, the first: {min(left)}")
+            predicting = ("mtp.", f"model.layers.{spec.num_layers}.")
+            why = "; leave those of multi-token prediction out of the folder"
+            raise InputError(
+                f"{path}: {len(left)} tensors have no place in Bridge's model, the first: {min(left)}"
+                + why * any(name.startswith(predicting) for name in left)
+            )
         return
     if is_torch_dist(path) and not verify_bytes(Path(path), layout) and layout.rank == 0:
         print(f"{path}: {UNVERIFIED}", flush=True)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dynamo_megatron.bridge.environment import prove_folder
 from dynamo_megatron.checkpoint.folder import METADATA_FILE, write_manifest
-from dynamo_megatron.checkpoint.weights import load_bridged
+from dynamo_megatron.checkpoint.weights import load_bridged, load_folder
 from dynamo_megatron.cli import main
 from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
@@ -19,6 +19,7 @@ from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.bridged import LAYERS, PROBE, differing_field, shrink
 from dynamo_megatron.models.fp8 import sent_bytes
 from dynamo_megatron.models.mapping import huggingface_shapes
+from dynamo_megatron.models.server_layout import check_served
 
 CONFIG = {
     "model_type": "deepseek_v3",
@@ -123,6 +124,15 @@ def test_a_wrong_model_is_refused(model, state, why):
         load_bridged(model, state.__getitem__)
 
 
+@pytest.mark.parametrize(("extra", "ends"), [("model.y", "$"), ("model.layers.61.x", "; leave those of multi-")])
+def test_a_tensor_without_a_place_is_refused(tmp_path, extra, ends):
+    save_file({**STATE, extra: torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec = load_model_config(tmp_path, source="bridge")
+    with pytest.raises(InputError, match=f"1 tensors have no place in Bridge's model, the first: {extra}{ends}"):
+        load_folder([toy_model()], spec, str(tmp_path), SimpleNamespace(gather=lambda value: [value]))
+
+
 @pytest.fixture
 def folder(tmp_path):
     save_file({"lm_head.weight": torch.ones(4, 2), "model.x.weight": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -136,11 +146,43 @@ def test_names_and_shapes_are_the_folders(folder):
     assert (spec.family, spec.num_experts, spec.tied) == ("bridge:deepseek_v3", 256, False)
 
 
-@pytest.mark.parametrize("field", ["num_nextn_predict_layers", "quantization_config"])
-def test_what_cannot_be_trained_is_refused(folder, field):
-    (folder / "config.json").write_text(json.dumps(CONFIG | {field: 1}))
-    with pytest.raises(InputError, match=field):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_nextn_predict_layers": 1},
+        {"quantization_config": 1},
+        {"model_type": "unknown"},
+        {"attention_dropout": "much"},
+        {"partial_rotary_factor": 0.5, "model_type": "llama"},
+        {"dual_chunk_attention_config": {"chunk_size": 8}, "model_type": "qwen2"},
+    ],
+)
+def test_what_cannot_be_trained_is_refused(folder, changes):
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    with pytest.raises(InputError, match=next(iter(changes))):
         load_model_config(folder, source="bridge")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "windows"),
+    [
+        ("mistral", {"sliding_window": 128}, [128] * 61),
+        ("mistral", {}, [4096] * 61),  # transformers' default
+        ("mistral", {"sliding_window": None, "partial_rotary_factor": 1.0}, []),
+        ("qwen2", {"sliding_window": 128}, []),
+        ("qwen2", {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 60}, [0] * 60 + [128]),
+        ("glm4_moe", {"sliding_window": 128, "partial_rotary_factor": 0.5}, []),  # it has none
+        ("gpt_oss", {}, [128, 0] * 30 + [128]),
+    ],
+)
+def test_windows_that_sglang_ignores_are_not_served(folder, kind, changes, windows):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": kind, **changes}))
+    spec = load_model_config(folder, source="bridge")
+    assert spec.dimensions()["windows"] == windows
+    if not windows or kind == "gpt_oss":
+        return check_served(spec, 9999)
+    with pytest.raises(InputError, match="SGLang ignores this model's window"):
+        check_served(spec, 9999)
 
 
 def test_another_environment_is_refused(folder):
