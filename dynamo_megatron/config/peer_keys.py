@@ -1,4 +1,5 @@
-"""What verl's keys and slime's options are called here, for the answer to such a key."""
+"""What verl's keys and slime's options are called here, for the answer to such a key; and what to do without a key that
+other trainers have."""
 
 from __future__ import annotations
 
@@ -83,11 +84,19 @@ OURS = {  # ours: verl's keys and slime's options
     "--nodes and --gpus-per-node (options of launch; train has --ranks)": "trainer.nnodes trainer.n_gpus_per_node "
     "--actor-num-nodes --actor-num-gpus-per-node",
 }
+ABSENT = {
+    "algorithm.teacher.url": "give the URL as algorithm.teacher.path",
+    "algorithm.teacher.kind": "reverse KL is the only one; leave it out",
+    "model.lora.dropout": "adapters have none; leave it out",
+    "parallel.fsdp": "not supported; optimizer.cpu_offload keeps the optimizer in host memory (docs/clusters.md)",
+}
 
 
 def ours(given: str) -> str | None:
-    """What to tell the user of a key of verl or an option of slime, which may be written as a key; None for a name that
-    is neither's."""
+    """What to tell the user of a key of verl or an option of slime, which may be written as a key, or of a key of
+    ABSENT; None for any other name."""
+    if given in ABSENT:
+        return ABSENT[given]
     key, option = given.lstrip("+").removeprefix(PREFIX), "--" + given.lstrip("-").replace("_", "-")
     for here, names in OURS.items():
         for name in {key, option}.intersection(names.split()):

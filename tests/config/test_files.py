@@ -203,10 +203,14 @@ def test_a_url_with_a_secret_in_it_is_refused_and_not_shown(word):
         ("n_samples_per_prompt", "of slime, here it is algorithm.allocation"),
         ("trainer.device", "--print-config shows all keys"),
         ("clip_ratio_low", "the nearest key is algorithm.loss.clip_ratio_low"),
+        ("algorithm.teacher.url", "give the URL as algorithm.teacher.path"),
+        ("algorithm.teacher.kind", "reverse KL is the only one; leave it out"),
+        ("model.lora.dropout", "adapters have none; leave it out"),
+        ("parallel.fsdp", "not supported; optimizer.cpu_offload keeps the optimizer in host memory"),
     ],
 )
 def test_a_key_of_a_peer_is_answered_with_ours(theirs, ours):
-    (line,) = refused(f"{theirs}=1")
+    line, *_ = refused(f"{theirs}=1")  # of a teacher the path is missing besides
     assert line.startswith("the command line: unknown key ") and f"; {ours}" in line
 
 
