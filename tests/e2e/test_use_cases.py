@@ -25,7 +25,9 @@ def test_it_has_twenty_problems_whose_solutions_get_the_full_reward(name, tmp_pa
     functions = {f: load_function(f, config.reward) for f in config.reward.functions if f not in SERVED}
     if "code" in functions and shutil.which("bwrap") is None:
         pytest.skip("needs bubblewrap")
+    assert functions or name == "dialogue"
     for prompt in prompts:
+        assert prompt.meta["solution"].strip()
         values = {f: function(prompt, prompt.meta["solution"]) for f, function in functions.items()}
         assert set(values.values()) <= {1.0}, (prompt.prompt_id, values)
         empty = [function(prompt, "I do not know.") for f, function in functions.items() if f != "length"]
