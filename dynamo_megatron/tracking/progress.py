@@ -82,6 +82,7 @@ FIELDS = {
     "len": ("mean response tokens", "{rollout/response_length_mean:>7.1f}"),
     "solved": ("share of rollouts", "{reward/success:.3f}"),
     "unique": ("share of distinct answers in a group", "{reward/unique_answers:.3f}"),
+    "4grams": ("share of distinct 4-grams in a group", "{rollout/distinct_4grams:.3f}"),
     "n": ("rollouts per prompt", "{allocation/n_min:>2.0f}..{allocation/n_max:<3.0f}"),
     "gen": ("parts of time, s: generate", "{time/generate:>6.2f}"),
     "upd": ("update", "{time/update:>6.2f}"),
