@@ -35,6 +35,7 @@ ROWS = [  # family, layout, adapters, recompute
     ("llama", "PP2", LORA, "full"),  # a tied head on another stage
     ("qwen2", "CP2", LORA, "none"),
     ("qwen3", "VPP2xPP2", LORA, "none"),
+    ("glm4", "TP2+SP", LORA, "none"),
     ("qwen3_moe", "EP2", ATTENTION, "none"),
     ("qwen3_moe", "EP2xTP2+SP", ATTENTION, "full"),
 ]
