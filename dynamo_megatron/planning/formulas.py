@@ -20,21 +20,20 @@ from dataclasses import dataclass
 
 from dynamo_megatron.config import Config, LoraConfig, ParallelConfig
 from dynamo_megatron.kernels.chunked import chunk_size
-from dynamo_megatron.models.adapters import adapted_linears, adapter_elements
+from dynamo_megatron.models.adapters import adapted_linears, adapted_weights, adapter_elements
 from dynamo_megatron.models.fp8 import QUANTIZED_BYTES, is_quantized
-from dynamo_megatron.models.mapping import huggingface_shapes, is_expert, is_sharded
+from dynamo_megatron.models.mapping import huggingface_names, huggingface_shapes, is_expert, is_sharded
 from dynamo_megatron.models.server_layout import server_cut
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning.hardware import GPU, Cluster
 from dynamo_megatron.planning.rates import rate
 from dynamo_megatron.policy.batch import SequenceCost
+from dynamo_megatron.rollout.servers.server import shares_memory
 
 WIDTH = {"bfloat16": 2, "float32": 4}  # bytes an element
 GRADIENT = 4  # bytes: main_grad is float32 (grad_reduce_in_fp32)
 ADAM = 30  # bytes that a step reads and writes of an element: its gradient, float32 state twice, the parameter
-# The same in host memory, with gradient and result on their way; and what a rank has of its node's memory bandwidth,
-# bytes a second: an allowance, which no run has shown.
-HOST_ADAM, HOST_BANDWIDTH = 36, 30e9
+HOST_ADAM = 36  # the same in host memory, with gradient and result on their way
 FP8_RATE = 2  # times a GPU's bfloat16 rate, by the makers' tables
 
 
@@ -260,11 +259,15 @@ def backward_memory(spec: ModelSpec, p: ParallelConfig, dtype: str, tokens: int)
 
 
 @functools.lru_cache(maxsize=512)
-def server_bytes(spec: ModelSpec, tp: int, dtype: str, quantization: str | None) -> int:
+def server_bytes(
+    spec: ModelSpec, tp: int, dtype: str, quantization: str | None, only: frozenset[str] | None = None
+) -> int:
     """Of the weights on one rank of a server: its share of every matrix (experts are cut in width), whole norms, and
-    key and value heads copied where there are fewer than ranks."""
+    key and value heads copied where there are fewer than ranks. `only`: the Hugging Face tensors that are counted."""
     parts, total = {"whole": 1, "kv": min(tp, spec.num_query_groups)}, 0.0
     for name, shape in huggingface_shapes(spec).items():
+        if only is not None and name not in only:
+            continue
         quantized = quantization is not None and is_quantized(name)
         nbytes = math.prod(shape) * (QUANTIZED_BYTES if quantized else WIDTH[dtype])
         total += nbytes / parts.get(server_cut(spec, name), tp)
@@ -352,7 +355,7 @@ def training_seconds(
     # One forward pass of log-probs (2N), three of an update (6N), four with full recomputation (8N); [N]. Gradients are
     # zeroed and their norm is read. The products of adapters are not counted.
     on_host, memory = config.optimizer.cpu_offload, rate("copies", gpu)
-    adam = HOST_ADAM / HOST_BANDWIDTH if on_host else ADAM / memory
+    adam = HOST_ADAM / rate("host memory") if on_host else ADAM / memory
     step = max(2 * stage.gradients / memory + adam * stage.owned for stage in stages)
     once = forward / rate("busy") + hidden + others
     often = ((of_token + again) * forward + updates * step) / rate("busy")
@@ -402,7 +405,12 @@ def server_flops(config: Config, gpu: GPU) -> float:
 
 
 def sync_seconds(config: Config, spec: ModelSpec, server_rank: float) -> float:
-    """Of a weight sync with its checksums; `server_rank`: bytes of the weights of a rank of a server."""
-    if config.rollout.sync.transport == "disk":
-        return weight_bytes(spec, config.model.dtype) / rate("disk")
+    """Of a weight sync with its checksums; `server_rank`: bytes of the weights of a rank of a server. With adapters it
+    is one after the first, which may be of what they change alone (weight_sync/sync.py)."""
+    rollout, dtype, lora = config.rollout, config.model.dtype, config.model.lora
+    if rollout.sync.transport == "disk":
+        return weight_bytes(spec, dtype) / rate("disk")
+    if lora is not None and rollout.proof.checksums and not shares_memory(rollout, gpus=True):
+        changed = (part for name in adapted_weights(spec, lora) for part in huggingface_names(spec, name))
+        server_rank = server_bytes(spec, rollout.tp, dtype, rollout.quantization, frozenset(changed))
     return server_rank / rate("ipc")

@@ -17,7 +17,7 @@ MEASURED_ON = GPUS["h100-80"]
 class Rate(NamedTuple):
     value: float
     unit: str
-    source: str  # a file of benchmarks/results/gpu, and what was read there
+    source: str  # a file of benchmarks/results/gpu, and what was read there; or that it is an allowance
 
 
 PROBE, LIVE = (f"2026-11-26-h100/device.json, {part}: " for part in ("probe", "live-disk"))
@@ -36,6 +36,7 @@ RATES = {
     "adapter": Rate(0.67e-3, "s an adapter and micro-batch", f"{LORA}1.26 and 1.29 s, less the layers' launches"),
     "decode": Rate(95e-6, "s a layer and token", f"{LIVE}beside the bytes read; smoke in the same file"),
     "decode without graphs": Rate(1.4e-3, "s a layer and token", f"{TURNS}the server's log"),
+    "host memory": Rate(30e9, "bytes/s of a rank's optimizer", "an allowance, which no run has shown"),
     "disk": Rate(0.87e9, "bytes/s of the model", f"{LIVE}3.09 GB written, loaded and proved in 3.4 to 4.7 s"),
     "ipc": Rate(14.7e9, "bytes/s of a server rank", f"{H200}3.09 GB read and proved in 0.17 to 0.23 s"),
 }

@@ -214,6 +214,18 @@ def test_a_critic_counts_as_a_second_policy():
     assert resident.training["critic"] == one.state.total
 
 
+@pytest.mark.parametrize(
+    ("offload", "checksums", "part"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_a_sync_with_adapters_sends_what_they_change(offload, checksums, part):
+    """Beside q, k, v and o of Qwen2.5-14B, of which each of a server's two ranks has half, in bfloat16."""
+    spec, lora = spec_of("Qwen2.5-14B"), {"targets": ["attention"]}
+    rollout = {"tp": 2, "offload": offload, "proof": {"checksums": checksums}}
+    config = config_of(model={"path": "none", "lora": lora}, rollout=rollout)
+    sent = 48 * 5120 * (40 + 8 + 8 + 40) * 128 if part else 1e9
+    assert formulas.sync_seconds(config, spec, 1e9) == sent / RATES["ipc"].value
+
+
 def test_servers_with_fp8_weights_have_more_room_for_their_cache():
     parts = {"parallel": {"tp": 4, "sequence_parallel": True}, "trainer": {"recompute": "full"}}
     plain = planned("Qwen2.5-14B", "h100-80", 16, None, **parts)
@@ -321,5 +333,5 @@ def test_an_optimizer_in_host_memory_by_hand():
     assert on_host.host["the optimizer"] == 8 * 12 * state.owned == 8 * moved.host
     assert on_host.peak == max(on_gpu.peak - state.optimizer, on_host.stages[0].others["generate"])
     assert moved.pinned == 8 * GIB < state.pinned  # the parameters alone wait while servers generate
-    slower = 4 * state.owned * (36 / 30e9 - 30 / RATES["copies"].value) / RATES["busy"].value
+    slower = 4 * state.owned * (36 / RATES["host memory"].value - 30 / RATES["copies"].value) / RATES["busy"].value
     assert on_host.times.update - on_gpu.times.update == pytest.approx(slower, rel=1e-3)
