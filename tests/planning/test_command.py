@@ -1,6 +1,7 @@
 """`dynamo-megatron plan` as users call it: exit codes, one line for bad input, the search's table."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,16 @@ def test_72b_with_adapters_fits_on_one_node(capsys):
     assert said.splitlines()[-1].startswith("fits: ") and "checkpoint: 2.3 GiB each" in said
     assert main(["plan", "models/qwen3-30b-a3b", "methods/dynamo", *on_8[2:], "model.lora={rank: 16}"]) == 2
     assert capsys.readouterr().err.startswith("model.lora.targets: the MLPs of a mixture of experts have no adapters")
+
+
+def test_72b_with_adapters_as_documented(capsys):
+    """The layout that is shipped, and every figure that docs/checkpoints.md gives of it."""
+    page = CONFIGS.parent.joinpath("docs", "checkpoints.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"dynamo-megatron (plan .*hardware/h100x8/qwen2\.5-72b.*)", page)
+    assert main(command.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line.split()[2:] for line in lines if line.startswith("0 (0-7) "))
+    parameters, gradients, optimizer, activations, *_, update, generate, _, _, left = row
+    assert lines[-1] == f"fits: {left} GiB left on the fullest rank"
+    figures = re.findall(r"\d+\.\d", page.partition("fits: ")[2].partition("- **Servers**")[0])
+    assert figures == [left, update, parameters, gradients, optimizer, activations, generate]
