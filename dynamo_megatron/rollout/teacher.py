@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,11 +63,13 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any) -> None:
     if (name := teacher.api_key_env) is not None and not os.environ.get(name):
         raise InputError(f"algorithm.teacher.api_key_env: the environment variable {name} is not set")
     if teacher.is_url:
+        text = PROBE + _added_tokens(tokenizer)
         try:
-            _, ids = _logprobs_of(teacher, {"text": PROBE}, threading.Event(), attempts=1)
+            _, ids = _logprobs_of(teacher, {"text": text}, threading.Event(), attempts=1)
         except RolloutError as error:
-            raise InputError(str(error)) from None
-        same = ids in (tokenizer.encode(PROBE), tokenizer.encode(PROBE, add_special_tokens=False))
+            lacks = "; a teacher's server needs its tokenizer: start it without --skip-tokenizer-init"
+            raise InputError(f"{error}{lacks if 'tokenizer' in str(error) else ''}") from None
+        same = ids in (tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False))
     else:
         same = load_tokenizer(teacher.path, key="algorithm.teacher.path").get_vocab() == tokenizer.get_vocab()
     if not same:
@@ -74,6 +77,13 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any) -> None:
             f"algorithm.teacher.path: {teacher.path} has another tokenizer than the policy, and their tokens cannot be "
             "compared; take a teacher of the policy's model family"
         )
+
+
+def _added_tokens(tokenizer: Any) -> str:
+    """All that the tokenizer's files name. Others, which transformers itself adds, may be beyond the embedding."""
+    files = Path(tokenizer.name_or_path).glob("*token*.json")
+    named, added = "".join(file.read_text(encoding="utf-8") for file in files), tokenizer.get_added_vocab()
+    return "".join(token for token in sorted(added, key=added.get) if token in named)
 
 
 def _logprobs_of(

@@ -9,6 +9,7 @@ from dynamo_megatron.config.method import TeacherConfig
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.result import RolloutError
+from dynamo_megatron.rollout.servers.server_api import ServerError
 from dynamo_megatron.rollout.teacher import check_teacher, prompt_logprobs
 from dynamo_megatron.types import Sequences
 
@@ -58,6 +59,27 @@ def test_its_tokenizer_is_the_policys(teacher, tiny_model):
     for other in (teacher, folder):
         with pytest.raises(InputError, match="has another tokenizer than the policy"):
             check_teacher(other, tokenizer)
+
+
+def test_a_token_that_was_added_to_the_policys_tokenizer_is_compared(teacher, tiny_model, tmp_path):
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="has another tokenizer than the policy"):
+        check_teacher(teacher, load_tokenizer(tmp_path))
+
+
+def test_a_server_without_a_tokenizer_is_told_from_one_that_is_gone(tiny_model, monkeypatch):
+    gone = TeacherConfig(path="http://127.0.0.1:9")
+    with pytest.raises(InputError, match=r"no answer \(.*\)$"):
+        check_teacher(gone, load_tokenizer(tiny_model))
+
+    def refuse(*_):
+        raise ServerError("/generate said 400: The engine initialized with skip_tokenizer_init=True cannot accept text")
+
+    monkeypatch.setattr("dynamo_megatron.rollout.teacher.call_for", refuse)
+    with pytest.raises(InputError, match=r"cannot accept text; .*: start it without --skip-tokenizer-init$"):
+        check_teacher(gone, load_tokenizer(tiny_model))
 
 
 def test_a_server_that_refuses_is_named(teacher, monkeypatch):
