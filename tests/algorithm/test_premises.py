@@ -3,7 +3,7 @@ import pytest
 from dynamo_megatron.algorithm.premises import premise_warnings
 from dynamo_megatron.config import Config
 
-UNIFORM = {"kind": "uniform"}
+UNIFORM, GAE = {"kind": "uniform"}, {"kind": "gae"}
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,9 @@ UNIFORM = {"kind": "uniform"}
         ({"allocation": {"variance": "empirical"}}, {"reward": {"functions": ["math", "a:b"]}}, []),
         ({"allocation": UNIFORM, "loss": {"clip_ratio_high": 0.28}}, {}, ["loss.mini_batches=1"]),
         ({"allocation": UNIFORM, "loss": {"kl_cov": {}, "mini_batches": 2}}, {}, []),
+        ({"advantage": GAE}, {}, ["loss.mini_batches=1"]),
+        ({"advantage": GAE, "loss": {"mini_batches": 2}}, {}, []),
+        ({"advantage": GAE}, {"critic": {"value_clip": None}}, []),
         ({"advantage": {"kind": "reinforce"}}, {}, ["advantage.kind=reinforce"]),
         ({"allocation": UNIFORM, "advantage": {"kind": "reinforce"}, "dynamic_sampling": {}}, {}, ["dynamic_sampling"]),
         ({"advantage": {"kind": "history"}}, {}, []),
@@ -33,4 +36,5 @@ def test_warnings(algorithm, others, said):
     base = {"model": {"path": "m"}, "data": {"source": "d"}, "output_dir": "o", "reward": {"functions": ["math"]}}
     found = premise_warnings(Config.model_validate({**base, "algorithm": algorithm, **others}))
     assert all("\n" not in line and ("; set " in line or "set a learning" in line) for line in found)
+    assert sum("critic.value_clip" in line for line in found) == (algorithm["advantage"] == GAE and len(said))
     assert [line.split()[0].removeprefix("algorithm.").rstrip(":") for line in found] == said
