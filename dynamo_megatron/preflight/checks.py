@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
+from dynamo_megatron.bridge import environment
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.data.sources import load_prompts
@@ -38,6 +39,7 @@ from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
+from dynamo_megatron.rollout.teacher import check_teacher
 from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.listening import ranks_address
@@ -126,7 +128,9 @@ def plan(subject: Subject) -> Iterator[Finding]:
 
 def model_config(subject: Subject) -> Iterator[Finding]:
     """What the ranks will build from config.json, which has been read, and with which optional packages; whether SGLang
-    will serve the same model."""
+    will serve the same model. Of a model of Bridge's also the proof."""
+    if subject.config.model.source == "bridge":
+        yield ok(environment.prove_folder(subject.config.model.path))
     from dynamo_megatron.policy.backend import Fusions  # takes seconds: it imports Megatron
 
     check_served(subject.spec, subject.config.model.max_length or subject.spec.max_positions)
@@ -135,18 +139,31 @@ def model_config(subject: Subject) -> Iterator[Finding]:
 
 
 def weights(subject: Subject) -> Iterator[Finding]:
-    """Checks every file of the index, and every tensor's name and shape by the files' headers."""
-    folder = open_weights(subject.config.model.path, subject.spec)
+    """Checks every file of the index, and every tensor's name and shape by the files' headers: of the model and of the
+    others that the ranks load."""
+    config, spec = subject.config, subject.spec
+    folder = open_weights(config.model.path, spec)
     yield ok(f"{len(folder.names)} tensors, every name and shape as Megatron needs it")
+    critic = {} if config.critic.path is None else {"critic.path": config.critic.path}
+    for key, path in {**config.frozen_models, **critic}.items():
+        if path != config.model.path:
+            try:
+                open_weights(path, spec)
+            except ValueError as error:
+                raise InputError(f"{key}: {error}") from None
+            yield ok(f"{key}: {path} has the same names and shapes")
 
 
 def vocabulary(subject: Subject) -> Iterator[Finding]:
-    """Checks the tokenizer's size against the embedding."""
+    """Checks the tokenizer's size against the embedding, and a teacher's tokenizer against it."""
     spec, path, tokenizer = subject.spec, subject.config.model.path, subject.tokenizer
     start_checks.check_vocabulary(path, spec, tokenizer)
     size = len(tokenizer.get_vocab())
     ends = [f"{i} {tokenizer.convert_ids_to_tokens(i)}" for i in end_token_ids(path, tokenizer)]
     yield ok(f"{size:,} tokens for {spec.vocab_size:,} rows; a response ends with {', '.join(ends)}")
+    if (teacher := subject.config.algorithm.teacher) is not None:
+        check_teacher(teacher, tokenizer)
+        yield ok(f"the teacher {teacher.path} has the same tokenizer")
 
 
 def data(subject: Subject) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dynamo_megatron.bridge import environment
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.preflight import checks
 from dynamo_megatron.preflight.checks import Subject, data, evaluation, vocabulary
@@ -61,6 +62,37 @@ def test_truncated_weights(base, failure):
     file = base / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     assert "model.safetensors: corrupt or truncated" in failure("weights")
+
+
+@pytest.mark.parametrize(
+    "key", ["critic.path", "algorithm.teacher.path", "algorithm.kl.reference", "reward.prime.model"]
+)
+def test_truncated_weights_of_a_model_beside_the_policy(base, check, failure, key):
+    keys = {"critic.path": [CRITIC], "algorithm.kl.reference": ["algorithm.kl.coef=0.1"]}.get(key, [])
+    keys += ["reward.functions=[math, prime]"] if "prime" in key else []
+    shutil.copytree(base / "model", base / "other")
+    assert [level for level, _ in check("weights", *keys, f"{key}=other")] == ["ok", "ok"]
+    file = base / "other" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    said = failure("weights", *keys, f"{key}=other")
+    assert said.startswith(f"{key}: ") and "model.safetensors: corrupt or truncated" in said
+
+
+def test_a_teacher_with_another_tokenizer(base, check, failure):
+    shutil.copytree(base / "model", base / "other")
+    assert [level for level, _ in check("vocabulary", "algorithm.teacher.path=other")] == ["ok", "ok"]
+    file = base / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 101, "content": "<think>"})
+    file.write_text(json.dumps(tokenizer))
+    assert "other has another tokenizer than the policy" in failure("vocabulary", "algorithm.teacher.path=other")
+    assert "no answer" in failure("vocabulary", "algorithm.teacher.path='http://127.0.0.1:9'")
+
+
+def test_a_model_of_bridge_without_bridge(failure, monkeypatch):
+    monkeypatch.setattr(environment, "PINS", {"megatron-bridge": "0.0"})
+    said = failure("model config", "model.source=bridge", "rollout.proof.checksums=false")
+    assert said.startswith("model.source: bridge needs megatron-bridge 0.0, here: ")
 
 
 def test_a_window_that_sglang_ignores(base, failure):
