@@ -2,12 +2,16 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from dynamo_megatron.checkpoint.convert import mcore2hf
 from dynamo_megatron.checkpoint.inspection import differences, inspect
+from dynamo_megatron.cli import main
+from dynamo_megatron.jobs import eval as evaluation
+from dynamo_megatron.types import ProblemResult
 
 pytestmark = pytest.mark.full
 EXAMPLES = [("2+3=", "5", "6"), ("Say it.", "Abracadabra", "No"), ("x", "yz", "zzzz"), ("Name?", "Ada", "Bob, or so")]
@@ -61,6 +65,33 @@ def test_a_checkpoint_converts_to_what_was_exported(trained, command_line):
     tensors = load_file(folder / "peft" / "adapter_model.safetensors")
     config = json.loads((folder / "peft" / "adapter_config.json").read_text())
     assert len(tensors) == 2 * 2 * 7 and (config["r"], config["lora_alpha"]) == (4, 8.0)
+
+
+class Servers:
+    """In place of those of `eval`: all answers are right."""
+
+    def __init__(self, config, *_):
+        self.model = Path(config.model.path)
+
+    def start(self):
+        """The folder is removed after the evaluation."""
+        assert list(differences(inspect(Path("straight/hf")), inspect(self.model))) == []
+
+    def evaluate(self, prompts, on_count):
+        fields = {"lengths": [5], "finish_reasons": ["stop"], "statuses": ["ok"], "responses": ["r"]}
+        return [ProblemResult(p.prompt_id, p.source, [1.0], [True], **fields) for p in prompts]
+
+    def wait_ready(self): ...
+    def close(self): ...
+
+
+def test_eval_gives_the_servers_the_merged_model(trained, monkeypatch):
+    folder, _ = trained
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(evaluation, "RolloutWorker", Servers)
+    assert main(["eval", "--model", "straight", "--out", "scores", "eval.max_new_tokens=8"]) == 0
+    (of_straight,) = json.loads((folder / "scores" / "summary.json").read_text())["models"].values()
+    assert of_straight["sets"]["rows"]["eval/pass@1"] == 1.0
 
 
 def test_the_reference_of_dpo_is_the_policy_without_adapters(trained):

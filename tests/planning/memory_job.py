@@ -82,12 +82,14 @@ def run(case: dict, store: dist.Store) -> None:
         h, width = spec.hidden_size, 4 if spec.zero_centered_norms else formulas.WIDTH[config.model.dtype]
         spread, heads = p.tp if p.sequence_parallel else 1, spec.num_attention_heads + spec.num_query_groups
         norms = (spec.pre_norms + spec.post_norms) * 2 * h / spread + spec.qk_norm * heads * spec.kv_channels / p.tp
-        # A CPU's norm saves two tensors in float32.
-        kept = formulas.layer_activations(spec, p, config.model.dtype, config.model.lora) + (8 - width) * norms
+        # A CPU's norm saves two tensors in float32, a frozen one its input alone.
+        wide = 4 if config.model.lora else 8
+        kept = formulas.layer_activations(spec, p, config.model.dtype, config.model.lora) + (wide - width) * norms
         if config.trainer.recompute == "full":
             kept = width * h / spread
         angles = 4 * spec.kv_channels  # of RoPE, once for all layers: nothing beside a real model's
-        row["saved"], row["planned saved"] = saved_bytes(policy), (kept * spec.num_layers + angles) * 256
+        first = (4 * h + 4) / spread if config.model.lora else 0  # the first norm: no gradient goes through it
+        row["saved"], row["planned saved"] = saved_bytes(policy), (kept * spec.num_layers - first + angles) * 256
     Path(case["out"]).joinpath(f"{case['name']}-{layout.rank}.json").write_text(json.dumps(row))
 
 
