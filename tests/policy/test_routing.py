@@ -1,6 +1,7 @@
 """Router replay, beside a mixture of experts of transformers that is made to route as the rollouts did."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from rank_cases import run_cases, settings
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dynamo_megatron.policy.routing import load_digits
+from dynamo_megatron.policy.routing import ExpertRouting, Routing, load_digits
 from dynamo_megatron.types import Rollout, RolloutBatch
 
 PROMPT, RESPONSES = 5, (21, 1, 30, 12, 17)
@@ -103,6 +104,25 @@ def test_the_gap_of_near_tied_routers_falls_to_that_of_rounding(make_tiny_model,
         tokens = torch.tensor(found["tokens"], dtype=torch.float64)
         assert replayed["moe/load"] == load_digits(tokens / tokens.mean(1, keepdim=True))
         assert found["logprobs"] < 1e-5 and found["gradient"] < 1e-4
+
+
+def test_the_share_of_other_experts_is_of_the_known_routes(monkeypatch):
+    layers = [torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"router": torch.nn.Module()})}) for _ in range(2)]
+    chunk = SimpleNamespace(decoder=SimpleNamespace(layers=layers), layer_offset=0)
+    spec = SimpleNamespace(num_layers=2, num_experts=4)
+    routing = ExpertRouting([chunk], spec, SimpleNamespace(device=torch.device("cpu"), host=None))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    # Of four tokens and padding; the routers would choose 0 and 1 for all.
+    first = [[1, 0], [0, 2], [255, 255], [255, 255], [255, 255]]  # as they would, another, not known
+    second = [[0, 1], [255, 255], [1, 0], [3, 3], [255, 255]]  # 3 twice is no route
+    experts = torch.tensor([first, second], dtype=torch.uint8).transpose(0, 1)
+    given = {"packed_seq_params": SimpleNamespace(routing=Routing(experts, torch.arange(5) < 4))}
+    scores = torch.tensor([[4.0, 3.0, 2.0, 1.0]] * 5)
+    for replay in (layer.mlp.router.router_replay for layer in layers):
+        replay.before_layer(layers[0], (), given)
+        replay.get_replay_topk(scores, 2, default_compute_topk=lambda s, k, **_: s.topk(k))
+    metrics = routing.take()
+    assert (metrics["moe/replayed"], metrics["moe/route_mismatch"]) == (4 / 8, 1 / 4)
 
 
 def test_the_digits_of_an_experts_load():
