@@ -2,7 +2,7 @@
 its checkpoints with the converter's.
 
 A case has `folder` (Hugging Face), `dtype`, `parallel` and may have
-`logits`: compare them with transformers' in float32 (no pipeline, no expert parallelism);
+`logits`: compare them with transformers' in float32 (no pipeline);
 `gradients`: the same of the gradients of several packed sequences (one rank);
 `mcore`: what hf2mcore wrote of the folder: Megatron's own loader gives the parameters that load_weights gives. What
 loads has norms with an extra state, as TransformerEngine's have;
