@@ -87,12 +87,12 @@ def test_they_are_those_of_trl():
         cases.append({**given, "own": own.tolist(), "reference": reference.tolist(), "mask": mask.tolist()})
         ratios = (own - reference).sum(1).reshape(2, -1)
         loss, *slopes = preference_loss(*ratios, tuple(lengths), DPOConfig(**given))
-        expected.append((loss.mean(), np.concatenate(slopes)[:, None] * mask / len(loss)))
+        expected.append((loss.mean(), np.concatenate(slopes)[:, None] * mask / len(loss), mask))
     run = subprocess.run([PEERS, "-P", "-c", TRL], input=json.dumps(cases), capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     apart = [0.0, 0.0]
-    for got, (loss, gradient) in zip(json.loads(run.stdout.splitlines()[-1]), expected, strict=True):
-        gaps = got["loss"] - loss, np.asarray(got["gradient"]) * (gradient != 0) - gradient
+    for got, (loss, gradient, mask) in zip(json.loads(run.stdout.splitlines()[-1]), expected, strict=True):
+        gaps = got["loss"] - loss, np.asarray(got["gradient"]) * mask - gradient
         apart = [max(most, float(np.abs(gap).max())) for most, gap in zip(apart, gaps, strict=True)]
     print("largest difference of loss and gradient:", apart)
     assert max(apart) <= 1e-6
