@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 sys.path += [str(Path(__file__).parents[1] / "policy")]
 
@@ -21,9 +22,15 @@ environment.prepare()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from layout_cases import tensors_of, write_gradients  # noqa: E402
+from megatron.bridge.models.conversion.param_mapping import (  # noqa: E402
+    AutoMapping,
+    RMSNorm2ZeroCenteredRMSNormMapping,
+)
 from safetensors.torch import load_file  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 
 from dynamo_megatron.bridge.source import build_chunks  # noqa: E402
 from dynamo_megatron.checkpoint.policy_state import begin_save, load_checkpoint  # noqa: E402
@@ -37,6 +44,7 @@ from dynamo_megatron.weight_sync.folder import write_huggingface  # noqa: E402
 from dynamo_megatron.weight_sync.schedule import BucketSource, make_schedule  # noqa: E402
 
 LENGTHS = (9, 70, 33, 21)
+RESPONSES = sum(LENGTHS) - 2 * len(LENGTHS)  # tokens
 
 
 def sequences(vocabulary):
@@ -51,8 +59,8 @@ def with_routes(data, spec, seed):
 
 
 def reference(folder, data):
-    """(logprobs of the responses, norm of the gradient of their mean, tokens of each expert by its router's name),
-    along the routes of `data` where it has some"""
+    """(logprobs of the responses, gradient of their negative mean by the folder's tensors, tokens of each expert by its
+    router's name), along the routes of `data` where it has some"""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     parts, load = [], {}
 
@@ -82,24 +90,51 @@ def reference(folder, data):
         parts.append(logits.log_softmax(-1).gather(1, tokens[2:, None])[:, 0])
     logprobs = torch.cat(parts)
     logprobs.mean().neg().backward()
-    gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-    return logprobs.detach(), torch.stack(gradients).norm().item(), load
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return logprobs.detach(), revert_weight_conversion(model, gradients), load
+
+
+def fit(policy, data, rate, folder, expected):
+    """A step on the mean of the responses' logprobs: (its loss, how far its gradient is from transformers').
+    `gradient`: norm of a tensor's difference over the tensor's norm, the largest, which is that of `furthest`."""
+    prepare = policy.optimizer.prepare_grads
+
+    def prepare_grads():  # the gradients are complete, and not clipped
+        policy.optimizer.prepare_grads = prepare
+        # The folder has these weights plus 1.
+        with mock.patch.object(RMSNorm2ZeroCenteredRMSNormMapping, "megatron_to_hf", AutoMapping.megatron_to_hf):
+            write_gradients(policy, folder)
+        return prepare()
+
+    policy.optimizer.prepare_grads = prepare_grads
+    found = policy.fit(data, np.full(len(LENGTHS), 1 / RESPONSES), rate)
+    written = tensors_of(folder)
+    assert all(name.endswith(ROUTER_BIAS) for name in written.keys() - expected.keys())
+    gaps = {n: ((written[n] - g).norm() / g.norm().clamp(min=1e-12)).item() for n, g in expected.items()}
+    norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
+    furthest = max(gaps, key=gaps.get)
+    gap = {"gradient": gaps[furthest], "furthest": furthest, "gradient_norm": abs(found["grad_norm"] / norm - 1)}
+    return found["loss"], gap
 
 
 class Collectives(TorchDispatchMode):
-    """Of torch.distributed in a block, by name."""
+    """Of torch.distributed in a block: their names, and the bytes that gathers bring from other ranks."""
 
     def __init__(self):
         super().__init__()
-        self.used = set()
+        self.used, self.received = set(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.used |= {func._opname} if func.namespace == "c10d" else set()
+        if func._opname == "gather_":
+            for parts in args[0]:  # only where it gathers to
+                self.received += sum(part.nbytes for part in parts) - args[1][0].nbytes
         return func(*args, **(kwargs or {}))
 
 
 def check_sent(policy, folder):
-    """What the senders send is the folder's tensors, each once, bit by bit, and nobody else gets any."""
+    """What the senders send is the folder's tensors, each once, bit by bit. They get only what they do not hold, and
+    nobody else gets any."""
     layout, spec = policy.layout, policy.spec
     schedule = make_schedule(spec, policy.config.parallel, layout.world_size, bucket_bytes=1 << 12, itemsize=4)
     assert all(("q_a_proj" in str(b.names)) == ("kv_a_proj" in str(b.names)) for b in schedule.buckets)  # MLA's
@@ -111,6 +146,10 @@ def check_sent(policy, folder):
                 assert torch.equal(tensor, stored[name]), name
                 sent.append(name)
     assert collectives.used == ({"gather_"} if layout.tp.size() > 1 else set()), collectives.used
+    lacking = 0
+    for unit in policy.chunks[0].units.values() if layout.tp.rank() == layout.dp_cp.rank() == 0 else ():
+        lacking += sum(stored[n].nbytes for n in unit.names) - sum(own.nbytes for _, _, own in unit.parts)
+    assert collectives.received == lacking
     everything = sorted(n for names in layout.gather(sent) for n in names)
     assert everything == sorted(spec.bridged.shapes), set(spec.bridged.shapes) ^ set(everything)
 
@@ -149,26 +188,32 @@ def check_balance(policy, folder, load, out):
     return reference(out, sequences(policy.spec.vocab_size))[0]
 
 
-def replay(policy, data, folder):
+def replay(policy, data, folder, out):
     """Along given routes of all tokens in all layers: logprobs, and how far they and the gradient are from
     transformers'."""
     given, other = (with_routes(data, policy.spec, seed) for seed in (1, 2))
-    expected, norm, _ = reference(folder, given)
+    expected, gradients, _ = reference(folder, given)
     logprobs, others = (
         policy.token_stats(d, policy.pack(d, [np.arange(len(LENGTHS))])).logprobs for d in (given, other)
     )
     assert (logprobs - others).abs().max() > 0.1, "routes change nothing"
     kept = held(policy)
-    found = policy.fit(given, np.full(len(LENGTHS), 1 / len(expected)), 0.0)
+    _, gaps = fit(policy, given, 0.0, out, gradients)
     policy.chunks[0].load_state_dict(kept, strict=False)  # the biases of routers
     logged = policy.routing.take()
     assert logged["moe/replayed"] == 1 and logged["moe/route_mismatch"] > 0.5, logged
-    gap = (logprobs - expected).abs().max().item()
-    return {"routed": logprobs.tolist(), "routed_gap": gap, "routed_gradient": abs(found["grad_norm"] / norm - 1)}
+    gaps["gap"] = (logprobs - expected).abs().max().item()
+    return {"routed": logprobs.tolist(), **{f"routed_{name}": gap for name, gap in gaps.items()}}
+
+
+def build_empty(*given):
+    chunks = build_chunks(*given)
+    assert all(parameter.isnan().all() for parameter in chunks[0].parameters())
+    return chunks
 
 
 def compare(case, store):
-    folder = case["folder"]
+    folder, out = case["folder"], Path(case["out"])
     spec = load_model_config(folder, source="bridge")
     config = Config(
         model={
@@ -185,28 +230,26 @@ def compare(case, store):
         trainer={"timeout": 120, "micro_batch_tokens": 80, "recompute": case.get("recompute", "none")},
     )
     layout = join_ranks(config, store)
-    policy = Policy(spec, config, layout, build=build_chunks)
+    policy = Policy(spec, config, layout, build=build_empty)
     check_sent(policy, folder)
     data = sequences(spec.vocab_size)
-    routed = {} if policy.routing is None else replay(policy, data, folder)
+    routed = {} if policy.routing is None else replay(policy, data, folder, out / "routed")
     packed = policy.pack(data, [np.arange(len(LENGTHS))])
     stats = policy.token_stats(data, packed)
-    expected, norm, load = reference(folder, data)
+    expected, gradients, load = reference(folder, data)
     gaps = [stats.logprobs - expected]
-    responses = sum(LENGTHS) - 2 * len(LENGTHS)
     if policy.routing is not None:
         policy.routing.take()
-    found = policy.fit(data, np.full(len(LENGTHS), 1 / responses), 1e-5)
+    loss, gradient = fit(policy, data, 1e-5, out / "gradients", gradients)
     if "rate" in case:
-        exported = check_balance(policy, folder, load, Path(case["out"], "hf"))
+        exported = check_balance(policy, folder, load, out / "hf")
         gaps.append(policy.token_stats(data, packed).logprobs - exported)
         assert (exported - expected).abs().max() > 0.01, "no other routes"
     gaps.append(policy.reference_logprobs(data, packed) - expected)
-    check_checkpoint(policy, Path(case["out"]))
+    check_checkpoint(policy, out)
     if layout.rank == 0:
-        loss = abs(found["loss"] + expected.mean().item())
         gap = torch.stack(gaps).abs().max().item()
-        result = {"gap": gap, "loss": loss, "gradient": abs(found["grad_norm"] / norm - 1), "norm": norm, **routed}
+        result = {"gap": gap, "loss": abs(loss + expected.mean().item()), **gradient, **routed}
         print(json.dumps({"name": Path(folder).name, "parallel": case["parallel"], **result}), flush=True)
 
 

@@ -19,6 +19,10 @@ PROCESSES = 2
 MODELS = {"deepseek_v3": {}, "glm4_moe": {}, "gpt_oss": {}, "qwen3_next": {}, "qwen3": {"tie_word_embeddings": True}}
 LAYOUTS = {"tp": {"tp": 2, "sequence_parallel": True}, "pp": {"pp": 2}, "ep": {"ep": 2}, "dp": {}}
 BALANCED = ("deepseek_v3", "glm4_moe")  # have biases of routers, which an update may move
+# Of its gradients by tensor: rounding grows in linear attention, and terms of its decays' (A_log) nearly cancel. Two
+# layouts differ by 4e-5 in these, by 2e-5 in others.
+QWEN3_NEXT = dict.fromkeys(("gradient", "routed_gradient"), 1e-4)
+WORDS = {"name", "parallel", "furthest", "routed_furthest"}  # of a result, not bounded
 MIXTURES = tuple(family for family in MODELS if family != "qwen3")
 
 
@@ -97,7 +101,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_admitted_models_equal_transformers_in_every_layout(run_job, folders, tmp_path):
-    """Logprobs, the gradient's norm, what a weight sync sends, a checkpoint that comes back, and the routers' biases
+    """Logprobs, each tensor's gradient, what a weight sync sends, a checkpoint that comes back, and the routers' biases
     after an update, the reference policy's beside them; along given routes, too, where they are one rank's as well."""
 
     def case(family, layout):
@@ -124,7 +128,8 @@ def test_admitted_models_equal_transformers_in_every_layout(run_job, folders, tm
             pairs = zip(routed, alone[result["name"]], strict=True)
             result["routed_beside_one_rank"] = max(abs(x - y) for x, y in pairs)
         print(result)
-        assert all(result[key] <= TOLERANCE for key in result.keys() - {"name", "parallel", "norm"}), result
+        bars = dict.fromkeys(result.keys() - WORDS, TOLERANCE) | (QWEN3_NEXT if result["name"] == "qwen3_next" else {})
+        assert all(result[key] <= bar for key, bar in bars.items()), result
 
 
 def test_fused_experts_are_not_spread(run_job, folders, tmp_path):
