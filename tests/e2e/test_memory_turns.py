@@ -8,10 +8,28 @@ from pathlib import Path
 import pytest
 from background_run import exported, same_weights
 
+from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
 POISONING = Path(__file__).with_name("poisoning_saver")
 STEPS = 5
+CRITIC = (
+    "algorithm.advantage={kind: gae}",
+    "algorithm.modulation=null",
+    "critic.optimizer={lr: 1.0e-3, warmup_steps: 0}",
+)
+# A tracker, which is called between a weight sync and the next rollouts: bytes of each model's parts on the device.
+WITNESS = """
+import gc
+from dynamo_megatron.policy.offload import PARTS, Offload
+class Resident:
+    def __init__(self, config, start):
+        self.close = lambda: None
+    def write(self, row):
+        for offload in [each for each in gc.get_objects() if type(each) is Offload]:
+            held = [sum(storage.nbytes() for storage in offload._storages(part)) for part in PARTS]
+            print("resident:", type(offload._policy).__name__, *held, flush=True)
+"""
 
 
 @pytest.mark.full
@@ -54,8 +72,9 @@ def colocated(workspace, start_run, tmp_path):
 
 @pytest.mark.full
 def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything(colocated, step_lines, tmp_path):
-    """Through all phases: generation, log-probs, updates, pushes, saves, evaluations, to the same bits."""
-    keys = ("checkpoint.every=2", "eval.data=problems.jsonl", "eval.every=2", "eval.samples=2")
+    """Through all phases, to the same bits: generation, log-probs, values, updates of policy and critic, pushes, saves,
+    evaluations."""
+    keys = (*CRITIC, "checkpoint.every=2", "eval.data=problems.jsonl", "eval.every=2", "eval.samples=2")
     names = ("plain", "poisoned")
     for name in names:
         run = colocated(name, *keys, poisoned=name == "poisoned")
@@ -69,12 +88,30 @@ def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything
     assert all(int(size) > 0 for tag, size in lost if tag == "kv_cache")
     assert same_weights(plain, poisoned)
     for row, other in zip(*(step_lines(tmp_path / name) for name in names), strict=True):
-        same = {key for key in row if key.startswith(("policy/", "reward/", "allocation/", "eval/"))}
+        same = {key for key in row if key.startswith(("policy/", "critic/", "reward/", "allocation/", "eval/"))}
         assert {key: other[key] for key in same} == {key: row[key] for key in same}
     for step in range(1, STEPS + 1):
         files = (step_file(tmp_path / name, step) for name in names)
         tokens, others = ({r.rollout_id: r.tokens for r in read_rollouts(file)} for file in files)
         assert tokens == others
+
+
+@pytest.mark.full
+def test_policy_and_critic_take_turns_to_the_same_bits(workspace, replay):
+    """On recorded rollouts, against a run that keeps both; weights, moments and heads are compared."""
+    (workspace / "witness.py").write_text(WITNESS)
+    keys, saved, said = (*CRITIC, "tracking.backends=['witness:Resident']"), [], []
+    for offload in ("false", "true"):
+        code, text, output = replay(f"critic-{offload}", lambda rollout: rollout, *keys, f"rollout.offload={offload}")
+        assert code == 0, text[-3000:]
+        saved.append(inspect(output / "checkpoints" / "step-000002"))
+        said.append(re.findall(r"^resident: (\w+) (\d+) (\d+) (\d+)$", text, re.MULTILINE))
+    kept, turns = said
+    assert kept == [] and {name for name, *_ in turns} == {"Policy", "Critic"}
+    for name, *parts in turns:  # the servers' next rollouts need the policy's weights at most
+        weights, optimizer, gradients = map(int, parts)
+        assert (weights > 0) == (name == "Policy") and optimizer == gradients == 0
+    assert "critic: " in describe(saved[0]) and list(differences(*saved)) == []
 
 
 LEAVE_OUT = """
