@@ -52,8 +52,10 @@ def random_model(config: PretrainedConfig, seed: int) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     lasting = set(model.state_dict())
     width = 0.25 if "linear_attention" in (getattr(config, KINDS, None) or ()) else 0.5
-    for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n in lasting)]:
-        if tensor.ndim >= 2:
+    for name, tensor in [*model.named_parameters(), *(pair for pair in model.named_buffers() if pair[0] in lasting)]:
+        if name.endswith("gate_up_proj_bias"):
+            tensor.normal_(0, 6)  # beyond GPT-OSS's swiglu_limit
+        elif tensor.ndim >= 2:
             tensor.normal_(0, width / tensor.shape[-1] ** 0.5)
         else:
             tensor.add_(torch.randn_like(tensor) * 0.3)

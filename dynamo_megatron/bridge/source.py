@@ -131,7 +131,10 @@ def build(hf_config: Any, dtype: torch.dtype, parallel: ParallelConfig, recomput
         "moe_router_bias_update_rate": 0.0,  # policy/routing.py moves them, by real tokens and once a step
         "moe_shared_expert_overlap": False,
         "moe_permute_fusion": torch.cuda.is_available(),
-        "bias_activation_fusion": provider.bias_activation_fusion and provider.activation_func is not F.gelu,
+        # Megatron's fused one clamps before it adds a separate bias
+        "bias_activation_fusion": provider.bias_activation_fusion
+        and provider.activation_func is not F.gelu
+        and provider.activation_func_clamp_value is None,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
