@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from background_run import exported, same_weights
+from background_run import exported, same_weights, timeless
 
 from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
 from dynamo_megatron.rollout.store import read_rollouts, step_file
@@ -97,21 +97,22 @@ def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything
 
 
 @pytest.mark.full
-def test_policy_and_critic_take_turns_to_the_same_bits(workspace, replay):
+def test_policy_and_critic_take_turns_to_the_same_bits(workspace, replay, step_lines):
     """On recorded rollouts, against a run that keeps both; weights, moments and heads are compared."""
     (workspace / "witness.py").write_text(WITNESS)
-    keys, saved, said = (*CRITIC, "tracking.backends=['witness:Resident']"), [], []
+    keys, saved, said, rows = (*CRITIC, "tracking.backends=['witness:Resident']"), [], [], []
     for offload in ("false", "true"):
         code, text, output = replay(f"critic-{offload}", lambda rollout: rollout, *keys, f"rollout.offload={offload}")
         assert code == 0, text[-3000:]
         saved.append(inspect(output / "checkpoints" / "step-000002"))
+        rows.append(list(map(timeless, step_lines(output))))
         said.append(re.findall(r"^resident: (\w+) (\d+) (\d+) (\d+)$", text, re.MULTILINE))
     kept, turns = said
     assert kept == [] and {name for name, *_ in turns} == {"Policy", "Critic"}
     for name, *parts in turns:  # the servers' next rollouts need the policy's weights at most
         weights, optimizer, gradients = map(int, parts)
         assert (weights > 0) == (name == "Policy") and optimizer == gradients == 0
-    assert "critic: " in describe(saved[0]) and list(differences(*saved)) == []
+    assert "critic: " in describe(saved[0]) and list(differences(*saved)) == [] and rows[0] == rows[1]
 
 
 LEAVE_OUT = """
