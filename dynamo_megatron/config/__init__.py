@@ -136,7 +136,7 @@ class AlgorithmConfig(Section):
                 yield f"old_logprobs: update does not go with {key}, which needs them before the update; set it to auto"
 
 
-class OptimizerConfig(Section):
+class AdamConfig(Section):
     lr: Annotated[float, Field(ge=0, le=1)] = 1e-6
     warmup_steps: NonNegative = 10
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -144,10 +144,13 @@ class OptimizerConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip_grad: Annotated[float, Field(gt=0)] = 1.0
+
+
+class OptimizerConfig(AdamConfig):
     cpu_offload: bool = False  # float32 weights and moments are in host memory, where the update is computed
 
 
-class CriticOptimizerConfig(OptimizerConfig):
+class CriticOptimizerConfig(AdamConfig):
     lr: Annotated[float, Field(ge=0, le=1)] = 1e-5
 
 
@@ -370,7 +373,7 @@ class Config(Section):
         if self.algorithm.advantage.kind != "gae":
             return None
         model = self.model.model_copy(update={"path": self.critic.path or self.model.path})
-        own = {"model": model, "optimizer": self.critic.optimizer}
+        own = {"model": model, "optimizer": self.optimizer.model_copy(update=dict(self.critic.optimizer))}
         own |= {"algorithm": AlgorithmConfig(), "reward": RewardConfig()}
         return self.model_copy(update=own)
 

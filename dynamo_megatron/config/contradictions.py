@@ -38,8 +38,6 @@ def critic_faults(config: Config) -> Iterator[str]:
             "model.lora: adapters of the policy beside a whole critic are not supported; set it to null, or "
             "algorithm.advantage.kind to rloo"
         )
-    elif config.critic.optimizer.cpu_offload != config.optimizer.cpu_offload:
-        yield "critic.optimizer.cpu_offload: must be as optimizer.cpu_offload; set both to true or both to false"
 
 
 def staleness_faults(config: Config) -> Iterator[str]:

@@ -242,12 +242,13 @@ def test_ppo_s_critic_has_trl_s_clip_and_is_of_gae_alone():
     rates = [late.learning_rate(step) / late.optimizer.lr for step in range(1, 8)]
     assert rates == [0.5, 0.5, 0.5, 0.5, 1, 0.5, 0]  # the policy is trained from step 4 on
     assert late.of_critic.learning_rate(4) == 0.4 * late.critic.optimizer.lr  # 4 of its 10
+    offloaded = load("ppo", "optimizer.cpu_offload=true").of_critic.optimizer
+    assert offloaded == config.optimizer.model_copy(update={"lr": 1e-5, "cpu_offload": True})
     assert load("ppo").of_critic.model.path == "model" and load("grpo").of_critic is None
     for method, overrides, message in (
         ("grpo", ["critic.path=other"], "critic: only algorithm.advantage.kind gae has one, and it is grpo; leave it"),
         ("grpo", ["algorithm.advantage.lambda=0.5"], "lambda: no option of kind grpo; set it to 0.95"),
         ("ppo", ["model.lora={}"], "model.lora: adapters of the policy beside a whole critic"),
-        ("ppo", ["optimizer.cpu_offload=true"], "critic.optimizer.cpu_offload: must be as optimizer.cpu_offload"),
         ("ppo", ["algorithm.advantage.positive_weight=0.1"], "positive_weight: is of a rollout's advantage"),
         ("ppo", ["algorithm.advantage.process.gamma=0.9"], "process.gamma: kind gae discounts by its own gamma"),
     ):

@@ -206,8 +206,8 @@ def test_a_critic_counts_as_a_second_policy():
     assert both.times.update == 2 * alone.times.update and both.times.logprobs == 2 * alone.times.logprobs
     for part in ("saving a checkpoint", "what waits while servers generate"):
         assert both.host[part] == 2 * alone.host[part]
-    critic = {"optimizer": {"cpu_offload": True}}
-    moved = planned("Qwen2.5-14B", "h200-141", 8, 1000, algorithm=algorithms[1], critic=critic, **critic, **parts)
+    on_host = {"optimizer": {"cpu_offload": True}}
+    moved = planned("Qwen2.5-14B", "h200-141", 8, 1000, algorithm=algorithms[1], **on_host, **parts)
     assert moved.host["the optimizer"] == 2 * 8 * moved.stages[0].state.host > 0
     parts["rollout"] |= {"offload": False}
     (resident,) = planned("Qwen2.5-14B", "h200-141", 8, 1000, algorithm=algorithms[1], **parts).stages
