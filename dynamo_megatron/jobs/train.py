@@ -117,7 +117,7 @@ class TrainJob(Job):
         elif serves:
             self._rollout = self._sampler = RolloutWorker(config, ends, spec.vocab_size, decoder, routes)
         if (teacher := config.algorithm.teacher) is not None:
-            check_teacher(teacher, tokenizer)
+            check_teacher(teacher, tokenizer, spec.vocab_size)
 
         def encode(prompt):
             return encode_prompt(prompt, tokenizer, config.data)

@@ -95,11 +95,12 @@ def bridged_spec(config: Mapping[str, Any], folder: Path) -> ModelSpec:
 
 def read_config(raw: Mapping[str, Any]) -> PretrainedConfig:
     """As transformers reads a folder with this config.json. Raises InputError."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     try:
         return CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
-    except Exception as error:  # of transformers, whatever it is
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
         kind = raw.get("model_type")
         raise InputError(f"transformers reads no model_type {kind!r:.80} from it ({error_line(error, 160)})") from None
 

@@ -162,7 +162,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     ends = [f"{i} {tokenizer.convert_ids_to_tokens(i)}" for i in end_token_ids(path, tokenizer)]
     yield ok(f"{size:,} tokens for {spec.vocab_size:,} rows; a response ends with {', '.join(ends)}")
     if (teacher := subject.config.algorithm.teacher) is not None:
-        check_teacher(teacher, tokenizer)
+        check_teacher(teacher, tokenizer, spec.vocab_size)
         yield ok(f"the teacher {teacher.path} has the same tokenizer")
 
 

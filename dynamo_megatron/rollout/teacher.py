@@ -7,7 +7,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,12 +57,14 @@ def prompt_logprobs(
     return found
 
 
-def check_teacher(teacher: TeacherConfig, tokenizer: Any) -> None:
-    """Raises InputError where the teacher does not answer or has another tokenizer."""
+def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int) -> None:
+    """Raises InputError where the teacher does not answer or has another tokenizer. `rows`: of the policy's embedding,
+    beyond which a tokenizer may have tokens that no server takes."""
     if (name := teacher.api_key_env) is not None and not os.environ.get(name):
         raise InputError(f"algorithm.teacher.api_key_env: the environment variable {name} is not set")
     if teacher.is_url:
-        text = PROBE + _added_tokens(tokenizer)
+        added = tokenizer.get_added_vocab()
+        text = PROBE + "".join(token for token in sorted(added, key=added.get) if added[token] < rows)
         try:
             _, ids = _logprobs_of(teacher, {"text": text}, threading.Event(), attempts=1)
         except RolloutError as error:
@@ -77,13 +78,6 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any) -> None:
             f"algorithm.teacher.path: {teacher.path} has another tokenizer than the policy, and their tokens cannot be "
             "compared; take a teacher of the policy's model family"
         )
-
-
-def _added_tokens(tokenizer: Any) -> str:
-    """All that the tokenizer's files name. Others, which transformers itself adds, may be beyond the embedding."""
-    files = Path(tokenizer.name_or_path).glob("*token*.json")
-    named, added = "".join(file.read_text(encoding="utf-8") for file in files), tokenizer.get_added_vocab()
-    return "".join(token for token in sorted(added, key=added.get) if token in named)
 
 
 def _logprobs_of(

@@ -14,6 +14,7 @@ from dynamo_megatron.rollout.teacher import check_teacher, prompt_logprobs
 from dynamo_megatron.types import Sequences
 
 pytestmark = pytest.mark.full
+ROWS = 128  # of the tiny model's embedding
 
 
 def sequences(vocabulary: int) -> Sequences:
@@ -51,35 +52,28 @@ def test_its_logprobs_are_those_of_the_model(teacher, tiny_model):
     np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-def test_its_tokenizer_is_the_policys(teacher, tiny_model):
+@pytest.mark.parametrize("added", ["12.5%", "<think>"])
+def test_its_tokenizer_is_the_policys(teacher, tiny_model, added):
     tokenizer, folder = load_tokenizer(tiny_model), TeacherConfig(path=str(tiny_model))
-    check_teacher(teacher, tokenizer)
-    check_teacher(folder, tokenizer)
-    tokenizer.add_tokens(["12.5%"])
+    check_teacher(teacher, tokenizer, ROWS)
+    check_teacher(folder, tokenizer, ROWS)
+    tokenizer.add_tokens([added])
     for other in (teacher, folder):
         with pytest.raises(InputError, match="has another tokenizer than the policy"):
-            check_teacher(other, tokenizer)
-
-
-def test_a_token_that_was_added_to_the_policys_tokenizer_is_compared(teacher, tiny_model, tmp_path):
-    tokenizer = load_tokenizer(tiny_model)
-    tokenizer.add_tokens(["<think>"])
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="has another tokenizer than the policy"):
-        check_teacher(teacher, load_tokenizer(tmp_path))
+            check_teacher(other, tokenizer, ROWS)
 
 
 def test_a_server_without_a_tokenizer_is_told_from_one_that_is_gone(tiny_model, monkeypatch):
     gone = TeacherConfig(path="http://127.0.0.1:9")
     with pytest.raises(InputError, match=r"no answer \(.*\)$"):
-        check_teacher(gone, load_tokenizer(tiny_model))
+        check_teacher(gone, load_tokenizer(tiny_model), ROWS)
 
     def refuse(*_):
         raise ServerError("/generate said 400: The engine initialized with skip_tokenizer_init=True cannot accept text")
 
     monkeypatch.setattr("dynamo_megatron.rollout.teacher.call_for", refuse)
     with pytest.raises(InputError, match=r"cannot accept text; .*: start it without --skip-tokenizer-init$"):
-        check_teacher(gone, load_tokenizer(tiny_model))
+        check_teacher(gone, load_tokenizer(tiny_model), ROWS)
 
 
 def test_a_server_that_refuses_is_named(teacher, monkeypatch):
@@ -88,4 +82,4 @@ def test_a_server_that_refuses_is_named(teacher, monkeypatch):
         prompt_logprobs(teacher, sequences(90))
     monkeypatch.delenv("TEACHER_KEY")
     with pytest.raises(InputError, match="the environment variable TEACHER_KEY is not set"):
-        check_teacher(teacher, None)
+        check_teacher(teacher, None, ROWS)

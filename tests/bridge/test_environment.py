@@ -10,7 +10,7 @@ from dynamo_megatron.errors import InputError
 
 
 def test_the_pinned_versions_are_those_that_make_bridge_installs():
-    installed = (Path(__file__).parents[1] / "requirements" / "bridge.txt").read_text()
+    installed = (Path(__file__).parents[2] / "requirements" / "bridge.txt").read_text()
     assert all(f"\n{package}=={version}\n" in installed for package, version in PINS.items())
 
 
