@@ -143,8 +143,8 @@ def _finals(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[
         known = compared and np.isfinite(summary.final[a])
         final = _interval(100 * found.final[name], ".1f") if known else _percent(summary.final[a])
         rows.append([name, failed, f"{rate:g}", final, difference])
-    note = f"Mean over the seeds, each arm at its best learning rate (highest {spec.metric}). Before training, "
-    return f"## Final scores\n\n{note}{control} has {_percent(summary.start)} %.\n\n{markdown(rows)}"
+    note = f"Mean over the seeds, each arm at its best learning rate (highest {spec.metric}). Score before training: "
+    return f"## Final scores\n\n{note}{_percent(summary.start)} %.\n\n{markdown(rows)}"
 
 
 def _costs(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[str], q: int) -> str:
