@@ -91,14 +91,13 @@ class TrainBatch:
             else:
                 process, returns = generalised_advantages(each, values, lengths, advantage.gamma, advantage.lam)
             process = whitened(process) if advantage.normalise == "batch" else process
-            process = process if config.algorithm.teacher is None else config.algorithm.teacher.reward_weight * process
             advantages = np.zeros(len(group))
         elif rewards:
             process = sum(process_advantages(r, group, lengths, advantage) for r in rewards)
         if (teacher := config.algorithm.teacher) is not None:
             assert teacher_gap is not None
             advantages = teacher.reward_weight * advantages
-            process = (0.0 if process is None else process) + teacher.weight * teacher_gap
+            process = (0.0 if process is None else teacher.reward_weight * process) + teacher.weight * teacher_gap
         known = implicit_rewards, teacher_gap, values, returns
         return cls(rollouts, advantages, mini_batch, weights, process, *known)
 

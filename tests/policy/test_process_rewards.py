@@ -51,12 +51,18 @@ PAIR = rollouts(("a", 1.0, [None, 0.5, 1.0]), ("a", 0.0, [-0.5, None]))
 
 
 def test_outcome_and_steps_by_hand():
-    """rloo: the outcome's advantages are 1 and -1; mean steps .75 and -.5; gamma .5, weight 2."""
-    config = configured("rloo", "algorithm.advantage.process={weight: 2.0, gamma: 0.5}")
+    """rloo: the outcome's advantages are 1 and -1; mean steps .75 and -.5; gamma .5, weight 2. A teacher's gap is added
+    to what it leaves of them."""
+    process = "algorithm.advantage.process={weight: 2.0, gamma: 0.5}"
+    config = configured("rloo", process)
     batch = TrainBatch.build(PAIR, config)
     np.testing.assert_array_equal(batch.advantages, [1.0, -1.0])
     returns = [1.0 / 2 + 1.5 / 4, 1.0 + 1.5 / 2, 1.5, -1.25, 0.0]
-    np.testing.assert_allclose(token_advantages(batch, config), np.array([1, 1, 1, -1, -1]) + 2 * np.array(returns))
+    expected = np.array([1, 1, 1, -1, -1]) + 2 * np.array(returns)
+    np.testing.assert_allclose(token_advantages(batch, config), expected)
+    taught, gap = configured("rloo", process, "algorithm.teacher={path: t, reward_weight: 0.5}"), np.linspace(-1, 1, 5)
+    batch = TrainBatch.build(PAIR, taught, teacher_gap=gap)
+    np.testing.assert_allclose(token_advantages(batch, taught), 0.5 * expected + gap, rtol=1e-6)
 
 
 def test_prime_by_hand():
