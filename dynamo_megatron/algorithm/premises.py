@@ -12,18 +12,21 @@ def premise_warnings(config: Config) -> list[str]:
     algorithm, functions = config.algorithm, len(config.reward.outcomes)
     allocation, advantage, loss = algorithm.allocation, algorithm.advantage, algorithm.loss
     uneven = allocation.kind != "uniform"
-    clips_values = advantage.kind == "gae" and config.critic.value_clip is not None
+    one_update, clips = loss.mini_batches == 1, loss.clip_ratio_high != loss.clip_ratio_low
     found = [
         (
             config.optimizer.lr == 0,
             "optimizer.lr=0: the weights stay as they are; set a learning rate, such as the default 1e-6",
         ),
         (
-            loss.mini_batches == 1
-            and (loss.kl_cov is not None or loss.clip_ratio_high != loss.clip_ratio_low or clips_values),
-            "algorithm.loss.mini_batches=1: the only update of a step is at ratio 1, where neither clips"
-            f"{', critic.value_clip' if clips_values else ''} nor kl_cov do anything; set algorithm.loss.mini_batches "
-            "to 2 or more",
+            one_update and loss.old == "policy" and (clips or loss.kl_cov is not None),
+            "algorithm.loss.mini_batches=1: the only update of a step is at ratio 1, where neither clips nor kl_cov do "
+            "anything; set algorithm.loss.mini_batches to 2 or more",
+        ),
+        (
+            one_update and advantage.kind == "gae" and config.critic.value_clip is not None,
+            "algorithm.loss.mini_batches=1: critic.value_clip does nothing in the only update of a step; set "
+            "algorithm.loss.mini_batches to 2 or more",
         ),
         (
             algorithm.dynamic_sampling is not None and advantage.kind in ("reinforce", "history", "gae"),

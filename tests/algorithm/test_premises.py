@@ -20,6 +20,7 @@ UNIFORM, GAE = {"kind": "uniform"}, {"kind": "gae"}
         ({}, {"reward": {"functions": ["math", "a:b"]}}, ["allocation.variance=bernoulli"]),
         ({"allocation": {"variance": "empirical"}}, {"reward": {"functions": ["math", "a:b"]}}, []),
         ({"allocation": UNIFORM, "loss": {"clip_ratio_high": 0.28}}, {}, ["loss.mini_batches=1"]),
+        ({"allocation": UNIFORM, "modulation": None, "loss": {"clip_ratio_high": 0.28, "old": "engine"}}, {}, []),
         ({"allocation": UNIFORM, "loss": {"kl_cov": {}, "mini_batches": 2}}, {}, []),
         ({"advantage": GAE}, {}, ["loss.mini_batches=1"]),
         ({"advantage": GAE, "loss": {"mini_batches": 2}}, {}, []),
