@@ -208,8 +208,8 @@ def visible_gpus() -> list[str]:
 
 async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
     """Runs `command` once for each of `jobs` parts of the runs, each with its share of the GPUs or cores. Returns
-    REFUSED where a part was refused, else the highest exit code. Raises ConfigError where there are fewer GPUs (or,
-    without GPUs, cores) than jobs."""
+    REFUSED where a part was refused, else the highest exit code (1 for a part that a signal ended). Raises ConfigError
+    where there are fewer GPUs (or, without GPUs, cores) than jobs."""
     cores, gpus = sorted(os.sched_getaffinity(0)), visible_gpus()
     if jobs > len(gpus or cores):
         raise ConfigError(f"--jobs: {jobs} for {len(gpus or cores)} {'GPUs' if gpus else 'cores'}; give fewer")
@@ -222,7 +222,7 @@ async def side_by_side(command: Sequence[str], jobs: int, stop: Stop) -> int:
             choose_threads(own, 1)
         parts.append(stop.child(command, {**os.environ, **own, PART: f"{i} {jobs}"}, cores[i::jobs]))
     codes = await asyncio.gather(*parts)
-    return REFUSED if REFUSED in codes else max(codes)
+    return REFUSED if REFUSED in codes else max(1 if code < 0 else code for code in codes)
 
 
 def keeps_servers(config: Config) -> bool:

@@ -93,6 +93,18 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     assert [line for line in lines if line.startswith("|")] == [x for x in again.splitlines() if x.startswith("|")]
 
 
+def test_curves_of_arms_that_are_evaluated_less_often(made, tmp_path, capsys):
+    made([1, 2, 3, 4, 5], usual)
+    assert main(["compare", "spec.yaml", "--table"]) == 0
+    curves = tmp_path / "out" / "curves.jsonl"
+    rows = [json.loads(line) for line in curves.read_text().splitlines()]
+    curves.write_text("".join(f"{json.dumps(r)}\n" for r in rows if (r["arm"], r["step"]) != ("half", 2)))
+    shutil.rmtree(tmp_path / "out" / "runs")
+    capsys.readouterr()
+    main(["compare", "spec.yaml", "--table"])
+    assert "| half | 0 of 10 | 1e-06 | 60.0 (60.0 to 60.0) | +0.0 (+0.0 to +0.0) |" in capsys.readouterr().out
+
+
 def test_a_seed_with_an_unfinished_run_is_left_out_and_four_seeds_give_no_ratio(made, capsys):
     made([1, 2, 3, 4, 5], lambda run: None if (run.arm, run.seed) == ("half", 4) else usual(run))
     assert main(["compare", "spec.yaml", "--table"]) == 0
