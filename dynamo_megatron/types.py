@@ -36,7 +36,8 @@ class Prompt:
 
     `prompt_id` names the problem for as long as the data lives (statistics are kept under it).
     Exactly one of `messages` (chat) and `text` is set; `tokens` is the rendered prompt, set by the prompt stream.
-    `where` is its place in the source ("path:line"), for messages.
+    `where` is its place in the source ("path:line"), for messages. `thinking`: the `<think>` or other marker with which
+    the rendered prompt ends, for reward functions, as a response begins after it; "" where it ends otherwise.
     """
 
     prompt_id: str
@@ -47,6 +48,7 @@ class Prompt:
     meta: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] | None = None
     where: str = field(default="", compare=False)
+    thinking: str = ""
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.text is None):

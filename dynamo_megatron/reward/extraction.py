@@ -12,6 +12,8 @@ NUMBER = re.compile(
 THINK = r"(?:think(?:ing)?|thought|reasoning)"
 FINAL = re.compile(rf"</{THINK}>|\[/THINK\]|<\|channel\|>final(?: [^<]{{0,50}})?<\|message\|>|◁/think▷|</seed:think>")
 THINKING = re.compile(rf"<{THINK}>|\[THINK\]|<\|channel\|>analysis|◁think▷|<seed:think>")
+OPENED = re.compile(rf"(?:{THINKING.pattern})\s*\Z")
+MARKER = re.compile(rf"<\|(?:channel|message)\|>|{THINKING.pattern}|{FINAL.pattern}")
 BOX = re.compile(r"\\(?P<kind>boxed|fbox)(?![A-Za-z])\s*\{?|\\[{}\\]|[{}]")
 GROUP = r"\{[^{}]{0,1000}\}"
 UNBRACED = re.compile(
@@ -44,6 +46,13 @@ def after_thinking(text: str) -> str | None:
     None where a `<think>` is not finished."""
     rest = text[max((found.end() for found in FINAL.finditer(text)), default=0) :]
     return None if THINKING.search(rest) else rest
+
+
+def opened_thinking(prompt: str) -> str:
+    """The marker of thinking that a rendered prompt ends with, as DeepSeek-R1's do, and the white space after it; ""
+    where it ends with none."""
+    found = OPENED.search(prompt)
+    return found[0] if found else ""
 
 
 def boxed(text: str) -> str | None:

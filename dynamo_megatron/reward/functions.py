@@ -67,11 +67,16 @@ class NoScore(Exception):
 
 
 def load_function(name: str, config: RewardConfig | None = None) -> Callable[[Prompt, str], Any]:
-    """The reward function `name`: a built-in one or `module:function`. `config`: None has the defaults. Raises
-    ValueError (one line) where there is no such function, and where `code` has no sandbox on this machine."""
+    """The reward function `name`: a built-in one or `module:function`. `config`: None has the defaults. A built-in one
+    reads the response with the marker of thinking that the prompt ends with. Raises ValueError (one line) where there
+    is no such function, and where `code` has no sandbox on this machine."""
     if name in CONFIGURED:
-        return load_callable(CONFIGURED[name], "reward.functions")(config or RewardConfig())
-    return UserFunction.load(BUILT_IN.get(name, name), "reward.functions", "prompt", "response").function
+        function = load_callable(CONFIGURED[name], "reward.functions")(config or RewardConfig())
+    else:
+        function = UserFunction.load(BUILT_IN.get(name, name), "reward.functions", "prompt", "response").function
+        if name not in BUILT_IN:
+            return function
+    return lambda prompt, response: function(prompt, prompt.thinking + response)
 
 
 def checked(value: Any) -> float:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.reward.extraction import MARKER, opened_thinking
 from dynamo_megatron.rollout.agents.episode import Finished
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import Request
@@ -20,6 +23,18 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 AGENT = "agent"  # names the reward that an agent returns, among those of reward functions
+PROMPT_END = 16  # tokens of a prompt in which a marker of thinking is looked for
+
+
+def response_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Decodes responses without special tokens, except those that mark thinking: without gpt-oss's `<|channel|>` or
+    Mistral's `[THINK]` a reward function could not tell the thinking from the answer."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or tokenizer.get_added_tokens_decoder()
+    special = {number: token.content for number, token in added.items() if token.special}
+    dropped = {number for number, text in special.items() if not MARKER.fullmatch(text)}
+    if len(dropped) == len(special):
+        return functools.partial(tokenizer.decode, skip_special_tokens=True)
+    return lambda tokens: tokenizer.decode([t for t in tokens if t not in dropped], skip_special_tokens=False)
 
 
 class Scoring:
@@ -27,16 +42,18 @@ class Scoring:
 
     def __init__(self, config: RewardConfig, pool: RewardPool, tokenizer: Tokenizer):
         self._config, self._pool, self._tokenizer = config, pool, tokenizer
+        self._decode = response_decoder(tokenizer)
 
     async def score(self, prompt: Prompt, response: Response) -> tuple[str, Score]:
         """Returns the text of the response, and its score. Raises RewardError."""
         episode = response if isinstance(response, Finished) else None
-        text = self._tokenizer.decode(response.tokens, skip_special_tokens=True) if episode is None else episode.text
+        text = self._decode(response.tokens) if episode is None else episode.text
         if response.error:
             return text, Score(0.0, False, status="failed")
         if episode is not None and (reward := episode.reward) is not None:
             return text, Score(reward, reward >= self._config.success_threshold, {AGENT: reward})
-        return text, await self._pool.score(prompt, text)
+        end = self._tokenizer.decode(prompt.tokens[-PROMPT_END:], skip_special_tokens=False)
+        return text, await self._pool.score(replace(prompt, thinking=opened_thinking(end)), text)
 
     async def rollout(self, step: int, request: Request, response: Response, server: str) -> tuple[Rollout, str]:
         """Returns the scored rollout, and how its reward failed ("" where it did not). Raises RewardError."""
@@ -47,7 +64,7 @@ class Scoring:
             rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
             rollout.status, failure, rollout.extracted = score.status, score.failure, score.answer
             if score.steps and rollout.episode is None:
-                located = (score.steps, response.tokens, rollout.response, self._tokenizer)
+                located = (score.steps, response.tokens, rollout.response, self._decode)
                 rollout.step_rewards = await asyncio.to_thread(token_spans, *located)  # microseconds a token
         return rollout, failure
 

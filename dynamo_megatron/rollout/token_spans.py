@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from dynamo_megatron.reward import Step
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 UNFINISHED = "\ufffd"  # what a part of a character decodes to
 LONGEST = 4  # bytes of a character, and so at most as many tokens
 
 
 def token_spans(
-    steps: Sequence[Step], tokens: Sequence[int], text: str, tokenizer: Tokenizer
+    steps: Sequence[Step], tokens: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]
 ) -> list[tuple[int, int, float]]:
     """Returns (first token, end, reward) of each step; a step is (first character, end, reward). Ends are exclusive.
-    Steps are in order and within `text`.
+    Steps are in order and within `text`, which is `decode(tokens)`.
 
     A token that two steps share is in both. A step that ends with the text also has the tokens after it: the stop token
     has no text.
     """
-    ends = character_ends(tokens, functools.partial(tokenizer.decode, skip_special_tokens=True))
+    ends = character_ends(tokens, decode)
 
     def reached(characters: int) -> int:
         """Returns the index of the first token after which the text has at least so many characters."""

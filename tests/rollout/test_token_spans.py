@@ -1,6 +1,7 @@
 """Steps from the characters of a response to its tokens, to the rollout file and back."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -40,7 +41,8 @@ def test_by_hand():
     # 2, +, 2, =4, blank, é (2 bytes), line end, 🙂 (4 bytes), ., end
     assert character_ends(tokens, tokenizer.decode) == [1, 2, 3, 5, 6, 6, 7, 8, 8, 8, 8, 9, 10, 10]
     steps = [(0, 4, 0.5), (4, 7, 1.0), (8, 9, 2.0), (9, 10, -1.0)]  # the first two share =4
-    assert token_spans(steps, tokens, text, tokenizer) == [(0, 4, 0.5), (3, 7, 1.0), (8, 12, 2.0), (12, 14, -1.0)]
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    assert token_spans(steps, tokens, text, decode) == [(0, 4, 0.5), (3, 7, 1.0), (8, 12, 2.0), (12, 14, -1.0)]
 
 
 @settings(deadline=None)  # a busy machine
@@ -56,7 +58,7 @@ def test_every_character_comes_with_its_last_byte(text):
 def test_bytes_that_are_no_text_keep_every_step_within_the_response(tokens):
     text = BYTES.decode(tokens)
     steps = [(k, k + 1, 1.0) for k in range(len(text))]
-    spans = token_spans(steps, tokens, text, BYTES)
+    spans = token_spans(steps, tokens, text, BYTES.decode)
     assert all(0 <= start < end <= len(tokens) for start, end, _ in spans)
     ends = [end for _, end, _ in spans]
     assert ends == sorted(ends) and (not spans or ends[-1] == len(tokens))
