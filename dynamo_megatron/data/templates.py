@@ -167,3 +167,9 @@ def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = Fal
             f"prompt{f', data.max_prompt_length asks for {asked}' if config.data.max_prompt_length else ''}"
         )
     return asked
+
+
+def longest_sequence(config: Config, spec: ModelSpec) -> int:
+    """Tokens that a sequence may have in training. Raises ValueError as `max_prompt_length`."""
+    most = max_prompt_length(config, spec) + config.rollout.max_new_tokens
+    return most if config.rollout.agent is None else config.model.max_length or spec.max_positions

@@ -12,7 +12,14 @@ from dynamo_megatron.algorithm.user_functions import check_loss, load_advantage,
 from dynamo_megatron.config import Config
 from dynamo_megatron.data.selection import PromptSelection
 from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
+from dynamo_megatron.data.templates import (
+    decoder_of,
+    encode_prompt,
+    end_token_ids,
+    load_tokenizer,
+    longest_sequence,
+    max_prompt_length,
+)
 from dynamo_megatron.evaluation.periodic import PeriodicEvaluation
 from dynamo_megatron.evaluation.problems import load_problems
 from dynamo_megatron.jobs.output_dir import OutputDir
@@ -117,7 +124,7 @@ class TrainJob(Job):
         elif serves:
             self._rollout = self._sampler = RolloutWorker(config, ends, spec.vocab_size, decoder, routes)
         if (teacher := config.algorithm.teacher) is not None:
-            check_teacher(teacher, tokenizer, spec.vocab_size)
+            check_teacher(teacher, tokenizer, spec.vocab_size, longest_sequence(config, spec))
 
         def encode(prompt):
             return encode_prompt(prompt, tokenizer, config.data)

@@ -5,6 +5,7 @@ disk, host memory, and a server of two layers of random weights."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import glob
 import json
 import os
@@ -26,7 +27,13 @@ from dynamo_megatron.bridge import environment
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.data.sources import load_prompts
-from dynamo_megatron.data.templates import encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
+from dynamo_megatron.data.templates import (
+    encode_prompt,
+    end_token_ids,
+    load_tokenizer,
+    longest_sequence,
+    max_prompt_length,
+)
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.problems import load_problems, overlap_warnings
 from dynamo_megatron.jobs import start_checks
@@ -77,11 +84,12 @@ ok, note, failed, skipped = (partial(Finding, level) for level in ("ok", "note",
 
 
 class Subject:
-    """A configuration and the number of its ranks, in all and on this node. Reads model config, tokenizer and prompts
-    once each, at the first access. Raises InputError for bad input."""
+    """A configuration and the number of its ranks, in all and on this node. Reads model config, tokenizer and prompts,
+    and starts a server, once each, at the first access. Raises InputError for bad input."""
 
     def __init__(self, config: Config, ranks: int, ranks_here: int):
         self.config, self.ranks, self.ranks_here = config, ranks, ranks_here
+        self.memory = min(psutil.virtual_memory().available, _cgroup_room())  # bytes, before anything is started
         self.data_notes: list[str] = []  # lines about rows that were left out of `prompts`
 
     @cached_property
@@ -95,6 +103,21 @@ class Subject:
     @cached_property
     def prompts(self) -> list[Prompt]:
         return load_prompts(self.config.data, needs_answer=self.config.needs_answers, say=self.data_notes.append)
+
+    @cached_property
+    def server(self) -> SGLangServer | None:
+        """Of two layers of random weights; None where the run starts no servers of its own."""
+        rollout = self.config.rollout
+        if rollout.engine != "sglang" or rollout.placement == "external":
+            return None
+        longest, layers = min(LONGEST, self.spec.max_positions), min(LAYERS, self.spec.num_layers)
+        changed = ["--context-length", str(longest)]
+        changed += ["--json-model-override-args", json.dumps({"num_hidden_layers": layers})]
+        changes = {"server_args": [*rollout.server_args, *SLICE, *changed], "host": "127.0.0.1", "port": None}
+        log = Path(tempfile.mkdtemp(prefix="preflight-"), "sglang.log")
+        started = SGLangServer(rollout.model_copy(update=changes), self.config.model, log)
+        started.start()
+        return started
 
     def encode(self, prompt: Prompt) -> list[int]:
         return encode_prompt(prompt, self.tokenizer, self.config.data)
@@ -162,7 +185,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     ends = [f"{i} {tokenizer.convert_ids_to_tokens(i)}" for i in end_token_ids(path, tokenizer)]
     yield ok(f"{size:,} tokens for {spec.vocab_size:,} rows; a response ends with {', '.join(ends)}")
     if (teacher := subject.config.algorithm.teacher) is not None:
-        check_teacher(teacher, tokenizer, spec.vocab_size)
+        check_teacher(teacher, tokenizer, spec.vocab_size, longest_sequence(subject.config, spec))
         yield ok(f"the teacher {teacher.path} has the same tokenizer")
 
 
@@ -288,7 +311,7 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
         return
     tokens, cuda = planning.workload(config, spec).mean, torch.cuda.is_available()
     parts = planning.host_memory(config, spec, subject.ranks, subject.ranks_here, tokens, cuda=cuda)
-    needed, available = sum(parts.values()), min(psutil.virtual_memory().available, _cgroup_room())
+    needed, available = sum(parts.values()), subject.memory
     told = ", ".join(f"{what} {size_text(value)}" for what, value in parts.items())
     if needed > available:
         raise InputError(
@@ -357,27 +380,20 @@ def gpu_server(subject: Subject) -> Iterator[Finding]:
 
 def server(subject: Subject) -> Iterator[Finding]:
     """Checks that SGLang starts in its interpreter and answers a request with tokens and logprobs."""
-    rollout, spec = subject.config.rollout, subject.spec
-    if rollout.engine != "sglang" or rollout.placement == "external":
+    if subject.server is None:
         yield skipped("this run starts no servers")
         return
-    changed = ["--context-length", str(min(LONGEST, spec.max_positions))]
-    changed += ["--json-model-override-args", json.dumps({"num_hidden_layers": min(LAYERS, spec.num_layers)})]
-    changes = {"server_args": [*rollout.server_args, *SLICE, *changed], "host": "127.0.0.1", "port": None}
-    log = Path(tempfile.mkdtemp(prefix="preflight-"), "sglang.log")
     try:
-        tried = SGLangServer(rollout.model_copy(update=changes), subject.config.model, log)
-        yield ok(asyncio.run(_try(subject, tried)))
+        yield ok(asyncio.run(_try(subject, subject.server)))
     except (RolloutError, ServerLost, TimeoutError) as error:
         # The folder is kept: the message names the log in it.
         raise InputError(
             f"{error}; if the cause is not the model's, name another rollout.python or correct rollout.server_args"
         ) from None
-    shutil.rmtree(log.parent, ignore_errors=True)
+    shutil.rmtree(subject.server.log.parent, ignore_errors=True)
 
 
 async def _try(subject: Subject, process: SGLangServer) -> str:
-    process.start()
     try:
         await process.wait_ready()
         async with open_session() as session:
@@ -418,6 +434,8 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
         checks |= OF_A_NODE
         if with_server:
             checks["server"] = server
+            with contextlib.suppress(ValueError, OSError):  # the check raises it again
+                _ = subject.server  # it starts beside the other checks
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
     bad: dict[str, None] = {}
     raised: set[str] = set()

@@ -57,9 +57,9 @@ def prompt_logprobs(
     return found
 
 
-def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int) -> None:
-    """Raises InputError where the teacher does not answer or has another tokenizer. `rows`: of the policy's embedding,
-    beyond which a tokenizer may have tokens that no server takes."""
+def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int, longest: int) -> None:
+    """Raises InputError where the teacher does not answer, takes no sequences of `longest` tokens or has another
+    tokenizer. `rows`: of the policy's embedding, beyond which a tokenizer may have tokens that no server takes."""
     if (name := teacher.api_key_env) is not None and not os.environ.get(name):
         raise InputError(f"algorithm.teacher.api_key_env: the environment variable {name} is not set")
     if teacher.is_url:
@@ -71,6 +71,12 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int) -> None:
             lacks = "; a teacher's server needs its tokenizer: start it without --skip-tokenizer-init"
             raise InputError(f"{error}{lacks if 'tokenizer' in str(error) else ''}") from None
         same = ids in (tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False))
+        (most,) = call_for(_endpoint(teacher), "/server_info", None, TIMEOUT, "max_req_input_len")
+        if longest >= most:
+            raise InputError(
+                f"algorithm.teacher.path: {teacher.path} takes fewer than {most} tokens, and sequences may have "
+                f"{longest}; lower model.max_length to {most - 1}, or start the teacher with a larger --context-length"
+            )
     else:
         same = load_tokenizer(teacher.path, key="algorithm.teacher.path").get_vocab() == tokenizer.get_vocab()
     if not same:
@@ -84,8 +90,7 @@ def _logprobs_of(
     teacher: TeacherConfig, given: dict[str, Any], over: threading.Event, attempts: int = ATTEMPTS
 ) -> tuple[list[float | None], list[int]]:
     """(logprob of each token, its id); the first has no logprob. `over`: nobody waits any more."""
-    key = os.environ[teacher.api_key_env] if teacher.api_key_env is not None else ""
-    endpoint = Endpoint("teacher", 0, teacher.path.rstrip("/"), 1, key)
+    endpoint = _endpoint(teacher)
     body = {**given, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "return_logprob": True}
     for left in reversed(range(attempts)):
         try:
@@ -98,3 +103,8 @@ def _logprobs_of(
             break
     over.set()  # the other requests end, too
     raise RolloutError(f"algorithm.teacher.path: {teacher.path} gave no logprobs: {said}")
+
+
+def _endpoint(teacher: TeacherConfig) -> Endpoint:
+    key = os.environ[teacher.api_key_env] if teacher.api_key_env is not None else ""
+    return Endpoint("teacher", 0, teacher.path.rstrip("/"), 1, key)

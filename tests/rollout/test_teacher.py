@@ -55,25 +55,27 @@ def test_its_logprobs_are_those_of_the_model(teacher, tiny_model):
 @pytest.mark.parametrize("added", ["12.5%", "<think>"])
 def test_its_tokenizer_is_the_policys(teacher, tiny_model, added):
     tokenizer, folder = load_tokenizer(tiny_model), TeacherConfig(path=str(tiny_model))
-    check_teacher(teacher, tokenizer, ROWS)
-    check_teacher(folder, tokenizer, ROWS)
+    check_teacher(teacher, tokenizer, ROWS, 2000)
+    check_teacher(folder, tokenizer, ROWS, 2000)
+    with pytest.raises(InputError, match=r"tokens, and sequences may have 2048; lower model.max_length to 20\d\d, or"):
+        check_teacher(teacher, tokenizer, ROWS, 2048)
     tokenizer.add_tokens([added])
     for other in (teacher, folder):
         with pytest.raises(InputError, match="has another tokenizer than the policy"):
-            check_teacher(other, tokenizer, ROWS)
+            check_teacher(other, tokenizer, ROWS, 2000)
 
 
 def test_a_server_without_a_tokenizer_is_told_from_one_that_is_gone(tiny_model, monkeypatch):
     gone = TeacherConfig(path="http://127.0.0.1:9")
     with pytest.raises(InputError, match=r"no answer \(.*\)$"):
-        check_teacher(gone, load_tokenizer(tiny_model), ROWS)
+        check_teacher(gone, load_tokenizer(tiny_model), ROWS, 2000)
 
     def refuse(*_):
         raise ServerError("/generate said 400: The engine initialized with skip_tokenizer_init=True cannot accept text")
 
     monkeypatch.setattr("dynamo_megatron.rollout.teacher.call_for", refuse)
     with pytest.raises(InputError, match=r"cannot accept text; .*: start it without --skip-tokenizer-init$"):
-        check_teacher(gone, load_tokenizer(tiny_model), ROWS)
+        check_teacher(gone, load_tokenizer(tiny_model), ROWS, 2000)
 
 
 def test_a_server_that_refuses_is_named(teacher, monkeypatch):
@@ -82,4 +84,4 @@ def test_a_server_that_refuses_is_named(teacher, monkeypatch):
         prompt_logprobs(teacher, sequences(90))
     monkeypatch.delenv("TEACHER_KEY")
     with pytest.raises(InputError, match="the environment variable TEACHER_KEY is not set"):
-        check_teacher(teacher, None, ROWS)
+        check_teacher(teacher, None, ROWS, 2000)
