@@ -26,7 +26,7 @@ from dynamo_megatron.tracking.metrics import STEP_LOGS, kept_bytes
 # Changed, these lead to other weights from the same rollouts, or to the same up to rounding.
 _TRAJECTORY = (
     *("optimizer", "critic.optimizer", "parallel", "kernels"),
-    *("trainer.micro_batch_tokens", "trainer.deterministic"),
+    *("trainer.micro_batch_tokens", "trainer.deterministic", "rollout.router_replay", "rollout.proof.max_mean_gap"),
 )
 
 
@@ -120,8 +120,10 @@ class OutputDir:
         that other settings will not give again, and are dropped if such settings have changed. With
         `rollout.max_staleness` they may come from weights up to `step`; the rollout process drops those that do not."""
         plain, ahead = to_plain(self._config), self._config.rollout.max_staleness > 0
+        scheduled = any(o.schedule != "constant" for o in (self._config.optimizer, self._config.critic.optimizer))
+        keys = (*_TRAJECTORY, *(["trainer.steps"] if scheduled else []))
         self._ended.unlink(missing_ok=True)
-        if not ahead and self._file.is_file() and self._changes(_TRAJECTORY):
+        if not ahead and self._file.is_file() and self._changes(keys):
             for later, rollouts in step_files(self.path).items():
                 if later > step + 1:
                     rollouts.unlink()

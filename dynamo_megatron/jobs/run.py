@@ -20,7 +20,14 @@ from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.retention import after_a_stop
-from dynamo_megatron.runtime.coordination import Coordinator, RemoteFailure, StopFlag, StopRequested, connect_store
+from dynamo_megatron.runtime.coordination import (
+    Coordinator,
+    RemoteFailure,
+    StopFlag,
+    StopRequested,
+    connect_store,
+    of_this_start,
+)
 from dynamo_megatron.runtime.late import dist, torch, uncollected
 from dynamo_megatron.runtime.plain_text import printable, show, show_exception
 from dynamo_megatron.runtime.user_code import UserCodeError
@@ -131,7 +138,7 @@ def run_rank(job: Job) -> int:
         if not Path(config.output_dir).is_dir():
             raise InputError(f"output_dir: rank {rank} does not see {config.output_dir}; all nodes must see it")
         coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
-        layout = join_ranks(config, store)
+        layout = join_ranks(config, of_this_start(store))
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
         job.wait_ready(coordinator, layout)
         job.show("loading model")

@@ -139,17 +139,20 @@ class TrainingRun:
         reads. Then removes the folders of earlier failures."""
         root = self._output / FAILED_STEPS
         earlier = [folder for other, folder in checkpoint_folders(root) if other != step]
-        leads = self._say is not None
-        state = {"failure": {"message": str(error), "config": to_plain(self.config)}} if leads else None
+        failure = {"failure": {"message": str(error), "config": to_plain(self.config)}}
+        state = failure if self._say is not None else None
         save = begin_save(self.policy, root, step, state, background=False, optimizer=False)
         # Keeps all: by number this one may be the oldest.
         save.complete(len(earlier) + 1, self.config.trainer.timeout, self._say)
-        if leads:
+
+        def add_batch() -> None:
             folder, repeat = root / f"step-{step:06d}", f"dynamo-megatron replay --step {self._output} {step}"
             error.inputs.save(folder / PASS_FILE)
             for other in earlier:
                 shutil.rmtree(other, ignore_errors=True)
             self._say(f"the batch that failed and its weights: {folder}; {repeat} repeats it")
+
+        self.on_rank_0("the batch that failed", add_batch)  # the first rank to end ends all
 
     # -- called by the loop ----------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:

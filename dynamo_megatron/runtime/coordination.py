@@ -54,6 +54,11 @@ def connect_store(timeout: float) -> dist.TCPStore:
         ) from None
 
 
+def of_this_start(store: dist.TCPStore) -> dist.PrefixStore:
+    """The keys of this start of the ranks: torchrun's store outlives those that torchrun starts again."""
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
 def _value(store: dist.Store, key: str) -> str | None:
     """Returns the value of a key; None where no rank has set it."""
     return store.get(key).decode() if store.check([key]) else None
@@ -96,7 +101,8 @@ class Coordinator:
     """This rank's end of the store. `step_timeout`: seconds from one `begin_step` to the next (None: any number)."""
 
     def __init__(self, store: dist.TCPStore, rank: int, stop: StopFlag, step_timeout: float | None = None):
-        self.rank, self.stop, self._store, self._step_timeout = rank, stop, store, step_timeout
+        self.rank, self.stop, self._step_timeout = rank, stop, step_timeout
+        self._store = of_this_start(store)
         self.step, self._step_began = 0, None  # the step under way; 0 before the first one
         # Held while a step's time is checked, and until the process ends where it has passed.
         self._ending = threading.Lock()
@@ -104,7 +110,8 @@ class Coordinator:
         self._closed = threading.Event()
         # A connection of its own: the main thread may be blocked in the other one.
         timeout = datetime.timedelta(seconds=30)
-        self._watch_store = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
+        watched = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
+        self._watch_store = of_this_start(watched)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def end_step(self) -> None:

@@ -30,6 +30,16 @@ def test_rollouts_of_weights_that_will_not_come_again_are_dropped(tmp_path, sect
         assert [name[10:11] for name in names] == steps
 
 
+@pytest.mark.parametrize(("schedule", "left"), [("constant", ["4", "6"]), ("cosine", ["4"])])
+def test_a_schedule_that_ends_elsewhere_is_another_one(tmp_path, schedule, left):
+    (tmp_path / "rollouts").mkdir()
+    for step in (4, 6):
+        (tmp_path / "rollouts" / f"step-{step:06d}.jsonl.zst").write_text("{}\n")
+    for steps in (100, 200):
+        OutputDir(settings(tmp_path, optimizer={"schedule": schedule}, trainer={"steps": steps})).take_over(4)
+    assert [p.name[10:11] for p in sorted((tmp_path / "rollouts").iterdir())] == left
+
+
 @pytest.mark.parametrize(
     ("now", "says"),
     [

@@ -25,13 +25,19 @@ def ranks(store):
         coordinator.close()
 
 
-def test_all_ranks_report_the_first_failure(ranks):
+def test_all_ranks_report_the_first_failure(ranks, store, monkeypatch):
     first, second = ranks
+    for coordinator in ranks:
+        coordinator.close()  # else their watchdogs would end this process
     assert second.fail("rank 1: no memory") == "rank 1: no memory"
     assert first.fail("rank 0: lost rank 1") == "rank 1: no memory"
     for wait in (first.check, lambda: second.wait("never", "nothing", 60)):
         with pytest.raises(RemoteFailure, match="rank 1: no memory"):
             wait()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun starts the ranks again, and keeps its store
+    again = Coordinator(store, 0, StopFlag())
+    again.check()
+    again.close()
 
 
 def test_a_signal_of_any_rank_stops_the_run(ranks):
