@@ -344,6 +344,8 @@ class Config(Section):
                     )
         if self.checkpoint.export_hf == "best" and not self.eval.every:
             yield "checkpoint.export_hf: 'best' is chosen by the periodic evaluation; set eval.every"
+        if self.checkpoint.export_hf == "every" and not self.checkpoint.every:
+            yield "checkpoint.export_hf: 'every' exports each checkpoint, and checkpoint.every is null; set it"
 
     @property
     def frozen_models(self) -> dict[str, str]:

@@ -33,6 +33,9 @@ def open_stream(
     """
     prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
     stream = PromptStream(prompts, config, encode, max_prompt_length)
+    if stream.skipped:
+        share = f"{stream.skipped:,} of {len(prompts):,} prompts"
+        log.warning("data.source: %s have more than %d tokens and are skipped", share, max_prompt_length)
     if stream.size < config.batch_prompts:
         log.warning("data.batch_prompts: %d is more than the %d problems", config.batch_prompts, stream.size)
     if before is not None:
@@ -66,7 +69,7 @@ class PromptStream:
         self._fitting = [index for index, length in enumerate(lengths) if length <= limit]
         self.size, self.skipped = len(self._fitting), len(prompts) - len(self._fitting)
         if not self.size:
-            raise InputError(f"data.max_prompt_length: all {len(prompts)} prompts have more than {limit} tokens")
+            raise InputError(f"data.source: all {len(prompts)} prompts have more than {limit} tokens, the most here")
         self.epoch, self._taken = 0, 0  # prompts of the epoch
         self._order = self._shuffled()
         self._fingerprint = _fingerprint(prompts, encode(prompts[0]))

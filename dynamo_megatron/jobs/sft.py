@@ -57,8 +57,8 @@ class SFTJob(Job):
         }
         if asked := [key for key, value in refused.items() if value]:
             raise ConfigError(
-                f"{asked[0]}: not for {self.name}, which samples and evaluates nothing and cuts prompt and completion "
-                "together at model.max_length"
+                f"{asked[0]}: not for {self.name}, which samples and evaluates nothing and skips rows of more than "
+                "model.max_length tokens"
             )
         return {**super().check(ranks), "examples an update": self.config.data.batch_prompts}
 

@@ -156,9 +156,8 @@ class SGLangClient:
         sampling = self._sampling | {name: value for name, value in given.items() if value is not None}
         sampling["stop"] = [*sampling["stop"], *stop]
         request = GenerateRequest(request_id, prompt_tokens, sampling, None if self.routes is None else routes_from)
-        limit = self._config.timeout_of(max_new_tokens)
         try:
-            async with asyncio.timeout(limit if timeout is None else timeout):
+            async with asyncio.timeout(self._config.timeout_of(max_new_tokens) if timeout is None else timeout):
                 status, reply = await self._answered(request)
         except aiohttp.ClientError as error:  # first: no connection in time is a TimeoutError, too
             raise ServerLost(f"the rollout server {self.url} does not answer: {self._own_words(error)}") from error
@@ -168,10 +167,7 @@ class SGLangClient:
             ) from error
         except TimeoutError:
             await self._abort(request.id)
-            return Response(
-                finish_reason="abort",
-                error=f"no response to {request_id} within rollout.timeout ({limit:g} s)",
-            )
+            return Response(finish_reason="abort", error=f"no response to {request_id} within rollout.timeout")
         if status in ITS_OWN_FAULT:
             return Response(error=f"{request_id}: the server refused it: {self._own_words(reply)}")
         if status != 200:

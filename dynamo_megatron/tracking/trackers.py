@@ -41,8 +41,8 @@ class TensorBoardTracker:
 
 class WandbTracker:
     """A wandb run. wandb ignores rows of earlier steps than the last one that it received, so the rows of steps that a
-    run repeats after a kill. Rows of evaluations have no step of wandb's, since an evaluation may end after later steps
-    (`rollout.max_staleness`); `eval/step` is their step."""
+    run repeats after a kill. Rows of evaluations have no step of wandb's and end none, since an evaluation may end
+    after later steps (`rollout.max_staleness`); `eval/step` is their step."""
 
     def __init__(self, config: Config, start: int):
         import wandb
@@ -64,7 +64,7 @@ class WandbTracker:
     def write(self, row: Row) -> None:
         values = numbers(row)
         if any(name.startswith("eval/") for name in values):
-            self._run.log(values | {"eval/step": row["step"]})
+            self._run.log(values | {"eval/step": row["step"]}, commit=False)
         else:
             self._run.log(values, step=row["step"])
 

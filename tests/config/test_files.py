@@ -47,6 +47,7 @@ def test_checks_across_sections_report_all_they_find():
         "algorithm.loss.mini_batches",
         "checkpoint.export_hf",
     ]
+    assert "'every' exports each checkpoint" in refused("checkpoint.export_hf=every", "checkpoint.every=null")[0]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_a_batch_larger_than_the_data_repeats_prompts(tmp_path, caplog):
         config = DataConfig(source=str(tmp_path / "a.jsonl"), batch_prompts=batch)
         open_stream(config, lambda p: [1] * len(p.text), 10)
         assert caplog.text.count("data.batch_prompts: 4 is more than the 3 problems") == lines
+    assert "data.source: 1 of 4 prompts have more than 10 tokens and are skipped" in caplog.text
 
 
 @pytest.mark.parametrize("before", [0, 1, 5, 7, 8])
@@ -67,7 +68,7 @@ def test_long_prompts_are_skipped_and_counted_once():
     drawn = ids(s.next(12))
     assert set(Counter(drawn).values()) == {3} and not {"p1", "p4"} & set(drawn) and s.skipped == 2
     assert ids(stream(prompts(6, long=[1, 4]), limit=None).next(6)) != drawn
-    with pytest.raises(ValueError, match="all 3 prompts have more than 10 tokens"):
+    with pytest.raises(ValueError, match="all 3 prompts have more than 10 tokens, the most here"):
         stream(prompts(3, long=[0, 1, 2]))
 
 

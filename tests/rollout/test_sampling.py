@@ -143,7 +143,7 @@ def test_a_response_that_never_ends_is_aborted():
     server = Server(lambda rid, number: asyncio.Event().wait() if rid == "r3" else None)
     outcomes, *_ = sample(server, limits={"r3": 1.0})  # which is long ago
     assert outcomes["r3"][0].finish_reason == "abort" and server.aborted == ["r3"]
-    assert outcomes["r3"][0].error == "no response to r3 within rollout.timeout (600 s)"
+    assert outcomes["r3"][0].error == "no response to r3 within rollout.timeout"
     assert sum(bool(r.error) for r, _ in outcomes.values()) == 1
 
 
