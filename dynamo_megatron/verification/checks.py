@@ -75,7 +75,10 @@ def _tensors(what: str, expected: str, hold: Mapping[str, bool]) -> Check:
 def _checks(record: StepRecord) -> Iterator[Check]:
     config, metrics, gradient = record.config, record.metrics, None
     before, after = record.saved(record.step - 1), record.saved(record.step)
-    yield _numbers("response tokens", int(record.rollouts.response_offsets[-1]), metrics["policy/tokens"], 0)
+    if config.algorithm.sequential is None:
+        yield _numbers("response tokens", int(record.rollouts.response_offsets[-1]), metrics["policy/tokens"], 0)
+    else:  # its rule trains on some of the rollouts that the record has
+        yield not_made("response tokens", "the reference does not cover algorithm.sequential")
     key = not_covered(config) if record.rollouts.step_rewards is None else "process rewards"
     if isinstance(before, str) or key is not None:
         why = before if key is None else f"the reference does not cover {key}"

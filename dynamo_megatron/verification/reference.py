@@ -52,6 +52,8 @@ def not_covered(config: Config) -> str | None:
         "algorithm.modulation.expectation": a.modulation is not None and a.modulation.expectation != "exact",
         "algorithm.rollout_correction": a.rollout_correction is not None,
         "algorithm.sequential": a.sequential is not None,
+        # Later rounds' baselines have the rewards of the step's earlier rounds, which no checkpoint has.
+        "algorithm.dynamic_sampling": a.needs_baseline and a.dynamic_sampling is not None,
         "algorithm.teacher": a.teacher is not None,
         "reward.prime": config.reward.implicit,
         "rollout.max_staleness": a.needs_baseline and config.rollout.max_staleness > 0,

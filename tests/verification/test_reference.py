@@ -14,6 +14,7 @@ from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.policy.batch import TrainBatch
 from dynamo_megatron.types import RolloutBatch, TokenStats
+from dynamo_megatron.verification.checks import _checks
 from dynamo_megatron.verification.record import StepRecord
 from dynamo_megatron.verification.reference import Statistics, learning_rate, not_covered, token_losses
 
@@ -95,6 +96,17 @@ def test_loss_and_slopes_are_the_trainers(seen, name):
     assert np.abs(found.slope).max() > 0
     for ours, theirs in zip(found, by_the_trainer(batch, stats, given, history), strict=True):
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-4, atol=1e-7)
+
+
+def test_what_no_file_has_is_not_covered():
+    """Rollouts of earlier rounds that are not trained on, and what the baselines of later rounds were made with."""
+    assert not_covered(config("dynamo", "algorithm.dynamic_sampling={}")) == "algorithm.dynamic_sampling"
+    assert not_covered(config("grpo", "algorithm.dynamic_sampling={}")) is None
+    sampled = SimpleNamespace(step_rewards=None, response_offsets=[0, 100])
+    for method in ("reinforce_ada", "pilot"):
+        record = StepRecord(Path("run"), 1, config(method), SimpleNamespace(num_experts=8), {}, sampled)
+        first = next(_checks(record))
+        assert (first.what, first.found) == ("response tokens", "")
 
 
 def test_adapters_and_experts_are_not_covered(tmp_path):
