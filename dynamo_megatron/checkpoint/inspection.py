@@ -42,7 +42,7 @@ class Contents:
     folder: Path
     kind: str
     facts: dict[str, str]
-    problem: str | None = None  # why it is not complete
+    problem: str | None = None  # why it, or a newer one of its run, is not complete
     tensors: Tensors | None = None  # None where they cannot be read
 
 
@@ -51,6 +51,7 @@ def inspect(path: Path) -> Contents:
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     others: dict[str, str] = {}
+    newest_fault = None
     if (root := path / "checkpoints").is_dir():
         others = {f"step {step}": fault(folder) or "complete" for step, folder in checkpoint_folders(root)}
         newest = latest_checkpoint(root)
@@ -58,8 +59,12 @@ def inspect(path: Path) -> Contents:
             listed = "".join(f"; {step}: {why}" for step, why in others.items())
             raise InputError(f"{path}: a run without a complete checkpoint{listed}")
         path = newest[1]
+        step, last = checkpoint_folders(root)[-1]
+        newest_fault = fault(last) and f"complete, but step {step}, the newest, is not"
     if (path / MANIFEST_FILE).is_file() or re.fullmatch(r"step-\d{6,}", path.name):
-        return _with_manifest(Contents(path, "checkpoint of a run", others))
+        contents = _with_manifest(Contents(path, "checkpoint of a run", others))
+        contents.problem = contents.problem or newest_fault
+        return contents
     torch_dist = is_torch_dist(path)
     if not torch_dist and not any(path.glob("*.safetensors")):
         raise InputError(f"{path}: neither a run, nor a checkpoint, nor a Hugging Face folder with safetensors")

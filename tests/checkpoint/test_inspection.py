@@ -114,6 +114,14 @@ def test_a_damaged_checkpoint_is_said_to_be(converted, tmp_path, tool):
     assert code == 1 and f"converted model, {file}: its bytes are not those that were saved" in out
 
 
+def test_a_run_whose_newest_checkpoint_is_damaged(converted, tmp_path, tool):
+    shutil.copytree(converted[1], tmp_path / "checkpoints" / "step-000003")
+    assert tool(tmp_path)[0] == 0
+    (tmp_path / "checkpoints" / "step-000004").mkdir()
+    code, out, _ = tool(tmp_path)
+    assert code == 1 and "complete, but step 4, the newest, is not\n" in out and "  step 4: " in out
+
+
 def test_names_reach_the_terminal_as_text(tmp_path, tool):
     save_file({"w\x1b[31m\n\u202edrow\x9b": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b]0;title\x07"}))
