@@ -209,7 +209,8 @@ class Controller:
         sampled = self._rules.joined(rounds)
         ratio = None if rounds[0].baseline is None else rounds[0].baseline.score_ratio
         allocations, drawing = [r.allocation for r in rounds], rounds[0].drawing or self._prompts.metrics()
-        return StepRecord(step, allocations, sampled, drawing, ratio, rounds[0].version)
+        origins = [r.origin for r in rounds]
+        return StepRecord(step, allocations, origins, sampled, drawing, ratio, rounds[0].version)
 
     def log(self, record: StepRecord, metrics: Mapping[str, float], batch: TrainBatch, stats: TokenStats) -> None:
         """Writes the step's metrics and allocation, its line for the user, and with `tracking.token_rollouts` the token

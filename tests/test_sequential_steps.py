@@ -40,6 +40,9 @@ def test_a_pilots_budget_goes_to_the_prompts_that_are_sometimes_solved(tmp_path)
         more = min(8, 24 // len(mixed))
         assert first == [4] * BATCH and record.allocations[1].prompt_ids == mixed and second == [more] * len(mixed)
         assert record.result.counts["requested"] == 16 + more * len(mixed)
+        drawn, known = record.drawn()
+        ids = record.allocations[0].prompt_ids
+        assert drawn.tolist() == [4 + more * (p in mixed) for p in ids] and not known.any()
         rollouts, n = batch.rollouts, 4 + more
         assert Counter(rollouts.prompt_ids) == dict.fromkeys(mixed, n)
         assert len(set(rollouts.group_ids)) == len(mixed)

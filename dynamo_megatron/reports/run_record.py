@@ -97,6 +97,7 @@ def read_revisits(folder: Path) -> Revisits | None:
     Raises ValueError (path:line) for a broken line.
     """
     rows = read_rows(folder / "allocation.jsonl", "step", "prompt_id", "n")
+    again = read_config(folder)["algorithm"].get("sequential") is not None  # rounds of the same prompts
     trials: Counter[str] = Counter()
     successes: Counter[str] = Counter()
     found: list[tuple[float, int]] = []
@@ -104,16 +105,19 @@ def read_revisits(folder: Path) -> Revisits | None:
     for step, group in groupby(rows, key=lambda row: row["step"]):
         if not (path := step_file(folder, step)).is_file():
             return None
-        visits = list(group)
-        visited, asked = visited + len(visits), asked + sum(visit["n"] for visit in visits)
-        for visit in visits:
-            name = visit["prompt_id"]
+        groups = [(row["prompt_id"], row["n"]) for row in group]
+        of_prompt: Counter[str] = Counter()
+        for name, n in groups:
+            of_prompt[name] += n
+        visits = list(of_prompt.items()) if again else groups
+        visited, asked = visited + len(visits), asked + sum(n for _, n in visits)
+        for name, n in visits:
             if trials[name]:
-                found.append((successes[name] / trials[name], visit["n"]))
+                found.append((successes[name] / trials[name], n))
         for rollout in read_rollouts(path, routes=False):
             position = int(rollout.group_id.rpartition("-")[2])
             # other positions were left by a killed run with other allocations
-            if rollout.status not in NOT_TRAINED and position < len(visits):
+            if rollout.status not in NOT_TRAINED and position < len(groups):
                 trials[rollout.prompt_id] += 1
                 successes[rollout.prompt_id] += rollout.success
     if not visited:

@@ -53,6 +53,7 @@ class StepRecord:
 
     step: int
     allocations: list[Allocation]  # one a round
+    origins: list[np.ndarray]  # of each round: `Round.origin`
     result: RolloutResult  # of all rounds, without what was rejected
     drawing: Mapping[str, float]  # metrics of the prompts' selection
     score_ratio: float | None = None  # of the baselines; None: the method has none from history
@@ -64,6 +65,16 @@ class StepRecord:
             for row in allocation.rows():
                 row |= {"round": number} if number else {}
                 yield row if self.version is None else {**row, "version": self.version}
+
+    def drawn(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each prompt that the step drew: its rollouts in all rounds, int64 [N]; whether it had earlier ones when it
+        was drawn, bool [N]."""
+        counts, history = (
+            np.concatenate([getattr(a, name) for a in self.allocations]) for name in ("counts", "history")
+        )
+        positions = np.concatenate(self.origins)
+        _, first = np.unique(positions, return_index=True)
+        return np.bincount(positions, counts).astype(np.int64), history[first]
 
 
 def _mean(values) -> float:
@@ -83,7 +94,7 @@ def step_metrics(
     """All metrics of a step, plain numbers; those of an option only where it is on. `updates`: of the policy; `fits`:
     of the critic."""
     rollouts, sampled = batch.rollouts, record.result.batch
-    counts, history = (np.concatenate([getattr(a, name) for a in record.allocations]) for name in ("counts", "history"))
+    counts, history = record.drawn()
     differs = informative(sampled.rewards, sampled.group_ids)
     differing, groups = len({sampled.group_ids[s] for s in np.flatnonzero(differs)}), len(set(sampled.group_ids))
     difference = stats.logprobs.numpy() - rollouts.engine_logprobs

@@ -66,6 +66,14 @@ def test_revisits_count_earlier_steps_only(folders, new_rollout):
     assert read_revisits(run) is None
 
 
+def test_the_rounds_of_a_step_are_one_visit(folders, new_rollout):
+    groups = ((1, 0, "a"), (2, 0, "a"), (2, 1, "b"), (2, 2, "a"))
+    rollouts = [new_rollout(step, g, k, reward=k, prompt_id=p) for step, g, p in groups for k in range(2)]
+    algorithm = {"allocation": {"kind": "uniform", "budget": 512}, "sequential": {"round_n": 8}}
+    revisits = read_revisits(folders.run("run", rollouts, algorithm=algorithm))
+    assert (revisits.success_rates.tolist(), revisits.rollouts.tolist(), revisits.uniform) == ([0.5], [4], 8 / 3)
+
+
 def test_findings_warn(tmp_path):
     falling = [{"policy/entropy": 1.0 - 0.033 * i, "rollout/logprob_gap_mean": 1e-4 * 1.2**i} for i in range(31)]
     longer = [{"reward/mean": i / 30, "rollout/response_length_mean": 100.0 + 3 * i} for i in range(31)]

@@ -39,12 +39,13 @@ def metrics(
     version=0,
     fits=(),
     values=(None, None),
+    rounds=(([2], [0]),),
     **algorithm,
 ) -> dict[str, float]:
     """Two rollouts of 2 and 8 tokens, of at most 8; the policy gives each token e^0.1 times the engine's chance.
     `rejected`: indices of those that the policy is said to reject. `steps`, `implicit`: process rewards; `process`:
     what they add to the tokens' advantages; `version`: of the weights that sampled all tokens; `fits`: updates of a
-    critic, `values`: its values and returns.
+    critic, `values`: its values and returns; `rounds`: of each, its prompts' rollouts and positions in the draw.
     `rewards`: those of RolloutResult."""
     engine = np.linspace(-1, -2, 10).astype(np.float32)
     sampled = [
@@ -64,7 +65,10 @@ def metrics(
         "server-1": ServerUse(busy=2.5, restarts=2, gpu=GpuUse(4, 70, 1.0)),
     }
     result = RolloutResult(rollouts, outcomes, 2.0, [], uses=uses).without(rejected, [])
-    allocation = SimpleNamespace(counts=np.array([2]), history=np.array([False]))
+    allocations = [
+        SimpleNamespace(counts=np.array(n), history=np.full(len(n), number > 0)) for number, (n, _) in enumerate(rounds)
+    ]
+    origins = [np.array(positions) for _, positions in rounds]
     config = Config(
         model={"path": "m"},
         data={"source": "d"},
@@ -74,7 +78,7 @@ def metrics(
     )
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
-        StepRecord(1, [allocation], result, {"data/epoch": 0}),
+        StepRecord(1, allocations, origins, result, {"data/epoch": 0}),
         TrainBatch(
             rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit, None, *values
         ),
@@ -136,6 +140,13 @@ def test_what_was_asked_for_counts_whatever_became_of_it():
         found = metrics(rejected=rejected)
         assert (found["rollout/requested"], found["rollout/response_tokens"]) == (2, 10)
         assert (found["rollout/rejected"], found["rollout/response_length_mean"]) == (len(rejected) / 2, length)
+
+
+@pytest.mark.parametrize(("position", "expected"), [(1, (2, 2, 6, 0.0)), (2, (3, 2, 4, 1 / 3))])
+def test_rollouts_are_counted_by_prompt_over_the_rounds(position, expected):
+    """The later round samples a prompt again (`sequential`), or another one (`dynamic_sampling`)."""
+    found = metrics(rounds=(([2, 2], [0, 1]), ([4], [position])))
+    assert tuple(found[f"allocation/{key}"] for key in ("prompts", "n_min", "n_max", "history_share")) == expected
 
 
 def test_diversity_is_of_groups_of_two_or_more():
