@@ -133,13 +133,13 @@ def default_ranks(config: Config) -> int:
     return gpu_count() or math.lcm(config.parallel.model_ranks, config.parallel.pp * config.parallel.ep)
 
 
-def check_node(config: Config) -> str:
+def check_node(config: Config, ranks_of_run: int, nodes: int) -> str:
     """Returns the name of the transport of weights. Raises InputError where this node has no room for its share of the
     colocated servers or no `rollout.python` for them, where `rollout.host` is no address or interface here, where
     `rollout.port`, or a MASTER_PORT that is set, cannot be listened to, or where the transport cannot work."""
-    rollout = config.rollout
+    rollout, trained = config.rollout, ranks_of_run // nodes
+    ranks, gpus = -(-rollout.servers // nodes) * rollout.tp, gpu_count()
     if rollout.engine == "sglang" and rollout.placement == "colocated":
-        ranks, gpus = -(-rollout.servers // training_nodes()) * rollout.tp, gpu_count()
         if ranks > (gpus or MOST_ON_A_CORE * os.cpu_count()):
             raise InputError(
                 f"rollout.servers: {rollout.servers} servers of {rollout.tp} ranks (rollout.tp) have {ranks} on this "
@@ -150,12 +150,19 @@ def check_node(config: Config) -> str:
                 f"rollout.python: there is no program {rollout.python} here; name the python of an environment with "
                 "SGLang"
             )
-        host, servers = listening_address(rollout.host), max(1, rollout.servers // training_nodes())
+        host, servers = listening_address(rollout.host), max(1, rollout.servers // nodes)
         for port in range(rollout.port, rollout.port + servers) if rollout.port is not None else ():
             check_port(host, port, "rollout.port")
     if "MASTER_PORT" in os.environ and "RANK" not in os.environ:  # a launcher's rank 0 may serve it already
         check_port("", int(os.environ["MASTER_PORT"]), "MASTER_PORT")
-    return check_transport(rollout)
+    transport = check_transport(rollout)
+    if transport == "ipc" and rollout.engine == "sglang" and ranks > trained:
+        raise InputError(
+            f"rollout.servers: {rollout.servers} servers of {rollout.tp} ranks (rollout.tp) have {ranks} GPUs on this "
+            f"machine, which has {trained} training ranks, and by ipc weights come from a rank on the same GPU; lower "
+            "rollout.servers or rollout.tp, start more ranks, or set rollout.sync.transport to gloo"
+        )
+    return transport
 
 
 def check_room(config: Config, spec: ModelSpec) -> str:

@@ -70,7 +70,7 @@ class TrainJob(Job):
         rollout = config.rollout
         if rollout.engine == "sglang" and rollout.placement != "external" and rollout.proof.checksums:
             check_server_parallel(spec, rollout.tp, "cuda" if cuda_available() else "cpu")
-        transport = check_node(config)
+        transport = check_node(config, ranks, training_nodes())
         return {
             **derived,
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",

@@ -45,11 +45,12 @@ from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer
+from dynamo_megatron.rollout.servers.fleet import training_nodes
+from dynamo_megatron.rollout.servers.server import ASK_TIMEOUT, SGLangServer, check_reachable, gpu_count
 from dynamo_megatron.rollout.teacher import check_teacher
 from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.late import torch
-from dynamo_megatron.runtime.listening import ranks_address
+from dynamo_megatron.runtime.listening import address_towards, store_address
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
 from dynamo_megatron.runtime.run_folder import refuse_foreign
 from dynamo_megatron.types import Prompt
@@ -280,10 +281,18 @@ def devices(subject: Subject) -> Iterator[Finding]:
 
 def network(subject: Subject) -> Iterator[Finding]:
     """The ports and addresses that the configuration or the launcher has fixed, and what brings the servers weights."""
-    config = subject.config
-    transport = start_checks.check_node(config)
-    if "RANK" in os.environ:
-        ranks_address()  # raises where other hosts could not reach this one
+    config, ranks = subject.config, subject.ranks
+    nodes = max(training_nodes(), -(-ranks // (gpu_count() or ranks)))  # without a launcher: of machines like this one
+    transport = start_checks.check_node(config, ranks, nodes)
+    check_reachable(config.rollout, [f"node {i}" for i in range(nodes)])
+    try:
+        if "RANK" in os.environ and (address := store_address()):
+            address_towards(address)
+    except OSError as error:
+        raise InputError(
+            f"MASTER_ADDR: this node does not reach {os.environ['MASTER_ADDR']} ({error.strerror}); set it to an "
+            "address of rank 0's host that all nodes know"
+        ) from None
     where = f"rollout.port {config.rollout.port}" if config.rollout.port else "free ones are taken"
     rendezvous = os.environ.get("MASTER_PORT", "a free one is taken")
     yield ok(f"ports of servers: {where}; rendezvous: {rendezvous}; weights go by {transport}")

@@ -283,6 +283,28 @@ def test_the_plan_for_the_gpus_here(check, failure, monkeypatch, two_h100s):
     assert level == "skipped" and "NVIDIA L40S" in text
 
 
+def test_the_nodes_of_a_run_without_a_launcher(check, failure, two_h100s):
+    said = failure("network", ranks=4)
+    assert said.startswith("rollout.host: '127.0.0.1' is each host's own, and the ranks are on 2 (node 0, node 1...)")
+    on_all = ["rollout.host=192.0.2.7", "rollout.servers=4"]
+    assert [level for level, _ in check("network", *on_all, ranks=4)] == ["ok"]
+    assert "servers of 1 ranks (rollout.tp) have 4 on this machine" in failure("network", *on_all, ranks=2)
+
+
+def test_servers_on_gpus_without_ranks(check, failure, two_h100s):
+    for key in ("rollout.servers=2", "rollout.tp=2"):
+        said = failure("network", key)
+        assert "have 2 GPUs on this machine, which has 1 training ranks, and by ipc" in said
+        assert [level for level, _ in check("network", key, ranks=2)] == ["ok"]
+        assert [level for level, _ in check("network", key, "rollout.sync.transport=gloo")] == ["ok"]
+
+
+def test_an_address_of_rank_0_that_no_name_server_knows(failure, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid"}.items():
+        monkeypatch.setenv(name, value)
+    assert failure("network").startswith("MASTER_ADDR: this node does not reach no-such-host.invalid (")
+
+
 def test_what_a_server_lacks_on_a_machine_with_cuda(base, check, monkeypatch, two_h100s):
     graphs = "rollout.server_args=[--cuda-graph-max-bs, '8', --attention-backend=triton]"
     ambiguous, cutlass = check("gpu server", graphs)
