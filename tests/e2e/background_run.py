@@ -116,6 +116,12 @@ class Run:
                 continue
         return {name: processes for name, processes in found.items() if processes}
 
+    def kill_server(self, name: str) -> None:
+        """kill -9 of all its processes; once the first is gone, its guard ends the others, too."""
+        for process in self.servers()[name]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
     def importing(self, library: str) -> dict[str, bool]:
         """Of the launcher and the run's other processes, by command line: whether it has the library in its memory."""
         found = {}

@@ -79,8 +79,7 @@ def live(workspace) -> tuple[Path, dict]:
     first = run = Run(workspace, *command)
     run.wait_until(lambda: len(rollout_lines(output, LOSE_STEP)) >= 2, f"rollouts of step {LOSE_STEP}")
     importing = run.importing("libtorch")
-    for process in run.servers()["server-1"]:
-        process.kill()
+    run.kill_server("server-1")
     run.wait_until(lambda: "server-1 left the rotation" in run.text, "word of the server that was killed")
     run.wait_until(lambda: len(rollout_lines(output, KILL_STEP)) >= 22, f"90 % of the rollouts of step {KILL_STEP}")
     run.kill()

@@ -64,8 +64,7 @@ def test_a_server_killed_breaks_no_bound(workspace, start_run, step_lines, probl
     options = ("trainer.steps=20", "rollout.max_staleness=2", "rollout.servers=2", f"output_dir={output}")
     run = start_run(workspace, workspace / "config.yaml", *AHEAD, *options)
     run.wait_until(lambda: len(step_lines(output)) >= 5, "five steps")
-    for process in run.servers()["server-1"]:
-        process.kill()
+    run.kill_server("server-1")
     assert run.wait(900) == 0, run.text[-3000:]
     rows = step_lines(output)
     assert len(rows) == 20 and all(row["rollout/dropped"] == 0 for row in rows)

@@ -50,8 +50,7 @@ def test_episodes_of_a_killed_server_go_on_on_another_from_their_ids(workspace, 
     middle = EPISODES * (TURNS * (LOSE_STEP - 1) + TURNS // 2)
     run.wait_until(lambda: noted("answered") >= middle, "the middle of a step's episodes", 600)
     assert noted("begun") == EPISODES * LOSE_STEP and noted("answered") < EPISODES * TURNS * LOSE_STEP
-    for process in run.servers()["server-1"]:
-        process.kill()
+    run.kill_server("server-1")
     assert run.wait(400) == 0, run.text[-3000:]
 
     assert noted("begun") == EPISODES * STEPS, "an episode started again"

@@ -55,7 +55,8 @@ def kill(name: str) -> None:
     found = processes_of(name)
     assert found, f"{name} has no processes"
     for process in found:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # once the first is gone, the guard ends the others
+            process.kill()
 
 
 def push(worker: RolloutWorker, version: int) -> list[str]:
