@@ -22,7 +22,12 @@ from dynamo_megatron.reward.mathematics.value import Node
 from dynamo_megatron.types import Prompt
 
 # Spans of bounded length, so that opening marks without a closing one do not cost a quadratic search.
-LATEX = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$\n]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
+# "$5 - $2 = $3" has no span: no digit follows a closing mark, and no blank is before it if a digit follows the opening.
+LATEX = re.compile(
+    r"\$\$(.{1,1000}?)\$\$|\$((?!\d)[^$\n]{1,1000}|\d[^$\n]{0,999}(?<!\s))\$(?!\d)"
+    r"|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]",
+    re.DOTALL,
+)
 # One word: "#### Step 1: add" is a heading, not an answer.
 MARKED = re.compile(r"^####[ \t]*(\S{0,200}[\d\\]\S{0,200})[ \t]*$", re.MULTILINE)
 TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
@@ -43,10 +48,21 @@ REFUSED_BEFORE = re.compile(
     r"|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
     re.IGNORECASE,
 )
-HARMLESS = "and|at|by|of|the|to|or"  # after a number
+HARMLESS = "and|at|by|of|the|to|or|per(?! ?(?:cent|mil))"  # after a number
 REFUSED_AFTER = re.compile(
     rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)", re.IGNORECASE
 )
+UNSURE = re.compile(
+    r"(?:\b(?:not|never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
+    re.IGNORECASE,
+)  # of REFUSED_BEFORE what makes the result of a calculation no answer
+DENIED = re.compile(r"[\s$]{0,3}(?:is|are) (?:not|no|wrong|incorrect|false)\b", re.IGNORECASE)
+TIMES = re.compile(r"(?<=[\d)%])\s*[xX]\s*(?=[\d($.])")  # 30 x 4
+AFTER_RESULT = re.compile(
+    r"[^.;!?\n]*\b(?:in|for|after|to|of|every|from|during|at|by|the|his|her|their|its|those|these|each|all|only|per)"
+    r"(?:\s+(?!(?:and|so|then|is|are|was|has|have|had|equals?|leaves?|leaving)\b)[^\W\d]+){0,2}\s*\Z"
+)
+IN_CALCULATION = re.compile(r"[-+−–*/×÷=]\s*$")
 REMARK = re.compile(r"\s+\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$")  # "160 minutes (2 hours and 40 minutes)."
 # An expression in the middle of a sentence: numbers, single letters and commands with signs between them.
 ATOM = (
@@ -57,8 +73,11 @@ ATOM = (
 RUN = re.compile(rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*/^=×·⋅÷±]|\*\*)[ \t]*[-−+]?{ATOM}|[ \t]?{ATOM})*")
 JOINED = re.compile(r"\s*(?:,\s*)?(and|or|,)\s*|\s*,\s*()")
 UNIT_AFTER = re.compile(r"\s?([^\W\d_]{2,}\b|[A-Za-z](?=[.,;]|\s*$))")
+UNIT_LAST = re.compile(r"(.*?[\d}$)])\s*([^\W\d_]+(?:/[^\W\d_]+)?)\.?\s*", re.DOTALL)
+ARTICLE = re.compile(r"\sa\Z")
 LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
 LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
+LAST_RUNS = 8  # among which the result of a calculation is looked for
 SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
 EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
 DIGIT = re.compile(r"[\d∞π½⅓⅔¼¾⅕-⅞]|\\(?:pi|infty|frac|sqrt)")
@@ -114,8 +133,8 @@ def final_answers(response: str, words: bool = False) -> list[str]:
         return found
     if marked:
         return [marked[-1][1]]
-    if tagged:
-        return [text]
+    if tagged and (words or _parsed(normal_form(text)) is not None):
+        return _readings(text)
     return _unmarked(text.replace("\\$", "\\dollar "), words)
 
 
@@ -129,7 +148,7 @@ def _unmarked(text: str, words: bool) -> list[str]:
         if not sentence.strip():
             continue
         if words or _parsed(normal_form(sentence)) is not None:
-            return [sentence]
+            return _readings(sentence)
         if expressions := last_expressions(sentence):
             return expressions
     if EMPTY_BOX.search(text):
@@ -147,28 +166,61 @@ def last_expressions(text: str) -> list[str]:
     spans = list(LATEX.finditer(text))
     end = spans[-1].end() if spans else 0
     found = _last_run(text[end:])
-    if found is not None or not spans:
-        return [] if found is None else [found]
+    if found or not spans:
+        return found
     first, either = len(spans) - 1, False
     while first > 0 and (joined := JOINED.fullmatch(text, spans[first - 1].end(), spans[first].start())):
         first, either = first - 1, either or joined[1] == "or"
     if refused(text, spans[first]):
         return []
     listed = [next(filter(None, span.groups())) for span in spans[first:]]
-    last = listed[-1] if _parsed_answer(normal_form(listed[-1])) is not None else _last_run(listed[-1]) or listed[-1]
+    last = listed[-1]
+    if _parsed_answer(normal_form(last)) is None:
+        last = (_last_run(last) or [last])[0]
     if (unit := UNIT_AFTER.match(text, end)) and is_unit(unit[1]):
         last = f"{last}\\text{{ {unit[1]}}}"
     return [last] if len(listed) == 1 else [", ".join(listed), *([] if either else [last])]
 
 
-def _last_run(text: str) -> str | None:
+def _last_run(text: str) -> list[str]:
+    """The readings of the last expression with a number; none where words beside it refuse it."""
+    text = TIMES.sub(" * ", re.sub(r"\$(?=\.?\d)", "", text))
     runs = [run for run in RUN.finditer(text) if DIGIT.search(run[0])]
-    if not runs or refused(text, runs[-1]):
-        return None
-    after = re.match(r"\s?[^\W\d_]+\b", text[runs[-1].end() :])
-    with_unit = runs[-1][0] + after[0] if after else ""
-    known = after is not None and (is_unit(after[0].strip()) or after[0].strip().lower() in MAGNITUDES)
-    return with_unit if known and _parsed(normal_form(with_unit)) is not None else runs[-1][0].strip()
+    if not runs:
+        return []
+    results = [run for run in runs[-LAST_RUNS:] if "=" in run[0] or _in_calculation(text, run)]
+    if results and AFTER_RESULT.match(text, results[-1].end(), runs[-1].start()):
+        runs = results  # 140 * 5 = 700 in 5 minutes
+    span = runs[-1]
+    run, rest = span[0].strip(), text[span.end() :]
+    if not results or span is not results[-1]:
+        if refused(text, span):
+            return []
+    elif UNSURE.search(text[max(0, span.start() - 50) : span.start()]) or DENIED.match(rest):
+        return []
+    elif _in_calculation(text, span) or _parsed_answer(normal_form(run)) is None:
+        run = run.rpartition("=")[2].strip()  # 48 cm * 2/3 = 32
+    if not (after := re.match(r"\s?([^\W\d_]+)\b", rest)):
+        return _readings(run)
+    if after[1].lower() in MAGNITUDES and _parsed(normal_form(run + after[0])) is not None:
+        return [run + after[0]]
+    if article := ARTICLE.search(run):  # 104 a day
+        return [run[: article.start()]]
+    no_inch = after[1] == "in" and re.match(r"\s*\w", rest[after.end() :])  # 104 in total
+    return [run] if no_inch else _readings(f"{run} {after[1]}") if is_unit(after[1]) else [run]
+
+
+def _in_calculation(text: str, span: re.Match[str]) -> bool:
+    return bool(IN_CALCULATION.search(text[max(0, span.start() - 3) : span.start()]))
+
+
+def _readings(text: str) -> list[str]:
+    """`text`, and before it `text` with a unit for its last word where that may be one: "12 m" is 12 metres, or 12
+    times m."""
+    found = UNIT_LAST.fullmatch(text)
+    if found is None or found[2].lower() in MAGNITUDES or not all(map(is_unit, found[2].split("/"))):
+        return [text]
+    return [f"{found[1]}\\text{{ {found[2]}}}", text]
 
 
 def refused(text: str, span: re.Match[str]) -> bool:
