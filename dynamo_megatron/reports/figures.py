@@ -12,10 +12,10 @@ import numpy as np
 from dynamo_megatron.reports.run_record import Revisits, RunRecord
 
 Figure = dict[str, Any]  # `data` (plotly's traces), `layout`, and `note`: a text below the title
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")  # of Okabe and Ito
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933", "#000000")
 DASHES = ("solid", "dash", "dot", "dashdot")
 MATPLOTLIB_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-TIMES = ("generate", "logprobs", "update", "weight_sync", "other", "evaluate", "save")
+TIMES = ("generate", "logprobs", "update", "weight_sync", "other", "evaluate", "save", "values", "critic")
 # of a digit of moe/load: tokens of an expert over the mean of its layer's experts, and the colour
 LOADS = {
     **{"none": "#000000", "≤ 1/16": "#0072b2", "1/8": "#3f96c6", "1/4": "#7fb8d8", "1/2": "#bfdceb", "1": "#ffffff"},
@@ -150,7 +150,10 @@ def _passes(runs: Mapping[str, RunRecord]) -> list[dict[str, Any]]:
 def _times(name: str, run: RunRecord) -> Figure:
     traces = []
     for phase, colour in zip(TIMES, COLOURS, strict=False):
-        x, y = run.steps.tolist(), plain(np.nan_to_num(run.series(f"time/{phase}")))
+        seconds = run.series(f"time/{phase}")
+        if not np.isfinite(seconds).any():  # without a critic
+            continue
+        x, y = run.steps.tolist(), plain(np.nan_to_num(seconds))
         shown = {"name": phase.replace("_", " "), "stackgroup": "time", "fillcolor": colour}
         traces.append({"x": x, "y": y, "line": {"width": 0.5, "color": colour}, **shown})
     made = figure(f"Time of a step by phase: {name}", "seconds", traces, "The phases add up to the step.")

@@ -86,6 +86,8 @@ FIELDS = {
     "n": ("rollouts per prompt", "{allocation/n_min:>2.0f}..{allocation/n_max:<3.0f}"),
     "gen": ("parts of time, s: generate", "{time/generate:>6.2f}"),
     "upd": ("update", "{time/update:>6.2f}"),
+    "values": ("of the critic", "{time/values:>6.2f}"),
+    "critic": ("its updates", "{time/critic:>6.2f}"),
     "sync": ("weights to servers", "{time/weight_sync:>6.2f}"),
     "logp": ("logprobs", "{time/logprobs:>6.2f}"),
     "eval": ("evaluation", "{time/evaluate:>6.2f}"),

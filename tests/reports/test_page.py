@@ -116,6 +116,14 @@ def test_answers_and_gpus_have_charts(folders):
     assert {title: lines.get(title) for title in CHARTED} == {title: len(keys) for title, keys in CHARTED.items()}
 
 
+def test_the_phases_of_a_step_include_the_critic_s(folders):
+    for name, phases in (("plain", ["generate"]), ("ppo", ["generate", "values", "critic"])):
+        run = folders.run(name)
+        folders.step(run, 1, **{f"time/{phase}": 1.0 for phase in phases})
+        (chart,) = (f for f in metric_figures(read_runs([run])) if f["title"].startswith("Time of a step"))
+        assert [trace["name"] for trace in chart["data"]] == phases
+
+
 @pytest.mark.full
 def test_the_page_in_a_browser(run, folders, new_rollout, tmp_path):
     """Nothing is fetched, nothing complains, hostile texts do nothing, and tokens have the numbers of the files."""
