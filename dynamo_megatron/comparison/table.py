@@ -163,7 +163,8 @@ def _costs(spec: Spec, arms: Mapping[str, Arm], found: Findings, compared: set[s
         rows.append(cells)
     return (
         f"## Cost of {SHARE_NAMES[SHARES[q]]} of {control}'s gain\n\nTo a score of {_percent(target)} %: the median "
-        f"over the seeds, at the learning rate where it is least.\n\n{markdown(rows)}"
+        "over the seeds, at the learning rate where it is least; infinite at one where the run of a seed failed.\n\n"
+        f"{markdown(rows)}"
     )
 
 

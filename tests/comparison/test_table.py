@@ -70,6 +70,7 @@ def test_tables_of_five_seeds(made, tmp_path, capsys):
     # half of .4 above .2: after two steps, 20 rollouts of 7 tokens; 2 + 4 s of their 5 s without evaluation and save
     half = next(i for i, line in enumerate(lines) if line.startswith("## Cost of half of grpo's gain"))
     assert lines[half + 2].startswith("To a score of 40.0 %")
+    assert lines[half + 2].endswith("; infinite at one where the run of a seed failed.")
     assert lines[half + 6] == "| grpo | 0 of 5 | 20 at 1e-06 | - | 140 at 1e-06 | - | 6 at 1e-06 | - |"
     ratios = "10 at 1e-06 | 0.50 (0.50 to 0.50) | 70 at 1e-06 | 0.50 (0.50 to 0.50) | 6 at 1e-06 | 1.00 (1.00 to 1.00)"
     assert lines[half + 7] == f"| half | 0 of 5 | {ratios} |"
