@@ -231,10 +231,10 @@ class RayRun:
         here = Counter(p.node for p in trains)
         seen: Counter[str] = Counter()
         for rank, placed in enumerate(trains):
-            # numbers in their order, or UUIDs
-            gpus = sorted((g for p in trains if p.node == placed.node for g in p.gpus), key=lambda gpu: (len(gpu), gpu))
-            # A rank sees all GPUs of its node, as under the other launchers: local ranks count them, servers find them.
-            local = gpus.index(placed.gpus[0]) if placed.gpus else seen[placed.node]
+            # A rank sees all GPUs of its node, as under the other launchers, in the order of the ranks: a node's first
+            # rank is RANK - LOCAL_RANK (policy/layout.py).
+            gpus = [gpu for p in trains if p.node == placed.node for gpu in p.gpus]
+            local = seen[placed.node]
             seen[placed.node] += 1
             own = {
                 **passed,

@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -96,6 +97,21 @@ def test_a_serving_actor_has_the_gpus_of_its_server(launch_without_room, capsys)
     assert launch_without_room("rollout.placement=split", "rollout.servers=2", "rollout.tp=2") == 1
     wanted = "3 x {'CPU': 1, 'GPU': 1}, 2 x {'CPU': 1, 'GPU': 2}"
     assert capsys.readouterr().err.startswith(f"ray: no resources for {wanted} within 0 s")
+
+
+def test_local_ranks_follow_the_ranks_whatever_the_gpus_are_called(monkeypatch):
+    pytest.importorskip("ray")
+    from dynamo_megatron.launcher import ray as launcher
+
+    monkeypatch.setattr(launcher.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="a:1"))
+    run, started = launcher.RayRun.__new__(launcher.RayRun), []
+    nodes, gpus = "aabb", ["GPU-f0", "GPU-1c", "1", "0"]
+    run._placed = [launcher.Placed(f"rank-{i}", None, nodes[i], gpus=[gpus[i]]) for i in range(4)]
+    run._ranks, run._servers, run._words = 4, 0, []
+    run._begin = lambda placed, command, words, environment: started.append(environment)
+    run._start()
+    assert [own["LOCAL_RANK"] for own in started] == ["0", "1", "0", "1"]
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in started] == ["GPU-f0,GPU-1c"] * 2 + ["1,0"] * 2
 
 
 def test_a_signal_to_stop_before_the_ranks_start_is_not_lost(launch_without_room, monkeypatch, capsys):
