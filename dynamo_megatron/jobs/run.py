@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ LOST_CONNECTION = re.compile(
 )
 LOST = "ConnectionError: lost the connection to another rank"
 ANOTHERS_END = (LOST, "RolloutError: ")
+NEW_FOLDER = 90.0  # seconds until every node sees one: NFS clients remember for 30 to 60 s that there was none
 
 
 class Job:
@@ -135,8 +137,7 @@ def run_rank(job: Job) -> int:
 
         job.show("joining ranks")
         store = connect_store(config.trainer.timeout)
-        if not Path(config.output_dir).is_dir():
-            raise InputError(f"output_dir: rank {rank} does not see {config.output_dir}; all nodes must see it")
+        _wait_for_folder(Path(config.output_dir), rank)
         coordinator = Coordinator(store, rank, stop, step_timeout=config.trainer.step_timeout)
         layout = join_ranks(config, of_this_start(store))
         # Servers on the same GPUs measure what is free when they start: nothing may be taken meanwhile.
@@ -184,6 +185,15 @@ def _prepare(job: Job, rank: int) -> ModelSpec:
     if model.source == "bridge":
         environment.prepare()
     return spec
+
+
+def _wait_for_folder(folder: Path, rank: int) -> None:
+    """Until this node sees the output folder, which rank 0 has created. Raises InputError where it does not."""
+    deadline = time.monotonic() + NEW_FOLDER
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise InputError(f"output_dir: rank {rank} does not see {folder}; all nodes must see it")
+        time.sleep(1.0)
 
 
 def _set_up_backend(deterministic: bool) -> None:

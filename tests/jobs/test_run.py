@@ -5,11 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dynamo_megatron.cli import main
+from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs import run
 from dynamo_megatron.rollout.result import RolloutError
 
@@ -128,3 +130,19 @@ def test_the_exit_code_and_the_last_line_follow_from_the_error(tiny_model, tmp_p
 def test_after_the_end_of_another_process_the_last_line_names_the_next_start(capsys, error, said):
     assert run._report(error, 0, None, lambda: "; resumes") == 1
     assert capsys.readouterr().err == said
+
+
+def test_a_new_output_folder_may_take_a_network_file_system_a_while(tmp_path, monkeypatch):
+    now = 0.0
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        if now >= 60:
+            (tmp_path / "run").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    run._wait_for_folder(tmp_path / "run", 8)
+    assert now == 60
+    with pytest.raises(InputError, match=r"^output_dir: rank 8 does not see .*/other; all nodes must see it$"):
+        run._wait_for_folder(tmp_path / "other", 8)
