@@ -136,10 +136,10 @@ def ranked(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) ->
     come first, by the time of a step in classes of 10 %, and in each class the simpler layouts first. The others
     follow, by the memory that they need.
 
-    Colocated servers are spread over all GPUs. With `rollout.max_staleness` and placement split, every division of the
-    cluster between ranks and servers is tried: whole nodes, or any division of a single node."""
+    Colocated servers are spread over all GPUs. With placement split, every division of the cluster between ranks and
+    servers is tried: whole nodes, or any division of a single node."""
     placement, divided = config.rollout.placement, [(cluster, None)]
-    if config.rollout.max_staleness > 0 and placement == "split":
+    if placement == "split":
         unit = cluster.gpus_per_node if cluster.nodes > 1 else 1
         divided = [(replace(cluster, gpus=own), cluster.gpus - own) for own in range(unit, cluster.gpus, unit)]
     plans = []

@@ -111,6 +111,13 @@ def test_the_search_divides_the_gpus_between_ranks_and_servers(gpus, unit, capsy
     assert f"together {rows[0][12]}, generated while the ranks train" in capsys.readouterr().out
 
 
+def test_the_search_divides_the_gpus_of_a_split_run_without_staleness(capsys):
+    split = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "rollout.max_new_tokens=2048", "--gpu", "h100-80"]
+    assert main(["plan", *split, "rollout.placement=split", "--gpus", "8", "--search"]) == 0
+    divided = [(int(row[1]), int(row[9]) * int(row[10])) for row in rows_of(capsys.readouterr().out.splitlines())]
+    assert len(set(divided)) > 1 and all(0 < serving <= 8 - ranks for ranks, serving in divided)
+
+
 FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
 
 
