@@ -282,6 +282,16 @@ class Config(Section):
         return self.rollout_bounds[0]
 
     @property
+    def rollout_range(self) -> tuple[int, int]:
+        """The fewest and the most rollouts of a step: with `algorithm.sequential` their rewards decide. Not counted:
+        further rounds of dynamic sampling."""
+        budget, _, high = self.rollout_bounds
+        if (sequential := self.algorithm.sequential) is None:
+            return budget, budget
+        most = high * self.batch_prompts if sequential.kind == "reinforce_ada" else budget
+        return sequential.round_n * self.batch_prompts, most
+
+    @property
     def rollout_bounds(self) -> tuple[int, int, int]:
         """Rollouts of a step, and the fewest and the most of a prompt. Raises ValueError where they contradict."""
         allocation, prompts = self.algorithm.allocation, self.batch_prompts

@@ -74,7 +74,7 @@ def describe(plan: Plan, origin: str) -> str:
         f"a step: {plan.config.rollout_budget} rollouts of {work.prompt:g} + {work.response:g} tokens on average; "
         f"{plan.micro_batches} micro-batches an update on each rank",
     ]
-    lines += ["", *_memory(plan), "", *_servers(plan), *_host_and_disk(plan), "", *_times(plan)]
+    lines += [*plan.assumed, "", *_memory(plan), "", *_servers(plan), *_host_and_disk(plan), "", *_times(plan)]
     verdict = plan.fault or f"fits: {_gib(c.gpu.memory - plan.peak)} GiB left on the fullest rank"
     return "\n".join([*lines, "", verdict])
 
@@ -208,6 +208,7 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
         f"{spec.family} ({origin}) on {cluster.gpus} x {cluster.gpu.name}: {len(plans)} layouts, {fitting} fit",
         "GiB: of the fullest rank; step s, train s: of a whole step and without generation",
         f"seconds: {MEASURED}",
+        *(plans[0].assumed if plans else []),
         *table(rows),
     ]
     if fitting:

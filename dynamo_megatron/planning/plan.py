@@ -131,6 +131,17 @@ class Plan:
         return None
 
     @property
+    def assumed(self) -> list[str]:
+        """A line if the rewards of a step decide how many rollouts it samples."""
+        (least, most), budget = self.config.rollout_range, self.config.rollout_budget
+        if least == most:
+            return []
+        return [
+            f"algorithm.sequential: a step samples {least} to {most} rollouts and trains on some of them; the numbers "
+            f"depend on their rewards, and the plan is for {budget} that are sampled and trained on"
+        ]
+
+    @property
     def checkpoint(self) -> int:
         """Bytes."""
         of_one = formulas.checkpoint_bytes(self.spec, self.config.model.dtype, self.config.model.lora)

@@ -143,6 +143,13 @@ def test_print_config_shows_who_set_what(base, capsys):
     assert not (base / "run").exists()
 
 
+@pytest.mark.parametrize(("method", "numbers"), [("reinforce_ada", "256 to 1024"), ("pilot", "512 to 1024")])
+def test_rollouts_of_a_step_that_its_rewards_decide(method, numbers, base, capsys):
+    keys = ["data.batch_prompts=32", "algorithm.allocation.budget=1024"]
+    assert main(["train", str(base / "config.yaml"), f"methods/{method}", *keys, "--print-config"]) == 0
+    assert f"#   rollouts a step: {numbers} for 32 prompts" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("keys", "servers"),
     [

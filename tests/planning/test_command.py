@@ -118,6 +118,14 @@ def test_the_search_divides_the_gpus_of_a_split_run_without_staleness(capsys):
     assert len(set(divided)) > 1 and all(0 < serving <= 8 - ranks for ranks, serving in divided)
 
 
+@pytest.mark.parametrize("search", [[], ["--search"]])
+def test_what_a_plan_assumes_of_a_step_whose_rewards_decide(search, capsys):
+    for method, said in (("reinforce_ada", "samples 256 to 1024 rollouts"), ("grpo", "")):
+        main(["plan", f"methods/{method}", *README, "--gpus", "2", "--gpu", "h100-80", *search])
+        lines = [line for line in capsys.readouterr().out.splitlines() if "algorithm.sequential" in line]
+        assert len(lines) == bool(said) and all(said in line and "plan is for 256" in line for line in lines)
+
+
 FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
 
 
