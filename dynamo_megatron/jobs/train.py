@@ -71,6 +71,7 @@ class TrainJob(Job):
         if rollout.engine == "sglang" and rollout.placement != "external" and rollout.proof.checksums:
             check_server_parallel(spec, rollout.tp, "cuda" if cuda_available() else "cpu")
         transport = check_node(config, ranks, training_nodes())
+        rollouts = " to ".join(map(str, dict.fromkeys(config.rollout_range)))
         return {
             **derived,
             "prompt limit": f"{limit} tokens, response limit {config.rollout.max_new_tokens}",
