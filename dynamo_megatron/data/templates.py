@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ PLAIN = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ 'Assistant:' }}{%- endif -%}"
 )
+# What chat templates that print the date (Llama 3.2, SmolLM3) are told: with the clock's, a run that is resumed on
+# another day would have other prompts.
+DATE = datetime.datetime(2026, 1, 1)
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 
 
@@ -135,7 +139,12 @@ def _chat_tokens(
     messages = chat_messages(prompt, config.system_prompt)
     try:
         encoded = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **config.template_args
+            messages,
+            tools=tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **template_variables(config),
         )
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise InputError(
@@ -145,8 +154,14 @@ def _chat_tokens(
     return list(encoded["input_ids"])
 
 
+def template_variables(config: DataConfig) -> dict[str, Any]:
+    """What a chat template is rendered with, besides the conversation."""
+    return {"strftime_now": DATE.strftime, **config.template_args}
+
+
 def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = False) -> int:
-    """The largest number of prompt tokens: `data.max_prompt_length`, else the model's length less the response limit.
+    """The largest number of prompt tokens: `data.max_prompt_length`, which does not count in an evaluation, else the
+    model's length less the response limit.
 
     Raises ValueError where prompt and response together exceed the model's length, or `model.max_length` does.
     """
@@ -160,7 +175,7 @@ def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = Fal
     if evaluation and config.eval.max_new_tokens is not None:
         key, response = "eval.max_new_tokens", config.eval.max_new_tokens
     room = limit - response
-    asked = config.data.max_prompt_length or room
+    asked = (None if evaluation else config.data.max_prompt_length) or room
     if room < 1 or asked > room:
         raise InputError(
             f"{key}: {response} tokens leave {max(0, room)} of {limit} for the "

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dynamo_megatron.config import Config, DataConfig
+from dynamo_megatron.config import AlgorithmConfig, Config, DataConfig, RewardConfig
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import chat_messages, encode_prompt, load_tokenizer
+from dynamo_megatron.data.templates import chat_messages, encode_prompt, load_tokenizer, template_variables
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
@@ -45,7 +45,9 @@ class SFTJob(Job):
     name = "sft"  # of the command, in metrics and messages
 
     def __init__(self, config: Config):
-        super().__init__(config, OutputDir(config))
+        # The RL parts of a config that `train` reads too: their models, critic and schedule are not for this command.
+        own = config.model_copy(update={"algorithm": AlgorithmConfig(), "reward": RewardConfig()})
+        super().__init__(own, OutputDir(config))
         self._stream = None
 
     def check(self, ranks: int) -> dict[str, Any]:
@@ -194,7 +196,7 @@ def examples_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Data
 
 
 def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
-    chat, tools = ChatTokens(tokenizer, [tokenizer.eos_token_id], config.template_args), _tools(prompt)
+    chat, tools = ChatTokens(tokenizer, [tokenizer.eos_token_id], template_variables(config)), _tools(prompt)
     examples: list[Example] = []
     held = 0  # messages up to the last answer
     try:

@@ -220,7 +220,13 @@ def data(subject: Subject) -> Iterator[Finding]:
 def reward(subject: Subject) -> Iterator[Finding]:
     """Runs the reward functions on the right answer and on a wrong answer of three prompts, in reward workers and under
     the deadline."""
-    config, prompts = subject.config.reward, subject.prompts[:SAMPLES]
+    config, prompts = subject.config.reward, subject.prompts
+    if subject.config.rollout.agent is not None:
+        prompts = [prompt for prompt in prompts if prompt.answer is not None]
+    if not prompts:
+        yield skipped("no row has an answer; the agent gives the reward")
+        return
+    prompts = prompts[:SAMPLES]
     try:
         scores = asyncio.run(_score(config, prompts))
     except RewardError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.data.templates import load_tokenizer
+from dynamo_megatron.data.templates import load_tokenizer, template_variables
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.reward import RewardError, RewardPool
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
@@ -98,7 +98,7 @@ class Generator:
                 config.model.max_length
                 or load_model_config(config.model.path, source=config.model.source).max_positions
             )
-            chat = ChatTokens(tokenizer, self._eos_token_ids, config.data.template_args)
+            chat = ChatTokens(tokenizer, self._eos_token_ids, template_variables(config.data))
             self._agents = Agents(config, self._fleet, chat, length, self._vocab_size)
             await self._agents.open(self._stack)
         self._stack.push_async_callback(self._end_dispatched)

@@ -63,9 +63,14 @@ class Scoring:
             rollout.reward, rollout.success = score.reward, score.success
             rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
             rollout.status, failure, rollout.extracted = score.status, score.failure, score.answer
-            if score.steps and rollout.episode is None:
-                located = (score.steps, response.tokens, rollout.response, self._decode)
-                rollout.step_rewards = await asyncio.to_thread(token_spans, *located)  # microseconds a token
+            if score.steps:
+                tokens, before = response.tokens, 0
+                if rollout.episode is not None:  # the text is that of the last answer
+                    last = rollout.episode.turns[-1]
+                    tokens, before = rollout.tokens[last.start : last.end], sum(rollout.response_mask[: last.start])
+                located = (score.steps, tokens, rollout.response, self._decode)
+                spans = await asyncio.to_thread(token_spans, *located)  # microseconds a token
+                rollout.step_rewards = [(before + start, before + end, reward) for start, end, reward in spans]
         return rollout, failure
 
     def _unscored(self, step: int, request: Request, response: Response, server: str) -> Rollout:

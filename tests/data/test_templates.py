@@ -1,9 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dynamo_megatron.config import DataConfig
+from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data import encode_prompt, load_tokenizer
+from dynamo_megatron.data.templates import max_prompt_length
 from dynamo_megatron.types import Prompt
 
 CHAT = (
@@ -77,6 +80,18 @@ def test_variables_of_the_chat_template():
             rendered(TEXT, chat, template_args=variables)
     with pytest.raises(ValueError, match="template_args: goes with template 'chat'"):
         DataConfig(source="a.jsonl", template="{prompt}", template_args={"a": 1})
+
+
+def test_a_template_that_prints_the_date_gives_the_same_prompt_on_every_day():
+    chat = "{{ strftime_now('%d %b %Y') }}" + CHAT
+    assert rendered(TEXT, chat) == "01 Jan 2026<u>1+1?<a>"
+
+
+def test_the_limit_of_prompts_is_not_one_of_evaluated_problems():
+    given = {"data": {"source": "d", "max_prompt_length": 5}, "rollout": {"max_new_tokens": 4}}
+    config = Config(model={"path": "m"}, output_dir="o", eval={"max_new_tokens": 6}, **given)
+    spec = SimpleNamespace(max_positions=20)
+    assert [max_prompt_length(config, spec, evaluation=each) for each in (False, True)] == [5, 14]
 
 
 def test_load_tokenizer(tmp_path):

@@ -5,10 +5,10 @@ import json
 import pytest
 from agents_chat import make_tokenizer
 
-from dynamo_megatron.config import DataConfig
+from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data.templates import PLAIN
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.sft import examples_of
+from dynamo_megatron.jobs.sft import SFTJob, examples_of
 from dynamo_megatron.types import Prompt
 
 TOKENIZER = make_tokenizer()
@@ -119,3 +119,11 @@ def test_a_template_without_tool_calls_is_one_line():
         str(refused.value)
         == "prompt 'p': messages: the chat template does not render tool calls as a part of the answer"
     )
+
+
+def test_the_rl_parts_of_a_shared_config_do_nothing(tmp_path):
+    algorithm = {"advantage": {"kind": "gae"}, "kl": {"coef": 0.1}, "modulation": None}
+    config = Config(model={"path": "m"}, data={"source": "d"}, output_dir=str(tmp_path), algorithm=algorithm)
+    own = SFTJob(config).config
+    assert config.frozen_models and config.trained_models == 2
+    assert not own.frozen_models and own.trained_models == 1

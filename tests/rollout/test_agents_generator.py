@@ -97,6 +97,20 @@ def test_an_episode_is_one_rollout_scored_once(episodes, tmp_path):
         assert all(0 <= asked < answered for asked, answered in times) and times == sorted(times)
 
 
+def test_steps_of_the_last_answer_are_its_tokens(episodes, tmp_path):
+    (tmp_path / "of_steps.py").write_text(
+        "def two(prompt, response):\n    return {'reward': 1, 'steps': [(0, 1, 0.5), (1, len(response), -1)]}\n"
+    )
+
+    async def work(generator, push):
+        return await generated(generator, 1, [prompt("scored")], [1], 0)
+
+    batch = episodes(work, Server(says(3)), reward={"functions": ["of_steps:two"]}).batch
+    (stored,) = read_rollouts(step_file(tmp_path, 1))
+    assert len(stored.response) == 2 and stored.step_rewards == [(3, 4, 0.5), (4, 6, -1.0)]
+    assert batch.step_rewards.tolist()[3:5:2] == [0.5] and batch.step_rewards.tolist()[5] == -1.0
+
+
 def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path):
     kinds = ["raises", "silent", "endless", "rewarded", "ends", "leaves"]
     prompts = [prompt(kind, file=str(tmp_path / "ended"), url=str(tmp_path / "url")) for kind in kinds]
