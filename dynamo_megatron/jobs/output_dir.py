@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_state
-from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE
+from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE, EXPORT_FILE, exported_step
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
 from dynamo_megatron.rollout.store import step_files
@@ -123,6 +123,9 @@ class OutputDir:
         scheduled = any(o.schedule != "constant" for o in (self._config.optimizer, self._config.critic.optimizer))
         keys = (*_TRAJECTORY, *(["trainer.steps"] if scheduled else []))
         self._ended.unlink(missing_ok=True)
+        for export in self.path.glob("hf*"):
+            if (exported_step(export) or 0) > step:  # of steps that come again, and will be exported again
+                (export / EXPORT_FILE).unlink()
         if not ahead and self._file.is_file() and self._changes(keys):
             for later, rollouts in step_files(self.path).items():
                 if later > step + 1:

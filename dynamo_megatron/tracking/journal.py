@@ -18,12 +18,13 @@ from dynamo_megatron.tracking.trackers import Trackers
 def last_line(config: Config, step: int) -> str:
     """Where the model of a run that ended at `step` is."""
     output, export = Path(config.output_dir), config.checkpoint.export_hf
-    if export != "never":
-        model = every_export(output, step) if export == "every" else output / "hf"
-        return f"model: {model} (step {exported_step(model)})"
+    model = every_export(output, step) if export == "every" else output / "hf"
+    if export != "never" and (exported := exported_step(model)) is not None:
+        return f"model: {model} (step {exported})"
     if (saved := latest_checkpoint(output / "checkpoints")) is None:
-        return "model: not saved (checkpoint.every is null and checkpoint.export_hf never)"
-    return f"model: {saved[1]} (Megatron checkpoint, for `dynamo-megatron convert mcore2hf`)"
+        return f"model: not saved (checkpoint.every is null and checkpoint.export_hf {export})"
+    which = "" if saved[0] == step else f" of step {saved[0]}; later ones are not saved"
+    return f"model: {saved[1]} (Megatron checkpoint{which}, for `dynamo-megatron convert mcore2hf`)"
 
 
 class Journal:

@@ -1,4 +1,5 @@
 import fcntl
+import json
 import re
 from pathlib import Path
 
@@ -28,6 +29,14 @@ def test_rollouts_of_weights_that_will_not_come_again_are_dropped(tmp_path, sect
         OutputDir(settings(tmp_path, optimizer={"lr": lr}, **sections)).take_over(4)
         names = sorted(p.name for p in (tmp_path / "rollouts").iterdir())
         assert [name[10:11] for name in names] == steps
+
+
+def test_exports_of_steps_that_come_again_are_exported_again(tmp_path):
+    for folder, step in (("hf", 20), ("hf-step-000010", 10), ("hf-step-000020", 20)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "export.json").write_text(json.dumps({"step": step}))
+    OutputDir(settings(tmp_path)).take_over(10)
+    assert [path.parent.name for path in tmp_path.glob("*/export.json")] == ["hf-step-000010"]
 
 
 @pytest.mark.parametrize(("schedule", "left"), [("constant", ["4", "6"]), ("cosine", ["4"])])

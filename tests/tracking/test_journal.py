@@ -27,13 +27,16 @@ def test_the_exported_model(tmp_path, export, folder):
     assert line == f"model: {tmp_path / 'run' / folder} (step 48)"
 
 
-def test_without_an_export_the_checkpoint_is_named_with_its_conversion(tmp_path):
-    config, run = made(tmp_path, "never", None), tmp_path / "run"
+@pytest.mark.parametrize("export", ["never", "best"])
+def test_without_an_export_the_checkpoint_is_named_with_its_conversion(tmp_path, export):
+    config = made(tmp_path, export, None, eval={"every": 8, "data": "x"})
+    run = tmp_path / "run"
     assert last_line(config, 64).startswith("model: not saved (checkpoint.every is null")
     folder = run / "checkpoints" / "step-000064"
     folder.mkdir(parents=True)
     write_manifest(folder, {"step": 64, "model": {}, "dtype": "bfloat16", "layout": None})
     assert last_line(config, 64) == f"model: {folder} (Megatron checkpoint, for `dynamo-megatron convert mcore2hf`)"
+    assert "(Megatron checkpoint of step 64; later ones are not saved, for" in last_line(config, 80)
 
 
 class Fails:
