@@ -30,6 +30,9 @@ class Recorder:
     def gpu_use(self, name, use):
         self.heard.append((name, use))
 
+    def allow_starts(self, allowed):
+        self.starts = allowed
+
     def restart(self, name, incarnation, why):
         if ("restart", name, incarnation, why) not in self.heard:
             self.heard.append(("restart", name, incarnation, why))
@@ -67,8 +70,11 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
         await until(lambda: len(fleet.heard) == 3)
         file = servers_folder(tmp_path) / "server-0.json"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and "key-2" in file.read_text()
+        assert supervisor.starts
+        run.allow_starts(False)
         run.restart("server-0", 2, "hung")
         await until(lambda: supervisor.heard)
+        assert not supervisor.starts  # heard before the restart
         side.down("server-0", "hung", False)
         side.up(endpoint("server-0", 3))  # before the run may have looked
         await until(lambda: ("up", "server-0", 3) in fleet.heard)

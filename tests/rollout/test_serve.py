@@ -112,7 +112,7 @@ def test_an_error_of_a_node_s_servers_leaves_its_task_groups(tmp_path, monkeypat
         running = asyncio.create_task(Announced(tmp_path, [], None).run())
         try:
             with pytest.raises(InputError, match="taken"):
-                await _serve(NodeSide(tmp_path, []), SimpleNamespace(run=run), 60.0)
+                await _serve(NodeSide(tmp_path, []), SimpleNamespace(run=run, allow_starts=bool), 60.0)
         finally:
             running.cancel()
 

@@ -3,11 +3,14 @@
 import asyncio
 from types import SimpleNamespace
 
-from stand_ins import external
+from stand_ins import VOCABULARY, Server, external, listening
 
+from dynamo_megatron.config import Config
+from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import supervisor
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
 from dynamo_megatron.runtime.gpu_usage import GpuUse
 
@@ -99,3 +102,48 @@ def test_the_gpus_of_a_server_are_read_while_it_is_up(tmp_path, monkeypatch):
     servers = Supervisor(external(["http://unused"], output=tmp_path), ["server-0"], heard)
     run_until(servers, lambda: len(heard.uses) >= 3)
     assert set(heard.uses) == {("server-0", GpuUse(1, 5))} and heard.downs == []
+
+
+def test_where_memory_is_shared_a_server_starts_again_in_a_weight_sync_alone(tmp_path, monkeypatch):
+    started, dead = [], set()
+
+    async def work():
+        async with listening(Server()) as url, open_session() as session:
+
+            class Sharing(OnGpus):
+                def __init__(self, *_, name, incarnation, **__):
+                    self.endpoint = Endpoint(name, incarnation, url, 1, "")
+                    self.gpus = ()
+
+                def start(self):
+                    started.append((self.endpoint.name, self.endpoint.incarnation))
+
+                async def release_caches(self):
+                    pass
+
+                def check(self):
+                    if started[-1] in dead:
+                        raise RolloutError("killed")
+
+            monkeypatch.setattr(supervisor, "SGLangServer", Sharing)
+            needed = {"model": {"path": "none"}, "data": {"source": "none"}, "output_dir": str(tmp_path)}
+            fleet = Fleet(Config(**needed, rollout={"offload": True, "start_timeout": 60}), session, [], VOCABULARY)
+            running = asyncio.create_task(fleet.run())
+            await fleet.wait_started()
+            async with asyncio.timeout(60):
+                for incarnation in (1, 2):
+                    dead.add(("server-0", incarnation))
+                    while len(fleet.notes) < incarnation:  # one for each server that is lost
+                        await asyncio.sleep(0.01)
+                    for _ in range(20):  # more turns of the loop than a start takes
+                        await asyncio.sleep(0)
+                    assert started[-1] == ("server-0", incarnation)
+                    (endpoint,) = await fleet.begin_sync(incarnation)
+                    assert endpoint.incarnation == incarnation + 1
+                    await fleet.end_sync(incarnation, {endpoint: None})
+            running.cancel()
+            await asyncio.wait([running])
+
+    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "POLL_EVERY", 0.01)
+    asyncio.run(work())

@@ -1,11 +1,11 @@
 """Servers of other nodes, announced by files in `output_dir/servers/`, which all nodes see.
 
-The controller (the rollout process of rank 0) writes `run.json`: a token of this run, and which incarnations of servers
-are to be restarted. Each node's `serve` writes `NAME.json` with that token: the server's Endpoint, or why it is gone. A
-process that is alive rewrites its files every second, so a failed write does no harm. A reader compares a file's
-modification time with the one that it saw before, never with its own clock: the nodes' clocks need not agree, and files
-of an older run are never used. It counts looks, not seconds: a disk that hangs, or a reader that was stopped, is no
-silence of the writer.
+The controller (the rollout process of rank 0) writes `run.json`: a token of this run, which incarnations of servers are
+to be restarted, and whether servers may be started again now. Each node's `serve` writes `NAME.json` with that token:
+the server's Endpoint, or why it is gone. A process that is alive rewrites its files every second, so a failed write
+does no harm. A reader compares a file's modification time with the one that it saw before, never with its own clock:
+the nodes' clocks need not agree, and files of an older run are never used. It counts looks, not seconds: a disk that
+hangs, or a reader that was stopped, is no silence of the writer.
 """
 
 from __future__ import annotations
@@ -46,10 +46,15 @@ class Announced:
         self._folder, self._names, self._listener = servers_folder(output_dir), names, listener
         self._token = secrets.token_hex(16)
         self._restarts: dict[str, tuple[int, str]] = {}
+        self._starts = True
 
     def restart(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, restarted by its node."""
         self._restarts[name] = incarnation, why
+
+    def allow_starts(self, allowed: bool) -> None:
+        """See Supervisor.allow_starts."""
+        self._starts = allowed
 
     async def run(self) -> None:
         """Runs until it is cancelled; then the nodes stop their servers."""
@@ -58,7 +63,8 @@ class Announced:
         heard: dict[str, tuple[int, bool]] = {}  # what the listener knows: name -> incarnation, whether it is up
         try:
             while True:
-                _write(self._folder / RUN, {"token": self._token, "restarts": self._restarts})
+                said = {"token": self._token, "restarts": self._restarts, "starts": self._starts}
+                _write(self._folder / RUN, said)
                 for name, file in files.items():
                     said = file.read()
                     if said is None and heard.get(name, (0, False))[1]:
@@ -125,6 +131,7 @@ class NodeSide:
             said = self._run.read()
             if said is None or said["token"] != self._token or self._run.missed > RUN_SILENCE:
                 return
+            supervisor.allow_starts(said["starts"])
             for name, (incarnation, why) in said["restarts"].items():
                 if name in self._incarnations:
                     supervisor.restart(name, incarnation, why)

@@ -27,6 +27,7 @@ from dynamo_megatron.rollout.dispatch import Request, choose_server
 from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import Announced
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server import shares_memory
 from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT
 from dynamo_megatron.rollout.servers.supervisor import External, Supervisor
 from dynamo_megatron.runtime.gpu_usage import GpuUse
@@ -116,6 +117,9 @@ class Fleet:
         self.uses: defaultdict[str, ServerUse] = defaultdict(ServerUse)  # by server, since the last `take_use`
         self.notes: list[str] = []  # for the user, since they were last taken
         self._starters = self._make_starters()
+        # A server sizes its KV cache by what is free as it starts: where ranks share its GPU, it starts only before
+        # they take memory, and in `begin_sync`, while all that they have there is the weights.
+        self._shares = shares_memory(config.rollout)
 
     def _make_starters(self) -> dict[str, Starter]:
         """By name of the server."""
@@ -241,13 +245,14 @@ class Fleet:
         return [self._servers[name].client for name in sorted(self._servers, key=lambda name: (name != first, name))]
 
     async def wait_started(self) -> None:
-        """Waits until one server is up and every other one is up or has failed to start, for at most
-        `rollout.start_timeout` seconds. Raises RolloutError where none is up by then."""
+        """Waits until one server is up and every other one is up or has failed to start (where it shares memory with
+        ranks, for good), for at most `rollout.start_timeout` seconds. Raises RolloutError where none is up by then."""
         limit, names = self.config.rollout.start_timeout, self._starters.keys()
         deadline = time.monotonic() + limit
-        while not self._servers or not self._servers.keys() | self._missing.keys() >= names:
+        while not self._servers or self._starting() or not self._servers.keys() | self._missing.keys() >= names:
             if not await self._change(deadline):
                 break
+        self._allow_starts(not self._shares)
         if not self._servers:
             raise RolloutError(self._why_none())
         if silent := sorted(names - self._servers.keys() - self._missing.keys()):
@@ -268,16 +273,34 @@ class Fleet:
     async def begin_sync(self, version: int) -> list[Endpoint]:
         """See RolloutWorker.begin_sync."""
         self.version, self.syncing = version, True
-        deadline = time.monotonic() + self.config.rollout.start_timeout
+        self._allow_starts(True)
+        try:
+            return await self._all_at_rest(time.monotonic() + self.config.rollout.start_timeout)
+        finally:
+            self._allow_starts(not self._shares)
+
+    async def _all_at_rest(self, deadline: float) -> list[Endpoint]:
         while True:
+            while self._starting() and await self._change(deadline):
+                pass
+            late = self._starting()
             servers = list(self._servers.values())
             for server in servers:
                 server.version = None
             await asyncio.gather(*map(self._rest, servers))
-            if ready := [server.endpoint for server in servers if not server.gone.done()]:
+            ready = [server.endpoint for server in servers if not server.gone.done()]
+            if ready and (late or not self._starting()):
                 return sorted(ready, key=lambda endpoint: endpoint.name)
-            if not await self._change(deadline):
+            if not ready and not await self._change(deadline):
                 raise RolloutError(self._why_none())
+
+    def _starting(self) -> bool:
+        """Whether a server that shares memory with ranks is out and not down for good."""
+        return self._shares and not self._servers.keys() | self._final >= self._starters.keys()
+
+    def _allow_starts(self, allowed: bool) -> None:
+        for starter in set(self._starters.values()) if self._shares else ():
+            starter.allow_starts(allowed)
 
     async def end_sync(self, version: int, outcomes: Mapping[Endpoint, str | None]) -> None:
         """See RolloutWorker.end_sync. Raises SyncNeeded where not one server took the version."""

@@ -57,11 +57,20 @@ class Supervisor:
     def __init__(self, config: Config, names: Sequence[str], listener: Listener):
         self._config, self._names, self._listener = config, list(names), listener
         self._restarts: dict[str, tuple[int, str]] = {}  # name -> incarnation that is to end, why
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self._first = [self._server(slot, 1) for slot in range(len(self._names))]
 
     def restart(self, name: str, incarnation: int, why: str) -> None:
         """Has this incarnation of the server, or an earlier one, killed and started again."""
         self._restarts[name] = incarnation, why
+
+    def allow_starts(self, allowed: bool) -> None:
+        """Whether servers may be started again from now on; until the first call they may."""
+        if allowed:
+            self._may_start.set()
+        else:
+            self._may_start.clear()
 
     async def run(self) -> None:
         """Runs until it is cancelled; by then the servers are gone."""
@@ -89,7 +98,7 @@ class Supervisor:
                 try:
                     await server.wait_ready()
                     if shares_memory(self._config.rollout):
-                        # The ranks build the policy next, or are in a step: the caches come back in a later phase.
+                        # The ranks build the policy next, or send weights: the caches come back in a later phase.
                         await server.release_caches()
                     failed_starts = 0
                     self._listener.up(server.endpoint)
@@ -101,6 +110,7 @@ class Supervisor:
             print(f"{name}, start {incarnation}: {why}", flush=True)  # to the log of the process
             self._listener.down(name, why, failed_starts == FAILED_STARTS)
             await asyncio.sleep(PAUSE * 2**failed_starts)
+            await self._may_start.wait()
             incarnation += 1
 
     async def _until_failed(self, server: SGLangServer) -> str:
