@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
-from dynamo_megatron.data.templates import max_prompt_length
+from dynamo_megatron.data.templates import longest_sequence, max_prompt_length
 from dynamo_megatron.models.server_layout import check_server_parallel
 from dynamo_megatron.models.spec import ModelSpec
 from dynamo_megatron.planning import formulas
@@ -160,7 +160,7 @@ def workload(config: Config, spec: ModelSpec, response: int | None = None) -> Wo
     limit, most = max_prompt_length(config, spec), config.rollout.max_new_tokens
     if response is not None and response > most:
         raise ConfigError(f"--response-tokens: {response} is above rollout.max_new_tokens {most}")
-    return Workload(min(PROMPT_TOKENS, limit), response or most / 2, limit + most)
+    return Workload(min(PROMPT_TOKENS, limit), response or most / 2, longest_sequence(config, spec))
 
 
 def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) -> Plan:
@@ -194,7 +194,8 @@ def _stage(
     p, t, dtype = config.parallel, config.trainer, config.model.dtype
     lora, on_host = config.model.lora, config.optimizer.cpu_offload
     state = formulas.stage_state(spec, p, dtype, cluster.gpus, stage, lora, cpu_offload=on_host)
-    tokens = max(t.micro_batch_tokens, work.longest)  # a longer sequence has a micro-batch to itself
+    # A longer sequence has a micro-batch to itself, and so has an episode with all its segments.
+    tokens = max(t.micro_batch_tokens, work.longest, config.rollout.agent_tokens or 0)
     most = _micro_batches(config, cluster, work.longest)  # responses may grow: memory is for the longest
     layers, batches = formulas.in_flight(p, spec.num_layers, stage, most)
     saved = formulas.saved_activations(spec, p, dtype, t.recompute, tokens, layers, batches, lora)
