@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from dynamo_megatron.bridge import environment
-from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import (
@@ -165,6 +164,8 @@ def model_config(subject: Subject) -> Iterator[Finding]:
 def weights(subject: Subject) -> Iterator[Finding]:
     """Checks every file of the index, and every tensor's name and shape by the files' headers: of the model and of the
     others that the ranks load."""
+    from dynamo_megatron.checkpoint.weights import open_weights  # imports torch, in seconds: the server starts before
+
     config, spec = subject.config, subject.spec
     folder = open_weights(config.model.path, spec)
     yield ok(f"{len(folder.names)} tensors, every name and shape as Megatron needs it")
