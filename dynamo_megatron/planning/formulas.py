@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynamo_megatron.config import Config, LoraConfig, ParallelConfig
+from dynamo_megatron.kernels.chunked import chunk_size
 from dynamo_megatron.models.adapters import adapted_linears, adapted_weights, adapter_elements
 from dynamo_megatron.models.fp8 import QUANTIZED_BYTES, is_quantized
 from dynamo_megatron.models.mapping import huggingface_names, huggingface_shapes, is_expert, is_sharded
@@ -237,8 +238,6 @@ def head_memory(
     `dtype`; and the larger of the chunk's buffers (float32 logits within WORKSPACE_BYTES, its rows, its dX) and the
     zeros that stand for the weight's gradient, which itself goes into main_grad; a `frozen` weight has none.
     """
-    from dynamo_megatron.kernels.chunked import chunk_size  # imports torch
-
     here, w, h = tokens / p.cp, WIDTH[dtype], spec.hidden_size
     columns = spec.padded_vocab(p.tp) // p.tp
     row = 4 * columns * (2 if backend == "torch" else 1)
