@@ -39,7 +39,6 @@ from dynamo_megatron.jobs import start_checks
 from dynamo_megatron.jobs.start_checks import check_layout, size_text
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
-from dynamo_megatron.planning import plan as planning
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
@@ -138,6 +137,8 @@ def plan(subject: Subject) -> Iterator[Finding]:
     if subject.config.model.source == "bridge":
         yield skipped("models of Megatron-Bridge are not planned")
         return
+    from dynamo_megatron.planning import plan as planning
+
     name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
     if (gpu := gpu_named(name, memory)) is None:
         yield skipped(f"{name} with {memory / 1e9:.0f} GB is not in the planner's table (planning/hardware.py)")
@@ -325,6 +326,8 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
     if config.model.source == "bridge":
         yield skipped("of models of Megatron-Bridge, not planned")
         return
+    from dynamo_megatron.planning import plan as planning  # imports torch
+
     tokens, cuda = planning.workload(config, spec).mean, torch.cuda.is_available()
     parts = planning.host_memory(config, spec, subject.ranks, subject.ranks_here, tokens, cuda=cuda)
     needed, available = sum(parts.values()), subject.memory
