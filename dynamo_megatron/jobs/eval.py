@@ -151,7 +151,7 @@ def _with_servers(config: Config, url: str | None) -> Config:
     """The server at `url`, else as many as this machine has GPUs for, of a number that is given no more than that."""
     rollout = config.rollout
     if url is not None:
-        own = {"placement": "external", "urls": [url]}
+        own = {"placement": "external", "urls": [url], "offload": False}
     else:
         room = torch.cuda.device_count() // rollout.tp
         servers = max(1, min(rollout.servers if "servers" in rollout.model_fields_set else room, room))

@@ -125,7 +125,9 @@ class TrainJob(Job):
         elif serves:
             self._rollout = self._sampler = RolloutWorker(config, ends, spec.vocab_size, decoder, routes)
         if (teacher := config.algorithm.teacher) is not None:
-            check_teacher(teacher, tokenizer, spec.vocab_size, longest_sequence(config, spec))
+            warning = check_teacher(teacher, tokenizer, spec.vocab_size, longest_sequence(config, spec))
+            if warning is not None:
+                self.journal.say(f"warning: {warning}")
 
         def encode(prompt):
             return encode_prompt(prompt, tokenizer, config.data)

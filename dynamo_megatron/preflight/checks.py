@@ -188,8 +188,10 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     ends = [f"{i} {tokenizer.convert_ids_to_tokens(i)}" for i in end_token_ids(path, tokenizer)]
     yield ok(f"{size:,} tokens for {spec.vocab_size:,} rows; a response ends with {', '.join(ends)}")
     if (teacher := subject.config.algorithm.teacher) is not None:
-        check_teacher(teacher, tokenizer, spec.vocab_size, longest_sequence(subject.config, spec))
+        warning = check_teacher(teacher, tokenizer, spec.vocab_size, longest_sequence(subject.config, spec))
         yield ok(f"the teacher {teacher.path} has the same tokenizer")
+        if warning is not None:
+            yield note(warning)
 
 
 def data(subject: Subject) -> Iterator[Finding]:
@@ -442,10 +444,9 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     """Prints the findings of each check. Returns the exit code, 1 where a check failed. Under a launcher (RANK set)
     the first rank of each node reports its own findings, with its node's name."""
     under_launcher, leads = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
+    here = min(ranks, gpu_count() or MOST_ON_A_CPU)  # this node's part of a run that may have more nodes
     if under_launcher:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    else:  # this node's part of a run that may have more nodes
-        here = min(ranks, torch.cuda.device_count() or MOST_ON_A_CPU)
     subject, checks = Subject(config, ranks, here), {}
     if leads:
         checks |= OF_THE_JOB

@@ -53,14 +53,19 @@ REFUSED_AFTER = re.compile(
     rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)", re.IGNORECASE
 )
 UNSURE = re.compile(
-    r"(?:\b(?:not|never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
+    r"(?:\b(?:not|never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
+    r"|\b(?:half|twice|double|triple) (?:of )?$",
     re.IGNORECASE,
 )  # of REFUSED_BEFORE what makes the result of a calculation no answer
-DENIED = re.compile(r"[\s$]{0,3}(?:is|are) (?:not|no|wrong|incorrect|false)\b", re.IGNORECASE)
-TIMES = re.compile(r"(?<=[\d)%])\s*[xX]\s*(?=[\d($.])")  # 30 x 4
+RESULT = re.compile(r".[^=]*[-+−–*/×÷^][^=]*=")
+MORE = re.compile(r"[\s$]{0,3}(?:more|less|over|above|below)\b", re.IGNORECASE)  # than something else, by that result
+HEDGED = re.compile(
+    r"\b(?:at least|at most|about|around|approximately|could|might|may|possibl[ey]|or)\b", re.IGNORECASE
+)
+TIMES = re.compile(r"(?<=[\d)%])(?:\s*[xX]\s*(?=\.?\d)|\s+[xX]\s+(?=\())")  # 30 x 4
 AFTER_RESULT = re.compile(
-    r"[^.;!?\n]*\b(?:in|for|after|to|of|every|from|during|at|by|the|his|her|their|its|those|these|each|all|only|per)"
-    r"(?:\s+(?!(?:and|so|then|is|are|was|has|have|had|equals?|leaves?|leaving)\b)[^\W\d]+){0,2}\s*\Z"
+    r"[^.,;!?\n]*\b(?:in|for|after|to(?=\s+[^\W\d])|every|during|the|his|her|their|its|those|these|each|all|only|per)"
+    r"(?:\s+(?!(?:and|so|then|is|are|was|has|have|had|equals?|equal|total|leaves?|leaving)\b)[^\W\d]+){0,2}\s*\Z"
 )
 IN_CALCULATION = re.compile(r"[-+−–*/×÷=]\s*$")
 REMARK = re.compile(r"\s+\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$")  # "160 minutes (2 hours and 40 minutes)."
@@ -74,6 +79,7 @@ RUN = re.compile(rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*
 JOINED = re.compile(r"\s*(?:,\s*)?(and|or|,)\s*|\s*,\s*()")
 UNIT_AFTER = re.compile(r"\s?([^\W\d_]{2,}\b|[A-Za-z](?=[.,;]|\s*$))")
 UNIT_LAST = re.compile(r"(.*?[\d}$)])\s*([^\W\d_]+(?:/[^\W\d_]+)?)\.?\s*", re.DOTALL)
+NUMBERS = re.compile(r"(?<![\w.,])\$?\d[\d,]*(?:\.\d+)?")
 ARTICLE = re.compile(r"\sa\Z")
 LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
 LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
@@ -133,8 +139,11 @@ def final_answers(response: str, words: bool = False) -> list[str]:
         return found
     if marked:
         return [marked[-1][1]]
-    if tagged and (words or _parsed(normal_form(text)) is not None):
-        return _readings(text)
+    if tagged:
+        if words or _parsed(normal_form(text)) is not None:
+            return _readings(text)
+        if len(NUMBERS.findall(text)) > 1 or HEDGED.search(text):  # a sentence with one number
+            return [text]
     return _unmarked(text.replace("\\$", "\\dollar "), words)
 
 
@@ -188,7 +197,7 @@ def _last_run(text: str) -> list[str]:
     runs = [run for run in RUN.finditer(text) if DIGIT.search(run[0])]
     if not runs:
         return []
-    results = [run for run in runs[-LAST_RUNS:] if "=" in run[0] or _in_calculation(text, run)]
+    results = [run for run in runs[-LAST_RUNS:] if RESULT.match(run[0]) or _in_calculation(text, run)]
     if results and AFTER_RESULT.match(text, results[-1].end(), runs[-1].start()):
         runs = results  # 140 * 5 = 700 in 5 minutes
     span = runs[-1]
@@ -196,10 +205,12 @@ def _last_run(text: str) -> list[str]:
     if not results or span is not results[-1]:
         if refused(text, span):
             return []
-    elif UNSURE.search(text[max(0, span.start() - 50) : span.start()]) or DENIED.match(rest):
-        return []
-    elif _in_calculation(text, span) or _parsed_answer(normal_form(run)) is None:
-        run = run.rpartition("=")[2].strip()  # 48 cm * 2/3 = 32
+    else:
+        unsure = UNSURE.search(text[max(0, span.start() - 50) : span.start()])
+        if unsure or (REFUSED_AFTER.match(rest) and not MORE.match(rest)):
+            return []
+        if _in_calculation(text, span) or _parsed_answer(normal_form(run)) is None:
+            run = run.rpartition("=")[2].strip()  # 48 cm * 2/3 = 32
     if not (after := re.match(r"\s?([^\W\d_]+)\b", rest)):
         return _readings(run)
     if after[1].lower() in MAGNITUDES and _parsed(normal_form(run + after[0])) is not None:

@@ -69,8 +69,9 @@ class Scoring:
                     last = rollout.episode.turns[-1]
                     tokens, before = rollout.tokens[last.start : last.end], sum(rollout.response_mask[: last.start])
                 located = (score.steps, tokens, rollout.response, self._decode)
-                spans = await asyncio.to_thread(token_spans, *located)  # microseconds a token
-                rollout.step_rewards = [(before + start, before + end, reward) for start, end, reward in spans]
+                if self._decode(tokens).startswith(rollout.response):  # else the agent got it without its tool calls
+                    spans = await asyncio.to_thread(token_spans, *located)  # microseconds a token
+                    rollout.step_rewards = [(before + start, before + end, reward) for start, end, reward in spans]
         return rollout, failure
 
     def _unscored(self, step: int, request: Request, response: Response, server: str) -> Rollout:

@@ -57,9 +57,11 @@ def prompt_logprobs(
     return found
 
 
-def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int, longest: int) -> None:
-    """Raises InputError where the teacher does not answer, takes no sequences of `longest` tokens or has another
-    tokenizer. `rows`: of the policy's embedding, beyond which a tokenizer may have tokens that no server takes."""
+def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int, longest: int) -> str | None:
+    """Raises InputError where the teacher does not answer or has another tokenizer. `rows`: of the policy's embedding,
+    beyond which a tokenizer may have tokens that no server takes. Returns a warning, one line, where a server does not
+    take sequences of `longest` tokens."""
+    warning = None
     if (name := teacher.api_key_env) is not None and not os.environ.get(name):
         raise InputError(f"algorithm.teacher.api_key_env: the environment variable {name} is not set")
     if teacher.is_url:
@@ -73,9 +75,10 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int, longest: in
         same = ids in (tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False))
         (most,) = call_for(_endpoint(teacher), "/server_info", None, TIMEOUT, "max_req_input_len")
         if longest >= most:
-            raise InputError(
-                f"algorithm.teacher.path: {teacher.path} takes fewer than {most} tokens, and sequences may have "
-                f"{longest}; lower model.max_length to {most - 1}, or start the teacher with a larger --context-length"
+            warning = (
+                f"algorithm.teacher.path: {teacher.path} takes fewer than {most} tokens, and a sequence may have "
+                f"{longest}, which would end the run; lower model.max_length or data.max_prompt_length, or start the "
+                "teacher with a larger --context-length"
             )
     else:
         same = load_tokenizer(teacher.path, key="algorithm.teacher.path").get_vocab() == tokenizer.get_vocab()
@@ -84,6 +87,7 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int, longest: in
             f"algorithm.teacher.path: {teacher.path} has another tokenizer than the policy, and their tokens cannot be "
             "compared; take a teacher of the policy's model family"
         )
+    return warning
 
 
 def _logprobs_of(

@@ -148,8 +148,8 @@ class RolloutWorker:
         """Takes every healthy server out of the rotation and brings it to rest: nothing under way, no cached prefix.
         Returns these servers.
 
-        Where none is up, waits up to `rollout.start_timeout` seconds for the first one. Raises RolloutError rather than
-        return no server.
+        Where none is up, waits up to `rollout.start_timeout` seconds for the first one; with `rollout.offload`, for
+        every one that is out. Raises RolloutError rather than return no server.
         """
         return self._call(Generator.begin_sync, version, on_poll=on_poll)
 

@@ -43,7 +43,7 @@ OnPoll = Callable[[], None] | None
 class SyncReport:
     """The same on every rank. Without servers, all 0."""
 
-    seconds: float = 0.0  # of it all, with the wait for a first server where none is up
+    seconds: float = 0.0  # of it all, with the wait of begin_sync for servers
     pause_seconds: float = 0.0  # of these, while the servers rested: once begin_sync has them, until end_sync is done
     proof_seconds: float = 0.0  # of these, asking the servers for their checksums
     bytes: int = 0  # written for all servers together, and sent to each rank of each

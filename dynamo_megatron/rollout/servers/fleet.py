@@ -108,6 +108,7 @@ class Fleet:
         self._servers: dict[str, Server] = {}
         self._missing: dict[str, str] = {}  # name -> why it is out; only servers that were up or failed to start
         self._final: set[str] = set()  # names of servers that are not started again
+        self._late: set[str] = set()  # names of servers that were waited for in vain: not again until they are up
         self._changed = asyncio.Event()
         self.version: int | None = None  # the policy's; None before the first weight sync
         self.syncing = False
@@ -147,6 +148,7 @@ class Fleet:
         if endpoint.name in self._servers:
             self._leave(endpoint.name, "it was restarted")
         self._final.discard(endpoint.name)  # another node may have taken it over
+        self._late.discard(endpoint.name)
         rollout = self.config.rollout
         client = SGLangClient(self._session, endpoint, rollout, self._eos_token_ids, self._vocab_size, self._routes)
         gone = asyncio.get_running_loop().create_future()
@@ -251,6 +253,7 @@ class Fleet:
         deadline = time.monotonic() + limit
         while not self._servers or self._starting() or not self._servers.keys() | self._missing.keys() >= names:
             if not await self._change(deadline):
+                self._late |= self._out()
                 break
         self._allow_starts(not self._shares)
         if not self._servers:
@@ -281,22 +284,26 @@ class Fleet:
 
     async def _all_at_rest(self, deadline: float) -> list[Endpoint]:
         while True:
-            while self._starting() and await self._change(deadline):
-                pass
-            late = self._starting()
+            while self._starting():
+                if not await self._change(deadline):
+                    self._late |= self._out()
             servers = list(self._servers.values())
             for server in servers:
                 server.version = None
             await asyncio.gather(*map(self._rest, servers))
             ready = [server.endpoint for server in servers if not server.gone.done()]
-            if ready and (late or not self._starting()):
+            if ready and not self._starting():
                 return sorted(ready, key=lambda endpoint: endpoint.name)
             if not ready and not await self._change(deadline):
                 raise RolloutError(self._why_none())
 
+    def _out(self) -> set[str]:
+        """Names of the servers that are neither up nor down for good."""
+        return set(self._starters.keys() - self._servers.keys() - self._final)
+
     def _starting(self) -> bool:
-        """Whether a server that shares memory with ranks is out and not down for good."""
-        return self._shares and not self._servers.keys() | self._final >= self._starters.keys()
+        """Whether a server that shares memory with ranks is to be waited for."""
+        return self._shares and bool(self._out() - self._late)
 
     def _allow_starts(self, allowed: bool) -> None:
         for starter in set(self._starters.values()) if self._shares else ():

@@ -98,6 +98,9 @@ class Supervisor:
                 try:
                     await server.wait_ready()
                     if shares_memory(self._config.rollout):
+                        if incarnation > 1 and not self._may_start.is_set():
+                            failed_starts -= 1
+                            raise RolloutError("it came up too late: the ranks have taken its GPU's memory")
                         # The ranks build the policy next, or send weights: the caches come back in a later phase.
                         await server.release_caches()
                     failed_starts = 0
