@@ -50,7 +50,8 @@ REFUSED_BEFORE = re.compile(
 )
 HARMLESS = "and|at|by|of|the|to|or|per(?! ?(?:cent|mil))"  # after a number
 REFUSED_AFTER = re.compile(
-    rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)", re.IGNORECASE
+    rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)",
+    re.IGNORECASE,
 )
 UNSURE = re.compile(
     r"(?:\b(?:not|never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
