@@ -61,14 +61,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _recorded(path: Path, runs: Sequence[PlannedRun]) -> tuple[Outcomes, Curves]:
-    """From a curves.jsonl alone. A run with fewer evaluations than others of its arm has failed."""
+    """From a curves.jsonl alone. A run whose last evaluation is not of its last step has failed."""
     rows = list(read_rows(path, "arm", "seed", "lr", *UNITS))
     of = {run: [row for row in rows if (row["arm"], row["seed"], row["lr"]) == run.key] for run in runs}
-    longest: dict[str, int] = {}
-    for run, its in of.items():
-        longest[run.arm] = max(longest.get(run.arm, 0), len(its))
     ended = {True: RunOutcome(0, "finished"), False: RunOutcome(1, "ended early")}
-    return {run: ended[len(its) == longest[run.arm]] if its else None for run, its in of.items()}, of
+    return {run: ended[its[-1]["step"] == run.config.trainer.steps] if its else None for run, its in of.items()}, of
 
 
 def read_curve(run: PlannedRun) -> list[dict[str, Any]]:

@@ -38,7 +38,8 @@ class DataConfig(Section):
     shuffle_seed: int | None = None  # of the prompts' order; None: `seed`
     batch_prompts: Positive = 32
     selection: Annotated[SelectionConfig, BeforeValidator(_by_kind)] = SelectionConfig()
-    # tokens; longer prompts are skipped and counted; None: what max_new_tokens leaves of model.max_length
+    # tokens; longer prompts are skipped and counted, but not evaluated problems; None: what max_new_tokens leaves of
+    # model.max_length
     max_prompt_length: Positive | None = None
 
     def faults(self, *, training: bool) -> Iterator[str]:

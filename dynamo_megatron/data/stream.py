@@ -69,7 +69,10 @@ class PromptStream:
         self._fitting = [index for index, length in enumerate(lengths) if length <= limit]
         self.size, self.skipped = len(self._fitting), len(prompts) - len(self._fitting)
         if not self.size:
-            raise InputError(f"data.source: all {len(prompts)} prompts have more than {limit} tokens, the most here")
+            raise InputError(
+                f"data.source: all {len(prompts)} prompts have more than {limit} tokens; raise model.max_length, or "
+                "data.max_prompt_length if it is set"
+            )
         self.epoch, self._taken = 0, 0  # prompts of the epoch
         self._order = self._shuffled()
         self._fingerprint = _fingerprint(prompts, encode(prompts[0]))

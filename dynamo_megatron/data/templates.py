@@ -175,16 +175,19 @@ def max_prompt_length(config: Config, spec: ModelSpec, *, evaluation: bool = Fal
     if evaluation and config.eval.max_new_tokens is not None:
         key, response = "eval.max_new_tokens", config.eval.max_new_tokens
     room = limit - response
-    asked = (None if evaluation else config.data.max_prompt_length) or room
+    given = None if evaluation else config.data.max_prompt_length
+    asked = given or room
     if room < 1 or asked > room:
         raise InputError(
             f"{key}: {response} tokens leave {max(0, room)} of {limit} for the "
-            f"prompt{f', data.max_prompt_length asks for {asked}' if config.data.max_prompt_length else ''}"
+            f"prompt{f', data.max_prompt_length asks for {asked}' if given else ''}"
         )
     return asked
 
 
 def longest_sequence(config: Config, spec: ModelSpec) -> int:
     """Tokens that a sequence may have in training. Raises ValueError as `max_prompt_length`."""
-    most = max_prompt_length(config, spec) + config.rollout.max_new_tokens
-    return most if config.rollout.agent is None else config.model.max_length or spec.max_positions
+    most, length = max_prompt_length(config, spec) + config.rollout.max_new_tokens, config.model.max_length
+    if config.rollout.agent is None:
+        return most
+    return min(length or spec.max_positions, config.rollout.agent_tokens or spec.max_positions)

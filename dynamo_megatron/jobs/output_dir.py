@@ -35,7 +35,7 @@ class OutputDir:
 
     def __init__(self, config: Config):
         self.path = Path(config.output_dir)
-        self._config = config
+        self.config = config  # of the command, all of it
         self._file, self._ended = self.path / "config.yaml", self.path / ENDED_FILE
 
     def finished(self) -> str | None:
@@ -49,12 +49,12 @@ class OutputDir:
 
     def end(self, step: int) -> None:
         """The run has ended after `step`."""
-        said = f"already at step {step} of {self._config.trainer.steps}"
+        said = f"already at step {step} of {self.config.trainer.steps}"
         with replacing(self._ended) as file:
             file.write(json.dumps({"said": said, "asked": self._asked()}).encode())
 
     def _asked(self) -> dict[str, Any]:
-        return identity(to_plain(self._config), ("trainer.steps", "eval", "checkpoint.export_hf"))
+        return identity(to_plain(self.config), ("trainer.steps", "eval", "checkpoint.export_hf"))
 
     def _last(self) -> tuple[int, Path] | None:
         return latest_checkpoint(self.path / "checkpoints")
@@ -74,13 +74,13 @@ class OutputDir:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
         self.check()
         if has_results(self.path):
-            changes = self._changes([key for key in to_plain(self._config) if key != "output_dir"])
+            changes = self._changes([key for key in to_plain(self.config) if key != "output_dir"])
             told = ", ".join(f"{key} {_shown(now)} instead of {_shown(old)}" for key, (now, old) in changes.items())
             print(f"{self.path}: the run there goes on{told and f', with {told}'}", flush=True)
 
     def _changes(self, *keys: Sequence[str]) -> dict[str, tuple[Any, Any]]:
         """Each key of `identity` that differs from config.yaml -> its new and its old value. Raises ConfigError."""
-        before, now = identity(self._saved(), *keys), identity(to_plain(self._config), *keys)
+        before, now = identity(self._saved(), *keys), identity(to_plain(self.config), *keys)
         both = {key: (now.get(key), before.get(key)) for key in (*now, *before)}
         return {key: values for key, values in both.items() if values[0] != values[1]}
 
@@ -90,7 +90,7 @@ class OutputDir:
         refuse_foreign(self.path)
         if not has_results(self.path):
             return
-        if self._config.trainer.resume == "never":
+        if self.config.trainer.resume == "never":
             raise ConfigError(f"output_dir: {self.path} holds a run; name another folder or set trainer.resume=auto")
         if not self._file.is_file():
             raise ConfigError(f"output_dir: {self.path} holds results but no config.yaml; name another folder")
@@ -119,8 +119,8 @@ class OutputDir:
         """Writes config.yaml. The run goes on after `step`: rollouts of later steps than the next one came from weights
         that other settings will not give again, and are dropped if such settings have changed. With
         `rollout.max_staleness` they may come from weights up to `step`; the rollout process drops those that do not."""
-        plain, ahead = to_plain(self._config), self._config.rollout.max_staleness > 0
-        scheduled = any(o.schedule != "constant" for o in (self._config.optimizer, self._config.critic.optimizer))
+        plain, ahead = to_plain(self.config), self.config.rollout.max_staleness > 0
+        scheduled = any(o.schedule != "constant" for o in (self.config.optimizer, self.config.critic.optimizer))
         keys = (*_TRAJECTORY, *(["trainer.steps"] if scheduled else []))
         self._ended.unlink(missing_ok=True)
         for export in self.path.glob("hf*"):

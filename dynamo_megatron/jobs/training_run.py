@@ -139,7 +139,7 @@ class TrainingRun:
         reads. Then removes the folders of earlier failures."""
         root = self._output / FAILED_STEPS
         earlier = [folder for other, folder in checkpoint_folders(root) if other != step]
-        failure = {"failure": {"message": str(error), "config": to_plain(self.config)}}
+        failure = {"failure": {"message": str(error), "config": to_plain(self._folder.config)}}
         state = failure if self._say is not None else None
         save = begin_save(self.policy, root, step, state, background=False, optimizer=False)
         # Keeps all: by number this one may be the oldest.

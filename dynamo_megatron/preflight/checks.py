@@ -25,6 +25,7 @@ import psutil
 
 from dynamo_megatron.bridge import environment
 from dynamo_megatron.config import Config, RewardConfig
+from dynamo_megatron.config.reward import COMPARING
 from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.data.templates import (
     encode_prompt,
@@ -225,10 +226,10 @@ def reward(subject: Subject) -> Iterator[Finding]:
     """Runs the reward functions on the right answer and on a wrong answer of three prompts, in reward workers and under
     the deadline."""
     config, prompts = subject.config.reward, subject.prompts
-    if subject.config.rollout.agent is not None:
+    if not COMPARING.isdisjoint(config.functions):  # rows of an agent that gives the reward itself may have no answer
         prompts = [prompt for prompt in prompts if prompt.answer is not None]
     if not prompts:
-        yield skipped("no row has an answer; the agent gives the reward")
+        yield skipped("no row has an answer, so the agent must give the reward")
         return
     prompts = prompts[:SAMPLES]
     try:

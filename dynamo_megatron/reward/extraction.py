@@ -22,7 +22,10 @@ UNBRACED = re.compile(
 )
 SIGN = re.compile(r"(?:^|[=(:$]|\bis)(?:[ \t]*[-−][ \t]*|\s*[-−])\Z")  # "- " in a new line begins an item
 FACTOR_BEFORE = re.compile(r"(?:\d|[/^][ \t]*|(?<![*\s])\*[ \t]*|\\(?:cdot|times)\s*|\bnot\s+[$(\\\[]*\s*)\Z")
-FACTOR_AFTER = re.compile(r"\^(?![ \t]{0,3}\{?[ \t]{0,3}\\circ)|\d|\.\d|[ \t]*(?:/|\*|\\times|\\cdot)[ \t]*\d")
+FACTOR_AFTER = re.compile(
+    r"\^(?![ \t]{0,3}\{?[ \t]{0,3}\\circ)|\d|\.\d|[ \t]*(?:/|\*|\\times|\\cdot)[ \t]*\d"
+    r"|\$?\s(?:is|was) (?:not|wrong|incorrect)\b"
+)
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*(?:\banswer\b(?:\s+is\b)?|答案[是为為]?))[\s:：]*", re.IGNORECASE)

@@ -44,11 +44,12 @@ REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|a
 # Words beside a number that make it another one, or no answer at all.
 REFUSED_BEFORE = re.compile(
     r"(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|root|square"
-    r"|less|more|fewer|greater|larger|smaller|above|below|between|either|or|maybe|possibly|except|but|multiple|power"
-    r"|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$",
+    r"|less|more|fewer|greater|larger|smaller|above|below|either|or|maybe|possibly|except|but|multiple|power"
+    r"|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
+    r"|\bbetween(?: \S{1,20} and)?$|\bat (?:least|most)$",
     re.IGNORECASE,
 )
-HARMLESS = "and|at|by|of|the|to|or|per(?! ?(?:cent|mil))"  # after a number
+HARMLESS = "and|at|by|of|the|to|or|per(?! ?(?:cent|mil))|(?:thous|mill|bill|trill)(?:and|ion)|hundred|dozen"
 REFUSED_AFTER = re.compile(
     rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)",
     re.IGNORECASE,
@@ -69,17 +70,34 @@ AFTER_RESULT = re.compile(
     r"(?:\s+(?!(?:and|so|then|is|are|was|has|have|had|equals?|equal|total|leaves?|leaving)\b)[^\W\d]+){0,2}\s*\Z"
 )
 IN_CALCULATION = re.compile(r"[-+−–*/×÷=]\s*$")
-REMARK = re.compile(r"\s+\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$")  # "160 minutes (2 hours and 40 minutes)."
+# "160 minutes (2 hours and 40 minutes).", "13, attained at x = 3", the end mark of a proof
+REMARK = re.compile(
+    r"\s+\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$|\s*(?:\$?\\(?:blacksquare|square|Box|qed)\$?|∎)\s*$"
+    r"|(?<=[\d$}%])(?:\s[A-Za-z ]{0,20})?,\s+(?:attained|achieved|reached|obtained|when|where|since|because"
+    r"|(?:or|which is) (?:about|approximately|roughly))\b[^\n]{0,200}$"
+)
+# What follows an answer and is none: a check of it, the next problem of a base model.
+AFTERWARDS = re.compile(
+    r"\n\s*(?:question|problem|q)\s*(?:\d+\s*)?:|\n\W*(?:verification|check|breakdown|here['’]s the breakdown)\b"
+    r"|[.\n]\W*(?:we can|let['’]s|to) (?:check|verify)\b",
+    re.IGNORECASE,
+)
+END_TOKENS = re.compile(r"(?:<\|\w+\|>|</s>)+\s*\Z")  # of a tokenizer that does not call them special
+CORRECTION = re.compile(r"(?:^|[.!?\n])\W*(?:wait|hold on|oops)\b", re.IGNORECASE)  # takes back what is before it
 # An expression in the middle of a sentence: numbers, single letters and commands with signs between them.
 ATOM = (
     r"(?:\\[A-Za-z]+(?:\{[^{}\n]{0,200}\}){0,2}|(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+\b)?|\.\d+"
     r"|[√∛∞πθ½⅓⅔¼¾⅕-⅞]|\b(?:pi|sqrt|sin|cos|tan|ln|log|exp)\b|(?<![A-Za-z'’])[A-Za-z](?![A-Za-z'’])"
     r"|[(\[{][^()\[\]{}\n]{1,200}[)\]}]|[°²³⁴⁵⁶⁷⁸⁹⁰¹⁻!%])"
 )
-RUN = re.compile(rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*/^=×·⋅÷±]|\*\*)[ \t]*[-−+]?{ATOM}|[ \t]?{ATOM})*")
+RUN = re.compile(
+    rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*/^=×·⋅÷±]|\*\*)[ \t]*[-−+]?{ATOM}|:(?=\d){ATOM}|[ \t]?{ATOM})*"
+)
+OF_ASDIV = re.compile(r"^\s*(-?[\d.,/]+)\s*\(([A-Za-z][A-Za-z ]*)\)\s*$")  # 9 (apples)
+SUM = re.compile(r"[\d.,]+(?:\s*[-+−*×·÷]\s*[\d.,]+)+")  # of plain numbers
 JOINED = re.compile(r"\s*(?:,\s*)?(and|or|,)\s*|\s*,\s*()")
 UNIT_AFTER = re.compile(r"\s?([^\W\d_]{2,}\b|[A-Za-z](?=[.,;]|\s*$))")
-UNIT_LAST = re.compile(r"(.*?[\d}$)])\s*([^\W\d_]+(?:/[^\W\d_]+)?)\.?\s*", re.DOTALL)
+UNIT_LAST = re.compile(r"(.*?[\d}$)])\s*([^\W\d_]+(?:/[^\W\d_]+|\s+per\s+[^\W\d_]+)?)\.?\s*", re.DOTALL)
 NUMBERS = re.compile(r"(?<![\w.,])\$?\d[\d,]*(?:\.\d+)?")
 ARTICLE = re.compile(r"\sa\Z")
 LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
@@ -131,9 +149,14 @@ def final_answers(response: str, words: bool = False) -> list[str]:
     text = after_thinking(response)
     if text is None:
         return []
+    text = END_TOKENS.sub("", text)
     tagged = TAGGED.findall(text)
     if tagged:
         text = tagged[-1]
+    if (after := AFTERWARDS.search(text)) and _states(text[: after.start()]):
+        text = text[: after.start()]
+    for wrong in list(CORRECTION.finditer(text))[-1:]:
+        text = text[wrong.end() :]
     marked = list(MARKED.finditer(text))
     found = last_boxes(text[marked[-1].start() :] if marked else text)
     if found or (not marked and boxed(text)):
@@ -146,6 +169,11 @@ def final_answers(response: str, words: bool = False) -> list[str]:
         if len(NUMBERS.findall(text)) > 1 or HEDGED.search(text):  # a sentence with one number
             return [text]
     return _unmarked(text.replace("\\$", "\\dollar "), words)
+
+
+def _states(text: str) -> bool:
+    """Whether it has an answer that is marked as one, or at least a number."""
+    return bool(boxed(text) or MARKED.search(text) or ANSWER.search(text) or DIGIT.search(text))
 
 
 def _unmarked(text: str, words: bool) -> list[str]:
@@ -212,14 +240,16 @@ def _last_run(text: str) -> list[str]:
             return []
         if _in_calculation(text, span) or _parsed_answer(normal_form(run)) is None:
             run = run.rpartition("=")[2].strip()  # 48 cm * 2/3 = 32
-    if not (after := re.match(r"\s?([^\W\d_]+)\b", rest)):
+    if SUM.fullmatch(run):
+        return []  # it was not worked out
+    if not (after := re.match(r"\s?([^\W\d_]+(?:/[^\W\d_]+|\s+per\s+[^\W\d_]+)?)\b", rest)):
         return _readings(run)
     if after[1].lower() in MAGNITUDES and _parsed(normal_form(run + after[0])) is not None:
         return [run + after[0]]
     if article := ARTICLE.search(run):  # 104 a day
         return [run[: article.start()]]
     no_inch = after[1] == "in" and re.match(r"\s*\w", rest[after.end() :])  # 104 in total
-    return [run] if no_inch else _readings(f"{run} {after[1]}") if is_unit(after[1]) else [run]
+    return [run] if no_inch else _readings(f"{run} {after[1]}") if _is_unit(after[1]) else _readings(run)
 
 
 def _in_calculation(text: str, span: re.Match[str]) -> bool:
@@ -230,9 +260,14 @@ def _readings(text: str) -> list[str]:
     """`text`, and before it `text` with a unit for its last word where that may be one: "12 m" is 12 metres, or 12
     times m."""
     found = UNIT_LAST.fullmatch(text)
-    if found is None or found[2].lower() in MAGNITUDES or not all(map(is_unit, found[2].split("/"))):
+    if found is None or found[2].lower() in MAGNITUDES or not _is_unit(found[2]):
         return [text]
     return [f"{found[1]}\\text{{ {found[2]}}}", text]
+
+
+def _is_unit(words: str) -> bool:
+    """Of km/h and kilometers per hour, too."""
+    return all(map(is_unit, re.split(r"/|\s+per\s+", words)))
 
 
 def refused(text: str, span: re.Match[str]) -> bool:
@@ -266,6 +301,6 @@ def _reference(answer: Any) -> str:
         answer = format(Decimal(repr(answer)), "f")
     if not isinstance(answer, str | int) or isinstance(answer, bool) or not str(answer).strip():
         raise ValueError(f"the math reward needs an answer that is text or a number, not {answer!r}")
-    text = str(answer)
+    text = OF_ASDIV.sub(r"\1 \2", str(answer))
     inside = boxed(text)
     return inside if inside is not None else text.rpartition("####")[2]

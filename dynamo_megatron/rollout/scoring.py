@@ -64,12 +64,13 @@ class Scoring:
             rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
             rollout.status, failure, rollout.extracted = score.status, score.failure, score.answer
             if score.steps:
-                tokens, before = response.tokens, 0
-                if rollout.episode is not None:  # the text is that of the last answer
+                tokens, before, decode = response.tokens, 0, self._decode
+                if rollout.episode is not None:  # the text is that of the last answer, as the agent got it
+                    decode = functools.partial(self._tokenizer.decode, skip_special_tokens=True)
                     last = rollout.episode.turns[-1]
                     tokens, before = rollout.tokens[last.start : last.end], sum(rollout.response_mask[: last.start])
-                located = (score.steps, tokens, rollout.response, self._decode)
-                if self._decode(tokens).startswith(rollout.response):  # else the agent got it without its tool calls
+                located = (score.steps, tokens, rollout.response, decode)
+                if decode(tokens).startswith(rollout.response):  # not without its tool calls
                     spans = await asyncio.to_thread(token_spans, *located)  # microseconds a token
                     rollout.step_rewards = [(before + start, before + end, reward) for start, end, reward in spans]
         return rollout, failure

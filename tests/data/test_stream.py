@@ -68,7 +68,7 @@ def test_long_prompts_are_skipped_and_counted_once():
     drawn = ids(s.next(12))
     assert set(Counter(drawn).values()) == {3} and not {"p1", "p4"} & set(drawn) and s.skipped == 2
     assert ids(stream(prompts(6, long=[1, 4]), limit=None).next(6)) != drawn
-    with pytest.raises(ValueError, match="all 3 prompts have more than 10 tokens, the most here"):
+    with pytest.raises(ValueError, match="all 3 prompts have more than 10 tokens; raise model"):
         stream(prompts(3, long=[0, 1, 2]))
 
 

@@ -330,7 +330,7 @@ def test_rows_of_an_agent_may_have_no_answer(base, check):
     rows = [{"id": f"p{i}", "problem": "Play.", "answer": None} for i in range(4)]
     (base / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ((level, text),) = check("reward", "rollout.agent=mine:agent", "data.template=chat")
-    assert level == "skipped" and text == "no row has an answer; the agent gives the reward"
+    assert level == "skipped" and text == "no row has an answer, so the agent must give the reward"
 
 
 # -- the server --------------------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ def _shape(node: Node) -> Node:
     """Lists of one element are the element, a ± b is two elements, 30° and 10% are quantities."""
     if isinstance(node, Op) and node.name in PURE:
         return Quantity(node.args[0], PURE[node.name])
+    if isinstance(node, Op) and node.name == "neg" and isinstance(node.args[0], Op) and node.args[0].name in PURE:
+        return Quantity(Op("neg", node.args[0].args), PURE[node.args[0].name])
     if isinstance(node, Op) or (isinstance(node, Group) and node.kind in ("list", "set", "()")):
         several = isinstance(node, Group) and node.kind != "()"
         items = [each for item in (node.items if several else (node,)) for each in _both_signs(item)]
@@ -243,7 +245,10 @@ def _stated(relation: Relation, of_answer: bool) -> list[Node]:
     checked = [value for value in values if not _is_structured(value) and (not names or is_constant(value))]
     if not names and len(checked) < len(values):
         return []
-    return [chain[-1]] if all(_rounds_to(value, checked[-1]) for value in checked[:-1]) else []
+    last = chain[-1]  # 18/30 * 100 = 60% is 60, and 18/30 * 100% = 60% is .6
+    percent = isinstance(last, Op) and last.name == "percent"
+    holds = (_rounds_to(value, checked[-1]) or (percent and equal_values(value, last)) for value in checked[:-1])
+    return [last] if all(holds) else []
 
 
 def _rounds_to(value: Node, last: Node) -> bool:
