@@ -42,6 +42,7 @@ def made(spec):
 
     def make(seeds, what):
         arms = {"grpo": [], "half": ["data.batch_prompts=16"], "wild": ["algorithm.modulation=null"]}
+        arms = {name: [*keys, f"trainer.steps={STEPS}"] for name, keys in arms.items()}
         runs = planned_runs(spec(arms=arms, seeds=seeds, learning_rates=list(RATES)))
         for run in runs:
             if (arguments := what(run)) is not None:
