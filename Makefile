@@ -185,4 +185,4 @@ gpu-kit:
 	@$(KIT_PYTHON) -P benchmarks/gpu/prepare.py
 
 clean:
-	rm -rf .venv .venv-bridge .venv-extra .venv-peers .venv-sglang .venv-te .kit models runs
+	rm -rf .venv .venv-bridge .venv-extra .venv-peers .venv-sglang .venv-te .kit

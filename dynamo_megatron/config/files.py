@@ -193,9 +193,21 @@ def _override(word: str) -> list[Layer]:
     return [("the command line", nested)]
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice: YAML's libraries let the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is there twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _parse(text: str, what: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date such as 2026-99-99
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark and "=" not in what else ""

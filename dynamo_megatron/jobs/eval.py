@@ -157,6 +157,8 @@ def _with_servers(config: Config, url: str | None) -> Config:
         servers = max(1, min(rollout.servers if "servers" in rollout.model_fields_set else room, room))
         # There are no ranks to take turns with, and no weight sync: the servers have the folder's own weights.
         own = {"placement": "colocated", "urls": [], "offload": False, "quantization": None, "servers": servers}
+        if rollout.placement == "external":  # those of that run's servers
+            own |= {"api_key_env": None, "port": None}
     return config.model_copy(update={"rollout": rollout.model_copy(update=own)})
 
 

@@ -18,7 +18,7 @@ SHAPE = ["data.batch_prompts=4096", "algorithm.allocation.rollout_n_min=1"]
 
 def planned(hardware, method):
     """The plan of `configs/hardware/KINDxN/MODEL.yaml` with a method at the paper's sizes."""
-    files = [CONFIGS / "models" / hardware.name, hardware, PAPER, CONFIGS / "methods" / f"{method}.yaml"]
+    files = [CONFIGS / "models" / hardware.name, PAPER, hardware, CONFIGS / "methods" / f"{method}.yaml"]
     config, _ = compose([str(file) for file in files], SHAPE if method == "dynamo" else [], UNNEEDED)
     kind, gpus = hardware.parent.name.split("x")
     (gpu,) = (gpu for name, gpu in GPUS.items() if name.startswith(kind))
@@ -35,6 +35,8 @@ def test_it_fits(hardware, method):
     assert plan.servers.gpus == plan.cluster.gpus  # a server rank on every GPU
     assert plan.servers.longest_sequences >= 4
     assert plan.config.checkpoint.every >= 10  # else writing takes a large part of a step
+    if method == "dynamo":
+        assert plan.config.optimizer.lr == (1e-6 if plan.config.model.lora is None else 1e-5)
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
