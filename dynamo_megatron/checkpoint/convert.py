@@ -36,7 +36,7 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, read_yaml
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.mapping import cut, huggingface_shapes
-from dynamo_megatron.runtime.plain_text import on_one_line
+from dynamo_megatron.runtime.plain_text import on_one_line, show
 
 NAME_MODEL = "`convert mcore2hf --model HF` names the folder of config.json and tokenizer"
 FILE_BYTES = 4 << 30  # of a safetensors file, more where one tensor is larger
@@ -51,6 +51,9 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
     there = checkpoint_folders(path.parent if one else path / "checkpoints")
     meant = [found for found in there if (found[1] == path if one else step in (None, found[0]))]
     if complete := [found for found in meant if fault(found[1]) is None]:
+        for number, folder in (found for found in meant if found[0] > complete[-1][0]):
+            why = f"the checkpoint of step {number} is damaged: {fault(folder)}"
+            show(f"warning: {why}; taking that of step {complete[-1][0]}")
         return complete[-1]
     if meant:
         raise ConfigError(f"{path}: no complete checkpoint: {fault(meant[-1][1])}")

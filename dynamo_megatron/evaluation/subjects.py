@@ -96,6 +96,9 @@ def _settings(config: Config) -> dict[str, Any]:
     plain = to_plain(config)
     keys = {**SETTINGS, "reward": [name for name in plain["reward"] if name != "workers"]}
     found = {f"{section}.{name}": plain[section][name] for section, names in keys.items() for name in names}
+    if config.rollout.agent is not None:  # what an agent's requests and their answers depend on besides
+        found |= {"rollout.tool_parser": config.rollout.tool_parser, "model.max_length": config.model.max_length}
+        found["rollout.agent_tokens"] = config.rollout.agent_tokens or config.trainer.micro_batch_tokens
     return found | {f"eval.{name}": value for name, value in sampling(config).items()} | {"seed": config.seed}
 
 

@@ -88,12 +88,14 @@ def read_run(folder: Path) -> Recording:
     if not by_step:
         raise InputError(f"{folder}: no step in allocation.jsonl; a replay needs at least one finished step of train")
     source = Path(config["rollout"]["recorded"] or folder)
-    steps = [part for rows in by_step for part in _read_step(source, rows)]
+    by_length = config["algorithm"]["loss"]["aggregation"] == "sequence_mean"
+    steps = [part for rows in by_step for part in _read_step(source, rows, by_length)]
     return Recording(folder, "dynamo-megatron", steps, config["algorithm"]["allocation"], notes)
 
 
-def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedStep]:
+def _read_step(source: Path, rows: list[dict[str, Any]], by_length: bool) -> Iterator[RecordedStep]:
     """The rounds of a step, one without dynamic sampling. Each round was observed before the next was allocated.
+    `by_length`: energies are of gradients that are divided by the response's length, as `Controller.observe` has them.
 
     The k-th dispatch of a prompt has the first n rollouts of the prompt's k-th group (as in `RecordedRollouts`).
     """
@@ -126,9 +128,14 @@ def _read_step(source: Path, rows: list[dict[str, Any]]) -> Iterator[RecordedSte
             dispatch=np.array([index for index, _ in observed], np.int64),
             rewards=np.array([rollout.reward for rollout in rollouts], np.float64),
             successes=np.array([rollout.success for rollout in rollouts], bool),
-            energy=np.array([((1 - np.exp(r.engine_logprobs)) ** 2).sum() for r in rollouts], np.float64),
+            energy=np.array([_energy(r.engine_logprobs, by_length) for r in rollouts], np.float64),
             version=dispatches[0].get("version"),
         )
+
+
+def _energy(logprobs: list[float], by_length: bool) -> float:
+    divisor = max(1, len(logprobs)) ** 2 if by_length else 1
+    return float(((1 - np.exp(logprobs)) ** 2).sum()) / divisor
 
 
 # A rollout's prompt, what is the same for all rollouts of its dispatch, and its reward (None: it was not scored).

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:(?:(?<!\d,)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?(?:/\d+|[eE][-+]?\d+)?|\.\d+)"
@@ -56,6 +61,17 @@ def opened_thinking(prompt: str) -> str:
     where it ends with none."""
     found = OPENED.search(prompt)
     return found[0] if found else ""
+
+
+def response_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Decodes responses without special tokens, except those that mark thinking: without gpt-oss's `<|channel|>` or
+    Mistral's `[THINK]` a reward function could not tell the thinking from the answer."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or tokenizer.get_added_tokens_decoder()
+    special = {number: token.content for number, token in added.items() if token.special}
+    dropped = {number for number, text in special.items() if not MARKER.fullmatch(text)}
+    if len(dropped) == len(special):
+        return functools.partial(tokenizer.decode, skip_special_tokens=True)
+    return lambda tokens: tokenizer.decode([t for t in tokens if t not in dropped], skip_special_tokens=False)
 
 
 def boxed(text: str) -> str | None:

@@ -202,7 +202,8 @@ class Generator:
 
         def reuse() -> None:
             lines = (rollout for rollout in self._store.lines(step) if rollout.group_id in groups)
-            if gone := session.reuse(lines, versions, rollout.max_new_tokens):
+            largest = None if self._agents is None else self._agents.limits(None).trained
+            if gone := session.reuse(lines, versions, rollout.max_new_tokens, largest):
                 self._store.discard(step, gone)
 
         await self._in_thread(reuse)

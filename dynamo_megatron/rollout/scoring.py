@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from dynamo_megatron.config import Config, RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
-from dynamo_megatron.reward.extraction import MARKER, opened_thinking
+from dynamo_megatron.reward.extraction import opened_thinking, response_decoder
 from dynamo_megatron.rollout.agents.episode import Finished
 from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import Request
@@ -24,17 +23,6 @@ if TYPE_CHECKING:
 
 AGENT = "agent"  # names the reward that an agent returns, among those of reward functions
 PROMPT_END = 16  # tokens of a prompt in which a marker of thinking is looked for
-
-
-def response_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """Decodes responses without special tokens, except those that mark thinking: without gpt-oss's `<|channel|>` or
-    Mistral's `[THINK]` a reward function could not tell the thinking from the answer."""
-    added = getattr(tokenizer, "added_tokens_decoder", None) or tokenizer.get_added_tokens_decoder()
-    special = {number: token.content for number, token in added.items() if token.special}
-    dropped = {number for number, text in special.items() if not MARKER.fullmatch(text)}
-    if len(dropped) == len(special):
-        return functools.partial(tokenizer.decode, skip_special_tokens=True)
-    return lambda tokens: tokenizer.decode([t for t in tokens if t not in dropped], skip_special_tokens=False)
 
 
 class Scoring:
@@ -64,13 +52,12 @@ class Scoring:
             rollout.reward_parts, rollout.reward_failures = score.parts, score.failures
             rollout.status, failure, rollout.extracted = score.status, score.failure, score.answer
             if score.steps:
-                tokens, before, decode = response.tokens, 0, self._decode
-                if rollout.episode is not None:  # the text is that of the last answer, as the agent got it
-                    decode = functools.partial(self._tokenizer.decode, skip_special_tokens=True)
+                tokens, before = response.tokens, 0
+                if rollout.episode is not None:  # the text is that of the last answer
                     last = rollout.episode.turns[-1]
                     tokens, before = rollout.tokens[last.start : last.end], sum(rollout.response_mask[: last.start])
-                located = (score.steps, tokens, rollout.response, decode)
-                if decode(tokens).startswith(rollout.response):  # not without its tool calls
+                located = (score.steps, tokens, rollout.response, self._decode)
+                if self._decode(tokens).startswith(rollout.response):  # not without its tool calls
                     spans = await asyncio.to_thread(token_spans, *located)  # microseconds a token
                     rollout.step_rewards = [(before + start, before + end, reward) for start, end, reward in spans]
         return rollout, failure

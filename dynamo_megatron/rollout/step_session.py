@@ -50,10 +50,13 @@ class StepSession:
     unscored: dict[str, str] = field(default_factory=dict)  # status -> how the last reward of it failed
     answered: dict[str, str] = field(default_factory=dict)  # rollout_id -> server
 
-    def reuse(self, lines: Iterable[Rollout], versions: range, max_new_tokens: int) -> set[str]:
+    def reuse(
+        self, lines: Iterable[Rollout], versions: range, max_new_tokens: int, largest: int | None = None
+    ) -> set[str]:
         """Keeps what an interrupted run left of these rollouts, the `lines` of their groups: those that weights of
-        `versions` sampled. Of several lines with one rollout_id the last one counts. Returns the ids of all others: a
-        later resume must not find them, since a version's weights may be others then."""
+        `versions` sampled. `largest`: tokens of an episode with all its segments. Of several lines with one rollout_id
+        the last one counts. Returns the ids of all others: a later resume must not find them, since a version's weights
+        may be others then."""
         discarded: dict[str, str] = {}
         not_wanted: set[str] = set()
         for rollout in lines:
@@ -62,7 +65,7 @@ class StepSession:
                 continue
             for earlier in (self.outcomes, self.batches, discarded):
                 earlier.pop(name, None)
-            if why := _unwanted(rollout, request.prompt, versions, max_new_tokens):
+            if why := _unwanted(rollout, request.prompt, versions, max_new_tokens, largest):
                 discarded[name] = why
             else:
                 self.keep(rollout, "")
@@ -129,7 +132,7 @@ def _listed(prompts: Sequence[Prompt]) -> str:
     return f"prompt{'s' * (len(labels) > 1)} {', '.join(labels[:LISTED])}{more}"
 
 
-def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens: int) -> str:
+def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens: int, largest: int | None) -> str:
     """Returns why the rollout is not wanted; "" where it is. `prompt`: of the request with its id."""
     if rollout.status in NOT_TRAINED:
         return rollout.status
@@ -141,4 +144,6 @@ def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens:
         return "of another prompt"
     if len(rollout.engine_logprobs) > max_new_tokens:
         return "of more than rollout.max_new_tokens"
+    if largest is not None and len(rollout.tokens) > largest:
+        return "of more than rollout.agent_tokens"
     return "of another weight version" if any(v not in versions for v, _, _ in rollout.weight_versions) else ""

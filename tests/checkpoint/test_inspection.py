@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.checkpoint import inspection
+from dynamo_megatron.checkpoint.convert import find_checkpoint
 from dynamo_megatron.checkpoint.inspection import differences, inspect
 from dynamo_megatron.cli import main
 
@@ -114,12 +115,15 @@ def test_a_damaged_checkpoint_is_said_to_be(converted, tmp_path, tool):
     assert code == 1 and f"converted model, {file}: its bytes are not those that were saved" in out
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged(converted, tmp_path, tool):
+def test_a_run_whose_newest_checkpoint_is_damaged(converted, tmp_path, tool, capsys):
     shutil.copytree(converted[1], tmp_path / "checkpoints" / "step-000003")
     assert tool(tmp_path)[0] == 0
     (tmp_path / "checkpoints" / "step-000004").mkdir()
     code, out, _ = tool(tmp_path)
     assert code == 1 and "complete, but step 4, the newest, is not\n" in out and "  step 4: " in out
+    assert find_checkpoint(tmp_path)[0] == 3
+    assert "warning: the checkpoint of step 4 is damaged" in (said := capsys.readouterr().err)
+    assert said.endswith("; taking that of step 3\n")
 
 
 def test_names_reach_the_terminal_as_text(tmp_path, tool):

@@ -57,6 +57,7 @@ def test_checks_across_sections_report_all_they_find():
         ("model: {path: m\ndata: {source: d}\n", ":2: not YAML"),
         ("a: 1\n\tb: 2\n", ":2: not YAML (found character '\\t' that cannot start any token)"),
         ("model: {path: m}\ndata: {source: d}\nmodel: {path: n}\n", ":3: not YAML (model is there twice)"),
+        ("data: {template: {{prompt}}}\n", ":1: not YAML (found unhashable key"),
         ("seed: 2026-99-99\n", ": not YAML (month must be in 1..12"),
         ("seed: !!python/object:os.system x\n", ":1: not YAML (could not determine a constructor"),
         ("tracking: {name: 7}\n", ": tracking.name: Input should be a valid string, got 7; put a string"),

@@ -182,6 +182,13 @@ def test_rewards_of_tokens_are_no_part_of_an_evaluation(models, monkeypatch):
     assert StandIn.started[1].config.reward.functions == ["math"]
 
 
+def test_settings_of_an_agent_that_differ_are_refused(models, capsys, monkeypatch):
+    agent = "rollout.agent=mine:agent"
+    a_run(models, monkeypatch, agent, "rollout.tool_parser=llama3")
+    assert main([*SUITE, "--model", "base", "--model", "run", agent]) == 2
+    assert capsys.readouterr().err.startswith("rollout.tool_parser: 'qwen25' for base, 'llama3' for run; give one")
+
+
 @pytest.mark.parametrize(
     ("keys", "says", "mend"),
     [

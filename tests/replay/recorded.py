@@ -44,7 +44,7 @@ def write_run(folder: Path, *, steps: int = 12, allocation: dict | None = None) 
                 fields = {"reward": 1.0 if right else 0.25 * (index % 2), "finish_reason": "stop"}  # partial credit
                 if failed:
                     fields = {"reward": 0.0, "status": "failed", "weight_versions": [], "finish_reason": "error"}
-                response = [] if failed else [2]
+                response = [] if failed else [2] * (1 + index % 3)
                 fields |= {"right": right and not failed, "engine_logprobs": [-1.0] * len(response)}
                 rollouts.append(made_rollout(step, position, index, ids[position], [1], response, **fields))
         for i in generator.permutation(len(rollouts)):

@@ -36,6 +36,18 @@ def test_a_replay_of_the_runs_allocator_gives_its_own_counts(tmp_path, allocatio
     assert {step.budget for step in record.steps} == {config.rollout_budget}
 
 
+def test_energies_are_of_the_run_s_aggregation(tmp_path):
+    found = []
+    for name in ("prompt_mean", "sequence_mean"):
+        write_run(tmp_path / name, steps=1)
+        file = tmp_path / name / "config.yaml"
+        plain = yaml.safe_load(file.read_text())
+        plain["algorithm"]["loss"]["aggregation"] = name
+        file.write_text(yaml.safe_dump(plain))
+        found.append(read_run(tmp_path / name).steps[0].energy)
+    assert set(np.round(found[0] / found[1], 6)) == {1.0, 4.0, 9.0}  # of responses of 1 to 3 tokens
+
+
 def test_success_rates_are_of_the_whole_record():
     """Of a: 1 of 4 right, of b: 1 of 2; of c nothing ever came."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 
 import aiohttp
 import numpy as np
@@ -9,6 +10,7 @@ import openai
 import pytest
 from agents_scripted import CALL, QUESTION, TOKENIZER, TOOLS, Scripted, endpoint
 
+from dynamo_megatron.reward import extraction
 from dynamo_megatron.rollout.agents.episode import Episode, Place
 from dynamo_megatron.rollout.agents.worker import ChatError
 from dynamo_megatron.rollout.agents.worker import Session as AgentSession
@@ -29,6 +31,17 @@ def run(work, *texts, **limits):
             return await work(client, own, scripted)
 
     return asyncio.run(go())
+
+
+def test_rewards_see_special_tokens_that_mark_thinking_and_the_agent_does_not(monkeypatch):
+    monkeypatch.setattr(extraction, "MARKER", re.compile(r"<\|im_start\|>"))  # as if it were one
+
+    async def work(client, own, scripted):
+        answer = await own.chat(QUESTION)
+        return answer["content"], scripted.session.texts
+
+    content, texts = run(work, "<|im_start|>it is 7")
+    assert content == "it is 7" and texts == ["<|im_start|>it is 7"]
 
 
 def test_an_openai_client_runs_a_tool_loop_whose_ids_go_on():

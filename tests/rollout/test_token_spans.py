@@ -5,6 +5,7 @@ import functools
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_ins import Server, generated, rollout, sampled
@@ -81,6 +82,14 @@ def test_the_file_keeps_them_and_a_resumed_or_replayed_run_has_them(tmp_path):
     replayed = sampled(RecordedRollouts(tmp_path, 100), 5, [prompt], [2]).batch
     for batch in (kept, replayed, RolloutBatch.from_rollouts([WITH, WITHOUT])):
         np.testing.assert_array_equal(batch.step_rewards, [*ENDS, np.nan, np.nan])
+
+
+@pytest.mark.parametrize(("largest", "kept"), [(None, 1), (5, 1), (4, 0)])
+def test_an_episode_larger_than_the_limit_is_not_used_again(largest, kept):
+    """Five tokens; the limit may have been lowered because such an episode was too large for the memory."""
+    session = StepSession(5, wanted_rollouts(5, [Prompt("é", text="?", tokens=[1, 2])], [1], 0, 0))
+    gone = session.reuse([dataclasses.replace(WITH, episode=EpisodeRecord([0], {}))], range(4, 5), 4, largest)
+    assert session.reused == kept and len(gone) == 1 - kept
 
 
 def test_what_a_function_gives_is_in_the_batch_and_in_the_file(with_generator, tmp_path):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from dynamo_megatron.reward.extraction import response_decoder
 from dynamo_megatron.rollout.agents.messages import MALFORMED, BadRequest, Message
 from dynamo_megatron.runtime.plain_text import error_line
 
@@ -71,6 +72,15 @@ class ChatTokens:
         tokens."""
         shown = tokens[:-1] if tokens[-1] in self._ends else tokens
         return self._tokenizer.decode(shown, skip_special_tokens=not specials)
+
+    def scored_text_of(self, tokens: Sequence[int]) -> str:
+        """As `text_of`, for reward functions: with the special tokens that mark thinking, which a chat template may not
+        take in an answer."""
+        return self._decode_response(tokens[:-1] if tokens[-1] in self._ends else tokens)
+
+    @cached_property
+    def _decode_response(self) -> Callable[[Sequence[int]], str]:
+        return response_decoder(self._tokenizer)
 
     def encode_text(self, text: str) -> list[int]:
         """Returns the ids of a plain text, with the special tokens that the tokenizer puts before it."""

@@ -70,7 +70,8 @@ class Session:
         stop = _stop_texts(request)
         async with self._turns:
             place, response, times = await self._turn(lambda: self.episode.place_chat(messages, tools), request, stop)
-            text = self._shown(response, stop, tools is not None)
+            chat = self.episode.chat
+            text = _before_stop(chat.text_of(response.tokens, tools is not None), response, stop)
             message: Message = {"role": "assistant", "content": text}
             if tools and request.get("tool_choice") != "none":
                 try:
@@ -81,7 +82,8 @@ class Session:
                 if calls:
                     message = {"role": "assistant", "content": text or None, "tool_calls": calls}
             self.episode.record(place, response, [*messages, *normalised([message])], times)
-            self.texts.append(message["content"] or "")
+            scored = _before_stop(chat.scored_text_of(response.tokens), response, stop)
+            self.texts.append(scored if tools is None else message["content"] or "")
         finish = "tool_calls" if "tool_calls" in message else response.finish_reason
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
         return _completion("chat.completion", request, choice, place, response)
@@ -93,9 +95,10 @@ class Session:
         stop = _stop_texts(request)
         async with self._turns:
             place, response, times = await self._turn(lambda: self.episode.place_tokens(tokens), request, stop)
-            text = self._shown(response, stop, False)
+            chat = self.episode.chat
+            text = _before_stop(chat.text_of(response.tokens, False), response, stop)
             self.episode.record(place, response, None, times)
-            self.texts.append(text)
+            self.texts.append(_before_stop(chat.scored_text_of(response.tokens), response, stop))
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": response.finish_reason}
         return _completion("text_completion", request, choice | {"token_ids": response.tokens}, place, response)
 
@@ -171,11 +174,11 @@ class Session:
         self.reached.add(name)
         raise LimitReached(why)
 
-    def _shown(self, response: Response, stop: tuple[str, ...], specials: bool) -> str:
-        """The text before the stop text that ended it."""
-        text = self.episode.chat.text_of(response.tokens, specials)
-        found = [text.index(s) for s in stop if s in text]
-        return text[: min(found)] if found and response.finish_reason == "stop" else text
+
+def _before_stop(text: str, response: Response, stop: tuple[str, ...]) -> str:
+    """The text before the stop text that ended the response."""
+    found = [text.index(s) for s in stop if s in text]
+    return text[: min(found)] if found and response.finish_reason == "stop" else text
 
 
 def _stop_texts(request: Mapping[str, Any]) -> tuple[str, ...]:
