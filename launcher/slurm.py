@@ -41,6 +41,9 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     if subprocess.run(["sbatch", str(file)], check=False).returncode:  # it prints one line to stdout
         return 1
     print(f"script: {file}\nlogs: {output / 'logs'}", flush=True)
+    if not job.time:
+        before = f"{job.stop_before} s before the partition's own limit, which must be longer"
+        print(f"no --time: the run is stopped {before}; give --time or --stop-before")
     return 0
 
 
