@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ class Journal:
         self.progress = Progress(config.trainer.steps)
         self._trackers: Trackers | None = None
         self._last_line: str | None = None  # of a run that is complete
+        # Scores of other problems or another sampling, from before a resume, cannot be compared.
+        asked, of = config.eval, (config.eval.data or config.data.source, config.rollout.temperature)
+        of += (asked.limit, asked.samples, asked.temperature, asked.max_new_tokens)
+        self._of = hashlib.sha256(repr(of).encode()).hexdigest()[:8]
 
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines and statistics of later steps are dropped."""
@@ -43,7 +48,8 @@ class Journal:
             if step > start:
                 path.unlink()
         self._trackers = Trackers(self._config, start, self.say)
-        self._evaluations = list(read_rows(self._folder / "evaluations.jsonl", "step"))
+        rows = read_rows(self._folder / "evaluations.jsonl", "step")
+        self._evaluations = [row for row in rows if row.get("eval/of") == self._of]
 
     def step(self, metrics: Mapping[str, Any], line: str | None, allocation: Iterable[Mapping[str, Any]] = ()) -> None:
         """A step's metrics and allocation; `line` is what the screen gets of it."""
@@ -67,6 +73,7 @@ class Journal:
         return best_step(self._evaluations, self._config) == step
 
     def evaluation(self, summary: Mapping[str, Any]) -> None:
+        summary = {**summary, "eval/of": self._of}
         self._evaluations.append(summary)
         self._logs["evaluations"].write([summary])
         self._trackers.write(summary)

@@ -72,3 +72,25 @@ def test_a_resume_drops_the_statistics_of_later_steps(tmp_path):
             journal.tokens(step, [ROW])
         journal.close()
     assert list(step_files(tmp_path / "run", "tokens")) == [1, 2, 3]
+
+
+def test_scores_of_other_problems_are_not_compared(tmp_path):
+    (tmp_path / "run").mkdir()
+
+    def opened(limit: int) -> Journal:
+        journal = Journal(made(tmp_path, "best", None, eval={"every": 8, "data": "x", "limit": limit}))
+        journal.open(16)
+        return journal
+
+    def summary(step: int, score: float) -> dict:
+        scores = {f"eval/pass@1{end}": score for end in ("", "_low", "_high")}
+        return {"step": step, **scores, "eval/problems": 4, "eval/failed": 0.0}
+
+    journal = opened(limit=4)
+    journal.evaluation(summary(8, 0.6))
+    journal.close()
+    assert opened(limit=4).best(8)
+    journal = opened(limit=5)
+    assert not journal.evaluated(8)
+    journal.evaluation(summary(16, 0.3))
+    assert journal.best(16)
