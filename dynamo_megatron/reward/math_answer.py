@@ -72,18 +72,21 @@ AFTER_RESULT = re.compile(
 IN_CALCULATION = re.compile(r"[-+−–*/×÷=]\s*$")
 # "160 minutes (2 hours and 40 minutes).", "13, attained at x = 3", the end mark of a proof
 REMARK = re.compile(
-    r"\s+\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$|\s*(?:\$?\\(?:blacksquare|square|Box|qed)\$?|∎)\s*$"
+    r"\s\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$|(?:\$?\\(?:blacksquare|square|Box|qed)\$?|∎)\s*$"
     r"|(?<=[\d$}%])(?:\s[A-Za-z ]{0,20})?,\s+(?:attained|achieved|reached|obtained|when|where|since|because"
     r"|(?:or|which is) (?:about|approximately|roughly))\b[^\n]{0,200}$"
 )
-# What follows an answer and is none: a check of it, the next problem of a base model.
-AFTERWARDS = re.compile(
-    r"\n\s*(?:question|problem|q)\s*(?:\d+\s*)?:|\n\W*(?:verification|check|breakdown|here['’]s the breakdown)\b"
-    r"|[.\n]\W*(?:we can|let['’]s|to) (?:check|verify)\b",
+# What follows an answer and is none: the next problem of a base model, a check.
+NEXT_PROBLEM = re.compile(r"\n\s{0,9}(?:question|problem|q)\s*(?:\d+\s*)?:", re.IGNORECASE)
+CHECK = re.compile(
+    r"\n\W{0,9}(?:verification|check|breakdown|here['’]s the breakdown)\b"
+    r"|[.\n]\W{0,9}(?:we can|let['’]s|to) (?:check|verify)\b",
     re.IGNORECASE,
 )
-END_TOKENS = re.compile(r"(?:<\|\w+\|>|</s>)+\s*\Z")  # of a tokenizer that does not call them special
-CORRECTION = re.compile(r"(?:^|[.!?\n])\W*(?:wait|hold on|oops)\b", re.IGNORECASE)  # takes back what is before it
+CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops)\b", re.IGNORECASE)
+RETRACTED = re.compile(
+    r"(?:\bnot|n['’]t) (?:right|correct)\b|\b(?:wrong|incorrect|mistake|error|forgot|should be)\b", re.IGNORECASE
+)
 # An expression in the middle of a sentence: numbers, single letters and commands with signs between them.
 ATOM = (
     r"(?:\\[A-Za-z]+(?:\{[^{}\n]{0,200}\}){0,2}|(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+\b)?|\.\d+"
@@ -149,14 +152,10 @@ def final_answers(response: str, words: bool = False) -> list[str]:
     text = after_thinking(response)
     if text is None:
         return []
-    text = END_TOKENS.sub("", text)
     tagged = TAGGED.findall(text)
     if tagged:
         text = tagged[-1]
-    if (after := AFTERWARDS.search(text)) and _states(text[: after.start()]):
-        text = text[: after.start()]
-    for wrong in list(CORRECTION.finditer(text))[-1:]:
-        text = text[wrong.end() :]
+    text = _own_part(text)
     marked = list(MARKED.finditer(text))
     found = last_boxes(text[marked[-1].start() :] if marked else text)
     if found or (not marked and boxed(text)):
@@ -171,9 +170,23 @@ def final_answers(response: str, words: bool = False) -> list[str]:
     return _unmarked(text.replace("\\$", "\\dollar "), words)
 
 
-def _states(text: str) -> bool:
-    """Whether it has an answer that is marked as one, or at least a number."""
-    return bool(boxed(text) or MARKED.search(text) or ANSWER.search(text) or DIGIT.search(text))
+def _own_part(text: str) -> str:
+    """`text` without another problem that follows a marked answer, without a check that no marked answer follows, and
+    without what a correction takes back."""
+    if (problem := NEXT_PROBLEM.search(text)) and _marks(text[: problem.start()]):
+        text = text[: problem.start()]
+    if (check := CHECK.search(text)) and DIGIT.search(text[: check.start()]) and not _marks(text[check.end() :]):
+        text = text[: check.start()]
+    for correction in list(CORRECTION.finditer(text))[-1:]:
+        rest = text[correction.end() :]
+        if _marks(rest) or RETRACTED.search(rest):
+            text = rest
+    return text
+
+
+def _marks(text: str) -> bool:
+    """Whether it has a box, a line with #### or a sentence that names the answer."""
+    return bool(boxed(text) or MARKED.search(text) or ANSWER.search(text))
 
 
 def _unmarked(text: str, words: bool) -> list[str]:

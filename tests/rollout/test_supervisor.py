@@ -118,7 +118,7 @@ def test_where_memory_is_shared_a_server_starts_again_in_a_weight_sync_alone(tmp
 
                 def start(self):
                     if self.endpoint.name == "server-0":
-                        started.append(self.endpoint.incarnation)
+                        started.append((self.endpoint.incarnation, fleet.syncing))
 
                 async def wait_ready(self):
                     if self.endpoint.name == "server-1":
@@ -133,9 +133,13 @@ def test_where_memory_is_shared_a_server_starts_again_in_a_weight_sync_alone(tmp
 
             monkeypatch.setattr(supervisor, "SGLangServer", Sharing)
             needed = {"model": {"path": "none"}, "data": {"source": "none"}, "output_dir": str(tmp_path)}
-            rollout = {"offload": True, "servers": 2, "start_timeout": 1}
+            rollout = {"offload": True, "servers": 2}
             fleet = Fleet(Config(**needed, rollout=rollout), session, [], VOCABULARY)
             running = asyncio.create_task(fleet.run())
+            async with asyncio.timeout(60):
+                while not fleet.serving():
+                    await asyncio.sleep(0.01)
+            fleet.config = Config(**needed, rollout={**rollout, "start_timeout": 1e-3})
             await fleet.wait_started()
             assert [note.split()[0] for note in fleet.notes] == ["server-1"]
             fleet.notes.clear()
@@ -145,14 +149,12 @@ def test_where_memory_is_shared_a_server_starts_again_in_a_weight_sync_alone(tmp
                     dead.add(incarnation)
                     while len(fleet.notes) < incarnation:  # one for each server that is lost
                         await asyncio.sleep(0.01)
-                    for _ in range(20):  # more turns of the loop than a start takes
-                        await asyncio.sleep(0)
-                    assert started[-1] == incarnation
                     (endpoint,) = await fleet.begin_sync(incarnation)
                     assert endpoint.incarnation == incarnation + 1
                     await fleet.end_sync(incarnation, {endpoint: None})
             running.cancel()
             await asyncio.wait([running])
+        assert started == [(1, False), (2, True), (3, True)]
 
     monkeypatch.setattr(supervisor, "PAUSE", 0.0)
     monkeypatch.setattr(supervisor, "POLL_EVERY", 0.01)

@@ -82,8 +82,10 @@ class Session:
                 if calls:
                     message = {"role": "assistant", "content": text or None, "tool_calls": calls}
             self.episode.record(place, response, [*messages, *normalised([message])], times)
-            scored = _before_stop(chat.scored_text_of(response.tokens), response, stop)
-            self.texts.append(scored if tools is None else message["content"] or "")
+            if tools is None:
+                self.texts.append(_before_stop(chat.scored_text_of(response.tokens), response, stop))
+            else:
+                self.texts.append(message["content"] or "")
         finish = "tool_calls" if "tool_calls" in message else response.finish_reason
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
         return _completion("chat.completion", request, choice, place, response)
