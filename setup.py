@@ -18,7 +18,7 @@ setup(
         "dynamo_megatron.launcher": "launcher",
     },
     package_data={
-        "dynamo_megatron.configs": ["**/*.yaml", "use_cases/*.jsonl"],
+        "dynamo_megatron.configs": ["**/*.yaml", "compare/*.jsonl", "use_cases/*.jsonl"],
         "dynamo_megatron.launcher": ["*.sh"],
         "dynamo_megatron.models": ["published.json"],
         "dynamo_megatron.reports": ["page.html"],
