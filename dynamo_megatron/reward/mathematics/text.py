@@ -69,6 +69,8 @@ QUANTIFIER = re.compile(
     r"(?:[\s,]*(?:\\forall|\\text\{[\s,]*(?:for|where)\s(?:all|any|every|each)\b)|(?<=\S)\s+for (?:all|any|every)\b)"
     r"(?![^<>=]*(?:odd|even|prime|positive|negative|\\notin))[^<>=]{0,60}$"
 )
+CURRENCY = re.compile(r"^(?:\\text\{ ?)?(USD|EUR|GBP|INR|Rs|\\pounds|\\euro|[€£¥₹₩])\.? ?\}? ?(?=\d)")  # before a number
+CURRENCY_SIGNS = {"USD": r"\dollar ", "EUR": "€", r"\euro": "€", "GBP": "£", r"\pounds": "£", "INR": "₹", "Rs": "₹"}
 ALL_REALS = re.compile(r"(?:\\text\{ ?)?(?:the )?(?:set of )?all real(?: number)?s? ?\}?", re.IGNORECASE)
 WORD = r"\\(?:text|mathrm)\{"
 LABEL = rf"{WORD}\s*\(?\s*[A-J]\s*[).:]?\s*\}}|\((?:[A-J]|{WORD}\s*[A-J]\s*\}})\)"
@@ -111,6 +113,7 @@ def normal_form(text: str) -> str:
     text = re.sub(r"\\text\{[\s.,;:]*\}", " ", re.sub(r"\.{3,}", r"\\ldots ", text))
     text = text.replace("\\$", "\\dollar ").replace("$", " ").replace("\\%", "%").replace("**", "^")
     text = trimmed(QUANTIFIER.sub("", re.sub(r" +", " ", text)))
+    text = CURRENCY.sub(lambda found: CURRENCY_SIGNS.get(found[1], found[1]), text)
     return r"\mathbb{R}" if ALL_REALS.fullmatch(text) else text
 
 
