@@ -101,7 +101,7 @@ class Controller:
         if further := self._rules.next_round(rounds):
             return [rounds[0].prompts[i] for i in further.prompts]
         missing = self._rules.missing(rounds, self.config.batch_prompts)
-        under_way = {prompt.prompt_id for ahead in self.ahead.rounds.values() for prompt in ahead.prompts}
+        under_way = {prompt.prompt_id for now in (*self.ahead.rounds.values(), *rounds) for prompt in now.prompts}
         return self._prompts.draw(step, len(rounds), missing, under_way)
 
     def allocate(self, step: int, prompts: list[Prompt], rounds: Sequence[Round]) -> Round:
@@ -242,7 +242,7 @@ class Controller:
 
     def _end_evaluation(self) -> bool:
         """Records the evaluation under way. Returns False if its servers were lost."""
-        step, _ = self._evaluation.under_way
+        step = self._evaluation.under_way
         try:
             # The weight sync has waited for all responses. `check` does not raise StopRequested, which would lose them.
             self._journal.evaluation(self._evaluation.end(self._coordinator.check))

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,6 +65,15 @@ def plain_data(value: Any) -> Any:
     """`value` as JSON can hold it: what it has no form for becomes text, half a surrogate pair becomes "?"."""
     text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
     return json.loads(text.encode("utf-8", "replace"))
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a cell holds nothing: null, or what files have in its place."""
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value is None or (isinstance(value, list | dict) and not value)
 
 
 class TurnRecord(NamedTuple):

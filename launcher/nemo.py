@@ -44,17 +44,21 @@ def recipe(
     conversion of its model and after it an evaluation where asked for. Raises ConfigError, also for what `executor`
     cannot run."""
     config, _ = compose(files, keys)
-    output, words, commands = Path(config.output_dir).absolute(), [*files, *keys], {}
+    skip = "if [ -e {} ]; then exit 0; fi\n"  # of a task that an earlier experiment has done
+    output, words = Path(config.output_dir).absolute(), [*files, *keys]
+    commands: dict[str, list[str]] = {}
+    there: dict[str, str] = {}
     if convert:
         converted = output / "mcore"
         commands["convert"] = program(python, "convert", ["hf2mcore", config.model.path, str(converted)])
         words.append(f"model.path={converted}")
+        there["convert"] = skip.format(shlex.quote(str(converted)))
     _check(files, words[len(files) :], executor)
     commands["train"] = program(python, "train", words)
     if evaluate:
-        scores = ["--model", str(output), "--out", str(output / "scores")]
-        commands["eval"] = program(python, "eval", scores)
-    there = {"convert": f"if [ -e {shlex.quote(str(output / 'mcore'))} ]; then exit 0; fi\n"}
+        scores = output / "scores" / f"step-{config.trainer.steps:06d}"
+        commands["eval"] = program(python, "eval", ["--model", str(output), "--out", str(scores)])
+        there["eval"] = skip.format(shlex.quote(str(scores / "config.yaml")))
     start = f"cd {shlex.quote(os.getcwd())}\n"
     return {name: f"{there.get(name, '')}{start}exec {shlex.join(argv)}\n" for name, argv in commands.items()}
 
@@ -64,7 +68,7 @@ def _check(files: Sequence[str], keys: Sequence[str], executor: run.Executor) ->
         raise ConfigError("rollout.placement: nemo-run starts no servers, which split needs; use launch slurm")
     if isinstance(executor, run.SlurmExecutor):
         ranks = executor.nodes * executor.ntasks_per_node
-        config = checked_config(files, keys, ranks)
+        config = checked_config(files, keys, ranks, requeued=True)
         if executor.gpus_per_node:
             config = config.with_servers(ranks, executor.nodes)
         check_servers(config, executor.nodes, executor.nodes)

@@ -117,17 +117,19 @@ def program(python: str | Path, command: str, words: Sequence[str]) -> list[str]
     return [str(python), "-P", "-m", "dynamo_megatron.cli", command, *words]
 
 
-def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int) -> Config:
+def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int, *, requeued: bool = False) -> Config:
     """Returns the composed config; errors in it are found now and not after hours in a queue. Needs neither torch nor
     the model.
 
-    Raises ConfigError as `compose` does, for an output_dir with files that are not of a run, and for a number of ranks
-    that the layout does not divide.
+    Raises ConfigError as `compose` does, for an output_dir with files that are not of a run, for a number of ranks
+    that the layout does not divide, and for a job that may be `requeued` and must not resume.
     """
     from dynamo_megatron.config.files import compose
 
     config, _ = compose(files, keys)
     refuse_foreign(Path(config.output_dir))
+    if requeued and config.trainer.resume == "never":
+        raise ConfigError("trainer.resume: never: the job could not go on once it is requeued; set auto")
     p = config.parallel
     if ranks % p.model_ranks:
         raise ConfigError(

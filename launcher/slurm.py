@@ -22,7 +22,7 @@ SHELLCHECK = "# shellcheck disable=SC2016,SC2054  # values are not for bash to e
 def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str]) -> int:
     """Writes output_dir/train.sbatch and submits it, or prints it. Raises ConfigError; returns an exit code."""
     job = completed(options)
-    config = checked_config(files, keys, job.ranks)
+    config = checked_config(files, keys, job.ranks, requeued=True)
     if job.gpus_per_node:
         config = config.with_servers(job.ranks, job.nodes)
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):

@@ -47,7 +47,8 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
     newest complete one). Raises ConfigError if there is no such complete checkpoint.
     """
     path = Path(path).resolve()
-    one = path.parent.name == "checkpoints" and step is None
+    # A run's folder may itself lie in a folder of that name.
+    one = step is None and path.parent.name == "checkpoints" and not (path / "checkpoints").is_dir()
     there = checkpoint_folders(path.parent if one else path / "checkpoints")
     meant = [found for found in there if (found[1] == path if one else step in (None, found[0]))]
     if complete := [found for found in meant if fault(found[1]) is None]:

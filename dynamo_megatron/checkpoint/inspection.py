@@ -28,7 +28,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE, Safetenso
 from dynamo_megatron.checkpoint.torch_dist import CRITIC, OPTIMIZER, TorchDistReader, is_torch_dist
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
-from dynamo_megatron.runtime.plain_text import escaped_line
+from dynamo_megatron.runtime.plain_text import escaped_line, show
 
 BLOCK_VALUES = 4 << 20  # values that are compared at once, in float64
 SHOWN = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
@@ -182,15 +182,17 @@ def _compare(a: Tensors, b: Tensors, name: str) -> tuple[float, float, bool]:
 
 def inspect_command(path: Path | None, diff: list[Path] | None) -> int:
     """Prints the content of `path`, or the differences of the two paths in `diff`; exactly one of the arguments is set.
-    Returns the exit code: 1 where the checkpoint is not complete or the two differ, else 0. Raises ValueError (one
-    line)."""
+    Returns the exit code: 1 where a checkpoint, or a newer one of its run, is not complete or the two differ, else 0.
+    Raises ValueError (one line)."""
     if diff is None:
         contents = inspect(path)
         print(describe(contents))
         return int(contents.problem is not None)
-    found = 0
-    for line in differences(*map(inspect, diff)):
+    found, sides = 0, [inspect(each) for each in diff]
+    if damaged := [f"{side.folder}: {side.problem}" for side in sides if side.problem is not None]:
+        show("\n".join(damaged))
+    for line in differences(*sides):
         print(escaped_line(line), flush=True)
         found += 1
     print(f"{found} of the tensors differ" if found else "the same tensors, bit for bit")
-    return int(found > 0)
+    return int(found > 0 or bool(damaged))

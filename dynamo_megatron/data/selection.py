@@ -29,8 +29,8 @@ class PromptSelection:
         self._config, self.stream, self._history, self._seed = config.selection, stream, history, config.shuffle_seed
 
     def draw(self, step: int, round_: int, wanted: int, under_way: Collection[str] = ()) -> list[Prompt]:
-        """Returns `wanted` prompts with `tokens` set. `under_way`: ids of prompts whose outcomes are not known yet.
-        Where prompts are chosen they are left out, if there are enough other candidates."""
+        """Returns `wanted` prompts with `tokens` set. `under_way`: ids of the prompts of the step's earlier
+        rounds and of steps ahead. Where prompts are chosen they are left out, if there are enough other candidates."""
         if self._config.kind == "uniform":
             return self.stream.next(wanted)
         each, size = self._config.candidates, self.stream.size

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.runtime.user_code import SPEC, failure, load_callable
-from dynamo_megatron.types import Prompt
+from dynamo_megatron.types import Prompt, is_empty
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +44,17 @@ def load_prompts(
     on_progress: Callable[[int], None] = lambda count: None,
     *,
     needs_answer: bool = False,
+    conversations: bool = False,
     say: Callable[[str], None] = log.warning,
 ) -> list[Prompt]:
     """All prompts of `config.source` in their order there, or the first `config.limit` (docs/data.md).
 
-    A row that is no problem, or that has no answer where `needs_answer`, is skipped; it is an error where more than
-    half of the rows are so. A row that repeats an id with the same content is dropped; with other content it is an
-    error. A row without an id gets one from the hash of its prompt and answer. `say` is called with a line that counts
-    the skipped rows, and one that counts the dropped ones. `on_progress` is called with the number of problems read so
-    far. Raises ValueError (one line, with `path:line` or `path row N`), also where a function seems to have no end.
+    A row that is no problem, or that has no answer where `needs_answer`, is skipped (with `conversations`, messages
+    that end with the assistant's need no other answer); it is an error where more than half of the rows are so. A row
+    that repeats an id with the same content is dropped; with other content it is an error. A row without an id gets one
+    from the hash of its prompt and answer. `say` is called with a line that counts the skipped rows, and one that
+    counts the dropped ones. `on_progress` is called with the number of problems read so far. Raises ValueError (one
+    line, with `path:line` or `path row N`), also where a function seems to have no end.
     """
     first: dict[str, Prompt] = {}
     first_bad: InputError | None = None
@@ -63,7 +64,8 @@ def load_prompts(
         _check_end(config, number, last_new, first_bad)
         try:
             prompt = item if isinstance(item, Prompt) else _prompt_from_row(item, where, config, in_arrow)
-            _check_content(prompt, where, needs_answer)
+            answered = conversations and _ends_with_answer(prompt.messages)
+            _check_content(prompt, where, needs_answer and not answered)
         except InputError as error:
             first_bad, bad = first_bad or error, bad + 1
             continue
@@ -147,22 +149,13 @@ def look_up(row: dict[str, Any], key: str) -> tuple[bool, Any]:
     return True, value
 
 
-def _is_empty(value: Any) -> bool:
-    """Whether a cell holds nothing: null, or what files have in its place."""
-    if isinstance(value, str):
-        return not value.strip()
-    if isinstance(value, float):
-        return math.isnan(value)
-    return value is None or (isinstance(value, list | dict) and not value)
-
-
 def _resolved(row: dict[str, Any], where: str, name: str, configured: str | None) -> tuple[str, Any]:
     """(key, value) of the column that data.`name` selects in this row: the first that is not empty, else the first.
     Raises InputError where there is none."""
     keys = USUAL_KEYS[name] if configured is None else (configured,)
     columns = [(key, value) for key in keys for found, value in [look_up(row, key)] if found]
     if columns:
-        return next((column for column in columns if not _is_empty(column[1])), columns[0])
+        return next((column for column in columns if not is_empty(column[1])), columns[0])
     looked_for = " or ".join(map(repr, keys))
     has = on_one_line(", ".join(map(str, row)), 300)
     raise InputError(f"{where}: no {looked_for}; the row has {has} (set data.{name})")
@@ -223,7 +216,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _check_content(prompt: Prompt, where: str, needs_answer: bool) -> None:
-    if needs_answer and _is_empty(prompt.answer) and not _ends_with_answer(prompt.messages):
+    if needs_answer and is_empty(prompt.answer):
         said = "null" if prompt.answer is None else repr(prompt.answer)
         raise InputError(f"{where}: the answer is {said}; there must be one to compare with or to train on")
     if prompt.text is not None:

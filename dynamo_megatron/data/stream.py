@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +26,14 @@ def open_stream(
     on_progress: Callable[[int], None] = lambda count: None,
     *,
     needs_answer: bool = False,
+    conversations: bool = False,
 ) -> PromptStream:
     """The stream of `config.source`, continued from the state `before` (None: a new run). `on_progress` is called with
-    the number of problems read so far; `needs_answer`: as for `load_prompts`.
+    the number of problems read so far; `needs_answer` and `conversations`: as for `load_prompts`.
 
     Raises ValueError as `load_prompts` and `PromptStream` do, and for a `before` of other data.
     """
-    prompts = load_prompts(config, on_progress, needs_answer=needs_answer)
+    prompts = load_prompts(config, on_progress, needs_answer=needs_answer, conversations=conversations)
     stream = PromptStream(prompts, config, encode, max_prompt_length)
     if stream.skipped:
         share = f"{stream.skipped:,} of {len(prompts):,} prompts"
@@ -112,18 +114,21 @@ class PromptStream:
         if state["fingerprint"] != self._fingerprint:
             raise InputError(
                 f"data.source: {self._config.source} has changed: the checkpoint's run has drawn from other problems "
-                "(ids, order, problems, answers, or the tokens of the first one); resume with the same data, or start "
-                "a new output_dir. A function has to yield the same items each time it is called: give its random "
-                "numbers a seed"
+                "(ids, order, problems, answers, other columns, or the tokens of the first one); resume with the same "
+                "data, or start a new output_dir. A function has to yield the same items each time it is called: give "
+                "its random numbers a seed"
             )
         self.epoch, self._taken = state["epoch"], state["taken"]
         self._order = self._shuffled()
 
 
 def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
-    """A hash of the ids, problems and answers in order, and of the first prompt's tokens: these show a change of
-    tokenizer or template."""
+    """A hash of the ids, problems, answers and other columns in order, and of the first prompt's tokens: these show a
+    change of tokenizer or template."""
     digest = hashlib.sha256(repr(first).encode())
     for p in prompts:
-        digest.update(repr((p.prompt_id, p.messages, p.text, p.answer)).encode("utf-8", "backslashreplace"))
+        # The text of an object may be its address.
+        columns = json.dumps(p.meta, default=lambda value: type(value).__name__, skipkeys=True)
+        row = repr((p.prompt_id, p.messages, p.text, p.answer, columns))
+        digest.update(row.encode("utf-8", "backslashreplace"))
     return digest.hexdigest()

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 class PeriodicEvaluation:
     """Evaluates the policy during training, on rank 0. `prompts` are tokenized. `under_way`: the step whose evaluation
-    `begin` has started, and when (monotonic seconds)."""
+    `begin` has started."""
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], rollout: RolloutWorker):
         self._config, self._prompts, self._rollout = config, prompts, rollout
         self.responses = len(prompts) * config.eval.samples
-        self.under_way: tuple[int, float] | None = None
+        self.under_way: int | None = None
 
     def due(self, step: int) -> bool:
         """Returns True before the first step (`step` 0), every `eval.every` steps, and after the last step."""
@@ -34,20 +34,22 @@ class PeriodicEvaluation:
 
     def begin(self, step: int, on_poll: Callable[[], None]) -> None:
         """Starts the evaluation on the servers, which have the weights of `step`. The next sync waits for its end."""
-        self.under_way = step, time.monotonic()
+        self.under_way = step
         self._rollout.begin_evaluation(self._prompts, on_poll)
 
     def end(self, on_poll: Callable[[], None]) -> dict[str, float]:
-        """As `run`, for the evaluation that `begin` started. Raises SyncNeeded where it was lost with its servers."""
-        (step, start), self.under_way = self.under_way, None
-        return self._summary(step, start, self._rollout.end_evaluation(on_poll))
+        """As `run`, for the evaluation that `begin` started, without its seconds. Raises SyncNeeded where it was lost
+        with its servers."""
+        step, self.under_way = self.under_way, None
+        return self._summary(step, self._rollout.end_evaluation(on_poll))
 
     def run(self, step: int, on_poll: Callable[[], None], on_count: Callable[[int, int], None]) -> dict[str, float]:
         """Evaluates the servers' weights, which are those of `step`; writes eval/step-NNNNNN.jsonl and returns the
         metrics."""
         start = time.monotonic()
-        return self._summary(step, start, self._rollout.evaluate(self._prompts, on_poll, on_count))
+        summary = self._summary(step, self._rollout.evaluate(self._prompts, on_poll, on_count))
+        return {**summary, "eval/seconds": time.monotonic() - start}
 
-    def _summary(self, step: int, start: float, results: list[ProblemResult]) -> dict[str, float]:
+    def _summary(self, step: int, results: list[ProblemResult]) -> dict[str, float]:
         write_results(results_file(Path(self._config.output_dir), step), results)
-        return {"step": step, **summarise(results, self._config.eval.k), "eval/seconds": time.monotonic() - start}
+        return {"step": step, **summarise(results, self._config.eval.k)}

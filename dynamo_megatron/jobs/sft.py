@@ -25,7 +25,7 @@ from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
 from dynamo_megatron.jobs.start_checks import check_vocabulary
 from dynamo_megatron.models import ModelSpec
-from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
+from dynamo_megatron.rollout.agents.chat_tokens import THOUGHTS, ChatTokens
 from dynamo_megatron.rollout.agents.messages import BadRequest, Message, normalised_calls
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.coordination import Coordinator
@@ -77,7 +77,13 @@ class SFTJob(Job):
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
         self._stream = open_stream(
-            config.prompt_stream, self._encode, longest, before, progress.count, needs_answer=True
+            config.prompt_stream,
+            self._encode,
+            longest,
+            before,
+            progress.count,
+            needs_answer=True,
+            conversations=True,
         )
         self.output.claim()
         if config.data.chat_template is not None:
@@ -210,7 +216,8 @@ def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Da
             if context is None:
                 examples.append(Example([], []))
                 context = encode_prompt(replace(prompt, messages=before), tokenizer, config, tools)
-            text = chat.rendered(before, message, tools) if message.get("tool_calls") else message["content"]
+            in_fields = message.get("tool_calls") or any(message.get(field) for field in THOUGHTS)
+            text = chat.rendered(before, message, tools) if in_fields else message["content"]
             examples[-1].add(context, False)
             examples[-1].add(sampled(text, tokenizer), True)
             held = number + 1

@@ -316,7 +316,8 @@ def host_memory(
             * trained
             * sum(s.pinned if cuda else s.parameters + s.optimizer for s in here),
             "the reference policy": frozen * sum(s.reference if cuda else s.parameters for s in here),
-            "a step's rollouts": (first == 0) * 2 * config.rollout_budget * tokens * token,
+            # Of this step twice, and of those that are sampled ahead.
+            "rollouts": (first == 0) * (2 + rollout.max_staleness) * config.rollout_budget * tokens * token,
         }
         loading = {"loading a checkpoint": 12 * sum(sum(s.trained) for s in here)}
         parts |= max(training, loading, key=_total)  # the two never coincide

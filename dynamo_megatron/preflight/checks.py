@@ -37,6 +37,7 @@ from dynamo_megatron.data.templates import (
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.problems import load_problems, overlap_warnings
 from dynamo_megatron.jobs import start_checks
+from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.start_checks import check_layout, size_text
 from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
@@ -51,8 +52,9 @@ from dynamo_megatron.rounds import check_savable
 from dynamo_megatron.runtime.late import torch
 from dynamo_megatron.runtime.listening import address_towards, store_address
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line, show
-from dynamo_megatron.runtime.run_folder import refuse_foreign
-from dynamo_megatron.types import Prompt
+from dynamo_megatron.runtime.run_folder import has_results
+from dynamo_megatron.tracking.trackers import check_trackers
+from dynamo_megatron.types import Prompt, is_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -227,7 +229,7 @@ def reward(subject: Subject) -> Iterator[Finding]:
     the deadline."""
     config, prompts = subject.config.reward, subject.prompts
     if not COMPARING.isdisjoint(config.functions):  # rows of an agent that gives the reward itself may have no answer
-        prompts = [prompt for prompt in prompts if prompt.answer is not None]
+        prompts = [prompt for prompt in prompts if not is_empty(prompt.answer)]
     if not prompts:
         yield skipped("no row has an answer, so the agent must give the reward")
         return
@@ -277,6 +279,17 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         yield note(f"{warning}: take them out of data.source or eval.data")
 
 
+def results(subject: Subject) -> Iterator[Finding]:
+    """What `train` asks of the results in output_dir, of trackers, and of functions of the user's."""
+    from dynamo_megatron.jobs.train import check_functions  # imports torch
+
+    OutputDir(subject.config).check()
+    check_trackers(subject.config)
+    check_functions(subject.config)
+    held = has_results(Path(subject.config.output_dir))
+    yield ok(f"{subject.config.output_dir} {'holds this run, which would go on' if held else 'holds no results'}")
+
+
 def devices(subject: Subject) -> Iterator[Finding]:
     """Whether torch sees a GPU for each rank, where this process seems to be meant to have some."""
     count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -312,7 +325,6 @@ def network(subject: Subject) -> Iterator[Finding]:
 def disk(subject: Subject) -> Iterator[Finding]:
     """Room for the run's files in a folder that can be written."""
     output = Path(subject.config.output_dir)
-    refuse_foreign(output)
     told = start_checks.check_room(subject.config, subject.spec)
     folder = start_checks.existing_folder(output)
     try:
@@ -434,7 +446,7 @@ async def _try(subject: Subject, process: SGLangServer) -> str:
 
 
 # Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
-CHECKS = (layout, plan, model_config, weights, vocabulary, data, reward, evaluation)
+CHECKS = (layout, plan, model_config, weights, vocabulary, data, reward, evaluation, results)
 OF_THE_JOB = {check.__name__.replace("_", " "): check for check in CHECKS}
 NODE_CHECKS = (devices, network, disk, host_memory, gpu_server)
 OF_A_NODE = {check.__name__.replace("_", " "): check for check in NODE_CHECKS}

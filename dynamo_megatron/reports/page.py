@@ -15,7 +15,7 @@ import numpy as np
 from plotly.offline import get_plotlyjs
 
 from dynamo_megatron.data.templates import load_tokenizer
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import ConfigError, InputError
 from dynamo_megatron.evaluation.results import markdown
 from dynamo_megatron.reports.figures import Figure, allocation_figures, draw, metric_figures, plain
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_runs
@@ -48,11 +48,15 @@ def write_report(folders: Sequence[Path], out: Path, asked: Collection[str] = ()
     title, tables = f"Report of {', '.join(runs)}", sections(runs)
     parts = [[f"## {s.title}", s.text, markdown(s.rows) if s.rows else ""] for s in tables]
     text = "\n\n".join([f"# {title}", *(part for section in parts for part in section if part)])
-    out.mkdir(parents=True, exist_ok=True)
     figures = [*metric_figures(runs), *allocation_figures(revisits)]
-    draw([each for each in figures if each["title"] in IN_PICTURE], title, out / "report.png")
-    (out / "report.md").write_text(f"{text}\n\n![curves](report.png)\n", encoding="utf-8")
-    (out / "report.html").write_text(_page(runs, title, tables, figures, asked), encoding="utf-8")
+    page = _page(runs, title, tables, figures, asked)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        draw([each for each in figures if each["title"] in IN_PICTURE], title, out / "report.png")
+        (out / "report.md").write_text(f"{text}\n\n![curves](report.png)\n", encoding="utf-8")
+        (out / "report.html").write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out}: {error.strerror}; name a folder to write to with --out") from None
     return text
 
 

@@ -50,7 +50,8 @@ def _held_out(runs: Mapping[str, RunRecord]) -> Section:
         return Section(title, "There is no evaluation (`eval.data` and `eval.every` in the config ask for them).")
     if len(runs) == 1:
         (run,) = runs.values()
-        ends = run.evaluations[:1] + run.evaluations[1:][-1:]
+        alike = [row for row in run.evaluations if row.get("eval/of") == run.evaluations[-1].get("eval/of")]
+        ends = alike[:1] + alike[1:][-1:]  # before them, other problems or another sampling, up to a resume
         sides = {f"step {evaluation['step']}": (run, evaluation) for evaluation in ends}
     else:
         sides = {name: (run, run.evaluations[-1]) for name, run in runs.items() if run.evaluations}
@@ -66,14 +67,15 @@ def _held_out(runs: Mapping[str, RunRecord]) -> Section:
         rows.append([f"pass@{each}", *cells])
     text = (
         "pass@k is the chance that at least one of k responses is right, with its 95 % interval over the problems; a "
-        "difference is of the same problems, - where the two evaluations have other ones. An interval does not cover "
-        "what another seed would change."
+        "difference is of the same problems and sampling, - where the two evaluations have others. An interval does "
+        "not cover what another seed would change."
     )
     return Section(title, text, rows)
 
 
 def _difference(first: tuple[RunRecord, Any], other: tuple[RunRecord, Any], k: int) -> str:
-    if any(f"eval/pass@{k}" not in evaluation for _, evaluation in (first, other)):
+    evaluations = first[1], other[1]
+    if len({each.get("eval/of") for each in evaluations}) > 1 or any(f"eval/pass@{k}" not in e for e in evaluations):
         return "-"
     files = [results_file(run.folder, evaluation["step"]) for run, evaluation in (first, other)]
     if not all(file.is_file() for file in files):

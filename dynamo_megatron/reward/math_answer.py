@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from decimal import Decimal
 from functools import lru_cache
@@ -308,6 +310,11 @@ def _parsed_answer(text: str) -> Node | None:
 
 
 def _reference(answer: Any) -> str:
+    if isinstance(answer, str) and answer.lstrip().startswith('["'):  # Skywork-OR1 has lists as JSON text
+        with contextlib.suppress(ValueError):
+            answer = json.loads(answer)
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     if isinstance(answer, float):

@@ -74,7 +74,8 @@ def references(answer: Any) -> list[str]:
             listed = answer.get(name, [])
             found += listed if isinstance(listed, list) else [listed]
     found = found if isinstance(found, list) else [found]
-    texts = [str(each) for each in found if isinstance(each, str | int | float) and str(each).strip()]
+    found = [int(each) if isinstance(each, float) and each.is_integer() else each for each in found]
+    texts = [str(each) for each in found if isinstance(each, str | int | float) and each == each and str(each).strip()]
     if not texts:
         raise ValueError(f"the question-answering reward needs text, a number or a list of them, not {answer!r:.200}")
     return texts

@@ -31,6 +31,7 @@ CONNECT_TIMEOUT = 30.0  # seconds
 ANY_TOKEN = 1 << 31  # more than any vocabulary has
 KEEP_ALIVE = 2.0  # seconds: less than SGLang's 5, since a request on a connection that it is closing is lost
 ROUNDING = 1e-3  # nats: a logprob may be that much above 0
+CONTEXT_KEPT = 2  # tokens of its context that a server does not use
 LARGEST = 256  # requests in one list: a server starts them together
 ONLY_WHEN_FINISHED = 1 << 30  # tokens between two parts of a response; the first one is sent alone nevertheless
 ITS_OWN_FAULT = (400, 413, 422)  # HTTP statuses about a request; any other one is about the server
@@ -233,6 +234,13 @@ class SGLangClient:
             return Response(error=f"{request.name}: the engine stopped it: {self._own_words(matched)}")
         response = self._sampled(request, meta, finish["type"])
         end = matched[-1] if isinstance(matched, list) and matched else matched  # some ends are several tokens
+        length, most = len(response.tokens), request.sampling["max_new_tokens"]
+        if finish["type"] == "length" and length + CONTEXT_KEPT < most:
+            return Response(
+                error=f"{request.name}: the server ended it after {length} of {most} tokens: its KV cache, or its "
+                "--context-length, holds no longer sequence; raise rollout.memory_fraction or rollout.tp (without a "
+                "GPU set model.max_length)"
+            )
         if finish["type"] == "stop" and isinstance(end, int) and end != response.tokens[-1]:
             raise ValueError(f"stopped by {self._own_words(matched)}, which the last token is not")
         return response

@@ -12,7 +12,7 @@ from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import Outcome, RolloutResult, ServerUse, group_id, rollout_id
 from dynamo_megatron.runtime.array_sharing import concatenate
 from dynamo_megatron.runtime.seeds import derived_seed
-from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch
+from dynamo_megatron.types import NOT_TRAINED, Prompt, Rollout, RolloutBatch, plain_data
 
 LISTED = 3  # prompts named in a note
 UNSCORED = ("reward_timeout", "reward_error")  # statuses of rollouts whose reward function failed: reward 0
@@ -142,6 +142,8 @@ def _unwanted(rollout: Rollout, prompt: Prompt, versions: range, max_new_tokens:
     own = rollout.episode is not None or rollout.tokens[: rollout.response_mask.count(0)] == prompt.tokens
     if rollout.prompt_id != prompt.prompt_id or not own:
         return "of another prompt"
+    if repr(rollout.answer) != repr(plain_data(prompt.answer)):  # a NaN does not equal itself
+        return "of another answer in the data"
     if len(rollout.engine_logprobs) > max_new_tokens:
         return "of more than rollout.max_new_tokens"
     if largest is not None and len(rollout.tokens) > largest:

@@ -17,7 +17,6 @@ import os
 import select
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
@@ -192,7 +191,7 @@ class RolloutWorker:
         return self._reply(command.__name__, on_poll, on_count, SILENCE)
 
     def _reply(self, what: str, on_poll: OnPoll, on_count: OnCount, silence: float) -> Any:
-        heard = time.monotonic()
+        polls = 0  # without a message; the clock goes on while the run is suspended
         while True:
             try:
                 message = receive(self._connection) if self._connection.poll(POLL_EVERY) else None
@@ -204,10 +203,11 @@ class RolloutWorker:
                 case ("failed", kind, text):
                     raise MESSAGES_THAT_SPEAK[kind](text)
                 case ("beat", done, tokens):
-                    heard = time.monotonic()
+                    polls = 0
                     if on_count is not None:
                         on_count(done, tokens)
-            if time.monotonic() - heard > silence:
+            polls += 1
+            if polls * POLL_EVERY > silence:
                 raise RolloutError(
                     f"the rollout process (pid {self._process.pid}) gave no sign of life for {silence:g} s during "
                     f"{what}; see {self.log}"

@@ -69,7 +69,8 @@ QUANTIFIER = re.compile(
     r"(?:[\s,]*(?:\\forall|\\text\{[\s,]*(?:for|where)\s(?:all|any|every|each)\b)|(?<=\S)\s+for (?:all|any|every)\b)"
     r"(?![^<>=]*(?:odd|even|prime|positive|negative|\\notin))[^<>=]{0,60}$"
 )
-CURRENCY = re.compile(r"^(?:\\text\{ ?)?(USD|EUR|GBP|INR|Rs|\\pounds|\\euro|[€£¥₹₩])\.? ?\}? ?(?=\d)")  # before a number
+# Before a number.
+CURRENCY = re.compile(r"^(?:\\text\{ ?)?(USD|EUR|GBP|INR|Rs|\\pounds|\\euro|[€£¥₹₩])\.? ?\}? ?(?=\d)")
 CURRENCY_SIGNS = {"USD": r"\dollar ", "EUR": "€", r"\euro": "€", "GBP": "£", r"\pounds": "£", "INR": "₹", "Rs": "₹"}
 ALL_REALS = re.compile(r"(?:\\text\{ ?)?(?:the )?(?:set of )?all real(?: number)?s? ?\}?", re.IGNORECASE)
 WORD = r"\\(?:text|mathrm)\{"

@@ -16,6 +16,7 @@ from dynamo_megatron.runtime.plain_text import error_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the field's name in Qwen3, OpenRouter, gpt-oss
 ANSWER = "An-answer-that-no-template-changes"  # to see what a template puts after an answer
 
 
@@ -57,14 +58,15 @@ class ChatTokens:
         return end[sampled:] + self._encode(whole[len(before) :])
 
     def rendered(self, before: list[Message], answer: Message, tools: list[Message] | None) -> str:
-        """Returns the text of an answer with tool calls, as the template renders it after `before`. Raises BadRequest,
-        also where the template leaves a call out."""
+        """Returns the text of an answer with tool calls or `THOUGHTS`, as the template renders it after `before`.
+        Raises BadRequest, also where the template leaves one out."""
         start, end = self._text(before, tools, True), self._turn_end_text
         whole = self._text([*before, answer], tools, False)
         text = whole[len(start) : len(whole) - len(end or "")]
-        named = all(call["function"]["name"] in text for call in answer["tool_calls"])
-        if end is None or not (named and whole.startswith(start) and whole.endswith(end)):
-            raise BadRequest("messages: the chat template does not render tool calls as a part of the answer")
+        parts = [call["function"]["name"] for call in answer.get("tool_calls") or ()]
+        parts += [str(answer.get(field) or "").strip() for field in THOUGHTS]
+        if end is None or not (all(part in text for part in parts) and whole.startswith(start) and whole.endswith(end)):
+            raise BadRequest("messages: the chat template does not render tool calls or thoughts within the answer")
         return text
 
     def text_of(self, tokens: Sequence[int], specials: bool) -> str:

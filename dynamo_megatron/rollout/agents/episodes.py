@@ -24,7 +24,7 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.sampling import ask
 from dynamo_megatron.rollout.servers.fleet import Fleet, NoServer
 from dynamo_megatron.runtime.seeds import derived_seed
-from dynamo_megatron.types import EpisodeRecord, plain_data
+from dynamo_megatron.types import EpisodeRecord, is_empty, plain_data
 
 ATTEMPTS = 2  # at an episode whose agent's process is lost
 
@@ -150,7 +150,7 @@ class _Attempt:
         reached = sorted(self._session.reached)
         if not (reached and self._session.episode.turns):
             return f"{self._request.name}: the agent failed: {failed}"
-        if self._prompt.answer is None:
+        if is_empty(self._prompt.answer):
             limit = f"{self._request.name}: reached the limit of {' and '.join(reached)}"
             return f"{limit}; then the agent raised, and the row has no answer to score with: {failed}"
         return ""
