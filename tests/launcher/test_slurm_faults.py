@@ -155,7 +155,7 @@ def test_ranks_that_are_busy_at_the_limit(run):
     def ends(seconds: int) -> str:
         return subprocess.check_output(["date", "+%FT%T", "--date", f"{seconds} seconds"], text=True).strip()
 
-    busy = f"exec {REAL_SLEEP} 1 >/dev/null 2>&1"
+    busy = f"until [ -s requeues ]; do {REAL_SLEEP} 0.05; done >/dev/null 2>&1"
     code, said, requeues = run(ranks=busy, end=ends(50))
     assert (code, requeues) == (75, 1) and "busy until the time limit: requeued" in said
     assert run(ranks=busy, end=ends(3600))[0] == 0
