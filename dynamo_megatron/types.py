@@ -73,7 +73,9 @@ def is_empty(value: Any) -> bool:
         return not value.strip()
     if isinstance(value, float):
         return math.isnan(value)
-    return value is None or (isinstance(value, list | dict) and not value)
+    if isinstance(value, list | dict):  # SQuAD's unanswerable questions have {"text": [], "answer_start": []}
+        return all(map(is_empty, value.values() if isinstance(value, dict) else value))
+    return value is None
 
 
 class TurnRecord(NamedTuple):

@@ -156,6 +156,7 @@ def _gap(run: RunRecord) -> Found:
 
 def _damped(run: RunRecord) -> Found:
     shares = _known(run, "policy/damped_share")[0]
-    if run.config["algorithm"].get("modulation") is None or not shares.size:
+    modulation = run.config["algorithm"].get("modulation")
+    if modulation is None or modulation["lambda_min"] >= 0.9 or not shares.size:  # a factor below 0.9 counts as damped
         return None
     return not shares.any(), f"damped at {(shares > 0).sum()} of {len(shares)} steps; a warning at none"

@@ -20,6 +20,7 @@ from yarl import URL
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.templates import chat_messages, load_tokenizer
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.reward.extraction import after_thinking
 from dynamo_megatron.reward.functions import FunctionResult, NoScore, checked, checked_steps
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
@@ -141,7 +142,7 @@ class UrlService(HttpReward):
         super().__init__(url, [url], key, config, REQUESTS)
 
     def body(self, prompt: Prompt, response: str) -> bytes:
-        fields = {name: getattr(prompt, name) for name in ("prompt_id", "answer", "source", "meta")}
+        fields = {name: getattr(prompt, name) for name in ("prompt_id", "answer", "source", "meta", "thinking")}
         fields |= {"prompt": prompt.text if prompt.messages is None else prompt.messages, "response": response}
         text = json.dumps({"samples": [fields]}, default=str)
         # NaN and Infinity can occur in Parquet columns but not in JSON; they are sent as null.
@@ -171,7 +172,7 @@ class Judge(HttpReward):
 
     def body(self, prompt: Prompt, response: str) -> bytes:
         answer = "" if prompt.answer is None else str(prompt.answer)
-        texts = {"prompt": _problem(prompt), "response": response, "answer": answer}
+        texts = {"prompt": _problem(prompt), "response": prompt.thinking + response, "answer": answer}
         # In one pass: the text "{answer}" in a response must not be replaced by the answer.
         asked = PLACES.sub(lambda place: texts[place[1]], self._config.template)
         messages = [{"role": "user", "content": asked}]
@@ -188,9 +189,11 @@ class Judge(HttpReward):
         return FunctionResult(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))
 
     def _score(self, text: str, cut_off: bool) -> float:
-        """The pattern's last match as a score in [0, 1]. Raises NoScore if nothing matches, if the number is not in the
-        range, and if the text was cut off right after the number, which may then lack digits."""
-        matches, end = list(self._pattern.finditer(text)), on_one_line(text[-REPLY_SHOWN:])
+        """The pattern's last match after the thinking as a score in [0, 1]. Raises NoScore if nothing matches, if the
+        number is not in the range, and if the text was cut off right after the number, which may then lack digits."""
+        end = on_one_line(text[-REPLY_SHOWN:])
+        text = after_thinking(text) or ""
+        matches = list(self._pattern.finditer(text))
         if not matches or matches[-1][1] is None:
             raise NoScore(f"nothing in the judge's reply matches reward.judge.pattern; it ends with {end!r}")
         number = matches[-1][1]
@@ -225,9 +228,8 @@ class RewardModel(HttpReward):
     def body(self, prompt: Prompt, response: str) -> bytes:
         messages = chat_messages(prompt, None)
         try:
-            encoded = self._tokenizer.apply_chat_template(
-                [*messages, {"role": "assistant", "content": response}], tokenize=True, return_dict=True
-            )
+            answer = {"role": "assistant", "content": prompt.thinking + response}
+            encoded = self._tokenizer.apply_chat_template([*messages, answer], tokenize=True, return_dict=True)
         except (TemplateError, KeyError) as error:
             raise InputError(f"the reward model's chat template fails on it: {error_line(error)}") from error
         return json.dumps({"input_ids": [list(encoded["input_ids"])]}).encode()

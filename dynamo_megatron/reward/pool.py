@@ -222,7 +222,11 @@ class Worker:
         try:
             if self.process.poll() is not None:
                 self._start()
-            self.wait_ready()
+            try:
+                self.wait_ready()
+            except TimeoutError:
+                self.end()  # so that the next sample starts another one, and does not fail at once
+                raise
             results = self._results(prompt, response)
             if self.process.poll() is not None:
                 self._start()  # now, so that the next sample need not wait for the imports

@@ -54,12 +54,15 @@ def qa_f1(prompt: Prompt, response: str) -> float:
 
 def qa_sources(prompt: Prompt, response: str) -> float:
     """The F1 of the sources that `response` cites after its thinking, as "[2]" or "[1, report]", against the column
-    `sources` of the row, both as sets; 1.0 where both are empty. Raises ValueError for a row whose `sources` is not a
-    list of text and whole numbers."""
+    `sources` of the row, both as sets; 1.0 where both are empty and there is an answer. Raises ValueError for a row
+    whose `sources` is not a list of text and whole numbers."""
     right = prompt.meta.get("sources")
     if not isinstance(right, list) or not all(isinstance(each, str | int) for each in right):
         raise ValueError(f"the reward qa_sources needs the column sources, a list such as [1, 3], not {right!r:.200}")
-    cited = [name for group in CITATION.findall(after_thinking(response) or "") for name in group.split(",")]
+    answer = after_thinking(response) or ""
+    if not answer.strip():
+        return 0.0  # also where the row has no sources
+    cited = [name for group in CITATION.findall(answer) for name in group.split(",")]
     ours, theirs = (sorted({str(name).strip().lower() for name in names}) for names in (cited, right))
     return _f1(ours, theirs)
 

@@ -32,6 +32,20 @@ LAYOUTS = {
         {},
         "class Solution:\n    def add(self, a: int, b: Optional[int]) -> int:\n        return a + b",
     ),
+    "LeetCode, a method named like a function of heapq": (
+        {"fn_name": "merge", "inputs": [[[3], [1]]], "outputs": [[3, 1]]},
+        {},
+        "class Solution:\n    def merge(self, first, second):\n        return first + second",
+    ),
+    "assertions on what was changed in place": (
+        [
+            "nums = [3, 1]\nput_in_order(nums)\nassert nums == [1, 3]",
+            "def check(candidate):\n    seen = {'a': [2, 1]}\n    candidate(items=seen['a'])\n"
+            "    assert seen == {'a': [1, 2]}\ncheck(put_in_order)",
+        ],
+        {},
+        "def put_in_order(items): items[:] = items[1:] + items[:1]",
+    ),
     "CodeContests": ({"input": ["1 2\n"], "output": ["3\n"]}, {}, ADD_LINES),
     "LiveCodeBench, streams": ([{"input": "1 2", "output": "3", "testtype": "stdin"}], {}, ADD_LINES),
     "LiveCodeBench, function": (

@@ -19,6 +19,9 @@ def prompt(answer):
         ("Ph.D.", "phd", 1.0, 1.0),
         ("the", "a", 0.0, 0.0),  # the script: 1
         ("1492", 1492, 1.0, 1.0),
+        ("5", 5.0, 1.0, 1.0),
+        ("5", [7.5, 5.0], 1.0, 1.0),
+        ("nan", [float("nan"), "5"], 0.0, 0.0),
         ("O’Brien", "O'Brien", 1.0, 1.0),  # from here on the script: 0
         ("“Paris”…", "Paris", 1.0, 1.0),
         ("北京。", "北京", 1.0, 1.0),
@@ -87,6 +90,8 @@ def test_the_answer_is_that_of_the_tag_the_box_or_the_last_line(response):
         ("[ Annual Report ]", ["annual report"], 1.0),
         ("<think>[2]</think> [1]", [1], 1.0),
         ("<think>[1]", [1], 0.0),
+        ("<think>[1]", [], 0.0),
+        (" ", [], 0.0),
     ],
 )
 def test_cited_sources(response, sources, value):

@@ -61,7 +61,11 @@ def test_what_a_url_is_sent(serve, pool):
     messages = [{"role": "user", "content": "é?"}]
     meta = {"day": datetime.date(2026, 1, 2), "n": float("nan")}
     started = pool(service)
-    scored(started, "r", prompt=Prompt("a", messages=messages, answer=[1], source="s.jsonl", meta=meta))
+    scored(
+        started,
+        "r",
+        prompt=Prompt("a", messages=messages, answer=[1], source="s.jsonl", meta=meta, thinking="<think>\n"),
+    )
     scored(started, "r", prompt=Prompt("b", text="plain", answer="2"))
     chat, plain = (request["samples"][0] for request in service.requests)
     assert chat == {
@@ -71,6 +75,7 @@ def test_what_a_url_is_sent(serve, pool):
         "answer": [1],
         "source": "s.jsonl",
         "meta": {"day": "2026-01-02", "n": None},
+        "thinking": "<think>\n",
     }
     assert plain["prompt"] == "plain" and plain["meta"] == {}
 
@@ -82,8 +87,9 @@ def test_the_template_of_a_judge_is_filled_in_once(start):
     messages = [{"role": "user", "content": "1 + 1?|it is {answer}|2|{x}"}]
     assert endpoint.requests == [{"temperature": 0.5, "seed": 3, "model": "m", "messages": messages}]
     chat = Prompt("c", messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1?"}])
+    chat.thinking = "<think>"
     scored(pool, "r", prompt=chat)
-    assert endpoint.requests[1]["messages"][0]["content"] == "system: Be brief.\n\nuser: 1?|r||{x}"
+    assert endpoint.requests[1]["messages"][0]["content"] == "system: Be brief.\n\nuser: 1?|<think>r||{x}"
 
 
 def test_a_reward_model_is_sent_tokens_of_its_own_chat_template(start, tiny_model):
@@ -93,9 +99,9 @@ def test_a_reward_model_is_sent_tokens_of_its_own_chat_template(start, tiny_mode
     expected = [tokenizer.encode(text.format(response)) for response in ("a", "bcd")]
     assert [score.reward for score in scored(pool, "a", "bcd")] == [len(ids) for ids in expected]
     assert sorted((request["input_ids"][0] for request in endpoint.requests), key=len) == expected
-    scored(pool, "r", prompt=Prompt("c", messages=[{"role": "system", "content": "s"}]))
+    scored(pool, "r", prompt=Prompt("c", messages=[{"role": "system", "content": "s"}], thinking="<think>"))
     sent = tokenizer.decode(endpoint.requests[-1]["input_ids"][0])
-    assert sent == "<|im_start|>system\ns<|im_end|>\n<|im_start|>assistant\nr<|im_end|>\n"
+    assert sent == "<|im_start|>system\ns<|im_end|>\n<|im_start|>assistant\n<think>r<|im_end|>\n"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +122,7 @@ def test_a_key_is_sent_and_must_be_there(start, monkeypatch, kind):
 
 JUDGED = [
     *("Score: 2 at first sight. On reflection\nscore: **9**.", "**Score:** 9", "_Score_: 9", "score:9/10", "Score : 9"),
-    *("Score：9", "score：９", "Score: +9.0", "Score: 90e-1", '{"score": 9}'),
+    *("<think>Score: 2</think>Score: 9", "Score：9", "score：９", "Score: +9.0", "Score: 90e-1", '{"score": 9}'),
 ]
 
 
@@ -143,6 +149,7 @@ WRONG = {
     ],
     "judge": [
         (completion("It is good."), "nothing in the judge's reply matches reward.judge.pattern; it ends with 'It"),
+        (completion("<think>Score: 4, but", finish_reason="length"), "nothing in the judge's reply matches"),
         (completion("Score: 11"), "the judge's score 11 is not in reward.judge.range (0 to 10)"),
         (completion("Score: 1e999"), "the judge's score '1e999' is not a number"),
         (completion("Score: 1", finish_reason="length"), "the judge's reply was cut off in its number, 'Score: 1'"),
