@@ -124,6 +124,15 @@ def test_a_run_whose_newest_checkpoint_is_damaged(converted, tmp_path, tool, cap
     assert find_checkpoint(tmp_path)[0] == 3
     assert "warning: the checkpoint of step 4 is damaged" in (said := capsys.readouterr().err)
     assert said.endswith("; taking that of step 3\n")
+    code, out, said = tool("--diff", tmp_path, converted[1])
+    assert (code, out) == (1, "the same tensors, bit for bit\n")
+    assert said.endswith("step-000003: complete, but step 4, the newest, is not\n")
+
+
+def test_a_run_in_a_folder_named_checkpoints(converted, tmp_path):
+    run = tmp_path / "checkpoints" / "mine"
+    folder = shutil.copytree(converted[1], run / "checkpoints" / "step-000003")
+    assert find_checkpoint(run) == find_checkpoint(folder) == (3, folder)
 
 
 def test_names_reach_the_terminal_as_text(tmp_path, tool):

@@ -59,6 +59,7 @@ def test_a_dry_run_prints_the_jobs(nemo, run_folder, tmp_path):
         ((), "required: --python"),
         ((*SLURM, "rollout.placement=split"), "rollout.placement: nemo-run starts no servers"),
         ((*SLURM, "parallel.pp=3"), "parallel: 2 ranks can't be cut into tp 1 x pp 3"),
+        ((*SLURM, "trainer.resume=never"), "trainer.resume: never: the job could not go on once it is requeued"),
     ],
 )
 @pytest.mark.full
@@ -82,6 +83,21 @@ def test_what_is_set_before_the_ranks_start(cores, threads, tmp_path):
     assert said.splitlines() == ["10.0.0.3", "12056", *threads]
 
 
+def test_an_evaluation_of_the_step_that_is_there_is_skipped(run_folder, tmp_path):
+    keys = [f"output_dir={tmp_path / 'a run'}", "trainer.steps=4"]
+    made = (
+        "import sys; from nemo_run import LocalExecutor; from dynamo_megatron.launcher.nemo import recipe; "
+        "print(recipe(sys.argv[1:2], sys.argv[2:], 'echo', LocalExecutor(), evaluate=True)['eval'])"
+    )
+    words = [NEMO_PYTHON, "-P", "-c", made, str(run_folder / "config.yaml"), *keys]
+    script, scores = subprocess.check_output(words, text=True), tmp_path / "a run" / "scores" / "step-000004"
+    said = [subprocess.check_output(["bash", "-c", script], text=True)]
+    scores.mkdir(parents=True)
+    (scores / "config.yaml").touch()
+    said += [subprocess.check_output(["bash", "-c", script], text=True)]
+    assert said[0].endswith(f" eval --model {tmp_path / 'a run'} --out {scores}\n") and said[1] == ""
+
+
 @pytest.fixture
 def evaluating(run_folder):
     """Keys of a training of four steps and of an evaluation after it."""
@@ -102,5 +118,5 @@ def test_convert_train_and_eval_on_this_machine(nemo, run_folder, evaluating, tm
     assert "convert-train-eval: SUCCEEDED" in text
     assert (output / "mcore" / "config.json").is_file()
     assert len((output / "metrics.jsonl").read_text().splitlines()) == 4
-    (results,) = (output / "scores").glob("*/problems.jsonl")
+    (results,) = (output / "scores" / "step-000004").glob("*/problems.jsonl")
     assert len(results.read_text().splitlines()) == 6

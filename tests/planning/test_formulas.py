@@ -308,7 +308,7 @@ def test_the_host_s_peak_by_hand():
         "saving a checkpoint": 8 * (12 + 2) * state.owned,
         "what waits while servers generate": 8 * (8 * GIB + 3 * tensors / 2),
         "the reference policy": 8 * tensors / 2,
-        "a step's rollouts": 2 * 512 * (256 + 1000) * 76,
+        "rollouts": 2 * 512 * (256 + 1000) * 76,
     }
     split = {**parts, "rollout": {"placement": "split", "servers": 4}, "algorithm": {}}
     alone = planned("Qwen2.5-14B", "h200-141", 8, 1000, **split).host
@@ -319,7 +319,10 @@ def test_the_host_s_peak_by_hand():
     one_a_node = host_memory(plan.config, plan.spec, 8, 1, 1256)
     assert one_a_node["processes"] == 3 * 2 * GIB and one_a_node["saving a checkpoint"] == 14 * state.owned
     routed = host_memory(plan.config, spec_of("Qwen3-30B-A3B"), 8, 8, 10**7)  # 48 layers x 8 experts, a byte each
-    assert routed["a step's rollouts"] == 2 * 512 * 10**7 * (76 + 384)
+    assert routed["rollouts"] == 2 * 512 * 10**7 * (76 + 384)
+    algorithm = {"allocation": {"budget": 512}, "rollout_correction": {"level": "token"}}
+    ahead = config_of(rollout={**split["rollout"], "max_staleness": 3}, algorithm=algorithm)
+    assert host_memory(ahead, plan.spec, 8, 8, 10**7)["rollouts"] == 5 * 512 * 10**7 * 76
 
 
 def test_an_optimizer_in_host_memory_by_hand():

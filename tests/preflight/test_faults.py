@@ -1,5 +1,6 @@
 """Each fault is found, in one line that names what, where and the mend."""
 
+import importlib.util
 import json
 import re
 import runpy
@@ -12,6 +13,7 @@ import torch
 
 from dynamo_megatron.bridge import environment
 from dynamo_megatron.config.files import compose
+from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.preflight import checks
 from dynamo_megatron.preflight.checks import Subject, data, evaluation, vocabulary
 from dynamo_megatron.runtime.listening import free_port
@@ -22,7 +24,7 @@ LORA, CRITIC = "model.lora={rank: 4}", "algorithm={advantage: {kind: gae, normal
 
 @pytest.mark.parametrize("keys", [(), (LORA,), (CRITIC,)])
 def test_all_is_well(check, keys):
-    for name in ("layout", "model config", "weights", "vocabulary", "data", "reward", "network", "disk"):
+    for name in ("layout", "model config", "weights", "vocabulary", "data", "reward", "results", "network", "disk"):
         assert {level for level, _ in check(name, *keys)} == {"ok"}, check(name, *keys)
 
 
@@ -47,6 +49,7 @@ def test_adapters_on_experts_are_refused(failure, model_of):
         ("network", "rollout.host=ib99", "^rollout.host: 'ib99' is neither an address nor an interface of"),
         ("network", "rollout.sync.transport=nccl", "rollout.sync.transport: nccl needs GPUs"),
         ("network", "rollout.python=/no/python", "rollout.python: there is no program /no/python here"),
+        ("results", "tracking.backends=[json:Tracker]", "^tracking.backends: .json. .* has no .Tracker.$"),
     ],
 )
 def test_a_key_that_cannot_work(failure, name, key, says):
@@ -200,8 +203,21 @@ def test_problems_that_are_trained_on_are_noted(base, check):
 # -- the node ----------------------------------------------------------------------------------------------------------
 def test_a_folder_that_cannot_be_written(base, failure):
     assert "cannot be written" in failure("disk", "output_dir=config.yaml/run")
-    said = failure("disk", f"output_dir={base / 'model'}")
+    said = failure("results", f"output_dir={base / 'model'}")
     assert f"output_dir: {base / 'model'} is a model's folder (config.json); name a new folder" in said
+
+
+def test_the_results_of_another_run(base, check, failure):
+    (base / "run").mkdir()
+    OutputDir(compose([str(base / "config.yaml")], [])[0]).take_over(0)
+    (base / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert check("results") == [("ok", f"{base / 'run'} holds this run, which would go on")]
+    assert failure("results", "seed=7").startswith(f"output_dir: {base / 'run'} holds a run with another ")
+
+
+def test_a_tracker_that_is_not_installed(failure, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert failure("results", "tracking.backends=[wandb]").startswith("tracking.backends: wandb is not installed")
 
 
 def test_a_port_in_use(failure, monkeypatch):

@@ -11,6 +11,7 @@ from PIL import Image
 from dynamo_megatron.cli import main
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.sources import load_prompts
+from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.reports.figures import metric_figures
 from dynamo_megatron.reports.page import token_texts, write_report
 from dynamo_megatron.reports.run_record import read_runs
@@ -66,6 +67,14 @@ def test_a_report_of_a_run(run, tmp_path, capsys):
     assert values["version of the weights"] == [3.0, 3.0] and len(shown["texts"]) == 2
     assert main(["report", str(run), "--out", str(out), "--rollout", "000001-0009-000"]) == 2
     assert "has no rollout '000001-0009-000'" in capsys.readouterr().err
+
+
+def test_a_report_into_a_file_is_refused(folders, tmp_path):
+    run, out = folders.run("run"), tmp_path / "out"
+    folders.step(run, 1)
+    out.touch()
+    with pytest.raises(ConfigError, match="out: File exists; name a folder to write to with --out"):
+        write_report([run], out)
 
 
 @pytest.mark.parametrize(

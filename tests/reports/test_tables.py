@@ -29,6 +29,9 @@ def test_before_and_after_are_of_the_same_problems(folders):
     assert row[0] == "pass@1" and row[1].startswith("50.0 (") and row[3].startswith("+25.0 (")
     folders.evaluation(run, 2, [True] * 4, prefix="others")
     assert table(read_runs([run]), "Held-out problems")[1][3] == "-"
+    for step in (3, 4):
+        folders.evaluation(run, step, [True] * 4, of="other sampling")
+    assert table(read_runs([run]), "Held-out problems")[0] == ["%", "step 3", "step 4", "step 4 - step 3"]
 
 
 def test_runs_side_by_side(folders):
@@ -41,6 +44,8 @@ def test_runs_side_by_side(folders):
     assert list(both) == ["a", "b"]
     assert table(both, "Held-out problems")[1][3].startswith("+100.0 (")
     assert table(both, "Settings that differ")[1:] == [["data.shuffle_seed", "0", "1"], ["seed", "0", "1"]]
+    folders.evaluation(runs[1], 2, [True] * 3, of="other sampling")
+    assert table(read_runs(runs), "Held-out problems")[1][3] == "-"
     with pytest.raises(ValueError, match="named twice"):
         read_runs([runs[0], runs[0]])
 
