@@ -14,7 +14,7 @@ def table(runs, title: str) -> list[list[str]]:
 
 def record(rows: list[dict], path, **algorithm) -> RunRecord:
     config = {"model": {"path": "m"}, "data": {"source": "d"}, "trainer": {"steps": 99}, "rollout": {}}
-    config["algorithm"] = {"allocation": {"kind": "neyman"}, "modulation": {}, **algorithm}
+    config["algorithm"] = {"allocation": {"kind": "neyman"}, "modulation": {"lambda_min": 0.6}, **algorithm}
     return RunRecord(path, config, [{"step": i + 1, **row} for i, row in enumerate(rows)], [])
 
 
