@@ -68,6 +68,16 @@ def test_a_batch_is_filled_with_groups_that_teach(controller, tmp_path, prompts)
     assert what_if.first_difference(record.steps, counts) is None
 
 
+def test_further_rounds_choose_other_prompts_while_there_are_some(controller, tmp_path):
+    live = controller(30, 30, Answering(RolloutStore(tmp_path)), {"kind": "priority", "candidates": None})
+    for step in (1, 2, 3):
+        rounds, seen = sample(live, step, Policy(lambda rollouts: rollouts.engine_logprobs)).rounds, set()
+        for ids in ({prompt.prompt_id for prompt in now.prompts} for now in rounds):
+            assert seen.isdisjoint(ids) or len(seen) + len(ids) > 30
+            seen |= ids
+        assert len(rounds) > 1
+
+
 def test_a_batch_that_teaches_nothing_stays_whole(controller, tmp_path):
     batch, record = batch_of(controller(1, 2, Answering(RolloutStore(tmp_path))), 1)
     assert set(batch.rollouts.prompt_ids) == {"p0"} and len(record.allocations) == 3

@@ -48,6 +48,15 @@ def test_a_conversation_that_ends_with_an_answer_needs_no_column_for_it(tmp_path
     assert "no 'answer' or 'reward_model.ground_truth'" in refused(path, prompt_key="messages")
 
 
+def test_an_answer_at_the_end_of_a_conversation_is_for_training_on_it_alone(tmp_path, caplog):
+    row = {"id": "b", "problem": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "2"}]}
+    path = write(tmp_path / "a.jsonl", GOOD, row)
+    assert [prompt.prompt_id for prompt in load(path, needs_answer=True)] == ["a"]
+    assert "1 of 2 rows cannot be used and are skipped" in caplog.text
+    both = load_prompts(DataConfig(source=path), needs_answer=True, conversations=True)
+    assert [prompt.prompt_id for prompt in both] == ["a", "b"]
+
+
 GOOD = {"id": "a", "problem": "q", "answer": "1"}
 
 

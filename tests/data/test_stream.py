@@ -8,8 +8,8 @@ from dynamo_megatron.data import PromptStream, open_stream
 from dynamo_megatron.types import Prompt
 
 
-def prompts(n, long=()):
-    return [Prompt(f"p{i}", text="x" * (50 if i in long else 5)) for i in range(n)]
+def prompts(n, long=(), **meta):
+    return [Prompt(f"p{i}", text="x" * (50 if i in long else 5), meta=meta) for i in range(n)]
 
 
 def stream(items, limit=10):
@@ -56,11 +56,18 @@ def test_tokens_that_a_prompt_brings_are_not_those_of_the_template():
     assert stream([Prompt("a", text="x", tokens=[7, 7])]).next(1)[0].tokens == [1]
 
 
-@pytest.mark.parametrize("other", [prompts(5), prompts(4)[::-1], [*prompts(3), Prompt("q", text="x")]])
+@pytest.mark.parametrize(
+    "other", [prompts(5), prompts(4)[::-1], prompts(4, level=2), [*prompts(3), Prompt("q", text="x")]]
+)
 def test_resume_refuses_other_data(other):
     state = stream(prompts(4)).state_dict()
     with pytest.raises(ValueError, match=r"has changed: the checkpoint's run has drawn from other problems"):
         stream(other).load_state_dict(state)
+
+
+def test_an_object_of_the_users_is_the_same_data_in_the_next_process():
+    state = stream(prompts(4, image=object())).state_dict()
+    stream(prompts(4, image=object())).load_state_dict(state)
 
 
 def test_long_prompts_are_skipped_and_counted_once():

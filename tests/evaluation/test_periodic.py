@@ -15,6 +15,12 @@ class Servers:
             for p in prompts
         ]
 
+    def begin_evaluation(self, prompts, on_poll):
+        self.begun = prompts
+
+    def end_evaluation(self, on_poll):
+        return self.evaluate(self.begun, on_poll, None)
+
 
 def evaluation(output, steps):
     config = {"model": {"path": "m"}, "data": {"source": "x"}, "output_dir": str(output), "trainer": {"steps": steps}}
@@ -29,3 +35,8 @@ def test_results_are_written_and_summarised(tmp_path):
     summary = evaluation(tmp_path, 5).run(3, lambda: None, lambda *_: None)
     assert (summary["step"], summary["eval/pass@1"]) == (3, 1 / 3)
     assert [r.prompt_id for r in read_results(results_file(tmp_path, 3))] == ["p0", "p1", "p2"]
+    beside = evaluation(tmp_path, 5)
+    beside.begin(3, lambda: None)
+    assert beside.under_way == 3
+    assert {**beside.end(lambda: None), "eval/seconds": summary["eval/seconds"]} == summary
+    assert beside.under_way is None

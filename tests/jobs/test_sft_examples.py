@@ -66,6 +66,15 @@ def test_where_the_template_drops_earlier_thoughts_a_new_sequence_begins():
     assert tokenizer.decode(second.tokens) == f"{given}{thought}b<|im_end|>" and given.count("<think>") == 0
 
 
+def test_thoughts_beside_the_content_are_trained_as_the_template_renders_them():
+    tokenizer = make_tokenizer()
+    shown = "('<think>' ~ message.reasoning_content ~ '</think>' if message.reasoning_content) ~ message.content"
+    tokenizer.chat_template = tokenizer.chat_template.replace("text = message.content", f"text = {shown}")
+    messages = [said("user", "1"), said("assistant", "a", reasoning_content="x"), said("user", "2")]
+    (example,) = examples_of(Prompt("p", [*messages, said("assistant", "b")]), tokenizer, DATA)
+    assert trained(example, tokenizer) == "<think>x</think>a<|im_end|>b<|im_end|>"
+
+
 @pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS)])
 def test_calls_of_tools_are_trained_and_results_are_not(arguments):
     call = said("assistant", "use it", tool_calls=[{"function": {"name": "add", "arguments": arguments}}])
@@ -109,16 +118,16 @@ def test_other_tools_are_one_line(tools, says):
     assert str(refused.value).startswith(says)
 
 
-def test_a_template_without_tool_calls_is_one_line():
+@pytest.mark.parametrize(
+    "beside", [{"tool_calls": [{"function": {"name": "add", "arguments": {}}}]}, {"reasoning_content": "x"}]
+)
+def test_a_template_without_tool_calls_or_thoughts_is_one_line(beside):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = PLAIN
-    call = said("assistant", "", tool_calls=[{"function": {"name": "add", "arguments": {}}}])
     with pytest.raises(InputError) as refused:
-        examples_of(Prompt("p", [said("user", "1"), call]), tokenizer, DATA)
-    assert (
-        str(refused.value)
-        == "prompt 'p': messages: the chat template does not render tool calls as a part of the answer"
-    )
+        examples_of(Prompt("p", [said("user", "1"), said("assistant", "", **beside)]), tokenizer, DATA)
+    says = "the chat template does not render tool calls or thoughts within the answer"
+    assert str(refused.value) == f"prompt 'p': messages: {says}"
 
 
 def test_the_rl_parts_of_a_shared_config_do_nothing(tmp_path):

@@ -342,8 +342,9 @@ def test_a_full_disk(small_disk, failure):
     assert "free, the run needs" in said and "checkpoint.keep_last" in said
 
 
-def test_rows_of_an_agent_may_have_no_answer(base, check):
-    rows = [{"id": f"p{i}", "problem": "Play.", "answer": None} for i in range(4)]
+@pytest.mark.parametrize("answer", [None, ""])
+def test_rows_of_an_agent_may_have_no_answer(base, check, answer):
+    rows = [{"id": f"p{i}", "problem": "Play.", "answer": answer} for i in range(4)]
     (base / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ((level, text),) = check("reward", "rollout.agent=mine:agent", "data.template=chat")
     assert level == "skipped" and text == "no row has an answer, so the agent must give the reward"

@@ -56,7 +56,7 @@ class Engine(Server):
         return web.json_response(self._reply(rid, made, aborted.done() and not ends_by_itself, left))
 
     def _reply(self, rid: str, made: list[int], aborted: bool, left: int) -> dict:
-        finish = {"type": "length", "length": left} if self.end is None else {"type": "stop", "matched": self.end}
+        finish = {"type": "stop", "matched": self.end}
         sent = reply(rid, len(made), ABORTED if aborted else finish)
         sent["meta_info"]["output_token_logprobs"] = [[-1.0, token, None] for token in made]
         sent["meta_info"]["weight_versions"] = [{"version": str(self.version), "start": 0, "end": len(made)}]

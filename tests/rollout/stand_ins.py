@@ -45,7 +45,7 @@ def reply(rid: str, tokens: int = 3, finish: dict | None = None) -> dict:
     return {
         "meta_info": {
             "id": rid,
-            "finish_reason": finish or {"type": "length", "length": tokens},
+            "finish_reason": finish or {"type": "stop", "matched": None},
             "completion_tokens": tokens,
             "weight_versions": [{"version": "0", "start": 0, "end": tokens}],
             "output_token_logprobs": [[-1.0, 7, None]] * tokens,

@@ -1,6 +1,7 @@
 """Episodes through the rollout process: what becomes of them, whatever becomes of their agents and servers."""
 
 import asyncio
+import dataclasses
 
 import pytest
 from aiohttp import web
@@ -139,6 +140,16 @@ def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path):
     assert {k for k, r in stored.items() if r.status == "failed"} == {"raises", "silent"}
     assert stored["ends"].episode.counts["restarts"] == 1
     assert stored["endless"].reward == 1.0 and stored["endless"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("answer", [None, ""])
+def test_at_a_limit_an_agent_that_raises_fails_without_an_answer_to_score_with(episodes, tmp_path, answer):
+    async def work(generator, push):
+        return await generated(generator, 1, [dataclasses.replace(prompt("endless"), answer=answer)], [1], 0)
+
+    assert episodes(work, Server(says(3)), agent_turns=2).counts["failed"] == 1
+    (stored,) = read_rollouts(step_file(tmp_path, 1))
+    assert "limit of turns; then the agent raised, and the row has no answer" in stored.episode.reason
 
 
 def test_an_episode_that_does_not_end_is_aborted(episodes, tmp_path, monkeypatch):

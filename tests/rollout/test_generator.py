@@ -1,6 +1,7 @@
 """What a step's rollouts come to where servers, time or the disk give out."""
 
 import asyncio
+import dataclasses
 
 import pytest
 from aiohttp import web
@@ -71,6 +72,18 @@ def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_ge
         assert again.reused == 3
         assert again.notes[-1] == "step 2: 1 rollouts sampled anew; removed those of 1 later steps"
         assert (await generated(generator, 3, PROMPTS, counts, 0)).reused == 0
+
+    with_generator(work, Server())
+
+
+def test_rollouts_of_an_answer_that_has_changed_are_sampled_anew(with_generator):
+    async def work(generator, push):
+        for answer, reused in [("7", 0), ("8", 2), (8, 2)]:
+            answers = [answer, float("nan"), ("a", {1: 2.5})]
+            prompts = [dataclasses.replace(p, answer=a) for p, a in zip(PROMPTS, answers, strict=True)]
+            result = await generated(generator, 1, prompts, [1, 1, 1], 0)
+            assert result.reused == reused
+        assert "step 1: discarded rollouts of an interrupted run: 1 of another answer in the data" in result.notes
 
     with_generator(work, Server())
 

@@ -71,6 +71,16 @@ def test_what_stopped_a_response_is_its_last_token_or_the_end_of_several(matched
     assert fleet.uses["server-0"].retries == 0
 
 
+@pytest.mark.parametrize(("most", "error"), [(5, ""), (6, "the server ended it after 3 of 6 tokens: its KV cache")])
+def test_a_response_that_its_server_cuts_short_fails(most, error):
+    def cuts(rid, number):
+        return web.json_response(reply(f"{rid};", finish={"type": "length", "length": 3}))
+
+    outcomes, _ = sample(Server(cuts), requests=1, max_new_tokens=most)
+    ((response, _),) = outcomes.values()
+    assert error in response.error and len(response.tokens) == (0 if error else 3)
+
+
 # Of the reply that the server otherwise sends, these keys.
 GARBAGE = {
     "an id beyond the vocabulary": one_token(10_000_000),
