@@ -188,7 +188,7 @@ COMMANDS = {  # in the order of --help
         option("--prompt", metavar="ID", help="those of this problem alone, by its prompt_id"),
         option("--best", type=positive, metavar="N", help="the N of the highest reward, the highest first"),
         option("--worst", type=positive, metavar="N", help="the N of the lowest reward, the lowest first"),
-        option("--limit", type=positive, default=8, metavar="N", help="without these: the first N (default 8)"),
+        option("--limit", type=positive, metavar="N", help="without these: the first N (default 8, with --json all)"),
         option("--json", action="store_true", help="an object a line"),
         option("--pairs", action="store_true", help="best and worst of each group, an object a line, for `dpo`"),
     ),

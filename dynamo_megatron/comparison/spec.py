@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -185,7 +186,10 @@ def _check_on_disk(run: PlannedRun) -> None:
     file = run.folder / "config.yaml"
     if not file.is_file():
         return
-    trees = read_yaml(file, str(file)), to_plain(run.config)
+    before = read_yaml(file, str(file))
+    with contextlib.suppress(ValidationError):  # a key is gone since then: it is named among those that differ
+        before = to_plain(Config.model_validate(before))  # a key that came since then has its default
+    trees = before, to_plain(run.config)
     saved, asked = (identity(tree, list(tree)) for tree in trees)
     keys = (saved.keys() | asked.keys()) - set(ADDRESS)
     if differ := sorted(key for key in keys if saved.get(key) != asked.get(key)):

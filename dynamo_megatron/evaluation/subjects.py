@@ -98,7 +98,8 @@ def _settings(config: Config) -> dict[str, Any]:
     found = {f"{section}.{name}": plain[section][name] for section, names in keys.items() for name in names}
     if config.rollout.agent is not None:  # what an agent's requests and their answers depend on besides
         found |= {"rollout.tool_parser": config.rollout.tool_parser, "model.max_length": config.model.max_length}
-        found["rollout.agent_tokens"] = config.rollout.agent_tokens or config.trainer.micro_batch_tokens
+        least = max(config.trainer.micro_batch_tokens, config.model.max_length or 0)  # as of Agents
+        found["rollout.agent_tokens"] = config.rollout.agent_tokens or least
     return found | {f"eval.{name}": value for name, value in sampling(config).items()} | {"seed": config.seed}
 
 

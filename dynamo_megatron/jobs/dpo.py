@@ -14,9 +14,9 @@ import numpy as np
 
 from dynamo_megatron.algorithm.preferences import preference_loss
 from dynamo_megatron.data.sources import look_up
-from dynamo_megatron.data.templates import encode_prompt
+from dynamo_megatron.data.templates import chat_messages, encode_prompt
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.sft import Example, SFTJob, sampled
+from dynamo_megatron.jobs.sft import Answers, Example, SFTJob
 from dynamo_megatron.types import Prompt, Sequences
 
 Pairs = tuple[Sequences, np.ndarray]  # and int64 [P, 2]: the indices of each pair's chosen and rejected sequence
@@ -33,15 +33,16 @@ class DPOJob(SFTJob):
         found, other = look_up(prompt.meta, key := self.config.dpo.rejected_key)
         if not found:
             raise InputError(f"prompt {prompt.label}: no {key!r} (set dpo.rejected_key)")
-        before = encode_prompt(prompt, self._tokenizer, self.config.data)
-        examples = []
+        answers = Answers(prompt, self._tokenizer, data := self.config.data, self._ends)
+        before, examples = encode_prompt(prompt, self._tokenizer, data, answers.tools), []
         for name, value in (("data.answer_key", prompt.answer), ("dpo.rejected_key", other)):
             if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
-                value = value[0].get("content")
+                message = {"content": "", **value[0]}
+                value = answers.text_of(chat_messages(prompt, data.system_prompt), message)
             if not isinstance(value, str):
                 what = f"prompt {prompt.label}: the completion of {name} is {value!r:.40}"
                 raise InputError(f"{what}; give a string or a list with a single assistant message")
-            after = sampled(value, self._tokenizer)
+            after = answers.sampled(value)
             examples.append(Example([*before, *after], [False] * len(before) + [True] * len(after)))
         return examples
 

@@ -3,14 +3,14 @@
 An example is a prompt (`data.prompt_key`, rendered as for rollouts) and its completion (`data.answer_key`, a text); or
 a conversation that ends with an assistant's message, of which all of the assistant's messages are trained on, and a
 column `tools` has what was offered. Each answer follows the ids that the policy would be given for it, and is tokenized
-as it would be sampled: its text and the tokenizer's end token. So the ids of a conversation are those of an agent's
-episode (rollout/agents/chat_tokens.py). An update takes `data.batch_prompts` examples; every trained token has the same
-weight.
+as it would be sampled: its text and the token that ends it (the chat template's, else the tokenizer's). So the ids of a
+conversation are those of an agent's episode (rollout/agents/chat_tokens.py). An update takes `data.batch_prompts`
+examples; every trained token has the same weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,13 @@ import numpy as np
 from dynamo_megatron.config import AlgorithmConfig, Config, DataConfig, RewardConfig
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.data.stream import open_stream
-from dynamo_megatron.data.templates import chat_messages, encode_prompt, load_tokenizer, template_variables
+from dynamo_megatron.data.templates import (
+    chat_messages,
+    encode_prompt,
+    end_token_ids,
+    load_tokenizer,
+    template_variables,
+)
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.jobs.output_dir import OutputDir
 from dynamo_megatron.jobs.run import Job
@@ -73,6 +79,7 @@ class SFTJob(Job):
         check_vocabulary(config.model.path, spec, self._tokenizer)
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
+        self._ends = end_token_ids(config.model.path, self._tokenizer)
         longest = config.model.max_length or spec.max_positions
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
@@ -167,7 +174,7 @@ class SFTJob(Job):
         return max((example.tokens for example in self._examples(prompt)), key=len)
 
     def _examples(self, prompt: Prompt) -> list[Example]:
-        return examples_of(prompt, self._tokenizer, self.config.data)
+        return examples_of(prompt, self._tokenizer, self.config.data, self._ends)
 
 
 class Example(NamedTuple):
@@ -181,52 +188,82 @@ class Example(NamedTuple):
         self.trained.extend([trained] * len(tokens))
 
 
-def examples_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
-    """The sequences of a row of the data.
+def examples_of(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig, ends: Collection[int]
+) -> list[Example]:
+    """The sequences of a row of the data. `ends`: the tokens that end a sampled answer.
 
     A conversation that ends with the assistant's message is one sequence, in which each message of the assistant is
     trained on. Where the chat template renders what is before an answer differently than it did for the answer before
     (Qwen3's drops earlier thoughts), a new sequence begins, in which only the answers from there on are trained on.
     Otherwise the completion of `prompt` is its answer. Raises ValueError naming the prompt.
     """
+    answers = Answers(prompt, tokenizer, config, ends)
     if prompt.messages and prompt.messages[-1]["role"] == "assistant":
-        return _conversation(prompt, tokenizer, config)
+        return answers.conversation()
     if not isinstance(prompt.answer, str):
         raise InputError(
             f"data.answer_key: the completion of {prompt.prompt_id!r} is {prompt.answer!r:.40}, not a text"
         )
     example = Example([], [])
     example.add(encode_prompt(prompt, tokenizer, config), False)
-    example.add(sampled(prompt.answer, tokenizer), True)
+    example.add(answers.sampled(prompt.answer), True)
     return [example]
 
 
-def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
-    chat, tools = ChatTokens(tokenizer, [tokenizer.eos_token_id], template_variables(config)), _tools(prompt)
-    examples: list[Example] = []
-    held = 0  # messages up to the last answer
-    try:
-        messages = [_readable(message) for message in chat_messages(prompt, config.system_prompt)]
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, context = messages[:number], None
-            if held:
-                context = chat.added(messages[:held], messages[held:number], tools, tokenizer.eos_token_id)
-            if context is None:
-                examples.append(Example([], []))
-                context = encode_prompt(replace(prompt, messages=before), tokenizer, config, tools)
-            in_fields = message.get("tool_calls") or any(message.get(field) for field in THOUGHTS)
-            text = chat.rendered(before, message, tools) if in_fields else message["content"]
-            examples[-1].add(context, False)
-            examples[-1].add(sampled(text, tokenizer), True)
-            held = number + 1
-    except BadRequest as error:
-        raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from None
-    return examples
+class Answers:
+    """The answers in a row of the data, as the policy would sample them."""
+
+    def __init__(
+        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig, ends: Collection[int]
+    ) -> None:
+        self._prompt, self._tokenizer, self._config = prompt, tokenizer, config
+        self.tools, self._chat = tools_of(prompt), ChatTokens(tokenizer, ends, template_variables(config))
+
+    def sampled(self, text: str) -> list[int]:
+        """The tokens of an answer: its text, and the token with which the chat template ends an answer, or else the
+        tokenizer's end token."""
+        end = self._chat.end_token if self._config.template == "chat" else None
+        return [
+            *self._tokenizer.encode(text, add_special_tokens=False),
+            self._tokenizer.eos_token_id if end is None else end,
+        ]
+
+    def text_of(self, before: list[Message], message: Message) -> str:
+        """The text of the assistant's `message` after `before`, its tool calls and thoughts included. Raises
+        InputError where the template renders none."""
+        if not (message.get("tool_calls") or any(message.get(field) for field in THOUGHTS)):
+            return message["content"]
+        try:
+            return self._chat.rendered(before, _readable(message), self.tools)
+        except BadRequest as error:
+            raise InputError(f"prompt {self._prompt.prompt_id!r}: {error}") from None
+
+    def conversation(self) -> list[Example]:
+        chat, prompt, examples = self._chat, self._prompt, []
+        held = 0  # messages up to the last answer
+        try:
+            messages = [_readable(message) for message in chat_messages(prompt, self._config.system_prompt)]
+            for number, message in enumerate(messages):
+                if message["role"] != "assistant":
+                    continue
+                before, context = messages[:number], None
+                if held:
+                    last = examples[-1].tokens[-1]
+                    context = chat.added(messages[:held], messages[held:number], self.tools, last)
+                if context is None:
+                    examples.append(Example([], []))
+                    beginning = replace(prompt, messages=before)
+                    context = encode_prompt(beginning, self._tokenizer, self._config, self.tools)
+                examples[-1].add(context, False)
+                examples[-1].add(self.sampled(self.text_of(before, message)), True)
+                held = number + 1
+        except BadRequest as error:
+            raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from None
+        return examples
 
 
-def _tools(prompt: Prompt) -> list[Any] | None:
+def tools_of(prompt: Prompt) -> list[Any] | None:
     """The column `tools`, or each tool in it, may be JSON text. Raises InputError."""
     where, tools = f"prompt {prompt.prompt_id!r}: the column 'tools'", prompt.meta.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -244,8 +281,3 @@ def _readable(message: Message) -> Message:
     """With the arguments of tool calls as objects, which chat templates expect; OpenAI's format has them as text."""
     calls: Any = message.get("tool_calls")
     return message | {"tool_calls": normalised_calls(calls, "a message")} if calls else message
-
-
-def sampled(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of a completion as the policy would sample them."""
-    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]

@@ -121,8 +121,9 @@ class PackedAttention(MegatronModule):
             heads = config.num_attention_heads // self.tp_group.size()
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-        # torch's own kernel for packed sequences: 16-bit types on a GPU
-        half, small = config.params_dtype != torch.float32, width <= 256 and k_channels == v_channels
+        # torch's own kernel for packed sequences: 16-bit types on a GPU, and it pads no head
+        half = config.params_dtype != torch.float32
+        small = width <= 256 and width % 8 == 0 and k_channels == v_channels
         self.at_once = torch.cuda.is_available() and varlen.AT_ONCE and half and small and self.cp.size() == 1
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params, **_) -> torch.Tensor:

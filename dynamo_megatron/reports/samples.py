@@ -30,13 +30,13 @@ def read_samples(
     prompt_id: str | None = None,
     best: int | None = None,
     worst: int | None = None,
-    limit: int = 8,
+    limit: int | None = None,
     *,
     as_json: bool = False,
 ) -> Iterator[str]:
     """Texts of rollouts of the run in `folder`, each without its last newline; as JSON one line each. Those of `step`
     (None: the newest, with `prompt_id` all) and of `prompt_id` (None: any). Of them the `best` of the highest reward,
-    then the `worst` of the lowest; with neither the first `limit` by id.
+    then the `worst` of the lowest; with neither the first `limit` by id (None: 8, as JSON all).
 
     Control characters are escaped. A line that is being written, or that a kill has torn, is left out. A run on
     recorded rollouts has them in the folder that it names. Raises ValueError: no run, no such step or prompt, or a line
@@ -54,7 +54,7 @@ def read_samples(
         of = "" if prompt_id is None else f" of prompt {prompt_id!r}"
         raise InputError(f"{source}: no complete rollout{of}; --step and --prompt choose others")
     found.sort(key=lambda r: r.rollout_id)
-    shown = found[:limit]
+    shown = found[: limit or (None if as_json else 8)]
     if best is not None or worst is not None:  # of equal rewards the first by id
         shown = sorted(found, key=lambda r: -r.reward)[: best or 0]
         shown += [r for r in sorted(found, key=lambda r: r.reward)[: worst or 0] if r not in shown]

@@ -107,7 +107,7 @@ class StepSession:
             RolloutBatch.join(batches, concatenate),
             {name: self.outcomes[name] for name in self.wanted},
             time.monotonic() - self.started,
-            [*self.notes, *(f"step {self.step}: {note}" for note in [*self._failures(), *said])],
+            [*self.notes, *(f"step {self.step}: {note}" for note in [*said, *self._failures()])],
             self.reused,
             uses,
         )

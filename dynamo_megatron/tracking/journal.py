@@ -37,8 +37,14 @@ class Journal:
         self._trackers: Trackers | None = None
         self._last_line: str | None = None  # of a run that is complete
         # Scores of other problems or another sampling, from before a resume, cannot be compared.
-        asked, of = config.eval, (config.eval.data or config.data.source, config.rollout.temperature)
-        of += (asked.limit, asked.samples, asked.temperature, asked.max_new_tokens)
+        asked, rollout = config.eval, config.rollout
+        of = (
+            asked.data or config.data.source,
+            asked.limit,
+            asked.samples,
+            asked.max_new_tokens or rollout.max_new_tokens,
+        )
+        of += (rollout.temperature if asked.temperature is None else asked.temperature,)
         self._of = hashlib.sha256(repr(of).encode()).hexdigest()[:8]
 
     def open(self, start: int) -> None:

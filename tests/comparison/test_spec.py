@@ -62,7 +62,9 @@ def test_a_run_on_disk_that_is_another_one_is_refused(spec):
     runs[0].folder.mkdir(parents=True)
     file = runs[0].folder / "config.yaml"
     file.write_text(yaml.safe_dump(saved))
-    planned_runs(spec())  # other servers are no other run
+    del saved["rollout"]["agent_turns"]  # a key of a later version
+    file.write_text(yaml.safe_dump(saved))
+    planned_runs(spec())  # other servers are no other run, and a missing key has its default
     saved["trainer"]["steps"] = 7
     file.write_text(yaml.safe_dump(saved))
     with pytest.raises(

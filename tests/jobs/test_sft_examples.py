@@ -8,11 +8,11 @@ from agents_chat import make_tokenizer
 from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data.templates import PLAIN
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.sft import SFTJob, examples_of
+from dynamo_megatron.jobs.sft import Answers, SFTJob, examples_of
 from dynamo_megatron.types import Prompt
 
 TOKENIZER = make_tokenizer()
-DATA = DataConfig(source="x")
+DATA, ENDS = DataConfig(source="x"), [TOKENIZER.eos_token_id]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 ARGUMENTS = {"a": 3, "b": 4}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
@@ -29,7 +29,7 @@ def trained(example, tokenizer=TOKENIZER) -> str:
 def test_all_answers_of_a_conversation_are_trained():
     messages = [said("system", "s"), said("user", "1"), said("assistant", "größer"), said("user", "2")]
     messages.append(said("assistant", "the sum"))
-    (example,) = examples_of(Prompt("p", messages), TOKENIZER, DATA)
+    (example,) = examples_of(Prompt("p", messages), TOKENIZER, DATA, ENDS)
     assert trained(example) == "größer<|im_end|>the sum<|im_end|>"
     whole = TOKENIZER.apply_chat_template(messages, tokenize=False)
     assert TOKENIZER.decode(example.tokens) + "\n" == whole
@@ -38,17 +38,17 @@ def test_all_answers_of_a_conversation_are_trained():
 def test_the_system_prompt_of_the_config_stands_once_before_the_conversation():
     messages = [said("user", "1"), said("assistant", "a"), said("user", "2"), said("assistant", "b")]
     data = DataConfig(source="x", system_prompt="be brief")
-    (example,) = examples_of(Prompt("p", messages), TOKENIZER, data)
+    (example,) = examples_of(Prompt("p", messages), TOKENIZER, data, ENDS)
     shown = TOKENIZER.decode(example.tokens)
     assert shown.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user") and shown.count("brief") == 1
 
 
 def test_an_answer_beside_the_conversation_is_the_only_one_trained():
     messages = [said("user", "1"), said("assistant", "a"), said("user", "2")]
-    (example,) = examples_of(Prompt("p", messages, answer="7", meta={"tools": TOOLS}), TOKENIZER, DATA)
+    (example,) = examples_of(Prompt("p", messages, answer="7", meta={"tools": TOOLS}), TOKENIZER, DATA, ENDS)
     assert trained(example) == "7<|im_end|>" and "Tools:" not in TOKENIZER.decode(example.tokens)
     with pytest.raises(InputError, match=r"^data\.answer_key: the completion of 'p' is 7, not a text$"):
-        examples_of(Prompt("p", messages, answer=7), TOKENIZER, DATA)
+        examples_of(Prompt("p", messages, answer=7), TOKENIZER, DATA, ENDS)
 
 
 def test_where_the_template_drops_earlier_thoughts_a_new_sequence_begins():
@@ -59,11 +59,31 @@ def test_where_the_template_drops_earlier_thoughts_a_new_sequence_begins():
         said("user", "2"),
         said("assistant", f"{thought}b"),
     ]
-    first, second = examples_of(Prompt("p", messages), tokenizer, DATA)
+    first, second = examples_of(Prompt("p", messages), tokenizer, DATA, ENDS)
     assert trained(first, tokenizer) == f"{thought}a<|im_end|>"
     assert trained(second, tokenizer) == f"{thought}b<|im_end|>"
     given = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(second.tokens) == f"{given}{thought}b<|im_end|>" and given.count("<think>") == 0
+
+
+def test_the_template_s_own_end_is_trained_where_the_tokenizer_has_another_one():
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"  # as Gemma's <eos>, beside <end_of_turn>
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    messages = [said("user", "1"), said("assistant", "a"), said("user", "2"), said("assistant", "b")]
+    (example,) = examples_of(Prompt("p", messages), tokenizer, DATA, ends)
+    assert trained(example, tokenizer) == "a<|im_end|>b<|im_end|>"
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(example.tokens) == whole.removesuffix("\n")
+    for known, end in ((ends, "<|im_end|>"), (ends[:1], "<|endoftext|>")):
+        (example,) = examples_of(Prompt("p", messages[:1], answer="7"), tokenizer, DATA, known)
+        assert trained(example, tokenizer) == f"7{end}"
+
+
+def test_messages_of_a_preference_are_rendered_as_those_of_a_conversation():
+    call = {"function": {"name": "add", "arguments": json.dumps(ARGUMENTS)}}
+    answers = Answers(Prompt("p", [said("user", "3 + 4")]), TOKENIZER, DATA, ENDS)
+    assert answers.text_of([said("user", "3 + 4")], said("assistant", "", tool_calls=[call])) == f"\n{CALL}"
 
 
 def test_thoughts_beside_the_content_are_trained_as_the_template_renders_them():
@@ -71,7 +91,7 @@ def test_thoughts_beside_the_content_are_trained_as_the_template_renders_them():
     shown = "('<think>' ~ message.reasoning_content ~ '</think>' if message.reasoning_content) ~ message.content"
     tokenizer.chat_template = tokenizer.chat_template.replace("text = message.content", f"text = {shown}")
     messages = [said("user", "1"), said("assistant", "a", reasoning_content="x"), said("user", "2")]
-    (example,) = examples_of(Prompt("p", [*messages, said("assistant", "b")]), tokenizer, DATA)
+    (example,) = examples_of(Prompt("p", [*messages, said("assistant", "b")]), tokenizer, DATA, ENDS)
     assert trained(example, tokenizer) == "<think>x</think>a<|im_end|>b<|im_end|>"
 
 
@@ -80,10 +100,10 @@ def test_calls_of_tools_are_trained_and_results_are_not(arguments):
     call = said("assistant", "use it", tool_calls=[{"function": {"name": "add", "arguments": arguments}}])
     messages = [said("user", "3 + 4"), call, said("tool", "7")]
     prompt = Prompt("p", [*messages, said("assistant", "it is 7")], meta={"tools": TOOLS})
-    (example,) = examples_of(prompt, TOKENIZER, DATA)
+    (example,) = examples_of(prompt, TOKENIZER, DATA, ENDS)
     assert trained(example) == f"use it\n{CALL}<|im_end|>it is 7<|im_end|>"
     assert TOKENIZER.decode(example.tokens).startswith("<|im_start|>system\nTools:\n")
-    (ends,) = examples_of(Prompt("p", messages[:2]), TOKENIZER, DATA)
+    (ends,) = examples_of(Prompt("p", messages[:2]), TOKENIZER, DATA, ENDS)
     assert trained(ends) == f"use it\n{CALL}<|im_end|>"
 
 
@@ -91,7 +111,8 @@ def test_variables_of_the_chat_template_reach_every_turn():
     tokenizer = make_tokenizer()
     tokenizer.chat_template += "{%- if add_generation_prompt and terse -%}{{ 'short: ' }}{%- endif -%}"
     messages = [said("user", "1"), said("assistant", "a"), said("user", "2"), said("assistant", "b")]
-    (example,) = examples_of(Prompt("p", messages), tokenizer, DataConfig(source="x", template_args={"terse": True}))
+    data = DataConfig(source="x", template_args={"terse": True})
+    (example,) = examples_of(Prompt("p", messages), tokenizer, data, ENDS)
     assert tokenizer.decode(example.tokens).count("assistant\nshort: ") == 2
     assert trained(example, tokenizer) == "a<|im_end|>b<|im_end|>"
 
@@ -99,7 +120,7 @@ def test_variables_of_the_chat_template_reach_every_turn():
 @pytest.mark.parametrize("tools", [json.dumps(TOOLS), [json.dumps(TOOLS[0])]])
 def test_tools_may_be_text(tools):
     messages = [said("user", "1"), said("assistant", "a")]
-    whole, text = (examples_of(Prompt("p", messages, meta={"tools": t}), TOKENIZER, DATA) for t in (TOOLS, tools))
+    whole, text = (examples_of(Prompt("p", messages, meta={"tools": t}), TOKENIZER, DATA, ENDS) for t in (TOOLS, tools))
     assert whole == text and "Tools:" in TOKENIZER.decode(whole[0].tokens)
 
 
@@ -114,7 +135,7 @@ def test_tools_may_be_text(tools):
 def test_other_tools_are_one_line(tools, says):
     prompt = Prompt("p", [said("user", "1"), said("assistant", "a")], meta={"tools": tools})
     with pytest.raises(InputError) as refused:
-        examples_of(prompt, TOKENIZER, DATA)
+        examples_of(prompt, TOKENIZER, DATA, ENDS)
     assert str(refused.value).startswith(says)
 
 
@@ -125,7 +146,7 @@ def test_a_template_without_tool_calls_or_thoughts_is_one_line(beside):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = PLAIN
     with pytest.raises(InputError) as refused:
-        examples_of(Prompt("p", [said("user", "1"), said("assistant", "", **beside)]), tokenizer, DATA)
+        examples_of(Prompt("p", [said("user", "1"), said("assistant", "", **beside)]), tokenizer, DATA, ENDS)
     says = "the chat template does not render tool calls or thoughts within the answer"
     assert str(refused.value) == f"prompt 'p': messages: {says}"
 

@@ -53,10 +53,12 @@ def test_a_rollout_is_readable_by_itself(make_run, two_steps, new_rollout):
     assert "reward 0 (no success, reward_timeout) from math 0, judge timed_out\n" in text
 
 
-def test_what_is_chosen(make_run, two_steps):
+def test_what_is_chosen(make_run, new_rollout, two_steps):
     run = make_run(*two_steps)
     newest = [f"000002-000{g}-00{k}" for g in (0, 1) for k in (0, 1)]
     assert ids(run) == newest and ids(run, limit=3) == newest[:3]
+    many = make_run(*(new_rollout(3, 0, k) for k in range(9)))
+    assert [len([*read_samples(many, as_json=as_json)]) for as_json in (True, False)] == [9, 8 + 1]
     assert ids(run, step=1, limit=1) == ["000001-0000-000"]
     assert ids(run, best=2) == [newest[3], newest[1]] and ids(run, worst=1) == newest[:1]
     assert ids(run, best=1, worst=4) == [newest[3], newest[0], newest[2], newest[1]]  # none of them twice

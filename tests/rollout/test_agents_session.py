@@ -8,9 +8,11 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
+from agents_chat import make_tokenizer
 from agents_scripted import CALL, QUESTION, TOKENIZER, TOOLS, Scripted, endpoint
 
 from dynamo_megatron.reward import extraction
+from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
 from dynamo_megatron.rollout.agents.episode import Episode, Place
 from dynamo_megatron.rollout.agents.worker import ChatError
 from dynamo_megatron.rollout.agents.worker import Session as AgentSession
@@ -47,7 +49,9 @@ def test_rewards_see_special_tokens_that_mark_thinking_and_the_agent_does_not(mo
 def test_an_openai_client_runs_a_tool_loop_whose_ids_go_on():
     async def work(client, own, scripted):
         messages = list(QUESTION)
-        first = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, temperature=0.3)
+        first = await client.chat.completions.create(
+            model="m", messages=messages, tools=TOOLS, temperature=0, store=False
+        )
         (call,) = first.choices[0].message.tool_calls
         assert (call.function.name, call.function.arguments) == ("add", '{"a": 3, "b": 4}')
         assert first.choices[0].finish_reason == "tool_calls" and first.choices[0].message.content == "use it"
@@ -162,6 +166,26 @@ def test_a_malformed_request_is_refused_and_the_episode_goes_on(body, why):
         return await own.chat(QUESTION)
 
     assert run(work, "seven")["content"] == "seven"
+
+
+def test_a_template_without_an_end_repeats_no_token_that_ended_an_answer():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    )
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")  # ends an answer and begins a message, as in GLM-4
+    held = [*QUESTION, {"role": "assistant", "content": "seven"}]
+    added = ChatTokens(tokenizer, [start]).added(held, QUESTION, None, start)
+    assert tokenizer.decode(added) == f"user\n{QUESTION[0]['content']}<|im_start|>assistant\n"
+
+
+def test_an_answer_that_is_cut_at_the_limit_which_was_asked_for():
+    async def cut(client, own, scripted):
+        await client.chat.completions.create(model="m", messages=QUESTION, max_tokens=8)
+        return scripted.session
+
+    assert run(cut, "a much longer answer than that", tokens=8).counts["limit_tokens"] == 1
 
 
 def test_tokens_and_context_are_limits_of_the_episode():

@@ -54,8 +54,9 @@ class ChatTokens:
         end = self._turn_end
         if end is None or not whole.startswith(before):
             return None
-        sampled = last_token in self._ends and end[:1] == [last_token]
-        return end[sampled:] + self._encode(whole[len(before) :])
+        ids = end + self._encode(whole[len(before) :])
+        # GLM-4 ends an answer with the token that begins the next message.
+        return ids[last_token in self._ends and ids[:1] == [last_token] :]
 
     def rendered(self, before: list[Message], answer: Message, tools: list[Message] | None) -> str:
         """Returns the text of an answer with tool calls or `THOUGHTS`, as the template renders it after `before`.
@@ -68,6 +69,12 @@ class ChatTokens:
         if end is None or not (all(part in text for part in parts) and whole.startswith(start) and whole.endswith(end)):
             raise BadRequest("messages: the chat template does not render tool calls or thoughts within the answer")
         return text
+
+    @property
+    def end_token(self) -> int | None:
+        """The token with which the template ends an answer; None where no sampled answer ends with it."""
+        end = self._turn_end or [None]
+        return end[0] if end[0] in self._ends else None
 
     def text_of(self, tokens: Sequence[int], specials: bool) -> str:
         """Returns the text of a sampled answer, without the token that ended it. `specials`: keep the other special

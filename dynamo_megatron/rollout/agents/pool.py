@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -113,8 +114,11 @@ class Worker:
         with theirs:
             descriptor = str(theirs.fileno())
             guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.guard", "--"]
+            # A client of the session at 127.0.0.1 would else ask the node's proxy.
+            exempt = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("no_proxy", "NO_PROXY")}
             self._process = subprocess.Popen(
                 [*guard, python, str(WORKER), descriptor],
+                env=os.environ | exempt,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in the terminal is the parent's

@@ -20,6 +20,7 @@ USED = {"model", "messages", "prompt", "tools", "tool_choice", "stop", "stream",
     "max_tokens",
     "max_completion_tokens",
 }
+MEANT_AT_ZERO = ("temperature", "top_p", "seed", "parallel_tool_calls")  # others that are 0 or false ask for nothing
 # With these the answer would not be a sample of the policy, or not of the form asked for.
 REFUSED = ("response_format", "logit_bias", "logprobs", "top_logprobs", "functions", "function_call", "audio")
 
@@ -119,7 +120,8 @@ class Session:
                 raise BadRequest(f"{name}: not supported, since every answer is a sample of the policy")
         if request.get("n") not in (None, 1):
             raise BadRequest("n: ask for each answer with a request of its own")
-        self.ignored.update(name for name, value in request.items() if name not in (*USED, *REFUSED) and value)
+        others = ((name, value) for name, value in request.items() if name not in (*USED, *REFUSED))
+        self.ignored.update(name for name, value in others if value or (name in MEANT_AT_ZERO and value is not None))
 
     def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
@@ -151,7 +153,7 @@ class Session:
         if response.error:
             self.failure = self.failure or response.error
             raise BadRequest(response.error)
-        if response.finish_reason == "length" and len(response.tokens) == most != asked:
+        if response.finish_reason == "length" and len(response.tokens) == left[limit]:
             self.reached.add(limit)
         return place, response, (asked_at, time.monotonic() - self.started)
 
