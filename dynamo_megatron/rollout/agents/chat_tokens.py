@@ -73,8 +73,8 @@ class ChatTokens:
     @property
     def end_token(self) -> int | None:
         """The token with which the template ends an answer; None where no sampled answer ends with it."""
-        end = self._turn_end or [None]
-        return end[0] if end[0] in self._ends else None
+        end = self._turn_end
+        return end[0] if end and end[0] in self._ends else None
 
     def text_of(self, tokens: Sequence[int], specials: bool) -> str:
         """Returns the text of a sampled answer, without the token that ended it. `specials`: keep the other special
