@@ -122,13 +122,17 @@ class PromptStream:
         self._order = self._shuffled()
 
 
+def _text(value: Any) -> str:
+    """Of any other object than Python's own the type alone: its text may be its address."""
+    return str(value) if type(value).__module__ in ("datetime", "decimal") else type(value).__name__
+
+
 def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
     """A hash of the ids, problems, answers and other columns in order, and of the first prompt's tokens: these show a
     change of tokenizer or template."""
     digest = hashlib.sha256(repr(first).encode())
     for p in prompts:
-        # The text of an object may be its address.
-        columns = json.dumps(p.meta, default=lambda value: type(value).__name__, skipkeys=True)
+        columns = json.dumps(sorted(p.meta.items()), default=_text, skipkeys=True)
         row = repr((p.prompt_id, p.messages, p.text, p.answer, columns))
         digest.update(row.encode("utf-8", "backslashreplace"))
     return digest.hexdigest()

@@ -34,10 +34,11 @@ class DPOJob(SFTJob):
         if not found:
             raise InputError(f"prompt {prompt.label}: no {key!r} (set dpo.rejected_key)")
         answers = Answers(prompt, self._tokenizer, data := self.config.data, self._ends)
-        before, examples = encode_prompt(prompt, self._tokenizer, data, answers.tools), []
+        tools = answers.tools if data.template == "chat" else None
+        before, examples = encode_prompt(prompt, self._tokenizer, data, tools), []
         for name, value in (("data.answer_key", prompt.answer), ("dpo.rejected_key", other)):
             if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
-                message = {"content": "", **value[0]}
+                message = {"content": ""} | {key: item for key, item in value[0].items() if item is not None}
                 value = answers.text_of(chat_messages(prompt, data.system_prompt), message)
             if not isinstance(value, str):
                 what = f"prompt {prompt.label}: the completion of {name} is {value!r:.40}"

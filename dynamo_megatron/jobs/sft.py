@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -218,7 +219,11 @@ class Answers:
         self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig, ends: Collection[int]
     ) -> None:
         self._prompt, self._tokenizer, self._config = prompt, tokenizer, config
-        self.tools, self._chat = tools_of(prompt), ChatTokens(tokenizer, ends, template_variables(config))
+        self._chat = ChatTokens(tokenizer, ends, template_variables(config))
+
+    @cached_property
+    def tools(self) -> list[Any] | None:
+        return tools_of(self._prompt)
 
     def sampled(self, text: str) -> list[int]:
         """The tokens of an answer: its text, and the token with which the chat template ends an answer, or else the
@@ -232,12 +237,14 @@ class Answers:
     def text_of(self, before: list[Message], message: Message) -> str:
         """The text of the assistant's `message` after `before`, its tool calls and thoughts included. Raises
         InputError where the template renders none."""
-        if not (message.get("tool_calls") or any(message.get(field) for field in THOUGHTS)):
+        beside = [field for field in ("tool_calls", *THOUGHTS) if message.get(field)]
+        if self._config.template != "chat" or not beside:
             return message["content"]
         try:
             return self._chat.rendered(before, _readable(message), self.tools)
         except BadRequest as error:
-            raise InputError(f"prompt {self._prompt.prompt_id!r}: {error}") from None
+            drop = f"leave {' and '.join(beside)} out of the row, or set data.chat_template or data.template_args"
+            raise InputError(f"prompt {self._prompt.prompt_id!r}: {error}; {drop}") from None
 
     def conversation(self) -> list[Example]:
         chat, prompt, examples = self._chat, self._prompt, []

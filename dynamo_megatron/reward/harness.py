@@ -64,7 +64,7 @@ def serve():
     import json
 
     requests, replies = private(0, "r"), private(1, "w")
-    namespace, kept = imported(), []
+    namespace, kept = imported(), Kept()
     for line in requests:
         try:
             subject, kind, *given = json.loads(line)
@@ -77,7 +77,8 @@ def serve():
             else:
                 args, named = (decoded(part, kept.__getitem__) for part in given)
                 value = kept[subject](*args, **named)
-                changed = [encoded(argument, kept) for argument in changeable(args, named)]
+                sent = [*given[0]["tuple"], *(item for _, item in given[1]["dict"])]
+                changed = [left_in(*each, kept) for each in zip((*args, *named.values()), sent, strict=True)]
             reply = {"value": encoded(value, kept), "changed": changed if kind == "call" else []}
         except Exception as error:  # the program may raise anything; the tests get the error
             reply = {"error": type(error).__name__, "text": str(error)[:1000]}
@@ -93,15 +94,15 @@ def check():
     replies, requests, verdict = private(0, "r"), private(1, "w"), private(2, "w")
 
     def ask(*request, given=()):
-        """`given`: lists and dicts among the arguments of a call, which get the values that it has left in them."""
+        """`given`: the arguments of a call. Lists and dicts among them get what it has left there."""
         requests.write(json.dumps(request) + "\n")
         requests.flush()
         reply = json.loads(replies.readline())
         if "error" not in reply:
-            left = decoded({"list": reply["changed"]}, lambda index: Remote(ask, index))
-            for mine, now in zip(given, left, strict=True):
-                if mine != now:
+            for mine, now in zip(given, reply["changed"], strict=True):
+                if now is not None:
                     mine.clear()
+                    now = decoded(now, lambda index: Remote(ask, index))
                     (mine.update if isinstance(mine, dict) else mine.extend)(now)
             return decoded(reply["value"], lambda index: Remote(ask, index))
         kind = getattr(builtins, str(reply["error"]), RuntimeError)
@@ -168,8 +169,29 @@ def private(descriptor, mode):
     return file
 
 
-def changeable(args, named):
-    return [argument for argument in (*args, *named.values()) if isinstance(argument, (list, dict))]
+def left_in(argument, sent, kept):
+    """What a call has left in a list or dict, encoded; None where that is what was `sent`, or cannot be sent back."""
+    if not isinstance(argument, (list, dict)):
+        return None
+    try:
+        now = encoded(argument, kept)
+    except RecursionError:
+        return None
+    return None if now == sent else now
+
+
+class Kept(list):
+    """Objects of the program, each once."""
+
+    def __init__(self):
+        super().__init__()
+        self._places = {}
+
+    def place(self, value):
+        place = self._places.setdefault(id(value), len(self))
+        if place == len(self):
+            self.append(value)
+        return place
 
 
 def encoded(value, kept=None):
@@ -190,8 +212,7 @@ def encoded(value, kept=None):
         raise TypeError("a test can give the program plain data and what came from it, not a " + type(value).__name__)
     if hasattr(value, "__next__"):
         return {"iterator": [encoded(item, kept) for item in value]}
-    kept.append(value)
-    return {"kept": len(kept) - 1}
+    return {"kept": kept.place(value)}
 
 
 def decoded(value, look_up):
@@ -214,7 +235,13 @@ class Remote:
         self._ask, self._index = ask, index
 
     def __call__(self, *args, **named):
-        return self._ask(self._index, "call", encoded(args), encoded(named), given=changeable(args, named))
+        return self._ask(self._index, "call", encoded(args), encoded(named), given=(*args, *named.values()))
+
+    def __eq__(self, other):
+        return isinstance(other, Remote) and self._index == other._index
+
+    def __hash__(self):
+        return hash(self._index)
 
     def __getattr__(self, name):
         if name.startswith("__"):

@@ -20,7 +20,6 @@ from yarl import URL
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.data.templates import chat_messages, load_tokenizer
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.reward.extraction import after_thinking
 from dynamo_megatron.reward.functions import FunctionResult, NoScore, checked, checked_steps
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
@@ -189,10 +188,12 @@ class Judge(HttpReward):
         return FunctionResult(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))
 
     def _score(self, text: str, cut_off: bool) -> float:
-        """The pattern's last match after the thinking as a score in [0, 1]. Raises NoScore if nothing matches, if the
-        number is not in the range, and if the text was cut off right after the number, which may then lack digits."""
+        """The pattern's last match after the judge's thinking as a score in [0, 1]. Raises NoScore if nothing matches,
+        if the number is not in the range, and if the text was cut off right after the number, which may then lack
+        digits."""
         end = on_one_line(text[-REPLY_SHOWN:])
-        text = after_thinking(text) or ""
+        if text.lstrip().startswith("<think>"):  # the judge's own; it may quote the response's anywhere
+            text = text.partition("</think>")[2]
         matches = list(self._pattern.finditer(text))
         if not matches or matches[-1][1] is None:
             raise NoScore(f"nothing in the judge's reply matches reward.judge.pattern; it ends with {end!r}")

@@ -237,9 +237,10 @@ class SGLangClient:
         length, most = len(response.tokens), request.sampling["max_new_tokens"]
         if finish["type"] == "length" and length + CONTEXT_KEPT < most:
             return Response(
+                finish_reason="length",  # no refusal: another server would sample all of it again
                 error=f"{request.name}: the server ended it after {length} of {most} tokens: its KV cache, or its "
                 "--context-length, holds no longer sequence; raise rollout.memory_fraction or rollout.tp (without a "
-                "GPU set model.max_length)"
+                "GPU set model.max_length)",
             )
         if finish["type"] == "stop" and isinstance(end, int) and end != response.tokens[-1]:
             raise ValueError(f"stopped by {self._own_words(matched)}, which the last token is not")

@@ -148,7 +148,8 @@ def test_a_template_without_tool_calls_or_thoughts_is_one_line(beside):
     with pytest.raises(InputError) as refused:
         examples_of(Prompt("p", [said("user", "1"), said("assistant", "", **beside)]), tokenizer, DATA, ENDS)
     says = "the chat template does not render tool calls or thoughts within the answer"
-    assert str(refused.value) == f"prompt 'p': messages: {says}"
+    drop = f"leave {next(iter(beside))} out of the row, or set data.chat_template or data.template_args"
+    assert str(refused.value) == f"prompt 'p': messages: {says}; {drop}"
 
 
 def test_the_rl_parts_of_a_shared_config_do_nothing(tmp_path):

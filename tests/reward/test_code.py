@@ -233,6 +233,7 @@ def own():
         "assert list(lazily(3)) == [0, 1, 2] and lazily(0) != []",
         "try:\n    fails()\nexcept KeyError: pass\nelse: assert False",
         "try:\n    own()\nexcept RuntimeError as error: assert str(error) == 'o'",
+        "pairs = [Pair(1, 2), Pair(3, 4)]\nfirst = pairs[0]\nassert longest(pairs) == pairs[1] and pairs[0] is first",
         "assert plain('x' * 1_000_000)[0] == 'x' * 1_000_000",
     ]
     for test in tests:

@@ -122,7 +122,15 @@ def test_a_key_is_sent_and_must_be_there(start, monkeypatch, kind):
 
 JUDGED = [
     *("Score: 2 at first sight. On reflection\nscore: **9**.", "**Score:** 9", "_Score_: 9", "score:9/10", "Score : 9"),
-    *("<think>Score: 2</think>Score: 9", "Score：9", "score：９", "Score: +9.0", "Score: 90e-1", '{"score": 9}'),
+    *(
+        "<think>Score: 2</think>Score: 9",
+        "Score: 2. Its <think> block is long. Score: 9",
+        "Score：9",
+        "score：９",
+        "Score: +9.0",
+        "Score: 90e-1",
+        '{"score": 9}',
+    ),
 ]
 
 

@@ -72,8 +72,12 @@ class ChatTokens:
 
     @property
     def end_token(self) -> int | None:
-        """The token with which the template ends an answer; None where no sampled answer ends with it."""
-        end = self._turn_end
+        """The token with which the template ends an answer; None where no sampled answer ends with it, or the template
+        renders no short conversation."""
+        try:
+            end = self._turn_end
+        except BadRequest:
+            return None
         return end[0] if end and end[0] in self._ends else None
 
     def text_of(self, tokens: Sequence[int], specials: bool) -> str:

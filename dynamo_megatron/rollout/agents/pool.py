@@ -115,10 +115,11 @@ class Worker:
             descriptor = str(theirs.fileno())
             guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.guard", "--"]
             # A client of the session at 127.0.0.1 would else ask the node's proxy.
-            exempt = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("no_proxy", "NO_PROXY")}
+            exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+            exempt = exempt if exempt.strip() == "*" else f"{exempt},127.0.0.1".lstrip(",")
             self._process = subprocess.Popen(
                 [*guard, python, str(WORKER), descriptor],
-                env=os.environ | exempt,
+                env=os.environ | {"no_proxy": exempt, "NO_PROXY": exempt},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in the terminal is the parent's
