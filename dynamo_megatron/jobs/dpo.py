@@ -16,7 +16,7 @@ from dynamo_megatron.algorithm.preferences import preference_loss
 from dynamo_megatron.data.sources import look_up
 from dynamo_megatron.data.templates import chat_messages, encode_prompt
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.sft import Answers, Example, SFTJob
+from dynamo_megatron.jobs.sft import Example, SFTJob, tools_of
 from dynamo_megatron.types import Prompt, Sequences
 
 Pairs = tuple[Sequences, np.ndarray]  # and int64 [P, 2]: the indices of each pair's chosen and rejected sequence
@@ -33,17 +33,17 @@ class DPOJob(SFTJob):
         found, other = look_up(prompt.meta, key := self.config.dpo.rejected_key)
         if not found:
             raise InputError(f"prompt {prompt.label}: no {key!r} (set dpo.rejected_key)")
-        answers = Answers(prompt, self._tokenizer, data := self.config.data, self._ends)
-        tools = answers.tools if data.template == "chat" else None
+        data = self.config.data
+        tools = tools_of(prompt) if data.template == "chat" else None
         before, examples = encode_prompt(prompt, self._tokenizer, data, tools), []
         for name, value in (("data.answer_key", prompt.answer), ("dpo.rejected_key", other)):
             if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
                 message = {"content": ""} | {key: item for key, item in value[0].items() if item is not None}
-                value = answers.text_of(chat_messages(prompt, data.system_prompt), message)
+                value = self._answers.text_of(prompt, chat_messages(prompt, data.system_prompt), message)
             if not isinstance(value, str):
                 what = f"prompt {prompt.label}: the completion of {name} is {value!r:.40}"
                 raise InputError(f"{what}; give a string or a list with a single assistant message")
-            after = answers.sampled(value)
+            after = self._answers.sampled(value)
             examples.append(Example([*before, *after], [False] * len(before) + [True] * len(after)))
         return examples
 

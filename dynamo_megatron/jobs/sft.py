@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -80,7 +79,8 @@ class SFTJob(Job):
         check_vocabulary(config.model.path, spec, self._tokenizer)
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
-        self._ends = end_token_ids(config.model.path, self._tokenizer)
+        ends = end_token_ids(config.model.path, self._tokenizer)
+        self._answers = Answers(self._tokenizer, config.data, ends)
         longest = config.model.max_length or spec.max_positions
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
@@ -175,7 +175,7 @@ class SFTJob(Job):
         return max((example.tokens for example in self._examples(prompt)), key=len)
 
     def _examples(self, prompt: Prompt) -> list[Example]:
-        return examples_of(prompt, self._tokenizer, self.config.data, self._ends)
+        return self._answers.examples(prompt)
 
 
 class Example(NamedTuple):
@@ -189,41 +189,31 @@ class Example(NamedTuple):
         self.trained.extend([trained] * len(tokens))
 
 
-def examples_of(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig, ends: Collection[int]
-) -> list[Example]:
-    """The sequences of a row of the data. `ends`: the tokens that end a sampled answer.
-
-    A conversation that ends with the assistant's message is one sequence, in which each message of the assistant is
-    trained on. Where the chat template renders what is before an answer differently than it did for the answer before
-    (Qwen3's drops earlier thoughts), a new sequence begins, in which only the answers from there on are trained on.
-    Otherwise the completion of `prompt` is its answer. Raises ValueError naming the prompt.
-    """
-    answers = Answers(prompt, tokenizer, config, ends)
-    if prompt.messages and prompt.messages[-1]["role"] == "assistant":
-        return answers.conversation()
-    if not isinstance(prompt.answer, str):
-        raise InputError(
-            f"data.answer_key: the completion of {prompt.prompt_id!r} is {prompt.answer!r:.40}, not a text"
-        )
-    example = Example([], [])
-    example.add(encode_prompt(prompt, tokenizer, config), False)
-    example.add(answers.sampled(prompt.answer), True)
-    return [example]
-
-
 class Answers:
-    """The answers in a row of the data, as the policy would sample them."""
+    """Answers in rows of the data, as the policy would sample them. `ends`: the tokens that end a sampled answer."""
 
-    def __init__(
-        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: DataConfig, ends: Collection[int]
-    ) -> None:
-        self._prompt, self._tokenizer, self._config = prompt, tokenizer, config
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, ends: Collection[int]) -> None:
+        self._tokenizer, self._config = tokenizer, config
         self._chat = ChatTokens(tokenizer, ends, template_variables(config))
 
-    @cached_property
-    def tools(self) -> list[Any] | None:
-        return tools_of(self._prompt)
+    def examples(self, prompt: Prompt) -> list[Example]:
+        """The sequences of a row.
+
+        A conversation that ends with the assistant's message is one sequence, in which each message of the assistant is
+        trained on. Where the chat template renders what is before an answer differently than it did for the answer
+        before (Qwen3's drops earlier thoughts), a new sequence begins, in which only the answers from there on are
+        trained on. Otherwise the completion of `prompt` is its answer. Raises ValueError naming the prompt.
+        """
+        if prompt.messages and prompt.messages[-1]["role"] == "assistant":
+            return self._conversation(prompt)
+        if not isinstance(prompt.answer, str):
+            raise InputError(
+                f"data.answer_key: the completion of {prompt.prompt_id!r} is {prompt.answer!r:.40}, not a text"
+            )
+        example = Example([], [])
+        example.add(encode_prompt(prompt, self._tokenizer, self._config), False)
+        example.add(self.sampled(prompt.answer), True)
+        return [example]
 
     def sampled(self, text: str) -> list[int]:
         """The tokens of an answer: its text, and the token with which the chat template ends an answer, or else the
@@ -234,20 +224,20 @@ class Answers:
             self._tokenizer.eos_token_id if end is None else end,
         ]
 
-    def text_of(self, before: list[Message], message: Message) -> str:
+    def text_of(self, prompt: Prompt, before: list[Message], message: Message) -> str:
         """The text of the assistant's `message` after `before`, its tool calls and thoughts included. Raises
         InputError where the template renders none."""
         beside = [field for field in ("tool_calls", *THOUGHTS) if message.get(field)]
         if self._config.template != "chat" or not beside:
             return message["content"]
         try:
-            return self._chat.rendered(before, _readable(message), self.tools)
+            return self._chat.rendered(before, _readable(message), tools_of(prompt))
         except BadRequest as error:
             drop = f"leave {' and '.join(beside)} out of the row, or set data.chat_template or data.template_args"
-            raise InputError(f"prompt {self._prompt.prompt_id!r}: {error}; {drop}") from None
+            raise InputError(f"prompt {prompt.prompt_id!r}: {error}; {drop}") from None
 
-    def conversation(self) -> list[Example]:
-        chat, prompt, examples = self._chat, self._prompt, []
+    def _conversation(self, prompt: Prompt) -> list[Example]:
+        chat, tools, examples = self._chat, tools_of(prompt), []
         held = 0  # messages up to the last answer
         try:
             messages = [_readable(message) for message in chat_messages(prompt, self._config.system_prompt)]
@@ -257,13 +247,13 @@ class Answers:
                 before, context = messages[:number], None
                 if held:
                     last = examples[-1].tokens[-1]
-                    context = chat.added(messages[:held], messages[held:number], self.tools, last)
+                    context = chat.added(messages[:held], messages[held:number], tools, last)
                 if context is None:
                     examples.append(Example([], []))
                     beginning = replace(prompt, messages=before)
-                    context = encode_prompt(beginning, self._tokenizer, self._config, self.tools)
+                    context = encode_prompt(beginning, self._tokenizer, self._config, tools)
                 examples[-1].add(context, False)
-                examples[-1].add(self.sampled(self.text_of(before, message)), True)
+                examples[-1].add(self.sampled(self.text_of(prompt, before, message)), True)
                 held = number + 1
         except BadRequest as error:
             raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from None

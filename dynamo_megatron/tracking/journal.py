@@ -38,13 +38,9 @@ class Journal:
         self._last_line: str | None = None  # of a run that is complete
         # Scores of other problems or another sampling, from before a resume, cannot be compared.
         asked, rollout = config.eval, config.rollout
-        of = (
-            asked.data or config.data.source,
-            asked.limit,
-            asked.samples,
-            asked.max_new_tokens or rollout.max_new_tokens,
-        )
-        of += (rollout.temperature if asked.temperature is None else asked.temperature,)
+        temperature = rollout.temperature if asked.temperature is None else asked.temperature
+        length = asked.max_new_tokens or rollout.max_new_tokens
+        of = (asked.data or config.data.source, asked.limit, asked.samples, temperature, length)
         self._of = hashlib.sha256(repr(of).encode()).hexdigest()[:8]
 
     def open(self, start: int) -> None:

@@ -13,7 +13,7 @@ from dynamo_megatron.checkpoint.convert import mcore2hf
 from dynamo_megatron.checkpoint.inspection import differences, inspect
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.data.templates import end_token_ids, load_tokenizer
-from dynamo_megatron.jobs.sft import examples_of
+from dynamo_megatron.jobs.sft import Answers
 from dynamo_megatron.types import Prompt
 
 pytestmark = pytest.mark.full
@@ -86,7 +86,7 @@ def test_the_loss_of_conversations_is_of_all_their_answers(tiny_model, tmp_path,
     total, count = 0.0, 0
     for number, row in enumerate(rows):
         prompt, ends = Prompt(str(number), row), end_token_ids(tiny_model, tokenizer)
-        (example,) = examples_of(prompt, tokenizer, DataConfig(source="x"), ends)
+        (example,) = Answers(tokenizer, DataConfig(source="x"), ends).examples(prompt)
         ids, wanted = torch.tensor(example.tokens), torch.tensor(example.trained)[1:]
         with torch.no_grad():
             logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)

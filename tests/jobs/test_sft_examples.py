@@ -8,7 +8,7 @@ from agents_chat import make_tokenizer
 from dynamo_megatron.config import Config, DataConfig
 from dynamo_megatron.data.templates import PLAIN
 from dynamo_megatron.errors import InputError
-from dynamo_megatron.jobs.sft import Answers, SFTJob, examples_of
+from dynamo_megatron.jobs.sft import Answers, SFTJob
 from dynamo_megatron.types import Prompt
 
 TOKENIZER = make_tokenizer()
@@ -16,6 +16,10 @@ DATA, ENDS = DataConfig(source="x"), [TOKENIZER.eos_token_id]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 ARGUMENTS = {"a": 3, "b": 4}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+
+
+def examples_of(prompt, tokenizer, data, ends):
+    return Answers(tokenizer, data, ends).examples(prompt)
 
 
 def said(role: str, content: str, **others) -> dict:
@@ -82,8 +86,8 @@ def test_the_template_s_own_end_is_trained_where_the_tokenizer_has_another_one()
 
 def test_messages_of_a_preference_are_rendered_as_those_of_a_conversation():
     call = {"function": {"name": "add", "arguments": json.dumps(ARGUMENTS)}}
-    answers = Answers(Prompt("p", [said("user", "3 + 4")]), TOKENIZER, DATA, ENDS)
-    assert answers.text_of([said("user", "3 + 4")], said("assistant", "", tool_calls=[call])) == f"\n{CALL}"
+    asked, answer = [said("user", "3 + 4")], said("assistant", "", tool_calls=[call])
+    assert Answers(TOKENIZER, DATA, ENDS).text_of(Prompt("p", asked), asked, answer) == f"\n{CALL}"
 
 
 def test_thoughts_beside_the_content_are_trained_as_the_template_renders_them():
