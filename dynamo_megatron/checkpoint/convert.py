@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
     """Returns (step, folder) of the checkpoint `path`, or of the checkpoint of the run `path` at `step` (None: the
     newest complete one). Raises ConfigError if there is no such complete checkpoint.
     """
-    path = Path(path).resolve()
+    path = _located(path)
     # A run's folder may itself lie in a folder of that name.
     one = step is None and path.parent.name == "checkpoints" and not (path / "checkpoints").is_dir()
     there = checkpoint_folders(path.parent if one else path / "checkpoints")
@@ -62,6 +63,14 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
         steps = ", ".join(str(number) for number, _ in there) or "none"
         raise ConfigError(f"--step: {path} has no checkpoint of step {step}; it has {steps}")
     raise ConfigError(f"{path}: neither a checkpoint nor a run with a complete one in its checkpoints/")
+
+
+def _located(path: str | Path) -> Path:
+    """Returns the absolute path of a run or a checkpoint; links to one are followed, a run's `checkpoints` that is
+    itself a link is not."""
+    named = Path(os.path.abspath(path))
+    in_place = named.parent.name == "checkpoints" or (named / "checkpoints").is_dir()
+    return named if in_place else named.resolve()
 
 
 def run_config(checkpoint: Path) -> Config:
@@ -84,7 +93,7 @@ def open_checkpoint(
     missing, ValueError if the tensors are damaged or are not those of the model.
     """
     checkpoint, family = Path(path), None
-    in_run = checkpoint.resolve().parent.name == "checkpoints" and not (checkpoint / "config.json").is_file()
+    in_run = _located(checkpoint).parent.name == "checkpoints" and not (checkpoint / "config.json").is_file()
     if in_run or not is_torch_dist(checkpoint):
         checkpoint = find_checkpoint(path)[1]
     has_manifest = (checkpoint / MANIFEST_FILE).is_file()
@@ -97,9 +106,9 @@ def open_checkpoint(
     if model is None and (checkpoint / "config.json").is_file():
         model = checkpoint
     elif model is None:
-        if checkpoint.resolve().parent.name != "checkpoints":
+        if _located(checkpoint).parent.name != "checkpoints":
             raise ConfigError(f"{path}: no config.json in it, and it is not in the folder of a run; {NAME_MODEL}")
-        config = run_config(checkpoint.resolve()).model
+        config = run_config(_located(checkpoint)).model
         model, family = Path(config.path), config.family
         if not model.is_dir():
             raise ConfigError(f"{path}: no folder {model} here, which the run's model.path names; {NAME_MODEL}")
@@ -146,7 +155,7 @@ def mcore2hf(source: str | Path, out: Path, model: Path | None = None) -> None:
         dtypes = {str(dtype).removeprefix("torch.") for dtype, _ in tensors.values()}
         if len(dtypes) == 1:
             set_dtype(unfinished, dtypes.pop())
-        parent = folder.path.resolve().parent
+        parent = _located(folder.path).parent
         if parent.name == "checkpoints" and (template := parent.parent / CHAT_TEMPLATE_FILE).is_file():
             shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)  # the run trained with it
 

@@ -117,7 +117,7 @@ def server_shard(spec: ModelSpec, name: str, tensor: torch.Tensor, tp_rank: int,
             return torch.cat([q.chunk(tp_size)[tp_rank], *(t.chunk(cuts)[tp_rank * cuts // tp_size] for t in kv)])
         case "gate_up":
             return torch.cat([half.chunk(tp_size)[tp_rank] for half in tensor.chunk(2)])
-        case "row":
+        case "row" if tensor.dim() > 1:  # its bias is whole
             return tensor.chunk(tp_size, dim=1)[tp_rank]
         case "vocab":
             rows = server_vocab_rows(spec, tp_size)

@@ -41,7 +41,7 @@ from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
 from dynamo_megatron.types import Sequences  # noqa: E402
 from dynamo_megatron.weight_sync.folder import write_huggingface  # noqa: E402
-from dynamo_megatron.weight_sync.schedule import BucketSource, make_schedule  # noqa: E402
+from dynamo_megatron.weight_sync.schedule import BucketSource, floor_bytes, make_schedule  # noqa: E402
 
 LENGTHS = (9, 70, 33, 21)
 RESPONSES = sum(LENGTHS) - 2 * len(LENGTHS)  # tokens
@@ -139,6 +139,8 @@ def check_sent(policy, folder):
     schedule = make_schedule(spec, policy.config.parallel, layout.world_size, bucket_bytes=1 << 12, itemsize=4)
     assert all(("q_a_proj" in str(b.names)) == ("kv_a_proj" in str(b.names)) for b in schedule.buckets)  # MLA's
     source, stored = BucketSource(policy, schedule), load_file(Path(folder, "model.safetensors"))
+    floor = sum(stored[name].nbytes for name in spec.bridged.shapes)
+    assert floor_bytes(spec, 1, 4) == floor < floor_bytes(spec, 2, 4)
     sent = []
     with Collectives() as collectives:
         for number in range(len(schedule.rounds)):

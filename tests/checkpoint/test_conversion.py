@@ -209,6 +209,21 @@ def test_a_step_of_a_run(run_folder, converted, refused, tmp_path):
     assert refused("mcore2hf", run_folder).startswith(f"{run_folder}: no complete checkpoint: ")
 
 
+def test_links_to_checkpoints(run_folder, converted, tmp_path):
+    (run_folder / "chat_template.jinja").write_text("the run's")
+    (run_folder / "checkpoints").rename(tmp_path / "elsewhere")
+    (run_folder / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "latest").symlink_to(run_folder / "checkpoints" / "step-000007")
+    for number, path in enumerate((run_folder, run_folder / "checkpoints" / "step-000007")):
+        mcore2hf(path, tmp_path / f"out-{number}")
+        assert same(weights(tmp_path / f"out-{number}"), weights(converted[0]))
+        assert (tmp_path / f"out-{number}" / "chat_template.jinja").read_text() == "the run's"
+    (run_folder / "checkpoints").unlink()
+    (tmp_path / "elsewhere").rename(run_folder / "checkpoints")
+    mcore2hf(tmp_path / "latest", tmp_path / "out-2")
+    assert (tmp_path / "out-2" / "chat_template.jinja").read_text() == "the run's"
+
+
 def test_a_checkpoint_without_its_run_or_its_model(run_folder, converted, convert, refused, tmp_path, monkeypatch):
     copy = shutil.copytree(run_folder / "checkpoints" / "step-000003", tmp_path / "step-000003")
     assert "--model" in refused("mcore2hf", copy)
