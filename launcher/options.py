@@ -145,6 +145,10 @@ def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
     rollout = config.rollout
     if rollout.engine == "recorded" or rollout.placement == "external":
         return
+    if rollout.placement == "split" and "servers" not in rollout.model_fields_set:
+        raise ConfigError(
+            "rollout.servers: missing; with placement split name how many servers the nodes without ranks have"
+        )
     if rollout.servers % server_nodes:
         raise ConfigError(
             f"rollout.servers: {rollout.servers} servers are not an equal share for each of {server_nodes} nodes"

@@ -31,8 +31,10 @@ def rows(section: Any, at: tuple[str, ...] = ()) -> Iterator[str]:
         comment = re.sub(r"\bNone\b", "null", " ".join(comment.split())).replace("|", "\\|")
         kind, default = kind_of(field.annotation), "required"
         if not field.is_required() and inner is None:
-            text = yaml.safe_dump(field.default, default_flow_style=True, width=10**6).strip().removesuffix("...")
+            ordinary = None if field.default_factory else field.default
+            text = yaml.safe_dump(ordinary, default_flow_style=True, width=10**6).strip().removesuffix("...")
             default = f"`{text.strip()}`" if len(text) <= LONGEST_DEFAULT else "a long string"
+            default = "depends" if field.default_factory else default
         elif inner is not None:
             kind, default = "section or `null`", "`null`" if field.default is None else "the section"
         if inner is None or type(None) in typing.get_args(field.annotation):

@@ -189,15 +189,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from dynamo_megatron.planning.command import plan
 
-    return plan(
-        options.files,
-        options.keys,
-        gpu=options.gpu,
-        gpus=options.gpus,
-        gpus_per_node=options.gpus_per_node,
-        response_tokens=options.response_tokens,
-        search=options.search,
-    )
+    return plan(options)
 
 
 def _report(options: argparse.Namespace) -> int:

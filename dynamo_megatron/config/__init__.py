@@ -70,7 +70,8 @@ class ParallelConfig(Section):
     vpp: Positive = 1  # chunks of layers a pipeline stage holds (interleaved schedule)
     cp: Positive = 1  # context: number of ranks that a sequence's tokens are spread over
     ep: Positive = 1  # experts, over the ranks of a pipeline stage
-    sequence_parallel: bool = False  # activations between the tensor-parallel parts are cut along the sequence
+    # activations between the tensor-parallel parts are cut along the sequence; unset: true where tp is above 1
+    sequence_parallel: bool = Field(default_factory=lambda own: own.get("tp", 1) > 1)
 
     @property
     def model_ranks(self) -> int:

@@ -10,6 +10,7 @@ from pydantic import Field
 from dynamo_megatron.config.method import Positive, Seconds, Section
 from dynamo_megatron.config.reward import Url
 
+ALONE = 0.85  # memory_fraction of a server that shares its GPU with no rank
 SHORTEST_TIMEOUT, TOKEN_TIMEOUT = 600.0, 0.1  # seconds of a rollout, and of each token that it may have
 EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
 # config.json's quantization_config of the weights that models/fp8.py makes
@@ -77,7 +78,10 @@ class RolloutConfig(Section):
     agent_tokens: Positive | None = None
     agent_episodes: Positive = 64  # under way at once; an evaluation beside training has as many of its own
     tool_parser: str = "qwen25"  # SGLang's name of the form in which the model calls tools
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of the GPU, for the server's weights and KV cache
+    # of the GPU, for the server's weights and KV cache; unset: 0.5 beside ranks, 0.85 on a GPU without
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default_factory=lambda own: 0.5 if own.get("placement") == "colocated" else ALONE
+    )
     # of the servers' linear layers, whose weights each weight sync quantises; None: none (docs/rollouts.md)
     quantization: Literal["fp8"] | None = None
     # mixtures of experts: servers return the experts that each token was routed to, and the training routes it to the

@@ -111,7 +111,7 @@ def _config(
     defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
     if checkpoint is not None:
         defaults = to_plain(_without_prime(run_config(checkpoint)))
-        del defaults["rollout"]["servers"]  # they belong to the run's machine
+        del defaults["rollout"]["servers"], defaults["rollout"]["memory_fraction"]  # they belong to the run's machine
     elif model is not None and "://" in model:
         defaults["model"] = {"path": ""}
     elif model is not None:

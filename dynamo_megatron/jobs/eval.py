@@ -22,6 +22,7 @@ from dynamo_megatron.checkpoint.folder import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError, to_plain
+from dynamo_megatron.config.rollout import ALONE
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.problems import greedy_warnings, read_problems, tokenized
@@ -157,6 +158,7 @@ def _with_servers(config: Config, url: str | None) -> Config:
         servers = max(1, min(rollout.servers if "servers" in rollout.model_fields_set else room, room))
         # There are no ranks to take turns with, and no weight sync: the servers have the folder's own weights.
         own = {"placement": "colocated", "urls": [], "offload": False, "quantization": None, "servers": servers}
+        own["memory_fraction"] = rollout.memory_fraction if "memory_fraction" in rollout.model_fields_set else ALONE
         if rollout.placement == "external":  # those of that run's servers
             own |= {"api_key_env": None, "port": None}
     return config.model_copy(update={"rollout": rollout.model_copy(update=own)})

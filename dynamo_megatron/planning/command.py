@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import math
@@ -186,7 +187,7 @@ def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[Para
     ):
         if vpp > 1 and pp == 1:
             continue
-        parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=tp > 1)
+        parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep)
         try:
             check_ranks(config.model_copy(update={"parallel": parallel}), spec, cluster.gpus)
         except InputError:
@@ -220,26 +221,18 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
     return "\n".join(lines)
 
 
-def plan(
-    files: Sequence[str],
-    overrides: Sequence[str],
-    *,
-    gpu: str,
-    gpus: int,
-    gpus_per_node: int,
-    response_tokens: int | None,
-    search: bool,
-) -> int:
-    """Prints the plan, or with `search` the ranked layouts. Returns 0 where the run (or one of the layouts) works, else
+def plan(options: argparse.Namespace) -> int:
+    """Prints the plan, or with --search the ranked layouts. Returns 0 where the run (or one of the layouts) works, else
     1. Raises ConfigError."""
-    config, _ = compose(files, overrides, UNNEEDED)
-    if gpus > gpus_per_node and gpus % gpus_per_node:
-        raise ConfigError(f"--gpus: {gpus} do not fill nodes of {gpus_per_node} (--gpus-per-node)")
-    cluster, (spec, origin) = Cluster(GPUS[gpu], gpus, min(gpus, gpus_per_node)), model_spec(config)
-    if search:
-        plans = ranked(config, spec, cluster, workload(config, spec, response_tokens))
+    config, _ = compose(options.files, options.keys, UNNEEDED)
+    gpus, a_node = options.gpus, options.gpus_per_node
+    if gpus > a_node and gpus % a_node:
+        raise ConfigError(f"--gpus: {gpus} do not fill nodes of {a_node} (--gpus-per-node)")
+    cluster, (spec, origin) = Cluster(GPUS[options.gpu], gpus, min(gpus, a_node)), model_spec(config)
+    if options.search:
+        plans = ranked(config, spec, cluster, workload(config, spec, options.response_tokens))
         print(search_table(plans, spec, cluster, origin))
     else:
-        plans = [plan_of(config, cluster, response_tokens)]
+        plans = [plan_of(config, cluster, options.response_tokens)]
         print(describe(plans[0], origin))
     return 0 if plans and plans[0].fault is None else 1

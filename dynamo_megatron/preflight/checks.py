@@ -43,6 +43,7 @@ from dynamo_megatron.models import ModelSpec, load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.planning.hardware import Cluster, gpu_named
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.reward.pool import processes
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.fleet import training_nodes
@@ -258,7 +259,7 @@ def reward(subject: Subject) -> Iterator[Finding]:
 
 
 async def _score(config: RewardConfig, prompts: list[Prompt]) -> list[list[Score]]:
-    pool = RewardPool(config.model_copy(update={"workers": min(config.workers, 2 * SAMPLES), "on_error": "raise"}))
+    pool = RewardPool(config.model_copy(update={"workers": min(processes(config), 2 * SAMPLES), "on_error": "raise"}))
     try:
         pool.start()
         pairs = (asyncio.gather(*(pool.score(p, text) for text in (str(p.answer), WRONG))) for p in prompts)

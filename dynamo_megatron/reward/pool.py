@@ -22,6 +22,7 @@ from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.config.reward import URLS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import SERVICES, FunctionResult, RewardError, Step
+from dynamo_megatron.runtime.cores import usable_cores
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
 
@@ -183,11 +184,16 @@ class WorkerPool:
             self._free.put(runner)
 
 
+def processes(config: RewardConfig) -> int:
+    """Worker processes of a node."""
+    return config.workers or min(32, max(2, usable_cores() // 4))
+
+
 class Workers(WorkerPool):
-    """`config.workers` processes on this machine that run `functions`."""
+    """`processes` of them on this machine that run `functions`."""
 
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
-        self.workers = [Worker(functions, config) for _ in range(config.workers)]
+        self.workers = [Worker(functions, config) for _ in range(processes(config))]
         super().__init__([worker.run for worker in self.workers])
 
     def start(self) -> None:

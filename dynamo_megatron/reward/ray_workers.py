@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import FunctionResult
-from dynamo_megatron.reward.pool import START_TIMEOUT, WorkerPool, Workers
+from dynamo_megatron.reward.pool import START_TIMEOUT, WorkerPool, Workers, processes
 from dynamo_megatron.runtime.plain_text import error_line, on_one_line
 from dynamo_megatron.types import Prompt
 
@@ -37,7 +37,7 @@ class NodeWorkers:
 
 
 class RayWorkers(WorkerPool):
-    """As `Workers`, with `config.workers` processes on each node that the cluster has at the start. Ray sends the
+    """As `Workers`, with as many processes on each node that the cluster has at the start. Ray sends the
     samples of a lost node to another one, with the whole deadline."""
 
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
@@ -49,14 +49,14 @@ class RayWorkers(WorkerPool):
             why = on_one_line(str(error), SHOWN)
             raise InputError(f"reward.placement: ray, and there is no Ray cluster ({why}); see RAY_ADDRESS") from None
         given = (functions, config, os.getcwd(), os.environ.get("PYTHONPATH"))
-        options = {"num_cpus": 0, "max_concurrency": config.workers, "max_restarts": -1, "max_task_retries": -1}
+        options = {"num_cpus": 0, "max_concurrency": processes(config), "max_restarts": -1, "max_task_retries": -1}
         self._actors: dict[str, ray.actor.ActorHandle] = {}  # by the address of the node
         for node in ray.nodes():
             if node["Alive"]:
                 placed = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
                 actor = ray.remote(NodeWorkers).options(scheduling_strategy=placed, **options).remote(*given)
                 self._actors[f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"] = actor
-        super().__init__([functools.partial(self._ask, actor) for actor in self._actors.values()] * config.workers)
+        super().__init__([functools.partial(self._ask, actor) for actor in self._actors.values()] * processes(config))
 
     def start(self) -> None:
         """Waits until all are ready. Raises ValueError if a node loads no functions."""

@@ -257,6 +257,17 @@ def test_settings_of_a_reward_are_of_a_runs_identity_where_the_run_has_it(name):
         assert identity_of(SETTINGS[name]) == identity_of()
 
 
+def test_defaults_that_depend_on_other_keys():
+    def of(*words):
+        config = compose([], list(words), NEEDED)[0]
+        return config.parallel.sequence_parallel, config.rollout.memory_fraction
+
+    assert of() == (False, 0.5)
+    assert of("parallel.tp=2", "rollout.placement=split") == (True, 0.85)
+    own = ("parallel={tp: 2, sequence_parallel: false}", "rollout={placement: split, memory_fraction: 0.6}")
+    assert of(*own) == (False, 0.6)
+
+
 def test_the_models_beside_the_policy():
     def of(*words):
         return compose([], list(words), NEEDED)[0].frozen_models

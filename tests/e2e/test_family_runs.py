@@ -15,7 +15,6 @@ def test_three_steps(family, workspace, model_of, command_line, step_lines, tmp_
     reward = "def odd(prompt, response):\n    return sum(map(ord, response)) % 2 * 1.0\n"
     (tmp_path / "odd_reward.py").write_text(reward)
     keys = ("parallel.pp=1", "parallel.tp=2", "trainer.steps=3", "checkpoint.export_hf=never")
-    keys += (f"parallel.sequence_parallel={family.endswith('moe')}",)
     keys += (f"model.path={model}", "reward.functions=[odd_reward:odd]", f"output_dir={tmp_path / 'output'}")
     code, text = command_line(tmp_path, "train", workspace / "config.yaml", *keys)
     assert code == 0, text[-3000:]

@@ -110,11 +110,12 @@ def test_several_greedy_samples_are_warned_about(models, caplog):
 
 
 def test_keys_that_only_training_needs_refuse_no_evaluation(models):
-    """And a run's servers with FP8 weights get them from its ranks; an evaluation has none."""
+    """And a run's servers share GPUs with its ranks, from which they get FP8 weights; an evaluation has none."""
     words = ["checkpoint.export_hf=best"]
     words += ["model.dtype=bfloat16", "rollout.quantization=fp8"]
     assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words]) == 0
-    assert [worker.config.rollout.quantization for worker in StandIn.started] == [None]
+    found = [(worker.config.rollout.quantization, worker.config.rollout.memory_fraction) for worker in StandIn.started]
+    assert found == [(None, 0.85)]
     with pytest.raises(ConfigError):
         compose([], ["model.path=base", "data.source=sets/hard.jsonl", "output_dir=run", *words])
 

@@ -99,6 +99,7 @@ def test_what_sbatch_is_asked(job):
             "rollout.host: its default, 127.0.0.1, is out of",
         ),
         (("--rollout-nodes", "1"), "--rollout-nodes: goes with rollout.placement=split"),
+        (("rollout.placement=split", "--rollout-nodes", "1"), "rollout.servers: missing; with placement split name"),
         (("trainer.resume=never",), "trainer.resume: never: the job could not go on once it is requeued"),
         (("output_dir=a\\b",), "output_dir: "),
         (("output_dir=.",), "output_dir: . holds c.yaml, which is not of a run"),

@@ -14,7 +14,7 @@ from dynamo_megatron.models import FAMILIES
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m"
 SIZES = {"vocab": 104, "layers": 4}
 WHOLE, TP2, CP2, TP2PP2, VPP = {}, {"tp": 2}, {"cp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}
-MOE_TP2, MOE_EP2 = {"tp": 2, "ep": 2, "sequence_parallel": True}, {"ep": 2, "pp": 2}
+MOE_TP2, MOE_EP2 = {"tp": 2, "ep": 2}, {"ep": 2, "pp": 2}
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -118,7 +118,7 @@ def test_every_family_and_every_rope(folder_of, run_script, tmp_path):
         mixture = family.endswith("moe")
         for name in (family, f"{family}_tied"):
             cases.append(case(folder_of(name), MOE_TP2 if mixture else TP2, logits=True))
-        staged = MOE_EP2 if mixture else TP2PP2 | {"sequence_parallel": True}
+        staged = MOE_EP2 if mixture else TP2PP2
         cases.append(case(folder_of(family), staged, convert=True))
     cases += [case(folder_of(f"qwen3+{rope}"), layout, logits=True) for rope in ROPES for layout in (WHOLE, CP2)]
     cases.append(case(folder_of("qwen3_moe+yarn"), CP2, logits=True))

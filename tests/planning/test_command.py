@@ -54,6 +54,7 @@ def test_the_kind_of_a_gpu():
     [
         (["trainer.micro_batch_tokens=24576"], "GiB too much on the fullest rank"),
         (["trainer.micro_batch_tokens=24576"], "; optimizer.cpu_offload keeps 10.3 in host memory"),
+        (["model.max_length=null"], "on the fullest rank; a sequence may have 131,072 tokens: set model.max_length"),
         (["rollout.agent=mine:agent", "rollout.agent_tokens=24576"], "GiB too much on the fullest rank"),
         (["rollout.memory_fraction=0.88"], "GiB too much on the fullest rank; lower rollout.memory_fraction"),
         (["rollout.memory_fraction=0.18"], "a server's KV cache holds"),

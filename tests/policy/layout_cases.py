@@ -27,27 +27,27 @@ BAR = {"float32": 1e-5, "bfloat16": 1e-1}
 # gradient norms after the first update, nor counts of tokens beyond a bound say anything.
 OTHER_BARS = {"float32": {"after": 1e-4}, "bfloat16": dict.fromkeys(("after", "grad_norm", "metrics"), float("inf"))}
 
-SP = {"sequence_parallel": True}
+WHOLE = {"sequence_parallel": False}  # with tp above 1 sequences are cut by default
 LAYOUTS: dict[str, tuple[int, dict]] = {
     "1": (1, {}),  # packed otherwise and in another order than what all are compared with
-    "TP2": (2, {"tp": 2}),
-    "TP4": (4, {"tp": 4}),
-    "TP2+SP": (2, {"tp": 2, **SP}),
+    "TP2": (2, {"tp": 2, **WHOLE}),
+    "TP4": (4, {"tp": 4, **WHOLE}),
+    "TP2+SP": (2, {"tp": 2}),
     "PP2": (2, {"pp": 2}),
     "PP4": (4, {"pp": 4}),
-    "TP2xPP2+SP": (4, {"tp": 2, "pp": 2, **SP}),
+    "TP2xPP2+SP": (4, {"tp": 2, "pp": 2}),
     "VPP2xPP2": (2, {"pp": 2, "vpp": 2}),
     "VPP2xPP2xDP2": (4, {"pp": 2, "vpp": 2}),
     "DP2": (2, {}),
     "DP4": (4, {}),
     "CP2": (2, {"cp": 2}),
     "CP4": (4, {"cp": 4}),
-    "CP2xTP2": (4, {"cp": 2, "tp": 2}),
-    "CP2xTP2+SP": (4, {"cp": 2, "tp": 2, **SP}),
+    "CP2xTP2": (4, {"cp": 2, "tp": 2, **WHOLE}),
+    "CP2xTP2+SP": (4, {"cp": 2, "tp": 2}),
     "CP2xPP2": (4, {"cp": 2, "pp": 2}),
     "EP2": (2, {"ep": 2}),
     "EP2xPP2": (4, {"ep": 2, "pp": 2}),
-    "EP2xTP2+SP": (2, {"ep": 2, "tp": 2, **SP}),
+    "EP2xTP2+SP": (2, {"ep": 2, "tp": 2}),
     "EP2xCP2": (4, {"ep": 2, "cp": 2}),
     "EP4": (4, {"ep": 4}),
 }

@@ -141,7 +141,6 @@ def on_rank(case, config, layout) -> dict:
 def test_the_gradient_is_that_of_sequences_written_by_hand_in_every_layout(tiny_model, tmp_path):
     cases = []
     for by_hand, parallel in ((True, {}), (False, {}), (False, {"cp": 2}), (False, {"tp": 2})):
-        parallel |= {"sequence_parallel": True} if "tp" in parallel else {}
         config = settings(tiny_model, parallel, trainer={"micro_batch_tokens": 24})
         cases.append({"config": config, "ranks": 2 if parallel else 1, "by hand": by_hand})
     by_hand, one, *others = (ranks[0] for ranks in run_cases(__file__, cases, tmp_path))

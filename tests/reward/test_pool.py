@@ -13,6 +13,7 @@ from scoring_endpoint import scored
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.reward.pool import processes
 from dynamo_megatron.types import Prompt
 
 DAEMON = """
@@ -259,6 +260,12 @@ def test_a_function_that_cannot_be_loaded_stops_the_start(folder, function, word
         p.start()
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not any(alive(worker.process.pid) for worker in p._workers.workers)
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 2), (64, 16), (256, 32)])
+def test_the_default_number_of_workers(cores, count, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.reward.pool.usable_cores", lambda: cores)
+    assert processes(RewardConfig()) == count and processes(RewardConfig(workers=3)) == 3
 
 
 def test_workers_import_no_torch(started):

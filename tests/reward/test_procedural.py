@@ -1,7 +1,7 @@
 import pytest
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data import load_prompts
+from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.reward.procedural import extract_answer, reasoning_gym_answer
 from dynamo_megatron.types import Prompt
 
