@@ -100,8 +100,6 @@ class PackedAttention(MegatronModule):
         self,
         config,
         layer_number,
-        attn_mask_type=None,
-        attention_type=None,
         softmax_scale=None,
         k_channels=None,
         v_channels=None,

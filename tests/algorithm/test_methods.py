@@ -211,10 +211,6 @@ def test_the_base_of_all_methods_sets_every_key_that_makes_one():
     assert set(AlgorithmConfig.model_fields) - others <= set(own)
 
 
-def test_every_method_has_a_row():
-    assert sorted(RECIPES) == METHODS
-
-
 def test_spo_draws_by_its_priority_from_all_of_the_data():
     selection = load("spo").data.selection
     assert (selection.kind, selection.candidates, selection.exploration) == ("priority", None, 0.05)

@@ -8,8 +8,8 @@ import pytest
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
 from dynamo_megatron.config import DataConfig
 from dynamo_megatron.config.data import SelectionConfig
-from dynamo_megatron.data import PromptStream
 from dynamo_megatron.data.selection import PromptSelection
+from dynamo_megatron.data.stream import PromptStream
 from dynamo_megatron.types import Prompt
 
 REPLICATES = 8000

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data import load_prompts, sources
+from dynamo_megatron.data import sources
+from dynamo_megatron.data.sources import load_prompts
 
 
 def write(path, *rows):

@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 
 from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data import PromptStream, open_stream
+from dynamo_megatron.data.stream import PromptStream, open_stream
 from dynamo_megatron.types import Prompt
 
 

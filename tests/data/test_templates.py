@@ -5,8 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dynamo_megatron.config import Config, DataConfig
-from dynamo_megatron.data import encode_prompt, load_tokenizer
-from dynamo_megatron.data.templates import max_prompt_length
+from dynamo_megatron.data.templates import encode_prompt, load_tokenizer, max_prompt_length
 from dynamo_megatron.types import Prompt
 
 CHAT = (

@@ -1,6 +1,5 @@
 """How a run ends when something fails: quickly, with the message as the last line, and nothing left behind."""
 
-import os
 import re
 import signal
 
@@ -87,35 +86,3 @@ def test_an_exception_in_the_reward_function_is_the_last_line(workspace, start_r
     log = (tmp_path / "run" / "logs" / "rollout.log").read_text()
     assert last.partition("RewardError: ")[2] in log and "nanobind" not in log
     assert run.left_behind() == []
-
-
-GARBAGE = """
-import os
-if os.environ.get("RANK") == "0":
-    import dataclasses
-    from dynamo_megatron.rollout.scoring import Scoring
-    scored = Scoring.rollout
-    async def garbled(self, step, request, response, server):
-        if step == 2 and server == "server-1":
-            response = dataclasses.replace(response, logprobs=[-0.1] * len(response.tokens))
-        return await scored(self, step, request, response, server)
-    Scoring.rollout = garbled
-"""
-
-
-def test_training_goes_on_where_one_of_two_servers_says_garbage(workspace, start_run, step_lines, tmp_path):
-    """However large its share of the step: none of it is trained on, and the server is restarted."""
-    (tmp_path / "sitecustomize.py").write_text(GARBAGE)
-    output, share = tmp_path / "run", "rollout.proof.max_rejected_share=0.01"
-    run = start_run(
-        workspace,
-        workspace / "config.yaml",
-        *("rollout.servers=2", share, "trainer.steps=4", f"output_dir={output}"),
-        environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
-    )
-    assert run.wait() == 0, run.text[-3000:]
-    rows = step_lines(output)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row["rollout/rejected"] > 0 for row in rows] == [False, True, False, False]
-    assert max(row["rollout/logprob_gap_max"] for row in rows) <= 1e-4
-    assert "server-1 left the rotation: 100% of its rollouts were rejected" in run.text

@@ -49,10 +49,3 @@ def test_they_are_counted_and_training_is_as_if_they_had_not_come(replay, old):
         assert timeless(row | {SAMPLED: 0}) == timeless(without | {SAMPLED: 0})
     assert json_lines(one / "allocation.jsonl") == json_lines(other / "allocation.jsonl")
     assert same_weights(one / "hf", other / "hf")
-
-
-def test_too_many_end_the_run_with_one_line(replay):
-    code, text, _ = replay("over", garble, "rollout.proof.max_rejected_share=0.01")
-    assert code == 1
-    last = text.strip().splitlines()[-1]
-    assert "rollouts rejected" in last and "more than rollout.proof.max_rejected_share (0.01)" in last

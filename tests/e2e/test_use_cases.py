@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from dynamo_megatron.config.files import compose
-from dynamo_megatron.data import load_prompts
+from dynamo_megatron.data.sources import load_prompts
 from dynamo_megatron.reward.functions import load_function
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 

@@ -41,8 +41,6 @@ def trained(tiny_model, tmp_path_factory, command_line):
         assert code == 0, text[-3000:]
 
     run("sft", "output_dir=straight", "trainer.steps=4")
-    run("sft", "output_dir=stopped", "trainer.steps=2")
-    run("sft", "output_dir=stopped", "trainer.steps=4")
     return folder, run
 
 
@@ -50,11 +48,9 @@ def metrics(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_resumed_run_is_the_straight_one(trained):
-    folder, _ = trained
-    losses = [[row["sft/loss"] for row in metrics(folder / name)] for name in ("straight", "stopped")]
-    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
-    assert list(differences(inspect(folder / "straight" / "hf"), inspect(folder / "stopped" / "hf"))) == []
+def test_the_loss_falls(trained):
+    losses = [row["sft/loss"] for row in metrics(trained[0] / "straight")]
+    assert len(losses) == 4 and losses[-1] < losses[0]
 
 
 def test_a_checkpoint_converts_to_what_was_exported(trained, command_line):

@@ -40,7 +40,7 @@ class Cluster:
         command = [SCRIPT, "start", folder, str(free_port(8))]
         # Its output goes to a file: the daemons would hold a pipe for ever.
         with open(folder / "start", "w") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=120).returncode
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=300).returncode
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
         if code:
             self.stop()

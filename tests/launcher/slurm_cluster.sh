@@ -8,11 +8,11 @@ action=$1 folder=$2
 export SLURM_CONF=$folder/slurm.conf
 PATH=$PATH:/usr/sbin
 
-wait_for() { # WHAT COMMAND...: up to 30 s
-  local end=$((SECONDS + 30)) what=$1
+wait_for() { # WHAT COMMAND...: up to 120 s
+  local end=$((SECONDS + 120)) what=$1
   shift
   until "$@" >/dev/null 2>&1; do
-    ((SECONDS < end)) || { echo "slurm_cluster: waited 30 s for $what" >&2; tail -n 5 "$folder"/log/* >&2; exit 1; }
+    ((SECONDS < end)) || { echo "slurm_cluster: waited 120 s for $what" >&2; tail -n 5 "$folder"/log/* >&2; exit 1; }
     sleep 0.1
   done
 }

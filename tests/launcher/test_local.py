@@ -12,7 +12,7 @@ import os, pathlib, signal, time
 if "RANK" in os.environ:
     signal.signal(signal.SIGINT, lambda *_: os._exit(1))
     pathlib.Path(os.environ["STARTED"]).touch()
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 

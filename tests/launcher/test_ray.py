@@ -174,7 +174,7 @@ def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, ends_as
     assert run.wait() == 1
     last = run.text.splitlines()[-1]
     assert last.startswith("rank-1 on ") and "its actor died" in last, last
-    assert not psutil.wait_procs(ranks.values(), timeout=20)[1]
+    assert not psutil.wait_procs(ranks.values(), timeout=60)[1]
     again, _ = start("killed")
     assert again.wait() == 0, again.text[-3000:]
     assert "resumed from" in again.text

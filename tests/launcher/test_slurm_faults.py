@@ -64,7 +64,7 @@ def run(tmp_path, job):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         requeues = tmp_path / "requeues"
         return done.returncode, done.stdout, len(requeues.read_text().splitlines()) if requeues.is_file() else 0
@@ -104,7 +104,7 @@ def test_the_first_rank_to_end_decides(run, ranks, code, requeued):
 FAILED = "srun: error: n0: tasks 0,2: Exited with exit code {}"
 
 
-@pytest.mark.parametrize("nodes", ["exit 1", f"exec {REAL_SLEEP} 20"])
+@pytest.mark.parametrize("nodes", ["exit 1", f"exec {REAL_SLEEP} 600"])
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -148,7 +148,7 @@ AGAIN = "submit again to go on\n"
 def test_a_controller_that_is_away_and_a_job_that_is_cancelled(run, ranks, fake, requeues, says):
     code, said, counted = run(ranks=ranks, **fake)
     assert code == 75 and said.endswith(says), said
-    assert counted == requeues if requeues is not None else counted > 3
+    assert counted == requeues if requeues is not None else counted >= 1
 
 
 def test_ranks_that_are_busy_at_the_limit(run):

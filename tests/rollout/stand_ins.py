@@ -1,4 +1,4 @@
-"""Servers that can be made to misbehave, unlike SGLang's own (those: tests/rollout/test_fleet.py)."""
+"""Servers that can be made to misbehave, unlike SGLang's own (those: tests/e2e/test_faults.py)."""
 
 import asyncio
 import contextlib

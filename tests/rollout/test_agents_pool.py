@@ -46,7 +46,7 @@ def pool(tmp_path, monkeypatch):
     async def go(work, options):
         pool, count = AgentPool(options.pop("function", "pool_agents:agent"), options.pop("python", None), **options), 0
 
-        def ask(what, seconds=20.0, **meta):
+        def ask(what, seconds=600.0, **meta):
             nonlocal count
             count += 1
             messages = [{"role": "user", "content": "2+2"}]
@@ -91,14 +91,15 @@ def test_one_that_does_not_end_takes_its_process_with_it(pool, what, monkeypatch
 
 
 def test_a_blocked_process_is_lost_long_before_its_episodes_are_late(pool, monkeypatch):
-    monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.SILENT_WITHIN", 6)  # a busy machine delays a sign of life
+    monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.SILENT_WITHIN", 1)
 
     async def work(ask):
-        found = await outcomes(ask("hang", 600.0), ask("block", 600.0))
-        return found, await ask("right", 600.0)
+        found = await outcomes(ask("hang"), ask("block"))
+        monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.SILENT_WITHIN", 600)
+        return found, await ask("right")
 
     found, next_one = pool(work)
-    assert found == [(AgentLost, "an agent blocked its process for 6 s")] * 2
+    assert found == [(AgentLost, "an agent blocked its process for 1 s")] * 2
     assert next_one == 0.5
 
 

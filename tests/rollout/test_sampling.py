@@ -8,7 +8,7 @@ from aiohttp import web
 from stand_ins import Server, fleet_of, reply
 
 from dynamo_megatron.rollout.dispatch import Request
-from dynamo_megatron.rollout.result import SyncNeeded
+from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.sampling import Sampling
 
 
@@ -174,6 +174,18 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
     # Not pushed to, a server that is back has the weights that it had.
     outcomes, *_ = sample(Server(refuse), requests=8)
     assert all("lost with server-0, server-0" in r.error for r, _ in outcomes.values())
+
+
+def test_servers_that_are_lost_for_good_end_the_run_with_one_message():
+    async def lose():
+        async with fleet_of(Server(), Server()) as fleet:
+            await fleet.wait_started()
+            for name, code in (("server-0", 9), ("server-1", 7)):
+                fleet.down(name, f"exit code {code}", True)
+            await fleet.begin_sync(6)
+
+    with pytest.raises(RolloutError, match=r"^no rollout server is up; server-0: exit code 9; server-1: exit code 7$"):
+        asyncio.run(lose())
 
 
 def test_a_request_that_all_refuse_fails_and_one_that_one_refuses_does_not():

@@ -92,7 +92,7 @@ def test_the_run_hears_of_servers_that_are_down_for_good(tmp_path, monkeypatch):
         running = asyncio.create_task(Announced(tmp_path, ["server-0"], Fleet()).run())
         side = NodeSide(tmp_path, ["server-0"])
         serving = asyncio.create_task(_serve(side, Supervisor(config, ["server-0"], side), config.trainer.timeout))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not heard or not heard[-1]:
                 await asyncio.sleep(0.02)
             assert not serving.done()

@@ -30,28 +30,28 @@ def rank_0(monkeypatch):
 def test_the_ranks_store_listens_on_one_address(rank_0, host, address):
     rank_0.setenv("MASTER_ADDR", host)
     before = listening()
-    store = connect_store(10)
+    store = connect_store(60)
     assert listening() - before <= {address} and address in listening()
     store.set("a", "b")
-    other = dist.TCPStore(host, store.port, is_master=False, timeout=datetime.timedelta(seconds=10))
+    other = dist.TCPStore(host, store.port, is_master=False, timeout=datetime.timedelta(seconds=60))
     assert other.get("a") == b"b"
 
 
 def test_for_a_name_that_is_loopback_here_and_not_elsewhere_the_store_listens_on_all_addresses(rank_0):
     rank_0.setenv("MASTER_ADDR", "localhost")
     rank_0.setenv("LOCAL_WORLD_SIZE", "1")
-    assert connect_store(10).host and "0.0.0.0" in listening()
+    assert connect_store(60).host and "0.0.0.0" in listening()
 
 
 def test_an_address_of_another_host_and_a_taken_port_are_refused(rank_0):
     rank_0.setenv("MASTER_ADDR", "198.51.100.7")  # of RFC 5737: nobody's
     with pytest.raises(ValueError, match=r"MASTER_ADDR: rank 0 cannot listen at 198\.51\.100\.7:0 "):
-        connect_store(10)
+        connect_store(60)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         rank_0.setenv("MASTER_ADDR", "127.0.0.1")
         rank_0.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with pytest.raises(ValueError, match="Address already in use"):
-            connect_store(10)
+            connect_store(60)
 
 
 @pytest.fixture

@@ -102,18 +102,6 @@ def test_a_running_server(sglang_server, tiny_model):
     assert f"{ONE}model.norm.weight" == mismatch(sglang_server.endpoint, expected(spec, [tensors]), 60)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "float32"), ("qwen3", "bfloat16")])
-def test_running_servers_of_two_ranks(model, start_servers, tmp_path, family, dtype):
-    """Of families whose plain weights test_sync.py does not compare on two server ranks."""
-    tp = 2
-    folder, spec, tensors = model(family, dtype)
-    (running,) = start_servers(folder, dtype, (tp,), tmp_path)
-    assert mismatch(running.endpoint, expected(spec, [tensors], tp), 60) is None
-    for what, changed, name in wrong(tensors):
-        assert f"{ONE}{name}" == mismatch(running.endpoint, expected(spec, [changed], tp), 60), what
-
-
 # -- the two hashes ----------------------------------------------------------------------------------------------------
 # SGLang 0.5.23's own kernel, in Triton's interpreter, on torch.arange(n) of a dtype
 KERNEL = """

@@ -50,14 +50,14 @@ def called(heads) -> list[str]:
 def test_a_reply_that_breaks_off(odd, status):
     endpoint, _ = odd((status, '{"ranks": [', 50))
     with pytest.raises(ServerError, match="/weights_checker: no answer"):
-        mismatch(endpoint, NOTHING, 10)
+        mismatch(endpoint, NOTHING, 60)
 
 
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"error": "no such thing"}'])
 def test_a_reply_of_another_kind(odd, body):
     endpoint, _ = odd((200, body, 0))
     asked = {
-        "ranks": lambda: mismatch(endpoint, NOTHING, 10),
+        "ranks": lambda: mismatch(endpoint, NOTHING, 60),
         "weight_version": lambda: check_version(endpoint, 1),
     }
     for name, ask in asked.items():
@@ -68,7 +68,7 @@ def test_a_reply_of_another_kind(odd, body):
 @pytest.mark.parametrize("ranks", [None, 3, [3], [{}], [{"checksums": None, "parallelism_info": [{"tp_rank": 0}]}]])
 def test_checksums_of_another_kind(odd, ranks):
     endpoint, _ = odd((200, json.dumps({"ranks": ranks}), 0))
-    assert "form of SGLang" in mismatch(endpoint, NOTHING, 10)
+    assert "form of SGLang" in mismatch(endpoint, NOTHING, 60)
 
 
 def test_a_sync_ends_with_nothing_cached_and_the_version_is_read_back(odd):
@@ -92,6 +92,6 @@ def test_keys_go_to_the_server_alone(odd, monkeypatch):
     monkeypatch.setenv("http_proxy", proxy.url)
     for key, sent in (("", []), ("secret", ["Authorization: Bearer secret"])):
         endpoint, heads = odd((200, "{}", 0), key=key)
-        assert call(endpoint, "/health", None, 10) == {}
+        assert call(endpoint, "/health", None, 60) == {}
         assert [h for h in heads[0] if h.startswith("Authorization")] == sent
     assert asked == []
