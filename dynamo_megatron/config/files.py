@@ -229,7 +229,8 @@ def _lines(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
     """A line for each fault that pydantic has found."""
     faults: dict[str, list[Any]] = {}
     for fault in error.errors():  # a value of several types has one for each of them
-        faults.setdefault(_key(fault["loc"]), []).append(fault)
+        if fault["type"] != "default_factory_not_called":  # the fault that kept it from being called is there, too
+            faults.setdefault(_key(fault["loc"]), []).append(fault)
     for key, (fault, *others) in faults.items():
         if fault["type"] == "missing" and isinstance(fault["loc"][-1], str):
             yield f"{key}: missing; set it in a config file or with {key}=..."

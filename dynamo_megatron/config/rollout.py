@@ -22,6 +22,10 @@ FP8_CONFIG = {
 }
 
 
+def _memory_fraction(placement: str = "colocated", offload: object = "auto", **_: object) -> float:
+    return ALONE if placement != "colocated" else 0.7 if offload else 0.5
+
+
 class SyncConfig(Section):
     """How weights get to the servers after every step (docs/rollouts.md)."""
 
@@ -78,10 +82,6 @@ class RolloutConfig(Section):
     agent_tokens: Positive | None = None
     agent_episodes: Positive = 64  # under way at once; an evaluation beside training has as many of its own
     tool_parser: str = "qwen25"  # SGLang's name of the form in which the model calls tools
-    # of the GPU, for the server's weights and KV cache; unset: 0.5 beside ranks, 0.85 on a GPU without
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default_factory=lambda own: 0.5 if own.get("placement") == "colocated" else ALONE
-    )
     # of the servers' linear layers, whose weights each weight sync quantises; None: none (docs/rollouts.md)
     quantization: Literal["fp8"] | None = None
     # mixtures of experts: servers return the experts that each token was routed to, and the training routes it to the
@@ -90,6 +90,9 @@ class RolloutConfig(Section):
     sync: SyncConfig = SyncConfig()
     proof: ProofConfig = ProofConfig()
     offload: Literal["auto"] | bool = "auto"  # servers and ranks take turns with memory; auto: where on one GPU
+    # of the GPU, for the server's weights and KV cache; unset: 0.7 where it takes turns with a rank, 0.5 beside one
+    # without turns, 0.85 on a GPU of its own
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(default_factory=lambda own: _memory_fraction(**own))
     server_args: list[str] = []  # passed to sglang.launch_server as they are
 
     def timeout_of(self, max_new_tokens: int | None = None) -> float:

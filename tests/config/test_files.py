@@ -262,7 +262,7 @@ def test_defaults_that_depend_on_other_keys():
         config = compose([], list(words), NEEDED)[0]
         return config.parallel.sequence_parallel, config.rollout.memory_fraction
 
-    assert of() == (False, 0.5)
+    assert of() == (False, 0.7) and of("rollout.offload=false") == (False, 0.5)
     assert of("parallel.tp=2", "rollout.placement=split") == (True, 0.85)
     own = ("parallel={tp: 2, sequence_parallel: false}", "rollout={placement: split, memory_fraction: 0.6}")
     assert of(*own) == (False, 0.6)
