@@ -26,6 +26,7 @@ UNBRACED = re.compile(
     rf"|\\[A-Za-z]+(?:\s*{GROUP})?|[A-Za-z])"
 )
 SIGN = re.compile(r"(?:^|[=(:$]|\bis)(?:[ \t]*[-−][ \t]*|\s*[-−])\Z")  # "- " in a new line begins an item
+OR, AND = re.compile(r"\bor\b|或"), re.compile(r"[\s$,*]*and[\s$*-]*")  # between boxes
 FACTOR_BEFORE = re.compile(r"(?:\d|[/^][ \t]*|(?<![*\s])\*[ \t]*|\\(?:cdot|times)\s*|\bnot\s+[$(\\\[]*\s*)\Z")
 FACTOR_AFTER = re.compile(
     r"\^(?![ \t]{0,3}\{?[ \t]{0,3}\\circ)|\d|\.\d|[ \t]*(?:/|\*|\\times|\\cdot)[ \t]*\d"
@@ -103,8 +104,8 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""The content of the last box, before it that of all boxes of its sentence as a list. Only the list where "or"
-    stands between them. A sign before a box belongs to it: "x = -\boxed{5}"."""
+    r"""The content of the last box, before it that of all boxes of its sentence as a list. Only the list where "or", or
+    nothing but "and", stands between them. A sign before a box belongs to it: "x = -\boxed{5}"."""
     found = boxes(text)
     if found and (FACTOR_BEFORE.search(text[: found[-1][0]][-20:]) or FACTOR_AFTER.match(text, found[-1][1])):
         return []  # 3\boxed{7}, \boxed{7}^2, not \boxed{7}
@@ -117,7 +118,7 @@ def last_boxes(text: str) -> list[str]:
         between = text[found[k - 1][1] : start]
         if k == 0 or SENTENCE_END.search(between):
             break
-        either = either or bool(re.search(r"\bor\b|或", between))
+        either = either or bool(OR.search(between)) or (bool(AND.fullmatch(between)) and "=" not in content)
     return [", ".join(contents), *([] if either else contents[-1:])] if len(contents) > 1 else contents
 
 

@@ -35,7 +35,8 @@ MARKED = re.compile(r"^####[ \t]*(\S{0,200}[\d\\]\S{0,200})[ \t]*$", re.MULTILIN
 TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 # "The final answer is", "Answer:", and the same in the languages that models answer in.
 ANSWER = re.compile(
-    r"\b(?:answers?|solution|result)\b[^\n.:=]{0,60}?(?:\b(?:is|are|equals|be)\b\s*:?|[:=])\**"
+    r"\b(?:answers?|solution|result|correct (?:option|choice))\b[^\n.:=]{0,60}?"
+    r"(?:\b(?:is|are|equals|be)\b\s*:?|[:=])\**"
     r"|\banswer\W*\n|答案|答[:：]|答え|解答|정답|답은|답[:：]"
     r"|\b(?:respuesta|resposta|risposta|réponse|antwort|antwoord|odpowiedź|cevap|svar)\b"
     r"|ответ|đáp án|kết quả|คำตอบ|उत्तर|الجواب|الإجابة|απάντηση",
@@ -43,11 +44,12 @@ ANSWER = re.compile(
 )
 LEADING = re.compile(r"^(?:\s|\*|:|：|is\b|es\b|est\b|ist\b|lautet\b|是|为|為|は|는|은|이|é\b|è\b|là\b|=|-(?=\s)|—)+")
 REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|as)\b|[,而]?不是")
-# Words beside a number that make it another one, or no answer at all.
+# Words beside a number that make it another one, or no answer at all; not "the larger one is 7".
+NEAR = r"(?:(?!\b(?:is|are|was|were|equals?)\b)[^.,;:!?\n]){0,30}$"
 REFUSED_BEFORE = re.compile(
-    r"(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|root|square"
+    rf"(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|root|square"
     r"|less|more|fewer|greater|larger|smaller|above|below|either|or|maybe|possibly|except|but|multiple|power"
-    r"|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
+    rf"|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非){NEAR}"
     r"|\bbetween(?: \S{1,20} and)?$|\bat (?:least|most)$",
     re.IGNORECASE,
 )
@@ -57,12 +59,14 @@ REFUSED_AFTER = re.compile(
     re.IGNORECASE,
 )
 UNSURE = re.compile(
-    r"(?:\b(?:not|never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
+    rf"(?:\b(?:not|never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|n['’]t\b|不|非){NEAR}"
     r"|\b(?:half|twice|double|triple) (?:of )?$",
     re.IGNORECASE,
 )  # of REFUSED_BEFORE what makes the result of a calculation no answer
 RESULT = re.compile(r".[^=]*[-+−–*/×÷^][^=]*=")
-MORE = re.compile(r"[\s$]{0,3}(?:more|less|over|above|below)\b", re.IGNORECASE)  # than something else, by that result
+# Than something else, by that result; or its unit.
+MORE = re.compile(r"[\s$]{0,3}(?:more|less|over|above|below|percent|times(?!\s*[\d$(]))\b", re.IGNORECASE)
+AGO = re.compile(r"\s(?:in\s+)?\d+ (?:year|month|week|day|hour|minute)s? (?:ago|from now|later|earlier)\W*$")
 HEDGED = re.compile(
     r"\b(?:at least|at most|about|around|approximately|could|might|may|possibl[ey]|or)\b", re.IGNORECASE
 )
@@ -75,6 +79,9 @@ IN_CALCULATION = re.compile(r"[-+−–*/×÷=]\s*$")
 # "160 minutes (2 hours and 40 minutes).", "13, attained at x = 3", the end mark of a proof
 REMARK = re.compile(
     r"\s\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$|(?:\$?\\(?:blacksquare|square|Box|qed)\$?|∎)\s*$"
+    r"|(?<=[\d$})%a-z])\sfor (?:all|any|every)\s+(?:(?:real|positive|integers?|numbers?|natural)\s+){0,3}"
+    r"\$?\(?[A-Za-z]\b(?!\s+[a-z])[^.\n]{0,100}\.?\s*$"
+    r"|(?<=[\d$})%])\s(?:at|when|for|where)\s+\$?[A-Za-z]\s*=\s*[-−]?[\w\\/]+\$?\s*\.?\s*$"
     r"|(?<=[\d$}%])(?:\s[A-Za-z ]{0,20})?,\s+(?:attained|achieved|reached|obtained|when|where|since|because"
     r"|(?:or|which is) (?:about|approximately|roughly))\b[^\n]{0,200}$"
 )
@@ -82,7 +89,8 @@ REMARK = re.compile(
 NEXT_PROBLEM = re.compile(r"\n\s{0,9}(?:question|problem|q)\s*(?:\d+\s*)?:", re.IGNORECASE)
 CHECK = re.compile(
     r"\n\W{0,9}(?:verification|check|breakdown|here['’]s the breakdown)\b"
-    r"|[.\n]\W{0,9}(?:we can|let['’]s|to) (?:check|verify)\b",
+    r"|[.\n]\W{0,9}(?:we can|let['’]s|let (?:me|us)|I(?:['’]ll| will)|to) (?:now )?(?:double[- ]?)?(?:check|verify)\b"
+    r"|\n\W{0,9}checking\b",
     re.IGNORECASE,
 )
 CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops)\b", re.IGNORECASE)
@@ -99,10 +107,13 @@ RUN = re.compile(
     rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*/^=×·⋅÷±]|\*\*)[ \t]*[-−+]?{ATOM}|:(?=\d){ATOM}|[ \t]?{ATOM})*"
 )
 OF_ASDIV = re.compile(r"^\s*(-?[\d.,/]+)\s*\(([A-Za-z][A-Za-z ]*)\)\s*$")  # 9 (apples)
+BOLD_MARK = re.compile(r"(?:^|(?<=[\s(]))\*\*(?=\S)|(?<=\S)\*\*(?=[\s.,;:!?)]|$)")  # and no power
+BOLD = re.compile(r"\*\*([^*]{1,100})\*\*")
+SAID = re.compile(r".*\b(?:is|are)\s+(?!not\b|neither\b)([^.,;:!?]{1,60})[.!]?\s*$")
 SUM = re.compile(r"[\d.,]+(?:\s*[-+−*×·÷]\s*[\d.,]+)+")  # of plain numbers
 JOINED = re.compile(r"\s*(?:,\s*)?(and|or|,)\s*|\s*,\s*()")
 UNIT_AFTER = re.compile(r"\s?([^\W\d_]{2,}\b|[A-Za-z](?=[.,;]|\s*$))")
-UNIT_LAST = re.compile(r"(.*?[\d}$)])\s*([^\W\d_]+(?:/[^\W\d_]+|\s+per\s+[^\W\d_]+)?)\.?\s*", re.DOTALL)
+UNIT_LAST = re.compile(r"(.*?[\d}$)⁰¹²³⁴-⁹])\s*([^\W\d_]+(?:/[^\W\d_]+|\s+per\s+[^\W\d_]+)?)\.?\s*", re.DOTALL)
 NUMBERS = re.compile(r"(?<![\w.,])\$?\d[\d,]*(?:\.\d+)?")
 ARTICLE = re.compile(r"\sa\Z")
 LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
@@ -208,7 +219,9 @@ def _unmarked(text: str, words: bool) -> list[str]:
         return []
     if words:
         line = last_line(text)
-        return [line, *(next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:])]
+        spans = [next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:]]
+        said = SAID.match(line)
+        return [line, *spans, *BOLD.findall(line)[-1:], *([said[1]] if said else [])]
     return last_expressions(text)
 
 
@@ -221,9 +234,7 @@ def last_expressions(text: str) -> list[str]:
     found = _last_run(text[end:])
     if found or not spans:
         return found
-    first, either = len(spans) - 1, False
-    while first > 0 and (joined := JOINED.fullmatch(text, spans[first - 1].end(), spans[first].start())):
-        first, either = first - 1, either or joined[1] == "or"
+    first, joints = _list_start(text, spans)
     if refused(text, spans[first]):
         return []
     listed = [next(filter(None, span.groups())) for span in spans[first:]]
@@ -232,18 +243,37 @@ def last_expressions(text: str) -> list[str]:
         last = (_last_run(last) or [last])[0]
     if (unit := UNIT_AFTER.match(text, end)) and is_unit(unit[1]):
         last = f"{last}\\text{{ {unit[1]}}}"
-    return [last] if len(listed) == 1 else [", ".join(listed), *([] if either else [last])]
+    return [last] if len(listed) == 1 else [", ".join(listed), *([] if _is_list(listed, joints) else [last])]
+
+
+def _list_start(text: str, spans: list[re.Match[str]]) -> tuple[int, set[str]]:
+    """The number of the first of the last `spans` that have only commas, "and" or "or" between them, and which."""
+    first, joints = len(spans) - 1, set()
+    while first > 0 and (joined := JOINED.fullmatch(text, spans[first - 1].end(), spans[first].start())):
+        first, joints = first - 1, joints | {joined[1]}
+    return first, joints
+
+
+def _is_list(members: list[str], joints: set[str]) -> bool:
+    """Whether the last one alone is no answer: "x = 1 and x = 5" is not 5, while "a = 2 and a + b = 5" may be."""
+    lefts = [member.rpartition("=")[0].strip() for member in members]
+    return "or" in joints or ("and" in joints and lefts[-1] in lefts[:-1])
 
 
 def _last_run(text: str) -> list[str]:
     """The readings of the last expression with a number; none where words beside it refuse it."""
-    text = TIMES.sub(" * ", re.sub(r"\$(?=\.?\d)", "", text))
+    text = AGO.sub("", TIMES.sub(" * ", re.sub(r"\$(?=\.?\d)", "", BOLD_MARK.sub("", text))))
     runs = [run for run in RUN.finditer(text) if DIGIT.search(run[0])]
     if not runs:
         return []
     results = [run for run in runs[-LAST_RUNS:] if RESULT.match(run[0]) or _in_calculation(text, run)]
     if results and AFTER_RESULT.match(text, results[-1].end(), runs[-1].start()):
         runs = results  # 140 * 5 = 700 in 5 minutes
+    elif not results:
+        first, joints = _list_start(text, runs)
+        listed = [run[0].strip() for run in runs[first:]]
+        if "and" in joints and _is_list(listed, joints):
+            return [] if refused(text, runs[first]) else [", ".join(listed)]
     span = runs[-1]
     run, rest = span[0].strip(), text[span.end() :]
     if not results or span is not results[-1]:

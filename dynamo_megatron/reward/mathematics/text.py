@@ -78,6 +78,7 @@ LABEL = rf"{WORD}\s*\(?\s*[A-J]\s*[).:]?\s*\}}|\((?:[A-J]|{WORD}\s*[A-J]\s*\}})\
 # "(C) 7", "\text{(C) } 7", "C. 7"
 AFTER_LABEL = r"\s+(?![-+*/=^_]|\\cdot|\\times)|(?=\d|\\(?:frac|sqrt|text))"
 LABELLED = re.compile(rf"(?:{LABEL}|[A-J][).:])(?:{AFTER_LABEL})|{WORD}\s*\([A-J]\)\s*\}}")
+QUOTED = re.compile(r"^(?:[\"“]|``)([^\"“”`']+)(?:[\"”]|'')$")
 ONLY_LABEL = re.compile(LABEL)
 INTRODUCED = re.compile(
     r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution|choice|option)"
@@ -93,7 +94,7 @@ def normal_form(text: str) -> str:
     delimiters of mathematics and marks at the end. Words are in `\text{}`, and single spaces stay."""
     if len(text) > LONGEST:
         return text
-    text = VULGAR.sub(_vulgar, text.strip().strip("*`").strip())
+    text = VULGAR.sub(_vulgar, QUOTED.sub(r"\1", text.strip().strip("*`").strip()))
     text = RAISED.sub(lambda run: f"^{{{run[0].translate(SUPERSCRIPTS)}}}", text)
     text = LOWERED.sub(lambda run: f"_{{{run[0].translate(SUBSCRIPTS)}}}", text)
     text = "".join(SIGNS.get(sign, sign) for sign in text)
