@@ -113,8 +113,8 @@ def test_what_was_sampled_from_other_weights_teaches_nobody(controller, tmp_path
     for step in (1, 2):
         (batch, record), (same, seen) = batch_of(one, step, **policy), batch_of(other, step, **policy)
         assert batch.rollouts.rollout_ids == same.rollouts.rollout_ids
-        for name in ("advantages", "mini_batch", "weights"):
-            np.testing.assert_array_equal(getattr(batch, name), getattr(same, name))
+        for name in ("advantages", "mini_batches", "weights"):
+            np.testing.assert_equal(getattr(batch, name), getattr(same, name))
         assert [a.counts.tolist() for a in record.allocations] == [a.counts.tolist() for a in seen.allocations]
         counts = record.result.counts
         assert counts == seen.result.counts and counts["requested"] == counts["completed"] + counts["rejected"]

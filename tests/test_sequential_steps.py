@@ -78,8 +78,8 @@ def test_a_recorded_run_repeats_its_rounds(tmp_path, sequential):
         (batch, record), (again, _) = batch_of(live, step), batch_of(replayed, step)
         assert again.rollouts.rollout_ids == batch.rollouts.rollout_ids
         assert again.rollouts.group_ids == batch.rollouts.group_ids
-        for name in ("advantages", "weights", "mini_batch"):
-            np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
+        for name in ("advantages", "weights", "mini_batches"):
+            np.testing.assert_equal(getattr(again, name), getattr(batch, name))
         with (tmp_path / "allocation.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in record.allocation_rows())
     record = read_run(tmp_path)

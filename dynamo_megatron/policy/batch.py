@@ -36,7 +36,7 @@ class TrainBatch:
 
     rollouts: RolloutBatch
     advantages: np.ndarray  # float64 [S], from the outcome rewards; 0 with a critic, whose advantages are of tokens
-    mini_batch: np.ndarray  # int64 [S]: which update of the step trains on the rollout
+    mini_batches: list[np.ndarray]  # the rollouts (indices, ascending) of each update of the step
     weights: np.ndarray  # float64 [S]: of each response token, normalised over the mini-batch, times the prompt's
     # float64 [R], what is added to each token's advantage: of process rewards, the teacher and, all of it, the critic
     process: np.ndarray | None = None
@@ -75,9 +75,7 @@ class TrainBatch:
             advantages = advantages * diversity_factors(weight, *given)
         if config.algorithm.advantage.normalise == "batch" and values is None:
             advantages = batch_normalised(advantages)
-        mini_batch = np.zeros(len(group), np.int64)
-        for m, here in enumerate(cut_mini_batches(rollouts.group_ids, config.algorithm.loss.mini_batches)):
-            mini_batch[here] = m
+        mini_batches = cut_mini_batches(rollouts.group_ids, config.algorithm.loss.mini_batches)
         if weights is None:
             weights = 1.0 / loss_divisors(rollouts, config)
         rewards = [r for r in (rollouts.step_rewards, implicit_rewards) if r is not None]
@@ -99,13 +97,7 @@ class TrainBatch:
             advantages = teacher.reward_weight * advantages
             process = (0.0 if process is None else teacher.reward_weight * process) + teacher.weight * teacher_gap
         known = implicit_rewards, teacher_gap, values, returns
-        return cls(rollouts, advantages, mini_batch, weights, process, *known)
-
-    @property
-    def mini_batches(self) -> list[np.ndarray]:
-        """The rollouts (indices, ascending) of each update."""
-        count = int(self.mini_batch.max()) + 1 if len(self.mini_batch) else 0
-        return [np.flatnonzero(self.mini_batch == m) for m in range(count)]
+        return cls(rollouts, advantages, mini_batches, weights, process, *known)
 
 
 def loss_divisors(rollouts: RolloutBatch, config: Config) -> np.ndarray:

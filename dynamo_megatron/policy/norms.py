@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
+import torch.distributed.nn.functional
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,7 +46,7 @@ class WideNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(-2).float()
-        squares = SumOverRanks.apply(flat.square().sum(-1, keepdim=True), self.group)
+        squares = torch.distributed.nn.functional.all_reduce(flat.square().sum(-1, keepdim=True), group=self.group)
         mean = squares / (flat.shape[-1] * self.group.size())
         return (flat * torch.rsqrt(mean + self.eps) * self.scales.float()).to(x.dtype).view_as(x)
 
@@ -55,20 +55,6 @@ class WideNorm(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(
             state, prefix, {"scales": 0}, sharded_offsets, tp_group=self.group, **groups
         )
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum over a group, of which each rank computes something else afterwards: so is its gradient."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, total = group, x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        return SumOverRanks.apply(gradient, ctx.group), None
 
 
 class ResidualAdd(torch.nn.Module):

@@ -133,7 +133,7 @@ def wrong_functions(config: dict, layout) -> dict[str, str]:
 
     def update(name: str, function: str, advantages: np.ndarray) -> None:
         policy.head.loss_function = load_loss(f"test_custom_functions:{function}")
-        given = TrainBatch(batch.rollouts, advantages, batch.mini_batch, batch.weights)
+        given = TrainBatch(batch.rollouts, advantages, batch.mini_batches, batch.weights)
         try:
             found[name] = str(policy.update(given, mini, stats, None, 1e-3)["skipped"])
         except (ValueError, NonFiniteError) as error:

@@ -126,7 +126,7 @@ def on_rank(case, config, layout) -> dict:
             made.append(rollout)
     batch = RolloutBatch.from_rollouts(made)
     advantages, weights = np.array([0.7, -0.4, 1.3, -0.9])[owners], np.array([0.05, 0.08, 0.02, 0.03])[owners]
-    train = TrainBatch(batch, advantages, np.zeros(len(made), np.int64), weights)
+    train = TrainBatch(batch, advantages, [np.arange(len(made))], weights)
     policy = Policy(load_model_config(config.model.path), config, layout)
     (mini,) = policy.pack(batch, [np.arange(len(made))])
     stats = policy.token_stats(batch, [mini])

@@ -80,7 +80,7 @@ def on_rank(case, config, layout) -> dict:
     def update_without_weights(policy: Policy) -> dict:
         """Makes a step's update in which all tokens have the weight 0."""
         source = rollouts()
-        batch = TrainBatch(source, np.array([1.0, -1.0, 0.0]), np.zeros(3, np.int64), np.zeros(len(LENGTHS)))
+        batch = TrainBatch(source, np.array([1.0, -1.0, 0.0]), [np.arange(3)], np.zeros(len(LENGTHS)))
         packed = policy.pack(source, batch.mini_batches)
         stats, reference = policy.token_stats(source, packed), policy.reference_logprobs(source, packed)
         return policy.update(batch, packed[0], stats, reference, 1e-3)

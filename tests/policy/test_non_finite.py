@@ -32,7 +32,9 @@ def rollouts() -> RolloutBatch:
 
 def update(**changes) -> PassInputs:
     of_tokens = torch.linspace(0, 1, sum(LENGTHS))
-    batch = TrainBatch(rollouts(), np.array([0.5, -0.5, 1.0]), np.array([0, 1, 0]), weights=np.array([0.1, 0.2, 0.3]))
+    batch = TrainBatch(
+        rollouts(), np.array([0.5, -0.5, 1.0]), [np.array([0, 2]), np.array([1])], weights=np.array([0.1, 0.2, 0.3])
+    )
     of_batch = {name: changes.pop(name) for name in ("advantages", "weights") if name in changes}
     given = {
         "batch": dataclasses.replace(batch, **of_batch),

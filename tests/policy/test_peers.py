@@ -175,7 +175,9 @@ def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -
     before = known(len(batch.rollouts.rewards))
     train = TrainBatch.build(batch.rollouts, config, baseline=before, values=values, teacher_gap=gap)
     old, new, entropy, expected = map(torch.from_numpy, (batch.old, batch.new, batch.entropy, batch.expected))
-    found = SimpleNamespace(mini=train.mini_batch, losses=[])
+    found = SimpleNamespace(mini=np.zeros(len(train.advantages), np.int64), losses=[])
+    for number, members in enumerate(train.mini_batches):
+        found.mini[members] = number
     keys = ("advantages", "modulated", "weights", "loss", "grad", "grad_entropy", "selected", "held")
     for key in keys:
         setattr(found, key, np.zeros(len(batch.old)))

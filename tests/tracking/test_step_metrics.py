@@ -79,9 +79,7 @@ def metrics(
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(
         StepRecord(1, allocations, origins, result, {"data/epoch": 0}),
-        TrainBatch(
-            rollouts, np.array([-1.0, 1.0]), np.zeros(2, np.int64), np.ones(2), process, implicit, None, *values
-        ),
+        TrainBatch(rollouts, np.array([-1.0, 1.0]), [np.arange(2)], np.ones(2), process, implicit, None, *values),
         TokenStats(torch.from_numpy(engine + np.float32(0.1)), torch.ones(10), torch.zeros(10), torch.full((10,), 0.5)),
         [update, {"skipped": 1.0}],
         fits,
