@@ -69,7 +69,7 @@ def _located(path: str | Path) -> Path:
     """Returns the absolute path of a run or a checkpoint; links to one are followed, a run's `checkpoints` that is
     itself a link is not."""
     named = Path(os.path.abspath(path))
-    in_place = named.parent.name == "checkpoints" or (named / "checkpoints").is_dir()
+    in_place = (named.parent.name == "checkpoints" and not named.is_symlink()) or (named / "checkpoints").is_dir()
     return named if in_place else named.resolve()
 
 

@@ -70,8 +70,12 @@ class ParallelConfig(Section):
     vpp: Positive = 1  # chunks of layers a pipeline stage holds (interleaved schedule)
     cp: Positive = 1  # context: number of ranks that a sequence's tokens are spread over
     ep: Positive = 1  # experts, over the ranks of a pipeline stage
-    # activations between the tensor-parallel parts are cut along the sequence; unset: true where tp is above 1
-    sequence_parallel: bool = Field(default_factory=lambda own: own.get("tp", 1) > 1)
+    # activations between the tensor-parallel parts are cut along the sequence; without effect where tp is 1
+    sequence_parallel: bool = True
+
+    @property
+    def cuts_sequences(self) -> bool:
+        return self.sequence_parallel and self.tp > 1
 
     @property
     def model_ranks(self) -> int:
@@ -79,8 +83,6 @@ class ParallelConfig(Section):
         return self.tp * self.pp * self.cp
 
     def faults(self, *, training: bool) -> Iterator[str]:
-        if self.sequence_parallel and self.tp == 1:
-            yield "sequence_parallel: needs tp above 1"
         if self.vpp > 1 and self.pp == 1:
             yield f"vpp: {self.vpp} chunks a stage need pp above 1"
 

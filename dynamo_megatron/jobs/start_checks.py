@@ -117,7 +117,7 @@ def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, An
     if spec.num_experts:
         experts = f", {spec.num_experts} experts, {spec.router_topk} a token, routers without auxiliary loss"
     return {
-        "layout": f"{ranks} ranks = {layout}{', sequence-parallel' if p.sequence_parallel else ''}",
+        "layout": f"{ranks} ranks = {layout}{', sequence-parallel' if p.cuts_sequences else ''}",
         "device": "CUDA" if cuda_available() else "CPU",
         "model": f"{spec.family}, {spec.num_layers} layers, vocabulary {spec.vocab_size} "
         f"(padded to {spec.padded_vocab(p.tp)}), {'tied' if spec.tied else 'untied'} head{experts}",

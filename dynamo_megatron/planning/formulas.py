@@ -359,7 +359,7 @@ def training_seconds(
     step = max(2 * stage.gradients / memory + adam * stage.owned for stage in stages)
     once = forward / rate("busy") + hidden + others
     often = ((of_token + again) * forward + updates * step) / rate("busy")
-    often += ((2.5 if p.sequence_parallel else 2) + again) * hidden + (2 + again) * others
+    often += ((2.5 if p.cuts_sequences else 2) + again) * hidden + (2 + again) * others
     launched = updates * micro_batches * layers
     once = max(once, launched * rate("forward launches"))
     adapters = 0 if config.model.lora is None else len(adapted_linears(config.model.lora)) * rate("adapter")

@@ -152,7 +152,7 @@ def run_settings(p: ParallelConfig, dtype: torch.dtype, recompute: str = "none")
         "virtual_pipeline_model_parallel_size": p.vpp if p.vpp > 1 else None,
         "context_parallel_size": p.cp,
         "expert_model_parallel_size": p.ep,
-        "sequence_parallel": p.sequence_parallel,
+        "sequence_parallel": p.cuts_sequences,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,

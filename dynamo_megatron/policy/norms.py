@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed.nn.functional
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -46,7 +49,8 @@ class WideNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(-2).float()
-        squares = torch.distributed.nn.functional.all_reduce(flat.square().sum(-1, keepdim=True), group=self.group)
+        own = copy_to_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), group=self.group)
+        squares = reduce_from_tensor_model_parallel_region(own, group=self.group)
         mean = squares / (flat.shape[-1] * self.group.size())
         return (flat * torch.rsqrt(mean + self.eps) * self.scales.float()).to(x.dtype).view_as(x)
 

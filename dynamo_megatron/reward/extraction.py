@@ -104,8 +104,8 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""The content of the last box, before it that of all boxes of its sentence as a list. Only the list where "or", or
-    nothing but "and", stands between them. A sign before a box belongs to it: "x = -\boxed{5}"."""
+    r"""The content of the last box, before it that of all boxes of its sentence as a list. Only the list where "or"
+    stands between them, or nothing but "and" before the last. A sign before a box belongs to it: "x = -\boxed{5}"."""
     found = boxes(text)
     if found and (FACTOR_BEFORE.search(text[: found[-1][0]][-20:]) or FACTOR_AFTER.match(text, found[-1][1])):
         return []  # 3\boxed{7}, \boxed{7}^2, not \boxed{7}
@@ -118,7 +118,8 @@ def last_boxes(text: str) -> list[str]:
         between = text[found[k - 1][1] : start]
         if k == 0 or SENTENCE_END.search(between):
             break
-        either = either or bool(OR.search(between)) or (bool(AND.fullmatch(between)) and "=" not in content)
+        both = k == len(found) - 1 and AND.fullmatch(between) and "=" not in content
+        either = either or bool(both or OR.search(between))
     return [", ".join(contents), *([] if either else contents[-1:])] if len(contents) > 1 else contents
 
 

@@ -44,12 +44,12 @@ ANSWER = re.compile(
 )
 LEADING = re.compile(r"^(?:\s|\*|:|：|is\b|es\b|est\b|ist\b|lautet\b|是|为|為|は|는|은|이|é\b|è\b|là\b|=|-(?=\s)|—)+")
 REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|as)\b|[,而]?不是")
-# Words beside a number that make it another one, or no answer at all; not "the larger one is 7".
-NEAR = r"(?:(?!\b(?:is|are|was|were|equals?)\b)[^.,;:!?\n]){0,30}$"
+# Words beside a number that make it another one, or no answer at all; of the first ones not "the larger one is 7".
+NO_VERB = r"(?:(?!\b(?:is|are|was|were|equals?)\b)[^.,;:!?\n]){0,30}$"
 REFUSED_BEFORE = re.compile(
-    rf"(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|root|square"
-    r"|less|more|fewer|greater|larger|smaller|above|below|either|or|maybe|possibly|except|but|multiple|power"
-    rf"|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非){NEAR}"
+    rf"\b(?:root|square|less|more|fewer|greater|larger|smaller|above|below|multiple)\b{NO_VERB}"
+    r"|(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|either|or|maybe|possibly"
+    r"|except|but|power|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
     r"|\bbetween(?: \S{1,20} and)?$|\bat (?:least|most)$",
     re.IGNORECASE,
 )
@@ -59,14 +59,19 @@ REFUSED_AFTER = re.compile(
     re.IGNORECASE,
 )
 UNSURE = re.compile(
-    rf"(?:\b(?:not|never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|n['’]t\b|不|非){NEAR}"
+    rf"(?:\bnot\b|n['’]t\b){NO_VERB}"
+    r"|(?:\b(?:never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|不|非)[^.,;:!?\n]{0,30}$"
     r"|\b(?:half|twice|double|triple) (?:of )?$",
     re.IGNORECASE,
 )  # of REFUSED_BEFORE what makes the result of a calculation no answer
 RESULT = re.compile(r".[^=]*[-+−–*/×÷^][^=]*=")
 # Than something else, by that result; or its unit.
 MORE = re.compile(r"[\s$]{0,3}(?:more|less|over|above|below|percent|times(?!\s*[\d$(]))\b", re.IGNORECASE)
-AGO = re.compile(r"\s(?:in\s+)?\d+ (?:year|month|week|day|hour|minute)s? (?:ago|from now|later|earlier)\W*$")
+# After a number in the same sentence.
+AGO = re.compile(
+    r"(\d[^.!?\n]{0,60}?)\s(?:in\s)?\d{1,4} (?:year|month|week|day|hour|minute)s?"
+    r" (?:ago|from now|later|earlier)\W{0,9}$"
+)
 HEDGED = re.compile(
     r"\b(?:at least|at most|about|around|approximately|could|might|may|possibl[ey]|or)\b", re.IGNORECASE
 )
@@ -80,8 +85,7 @@ IN_CALCULATION = re.compile(r"[-+−–*/×÷=]\s*$")
 REMARK = re.compile(
     r"\s\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$|(?:\$?\\(?:blacksquare|square|Box|qed)\$?|∎)\s*$"
     r"|(?<=[\d$})%a-z])\sfor (?:all|any|every)\s+(?:(?:real|positive|integers?|numbers?|natural)\s+){0,3}"
-    r"\$?\(?[A-Za-z]\b(?!\s+[a-z])[^.\n]{0,100}\.?\s*$"
-    r"|(?<=[\d$})%])\s(?:at|when|for|where)\s+\$?[A-Za-z]\s*=\s*[-−]?[\w\\/]+\$?\s*\.?\s*$"
+    r"\$?\(?[A-Za-z]\b(?!\s+[a-z])[^.\n]{0,100}\.?\s{0,9}$"
     r"|(?<=[\d$}%])(?:\s[A-Za-z ]{0,20})?,\s+(?:attained|achieved|reached|obtained|when|where|since|because"
     r"|(?:or|which is) (?:about|approximately|roughly))\b[^\n]{0,200}$"
 )
@@ -89,8 +93,9 @@ REMARK = re.compile(
 NEXT_PROBLEM = re.compile(r"\n\s{0,9}(?:question|problem|q)\s*(?:\d+\s*)?:", re.IGNORECASE)
 CHECK = re.compile(
     r"\n\W{0,9}(?:verification|check|breakdown|here['’]s the breakdown)\b"
-    r"|[.\n]\W{0,9}(?:we can|let['’]s|let (?:me|us)|I(?:['’]ll| will)|to) (?:now )?(?:double[- ]?)?(?:check|verify)\b"
-    r"|\n\W{0,9}checking\b",
+    r"|[.\n]\W{0,9}(?:we can|let['’]s|to) (?:check|verify)\b"
+    r"|[.\n]\W{0,9}(?:let(?:['’]s| me| us)|I(?:['’]ll| will)) (?:now )?(?:double[- ]?)?(?:check|verify)"
+    r"(?:[:.!]|\s(?:this|that|it|our|my|the (?:answer|result|solution))\b)",
     re.IGNORECASE,
 )
 CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops)\b", re.IGNORECASE)
@@ -109,7 +114,10 @@ RUN = re.compile(
 OF_ASDIV = re.compile(r"^\s*(-?[\d.,/]+)\s*\(([A-Za-z][A-Za-z ]*)\)\s*$")  # 9 (apples)
 BOLD_MARK = re.compile(r"(?:^|(?<=[\s(]))\*\*(?=\S)|(?<=\S)\*\*(?=[\s.,;:!?)]|$)")  # and no power
 BOLD = re.compile(r"\*\*([^*]{1,100})\*\*")
-SAID = re.compile(r".*\b(?:is|are)\s+(?!not\b|neither\b)([^.,;:!?]{1,60})[.!]?\s*$")
+SAID = re.compile(r".*\b(?:is|are)\s([^\s.,;:!?][^.,;:!?]{0,59})[.!]?$")
+DOUBTED = re.compile(
+    r"\b(?:not|no|none|never|neither|false|whether|if|doubt|unclear|suppose|except|cannot)\b|n['’]t\b", re.IGNORECASE
+)
 SUM = re.compile(r"[\d.,]+(?:\s*[-+−*×·÷]\s*[\d.,]+)+")  # of plain numbers
 JOINED = re.compile(r"\s*(?:,\s*)?(and|or|,)\s*|\s*,\s*()")
 UNIT_AFTER = re.compile(r"\s?([^\W\d_]{2,}\b|[A-Za-z](?=[.,;]|\s*$))")
@@ -220,14 +228,15 @@ def _unmarked(text: str, words: bool) -> list[str]:
     if words:
         line = last_line(text)
         spans = [next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:]]
-        said = SAID.match(line)
-        return [line, *spans, *BOLD.findall(line)[-1:], *([said[1]] if said else [])]
+        end = line.rstrip()[-500:]
+        named = [*list(BOLD.finditer(end))[-1:], *filter(None, [SAID.match(end)])]
+        return [line, *spans, *(found[1] for found in named if not DOUBTED.search(end[: found.end()]))]
     return last_expressions(text)
 
 
 def last_expressions(text: str) -> list[str]:
     """The last LaTeX span or expression with a number, whichever comes later, with a unit after it. Of spans with only
-    "and", "or" or a comma between them the list, and unless "or" is among these, the last one."""
+    "and", "or" or a comma between them the list, and the last one unless that `_is_list`."""
     text = REMARK.sub("", text[-LONGEST:])
     spans = list(LATEX.finditer(text))
     end = spans[-1].end() if spans else 0
@@ -257,12 +266,12 @@ def _list_start(text: str, spans: list[re.Match[str]]) -> tuple[int, set[str]]:
 def _is_list(members: list[str], joints: set[str]) -> bool:
     """Whether the last one alone is no answer: "x = 1 and x = 5" is not 5, while "a = 2 and a + b = 5" may be."""
     lefts = [member.rpartition("=")[0].strip() for member in members]
-    return "or" in joints or ("and" in joints and lefts[-1] in lefts[:-1])
+    return "or" in joints or ("and" in joints and lefts[-1] in lefts[:-1] and len(set(members)) > 1)
 
 
 def _last_run(text: str) -> list[str]:
     """The readings of the last expression with a number; none where words beside it refuse it."""
-    text = AGO.sub("", TIMES.sub(" * ", re.sub(r"\$(?=\.?\d)", "", BOLD_MARK.sub("", text))))
+    text = AGO.sub(r"\1", TIMES.sub(" * ", re.sub(r"\$(?=\.?\d)", "", BOLD_MARK.sub("", text))))
     runs = [run for run in RUN.finditer(text) if DIGIT.search(run[0])]
     if not runs:
         return []

@@ -37,7 +37,7 @@ class NodeWorkers:
 
 
 class RayWorkers(WorkerPool):
-    """As `Workers`, with as many processes on each node that the cluster has at the start. Ray sends the
+    """As `Workers`, with as many processes as there on each node that the cluster has at the start. Ray sends the
     samples of a lost node to another one, with the whole deadline."""
 
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
@@ -48,15 +48,16 @@ class RayWorkers(WorkerPool):
         except (RuntimeError, ValueError, OSError) as error:
             why = on_one_line(str(error), SHOWN)
             raise InputError(f"reward.placement: ray, and there is no Ray cluster ({why}); see RAY_ADDRESS") from None
+        config = config.model_copy(update={"workers": processes(config)})
         given = (functions, config, os.getcwd(), os.environ.get("PYTHONPATH"))
-        options = {"num_cpus": 0, "max_concurrency": processes(config), "max_restarts": -1, "max_task_retries": -1}
+        options = {"num_cpus": 0, "max_concurrency": config.workers, "max_restarts": -1, "max_task_retries": -1}
         self._actors: dict[str, ray.actor.ActorHandle] = {}  # by the address of the node
         for node in ray.nodes():
             if node["Alive"]:
                 placed = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
                 actor = ray.remote(NodeWorkers).options(scheduling_strategy=placed, **options).remote(*given)
                 self._actors[f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"] = actor
-        super().__init__([functools.partial(self._ask, actor) for actor in self._actors.values()] * processes(config))
+        super().__init__([functools.partial(self._ask, actor) for actor in self._actors.values()] * config.workers)
 
     def start(self) -> None:
         """Waits until all are ready. Raises ValueError if a node loads no functions."""

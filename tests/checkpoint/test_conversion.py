@@ -220,8 +220,10 @@ def test_links_to_checkpoints(run_folder, converted, tmp_path):
         assert (tmp_path / f"out-{number}" / "chat_template.jinja").read_text() == "the run's"
     (run_folder / "checkpoints").unlink()
     (tmp_path / "elsewhere").rename(run_folder / "checkpoints")
-    mcore2hf(tmp_path / "latest", tmp_path / "out-2")
-    assert (tmp_path / "out-2" / "chat_template.jinja").read_text() == "the run's"
+    (run_folder / "checkpoints" / "latest").symlink_to("step-000007")
+    for number, link in enumerate((tmp_path / "latest", run_folder / "checkpoints" / "latest"), 2):
+        mcore2hf(link, tmp_path / f"out-{number}")
+        assert (tmp_path / f"out-{number}" / "chat_template.jinja").read_text() == "the run's"
 
 
 def test_a_checkpoint_without_its_run_or_its_model(run_folder, converted, convert, refused, tmp_path, monkeypatch):

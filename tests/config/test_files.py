@@ -260,7 +260,7 @@ def test_settings_of_a_reward_are_of_a_runs_identity_where_the_run_has_it(name):
 def test_defaults_that_depend_on_other_keys():
     def of(*words):
         config = compose([], list(words), NEEDED)[0]
-        return config.parallel.sequence_parallel, config.rollout.memory_fraction
+        return config.parallel.cuts_sequences, config.rollout.memory_fraction
 
     assert of() == (False, 0.7) and of("rollout.offload=false") == (False, 0.5)
     assert of("parallel.tp=2", "rollout.placement=split") == (True, 0.85)
