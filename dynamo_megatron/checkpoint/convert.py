@@ -66,11 +66,14 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> tuple[int, Pat
 
 
 def _located(path: str | Path) -> Path:
-    """Returns the absolute path of a run or a checkpoint; links to one are followed, a run's `checkpoints` that is
-    itself a link is not."""
+    """Returns the absolute path of a run or a checkpoint; links to one are followed, a run's own (to its folder
+    `checkpoints`, to one of its steps) are not."""
     named = Path(os.path.abspath(path))
-    in_place = (named.parent.name == "checkpoints" and not named.is_symlink()) or (named / "checkpoints").is_dir()
-    return named if in_place else named.resolve()
+    while named.is_symlink() and named.exists() and not (named / "checkpoints").is_dir():
+        if named.parent.name == "checkpoints" and named.name.startswith("step-"):
+            break
+        named = Path(os.path.abspath(named.parent / os.readlink(named)))
+    return named
 
 
 def run_config(checkpoint: Path) -> Config:

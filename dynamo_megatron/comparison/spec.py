@@ -22,9 +22,9 @@ from dynamo_megatron.runtime.whole_files import replacing
 SET_BY_RUN = {"seed": "seeds", "optimizer.lr": "learning_rates", "output_dir": "output_dir"}  # run's key -> spec's key
 # Scores are comparable only where these keys are equal.
 SHARED = ("model.path", *(f"eval.{key}" for key in ("data", "limit", "samples", "k", "temperature", "max_new_tokens")))
-# These keys depend on the servers and the machine that a run uses, not on the run.
+# These keys depend on the servers and the machine that a run uses, or change no more than rounding.
 SERVERS = ("placement", "urls", "api_key_env", "port", "servers", "memory_fraction")
-ADDRESS = (*(f"rollout.{key}" for key in SERVERS), "reward.workers")
+ADDRESS = (*(f"rollout.{key}" for key in SERVERS), "reward.workers", "parallel.sequence_parallel")
 NOT_FINITE = "NonFiniteError"  # in the last line of a run that failed with NaN or infinity
 
 

@@ -113,10 +113,10 @@ class Plan:
         if (over := self.peak - most) > 0:
             optimizer = max(stage.state.optimizer for stage in self.stages)
             mend = f"; optimizer.cpu_offload keeps {optimizer / GIB:.1f} in host memory" if optimizer > over else ""
-            if self.config.model.max_length is None and self.work.longest > self.config.trainer.micro_batch_tokens:
-                mend = f"{mend}; a sequence may have {self.work.longest:,} tokens: set model.max_length"
             if any(total > most for stage in self.stages for total in stage.others.values()):
                 mend = "; lower rollout.memory_fraction"  # a server is there then
+            if self.config.model.max_length is None and self.work.longest > self.config.trainer.micro_batch_tokens:
+                mend += f"; a sequence may have {self.work.longest:,} tokens: set model.max_length"
             return f"does not fit: {over / GIB:.1f} GiB too much on the fullest rank{mend}"
         if servers is None:
             return None

@@ -118,7 +118,7 @@ def last_boxes(text: str) -> list[str]:
         between = text[found[k - 1][1] : start]
         if k == 0 or SENTENCE_END.search(between):
             break
-        both = k == len(found) - 1 and AND.fullmatch(between) and "=" not in content
+        both = k == len(found) - 1 and AND.fullmatch(between) and "=" not in content != found[k - 1][2]
         either = either or bool(both or OR.search(between))
     return [", ".join(contents), *([] if either else contents[-1:])] if len(contents) > 1 else contents
 

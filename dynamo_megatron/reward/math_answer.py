@@ -35,8 +35,8 @@ MARKED = re.compile(r"^####[ \t]*(\S{0,200}[\d\\]\S{0,200})[ \t]*$", re.MULTILIN
 TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 # "The final answer is", "Answer:", and the same in the languages that models answer in.
 ANSWER = re.compile(
-    r"\b(?:answers?|solution|result|correct (?:option|choice))\b[^\n.:=]{0,60}?"
-    r"(?:\b(?:is|are|equals|be)\b\s*:?|[:=])\**"
+    r"\b(?:answers?|solution|result)\b[^\n.:=]{0,60}?(?:\b(?:is|are|equals|be)\b\s*:?|[:=])\**"
+    r"|\bcorrect (?:option|choice) is\b(?=\W{0,9}[A-J]\b)"
     r"|\banswer\W*\n|答案|答[:：]|答え|解答|정답|답은|답[:：]"
     r"|\b(?:respuesta|resposta|risposta|réponse|antwort|antwoord|odpowiedź|cevap|svar)\b"
     r"|ответ|đáp án|kết quả|คำตอบ|उत्तर|الجواب|الإجابة|απάντηση",
@@ -47,7 +47,9 @@ REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|a
 # Words beside a number that make it another one, or no answer at all; of the first ones not "the larger one is 7".
 NO_VERB = r"(?:(?!\b(?:is|are|was|were|equals?)\b)[^.,;:!?\n]){0,30}$"
 REFUSED_BEFORE = re.compile(
-    rf"\b(?:root|square|less|more|fewer|greater|larger|smaller|above|below|multiple)\b{NO_VERB}"
+    r"\b(?:(?:root|square|multiple) of|(?:less|more|fewer|greater|larger|smaller) than)\s"
+    r"(?![$\d])[^.,;:!?\n]{0,30}$"
+    rf"|\b(?:root|square|less|more|fewer|greater|larger|smaller|above|below|multiple)\b{NO_VERB}"
     r"|(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|either|or|maybe|possibly"
     r"|except|but|power|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
     r"|\bbetween(?: \S{1,20} and)?$|\bat (?:least|most)$",
@@ -60,17 +62,21 @@ REFUSED_AFTER = re.compile(
 )
 UNSURE = re.compile(
     rf"(?:\bnot\b|n['’]t\b){NO_VERB}"
+    r"|(?:\bnot\b|n['’]t\b)[^.,;:!?\n]{0,20}\b(?:think|believe|say|know|sure|certain|true|case)\b[^.,;:!?\n]{0,30}$"
     r"|(?:\b(?:never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|不|非)[^.,;:!?\n]{0,30}$"
     r"|\b(?:half|twice|double|triple) (?:of )?$",
     re.IGNORECASE,
 )  # of REFUSED_BEFORE what makes the result of a calculation no answer
 RESULT = re.compile(r".[^=]*[-+−–*/×÷^][^=]*=")
 # Than something else, by that result; or its unit.
-MORE = re.compile(r"[\s$]{0,3}(?:more|less|over|above|below|percent|times(?!\s*[\d$(]))\b", re.IGNORECASE)
-# After a number in the same sentence.
+MORE = re.compile(
+    r"[\s$]{0,3}(?:more|less|over|above|below|percent|times(?=\W*$|\s(?:as|more|larger|greater|bigger|faster|older|longer)\b))\b",
+    re.IGNORECASE,
+)
+# After a number: "109 years old 10 years from now".
 AGO = re.compile(
-    r"(\d[^.!?\n]{0,60}?)\s(?:in\s)?\d{1,4} (?:year|month|week|day|hour|minute)s?"
-    r" (?:ago|from now|later|earlier)\W{0,9}$"
+    r"(\d(?:\s(?:year|month|week|day|hour|minute)s?)?(?:\sold)?)\s(?:in\s)?\d{1,4} "
+    r"(?:year|month|week|day|hour|minute)s? (?:ago|from now|later|earlier)\W{0,9}$"
 )
 HEDGED = re.compile(
     r"\b(?:at least|at most|about|around|approximately|could|might|may|possibl[ey]|or)\b", re.IGNORECASE
@@ -98,6 +104,7 @@ CHECK = re.compile(
     r"(?:[:.!]|\s(?:this|that|it|our|my|the (?:answer|result|solution))\b)",
     re.IGNORECASE,
 )
+CONCLUDES = re.compile(r"(?:^|[.!?\n])\s{0,9}(?:so|thus|hence|therefore|total)\b[^.\n]{0,200}\d", re.IGNORECASE)
 CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops)\b", re.IGNORECASE)
 RETRACTED = re.compile(
     r"(?:\bnot|n['’]t) (?:right|correct)\b|\b(?:wrong|incorrect|mistake|error|forgot|should be)\b", re.IGNORECASE
@@ -113,10 +120,11 @@ RUN = re.compile(
 )
 OF_ASDIV = re.compile(r"^\s*(-?[\d.,/]+)\s*\(([A-Za-z][A-Za-z ]*)\)\s*$")  # 9 (apples)
 BOLD_MARK = re.compile(r"(?:^|(?<=[\s(]))\*\*(?=\S)|(?<=\S)\*\*(?=[\s.,;:!?)]|$)")  # and no power
-BOLD = re.compile(r"\*\*([^*]{1,100})\*\*")
-SAID = re.compile(r".*\b(?:is|are)\s([^\s.,;:!?][^.,;:!?]{0,59})[.!]?$")
+BOLD = re.compile(r"([^*]*\b(?:is|are):?\s)\*\*([^*]{1,100})\*\*[^*]*")  # the only words in bold of a line
 DOUBTED = re.compile(
-    r"\b(?:not|no|none|never|neither|false|whether|if|doubt|unclear|suppose|except|cannot)\b|n['’]t\b", re.IGNORECASE
+    r"\b(?:not|no|none|never|neither|either|or|false|opposite|whether|if|doubt|unclear|suppose|assume|except|cannot"
+    r"|could|might|may|maybe|perhaps|possibl[ey])\b|n['’]t\b",
+    re.IGNORECASE,
 )
 SUM = re.compile(r"[\d.,]+(?:\s*[-+−*×·÷]\s*[\d.,]+)+")  # of plain numbers
 JOINED = re.compile(r"\s*(?:,\s*)?(and|or|,)\s*|\s*,\s*()")
@@ -196,8 +204,10 @@ def _own_part(text: str) -> str:
     without what a correction takes back."""
     if (problem := NEXT_PROBLEM.search(text)) and _marks(text[: problem.start()]):
         text = text[: problem.start()]
-    if (check := CHECK.search(text)) and DIGIT.search(text[: check.start()]) and not _marks(text[check.end() :]):
-        text = text[: check.start()]
+    if (check := CHECK.search(text)) and DIGIT.search(text[: check.start()]):
+        after = text[check.end() :]
+        if not _marks(after) and not CONCLUDES.search(after):
+            text = text[: check.start()]
     for correction in list(CORRECTION.finditer(text))[-1:]:
         rest = text[correction.end() :]
         if _marks(rest) or RETRACTED.search(rest):
@@ -228,9 +238,9 @@ def _unmarked(text: str, words: bool) -> list[str]:
     if words:
         line = last_line(text)
         spans = [next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:]]
-        end = line.rstrip()[-500:]
-        named = [*list(BOLD.finditer(end))[-1:], *filter(None, [SAID.match(end)])]
-        return [line, *spans, *(found[1] for found in named if not DOUBTED.search(end[: found.end()]))]
+        if (bold := BOLD.fullmatch(line)) and not DOUBTED.search(bold[1]):
+            spans.append(bold[2])
+        return [line, *spans]
     return last_expressions(text)
 
 
@@ -281,7 +291,9 @@ def _last_run(text: str) -> list[str]:
     elif not results:
         first, joints = _list_start(text, runs)
         listed = [run[0].strip() for run in runs[first:]]
-        if "and" in joints and _is_list(listed, joints):
+        # "a is 6, and 36 is b" has no list; "3, 5, and 7" is one.
+        apart = len(listed) == 2 and "," in text[runs[first].end() : runs[-1].start()]
+        if "and" in joints and not apart and _is_list(listed, joints):
             return [] if refused(text, runs[first]) else [", ".join(listed)]
     span = runs[-1]
     run, rest = span[0].strip(), text[span.end() :]
