@@ -208,7 +208,7 @@ class Answers:
             return self._conversation(prompt)
         if not isinstance(prompt.answer, str):
             raise InputError(
-                f"data.answer_key: the completion of {prompt.prompt_id!r} is {prompt.answer!r:.40}, not a text"
+                f"data.answer_key: the completion of {prompt.prompt_id!r} is {prompt.answer!r:.40}, not text"
             )
         example = Example([], [])
         example.add(encode_prompt(prompt, self._tokenizer, self._config), False)

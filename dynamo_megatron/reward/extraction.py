@@ -118,8 +118,8 @@ def last_boxes(text: str) -> list[str]:
         between = text[found[k - 1][1] : start]
         if k == 0 or SENTENCE_END.search(between):
             break
-        both = k == len(found) - 1 and AND.fullmatch(between) and "=" not in content != found[k - 1][2]
-        either = either or bool(both or OR.search(between))
+        last_two = k == len(found) - 1 and content != found[k - 1][2] and "=" not in content
+        either = either or bool(OR.search(between) or (last_two and AND.fullmatch(between)))
     return [", ".join(contents), *([] if either else contents[-1:])] if len(contents) > 1 else contents
 
 

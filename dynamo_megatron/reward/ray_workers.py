@@ -37,8 +37,8 @@ class NodeWorkers:
 
 
 class RayWorkers(WorkerPool):
-    """As `Workers`, with as many processes as there on each node that the cluster has at the start. Ray sends the
-    samples of a lost node to another one, with the whole deadline."""
+    """As `Workers`, on each node that the cluster has at the start. Ray sends the samples of a lost node to another
+    one, with the whole deadline."""
 
     def __init__(self, functions: list[str], config: RewardConfig) -> None:
         """Raises ValueError if there is no cluster."""

@@ -51,7 +51,7 @@ def test_an_answer_beside_the_conversation_is_the_only_one_trained():
     messages = [said("user", "1"), said("assistant", "a"), said("user", "2")]
     (example,) = examples_of(Prompt("p", messages, answer="7", meta={"tools": TOOLS}), TOKENIZER, DATA, ENDS)
     assert trained(example) == "7<|im_end|>" and "Tools:" not in TOKENIZER.decode(example.tokens)
-    with pytest.raises(InputError, match=r"^data\.answer_key: the completion of 'p' is 7, not a text$"):
+    with pytest.raises(InputError, match=r"^data\.answer_key: the completion of 'p' is 7, not text$"):
         examples_of(Prompt("p", messages, answer=7), TOKENIZER, DATA, ENDS)
 
 
