@@ -24,6 +24,7 @@ from dynamo_megatron.algorithm.gae import generalised_advantages, token_rewards,
 from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
+from dynamo_megatron.config.method import GROUP_ADVANTAGES
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.runtime.routes import no_route
@@ -165,6 +166,14 @@ def _advantages(
             positive_weight=advantage.positive_weight,
         )
     return weighted(advantages, advantage.positive_weight)
+
+
+def silent_rollouts(rollouts: RolloutBatch, config: Config) -> np.ndarray:
+    """bool [S]: those whose advantage is 0 by the rewards alone, as in a group of equal rewards."""
+    if config.algorithm.advantage.kind not in GROUP_ADVANTAGES or config.algorithm.needs_baseline:
+        return np.zeros(len(rollouts.rewards), bool)
+    group, _ = group_index(rollouts.group_ids, len(rollouts.group_ids))
+    return _advantages(rollouts, group, config, None, None) == 0
 
 
 def _check_rewards(rollouts: RolloutBatch, rewards: np.ndarray, setting: str, advice: str) -> None:
@@ -358,3 +367,5 @@ class MiniBatch:
 
     members: np.ndarray  # int64, ascending: indices of the step's sequences
     micro_batches: list[MicroBatch]
+    silent: np.ndarray  # int64: the members that give no gradient by their rewards, alone in the last micro-batches
+    silent_micro_batches: int  # how many these are; 0: all members share them

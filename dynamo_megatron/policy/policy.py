@@ -30,6 +30,7 @@ from dynamo_megatron.policy.batch import (
     SequenceCost,
     TrainBatch,
     assign_micro_batches,
+    silent_rollouts,
 )
 from dynamo_megatron.policy.frozen_models import FrozenModels
 from dynamo_megatron.policy.head import LossOfHidden, PolicyHead
@@ -39,7 +40,7 @@ from dynamo_megatron.policy.model import PolicyModel, build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.routing import ExpertRouting
-from dynamo_megatron.types import Sequences, TokenStats
+from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
 
 Measured = tuple[torch.Tensor, torch.Tensor]  # slots of tokens, on the CPU, and their statistics, [4, r] on the device
 Build = Callable[[ModelSpec, Config, Layout], list[PolicyModel]]
@@ -86,33 +87,52 @@ class Policy:
         self.head.check()
 
     def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> list[MiniBatch]:
-        """Packs this rank's part of each of `mini_batches` (indices of sequences, ascending) into micro-batches."""
-        parallel, budget = self.config.parallel, self.config.trainer.micro_batch_tokens
+        """Packs this rank's part of each of `mini_batches` (indices of sequences, ascending) into micro-batches.
+
+        Rollouts that give no gradient have micro-batches of their own, which no backward pass needs, where that leaves
+        fewer micro-batches to the others."""
+        parallel, dp, cp = self.config.parallel, self.layout.dp, self.layout.cp
         if source.routes is not None:
             source = self._replayed(source)
-        dp, cp = self.layout.dp, self.layout.cp
-        lengths, packed = np.diff(source.offsets) - 1, []
-        for members in mini_batches:
-            assigned = assign_micro_batches(
-                lengths[members].tolist(),
-                dp.size(),
-                budget,
-                cost=self._cost,
-                multiple=parallel.pp if parallel.vpp > 1 else 1,
+        lengths, silent, packed = np.diff(source.offsets) - 1, self._silent(source), []
+
+        def assign(members: np.ndarray) -> list[np.ndarray]:  # of each of this rank's micro-batches
+            budget, multiple = self.config.trainer.micro_batch_tokens, parallel.pp if parallel.vpp > 1 else 1
+            of_ranks = assign_micro_batches(
+                lengths[members].tolist(), dp.size(), budget, cost=self._cost, multiple=multiple
             )
+            return [members[sequences] for sequences in of_ranks[dp.rank()]]
+
+        for members in mini_batches:
+            assigned, quiet, of_quiet = assign(members), members[silent[members]], []
+            if quiet.size and len(others := assign(np.setdiff1d(members, quiet))) < len(assigned):
+                of_quiet = assign(quiet)
+                assigned = others + of_quiet
             micro_batches = [
                 MicroBatch.pack(
                     source,
-                    members[sequences].tolist(),
+                    sequences.tolist(),
                     multiple=parallel.tp if parallel.sequence_parallel else 1,
                     device=self.layout.device,
                     cp_rank=cp.rank(),
                     cp_size=cp.size(),
                 )
-                for sequences in assigned[dp.rank()]
+                for sequences in assigned
             ]
-            packed.append(MiniBatch(members, micro_batches))
+            packed.append(MiniBatch(members, micro_batches, quiet if of_quiet else quiet[:0], len(of_quiet)))
         return packed
+
+    def _silent(self, source: Sequences) -> np.ndarray:
+        """bool [S]: the rollouts that, by their rewards alone, give no gradient."""
+        loss = self.head.loss_config
+        if (
+            not isinstance(source, RolloutBatch)
+            or (self.head.loss_function is not None or loss.kl_coef or loss.entropy_coef)  # every token counts
+            or (loss.modulation is not None and loss.modulation.scope == "micro_batch")  # ranges of all that is packed
+            or self.config.model.expert_bias_update_rate  # by the load of all tokens
+        ):
+            return np.zeros(len(source.prompt_ids), bool)
+        return silent_rollouts(source, self.config)
 
     def _replayed(self, source: Sequences) -> Sequences:
         """`source` without its routes where the run replays none. Raises ValueError for those of another model."""
@@ -156,7 +176,6 @@ class Policy:
             forward_only=forward_only,
         )
 
-    @torch.no_grad()
     def token_stats(
         self,
         source: Sequences,
@@ -172,20 +191,31 @@ class Policy:
         source.check_tokens(self.spec.vocab_size)
         found: list[Measured] = []
         inputs = PassInputs(source, [m.members for m in mini_batches], {"model": model, "temperature": temperature})
+        micro_batches = [m for mini in mini_batches for m in mini.micro_batches]
+        if model is None:
+            self._measure(micro_batches, found, temperature)
+            return self._gathered(found, inputs, "policy")
+        folder = self.config.frozen_models[model]
+        with self._frozen.in_place(folder):
+            self._measure(micro_batches, found, temperature, routed=False)
+        return self._gathered(found, inputs, f"{model} {folder}")
+
+    @torch.no_grad()
+    def _measure(
+        self,
+        micro_batches: list[MicroBatch],
+        found: list[Measured],
+        temperature: float | None = None,
+        routed: bool = True,
+    ) -> None:
+        """Appends the statistics of `micro_batches` to `found`, on the last stage."""
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             stats = self.head.token_stats(hidden, micro_batch.labels, temperature)
             found.append((micro_batch.slots, torch.stack(stats)))
             return hidden.new_zeros(())
 
-        micro_batches = [m for mini in mini_batches for m in mini.micro_batches]
-        if model is None:
-            self._run(micro_batches, collect, forward_only=True)
-            return self._gathered(found, inputs, "policy")
-        folder = self.config.frozen_models[model]
-        with self._frozen.in_place(folder):
-            self._run(micro_batches, collect, forward_only=True, routed=False)
-        return self._gathered(found, inputs, f"{model} {folder}")
+        self._run(micro_batches, collect, forward_only=True, routed=routed)
 
     def _gathered(self, found: list[Measured], inputs: PassInputs, model: str) -> TokenStats:
         """The statistics that all ranks have found of `model`. Raises NonFiniteError."""
@@ -271,7 +301,11 @@ class Policy:
         if (head_loss := self.head.loss_of(tokens, shaped, measures)) is None:
             measured = self.token_stats(batch.rollouts, [mini_batch]) if measures else None
             return Gradient(inputs, {"skipped": 1.0}, measured)
-        gradient = self._gradient(inputs, mini_batch, head_loss, measures)
+        silent = np.isin(np.arange(len(batch.advantages)), mini_batch.silent)
+        trained = len(mini_batch.micro_batches)
+        if not shaped.trained[torch.from_numpy(batch.rollouts.per_token(silent))].any():
+            trained -= mini_batch.silent_micro_batches
+        gradient = self._gradient(inputs, mini_batch.micro_batches, head_loss, trained, measures)
         return gradient._replace(found={**gradient.found, "selected": float(shaped.selected.sum())})
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
@@ -285,12 +319,19 @@ class Policy:
         (mini_batch,) = self.pack(sequences, rows)
         inputs = PassInputs(sequences, rows, {"weights": weights, "learning_rate": learning_rate}, "fit")
         cross_entropy = self.head.cross_entropy(torch.from_numpy(sequences.per_token(weights)).float())
-        return self.step(self._gradient(inputs, mini_batch, cross_entropy))
+        micro_batches = mini_batch.micro_batches
+        return self.step(self._gradient(inputs, micro_batches, cross_entropy, len(micro_batches)))
 
     def _gradient(
-        self, inputs: PassInputs, mini_batch: MiniBatch, head_loss: LossOfHidden, measures: bool = False
+        self,
+        inputs: PassInputs,
+        micro_batches: list[MicroBatch],
+        head_loss: LossOfHidden,
+        trained: int,
+        measures: bool = False,
     ) -> Gradient:
-        """Sums and flags stay on the device until the last micro-batch: the host waits for none."""
+        """Of the first `trained` micro-batches; the others are silent, and only measured. Sums and flags stay on the
+        device until the last micro-batch: the host waits for none."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted", "broken")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
         measured: list[Measured] = []
@@ -304,12 +345,14 @@ class Policy:
                 measured.append((micro_batch.slots, output.stats))
             return output.loss
 
+        if measures:
+            self._measure(micro_batches[trained:], measured)
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.routing is not None:
             self.routing.begin_gradient()
-        self._run(mini_batch.micro_batches, on_hidden, forward_only=False)
+        self._run(micro_batches[:trained], on_hidden, forward_only=False)
         finalize_model_grads(self.ddp)
         self.optimizer.prepare_grads()
         on_host = sums.to("cpu", non_blocking=True)  # complete once Megatron has waited for the norm

@@ -1,5 +1,6 @@
 """The update's own forward pass gives the statistics of the step, and the gradient that it has after a pass."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -25,14 +26,16 @@ NEEDS = {  # the key that makes a method need the pass
     "r1": "loss.mini_batches",
     "reinforce_ada": "sequential",
 }
-LAYOUTS = ({}, {"tp": 2}, {"pp": 2}, {"cp": 2})
+LAYOUTS = (({}, 1), ({}, 2), ({"tp": 2}, 2), ({"pp": 2}, 2), ({"cp": 2}, 2))  # with how many ranks
 CHANGES = {  # what does not need it either
     "recompute": {"kernels": {"gradient": "recompute"}},
+    "normalised": {"algorithm": {"advantage": {"normalise": "batch"}}},  # no advantage is 0, whatever the rewards say
     "engine": {"algorithm": {"loss": {"old": "engine"}}},
     "terms": {"algorithm": {"loss": {"entropy_coef": 0.01}, "kl": {"coef": 0.1}}},
     "mask": {"algorithm": {"rollout_correction": {"kind": "mask", "low": 0.5, "high": 1.5}}},
     "truncate": {"algorithm": {"rollout_correction": {"level": "sequence", "high": 3.0}}},
 }
+LOUD = ("entropy_loss", "history", "ppo", "spo", "terms", "w_reinforce")  # where groups of equal rewards train too
 ROUNDED = ("mask", "truncate")  # a token's weight is rounded before the correction, and after it
 
 
@@ -56,7 +59,8 @@ def test_only_methods_that_need_statistics_before_the_update_have_a_pass(name):
 
 
 def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
-    """For each change of the configuration how far the two ways are apart, 0 if bit for bit."""
+    """For each change of the configuration how far the two ways are apart, 0 if bit for bit, and a third one that has
+    a backward pass of silent micro-batches too; and how many these are."""
     from layout_cases import rollouts
 
     from dynamo_megatron.algorithm.success import Baseline
@@ -76,14 +80,18 @@ def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
         (mini,) = policy.pack(source, batch.mini_batches)
         stats = policy.token_stats(source, [mini])
         reference, gradients, sums = policy.reference_logprobs(source, [mini]), [], []
-        for given in (stats, None):
-            gradient = policy.gradient(batch, mini, given, reference, 1e-3)
+        every = dataclasses.replace(mini, silent_micro_batches=0)
+        for packed, given in ((mini, stats), (every, None), (mini, None)):
+            gradient = policy.gradient(batch, packed, given, reference, 1e-3)
             gradients.append([p.main_grad.clone() for chunk in policy.chunks for p in chunk.parameters()])
             sums.append(gradient.found)
-        apart = max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+        apart = max(
+            float((a - b).abs().max()) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True)
+        )
         statistics = max(float((a - b).abs().max()) for a, b in zip(stats, gradient.stats, strict=True))
-        norms = float(abs(sums[0]["grad_norm"] - sums[1]["grad_norm"]))
+        norms = float(max(abs(sums[0]["grad_norm"] - other["grad_norm"]) for other in sums))
         found[name] = {"gradient": apart, "statistics": statistics, "norm": norms, "size": sums[0]["grad_norm"]}
+        found[name]["silent"] = mini.silent_micro_batches
     return found
 
 
@@ -98,12 +106,13 @@ def test_both_ways_give_the_same_gradient_and_statistics_bit_for_bit(tiny_model,
     cases = [
         {
             "config": settings(tiny_model, parallel, **sections),
-            "ranks": max(1, *parallel.values(), 1),
-            "changes": changes if not parallel else {name: changes[name] for name in ("grpo", "terms", *ROUNDED)},
+            "ranks": ranks,
+            "changes": changes if ranks == 1 else {name: changes[name] for name in ("grpo", "terms", *ROUNDED)},
         }
-        for parallel in LAYOUTS
+        for parallel, ranks in LAYOUTS
     ]
-    for parallel, ranks in zip(LAYOUTS, run_cases(__file__, cases, tmp_path), strict=True):
+    for (parallel, _), ranks in zip(LAYOUTS, run_cases(__file__, cases, tmp_path), strict=True):
         for name, gaps in ((name, gaps) for found in ranks for name, gaps in found.items()):
+            assert (gaps.pop("silent") > 0) == (name not in LOUD), (parallel, name)
             bar = 1e-6 if name in ROUNDED else 0
             assert gaps.pop("size") > 1e-3 and all(gap <= bar for gap in gaps.values()), (parallel, name, gaps)
