@@ -24,7 +24,6 @@ from dynamo_megatron.algorithm.gae import generalised_advantages, token_rewards,
 from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.algorithm.user_functions import AdvantageInputs, custom_advantages, load_advantage
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.method import GROUP_ADVANTAGES
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models import ModelSpec
 from dynamo_megatron.runtime.routes import no_route
@@ -168,12 +167,22 @@ def _advantages(
     return weighted(advantages, advantage.positive_weight)
 
 
-def silent_rollouts(rollouts: RolloutBatch, config: Config) -> np.ndarray:
-    """bool [S]: those whose advantage is 0 by the rewards alone, as in a group of equal rewards."""
-    if config.algorithm.advantage.kind not in GROUP_ADVANTAGES or config.algorithm.needs_baseline:
-        return np.zeros(len(rollouts.rewards), bool)
-    group, _ = group_index(rollouts.group_ids, len(rollouts.group_ids))
-    return _advantages(rollouts, group, config, None, None) == 0
+def silent_rollouts(source: Sequences, config: Config) -> np.ndarray:
+    """bool [S]: the rollouts that give no gradient, by their rewards alone, as in a group of equal rewards. None where
+    the method adds anything to their loss, drops them, or makes them count for the others of a micro-batch."""
+    algorithm, loss, modulation = config.algorithm, config.algorithm.loss, config.algorithm.modulation
+    together = (
+        not isinstance(source, RolloutBatch) or source.step_rewards is not None or config.reward.implicit,
+        algorithm.advantage.kind not in ("grpo", "dr_grpo", "rloo") or algorithm.advantage.normalise == "batch",
+        algorithm.needs_baseline or algorithm.dynamic_sampling is not None or algorithm.teacher is not None,
+        loss.function is not None or loss.entropy_coef or loss.kl_cov is not None or algorithm.kl.coef,
+        modulation is not None and (modulation.scope == "micro_batch" or modulation.expectation == "sequence_mean"),
+        config.model.expert_bias_update_rate,
+    )
+    if any(together):
+        return np.zeros(len(source.prompt_ids), bool)
+    group, _ = group_index(source.group_ids, len(source.group_ids))
+    return _advantages(source, group, config, None, None) == 0
 
 
 def _check_rewards(rollouts: RolloutBatch, rewards: np.ndarray, setting: str, advice: str) -> None:
@@ -367,5 +376,4 @@ class MiniBatch:
 
     members: np.ndarray  # int64, ascending: indices of the step's sequences
     micro_batches: list[MicroBatch]
-    silent: np.ndarray  # int64: the members that give no gradient by their rewards, alone in the last micro-batches
-    silent_micro_batches: int  # how many these are; 0: all members share them
+    silent_count: int  # of the last micro-batches, which have silent rollouts alone

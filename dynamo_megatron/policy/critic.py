@@ -98,4 +98,4 @@ class Critic(Policy):
             return HeadLoss(total, {"loss": total, "clipped": clipped.sum()})
 
         inputs = PassInputs(batch.rollouts, [mini_batch.members], {"learning_rate": learning_rate}, "fit")
-        return self.step(self._gradient(inputs, mini_batch, loss_of_values))
+        return self.step(self._gradient(inputs, mini_batch.micro_batches, loss_of_values))

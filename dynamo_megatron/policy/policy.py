@@ -40,7 +40,7 @@ from dynamo_megatron.policy.model import PolicyModel, build_chunks
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs
 from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wrap
 from dynamo_megatron.policy.routing import ExpertRouting
-from dynamo_megatron.types import RolloutBatch, Sequences, TokenStats
+from dynamo_megatron.types import Sequences, TokenStats
 
 Measured = tuple[torch.Tensor, torch.Tensor]  # slots of tokens, on the CPU, and their statistics, [4, r] on the device
 Build = Callable[[ModelSpec, Config, Layout], list[PolicyModel]]
@@ -51,7 +51,7 @@ class Gradient(NamedTuple):
 
     inputs: PassInputs
     found: dict[str, float]  # what `Policy.update` returns; `skipped` 1: there is no gradient
-    stats: TokenStats | None = None  # of the same forward pass, float32 [R]; None: they were known before
+    stats: TokenStats | None = None  # of the policy that it is of, float32 [R]; None: they were known before
 
 
 class Policy:
@@ -89,14 +89,13 @@ class Policy:
     def pack(self, source: Sequences, mini_batches: Sequence[np.ndarray]) -> list[MiniBatch]:
         """Packs this rank's part of each of `mini_batches` (indices of sequences, ascending) into micro-batches.
 
-        Rollouts that give no gradient have micro-batches of their own, which no backward pass needs, where that leaves
-        fewer micro-batches to the others."""
+        Silent rollouts have micro-batches of their own, which need no backward pass, where that saves time."""
         parallel, dp, cp = self.config.parallel, self.layout.dp, self.layout.cp
         if source.routes is not None:
             source = self._replayed(source)
-        lengths, silent, packed = np.diff(source.offsets) - 1, self._silent(source), []
+        lengths, silent, packed = np.diff(source.offsets) - 1, silent_rollouts(source, self.config), []
 
-        def assign(members: np.ndarray) -> list[np.ndarray]:  # of each of this rank's micro-batches
+        def assign(members: np.ndarray) -> list[np.ndarray]:  # the sequences of each of this rank's micro-batches
             budget, multiple = self.config.trainer.micro_batch_tokens, parallel.pp if parallel.vpp > 1 else 1
             of_ranks = assign_micro_batches(
                 lengths[members].tolist(), dp.size(), budget, cost=self._cost, multiple=multiple
@@ -104,10 +103,12 @@ class Policy:
             return [members[sequences] for sequences in of_ranks[dp.rank()]]
 
         for members in mini_batches:
-            assigned, quiet, of_quiet = assign(members), members[silent[members]], []
-            if quiet.size and len(others := assign(np.setdiff1d(members, quiet))) < len(assigned):
-                of_quiet = assign(quiet)
-                assigned = others + of_quiet
+            assigned, count = assign(members), 0
+            if (here := silent[members]).any():
+                others, alone = assign(members[~here]), assign(members[here])
+                # In forward passes, of which a backward pass takes two; one more pipeline has to fill.
+                if 3 * (len(assigned) - len(others)) > len(alone) + parallel.pp - 1:
+                    assigned, count = others + alone, len(alone)
             micro_batches = [
                 MicroBatch.pack(
                     source,
@@ -119,20 +120,8 @@ class Policy:
                 )
                 for sequences in assigned
             ]
-            packed.append(MiniBatch(members, micro_batches, quiet if of_quiet else quiet[:0], len(of_quiet)))
+            packed.append(MiniBatch(members, micro_batches, count))
         return packed
-
-    def _silent(self, source: Sequences) -> np.ndarray:
-        """bool [S]: the rollouts that, by their rewards alone, give no gradient."""
-        loss = self.head.loss_config
-        if (
-            not isinstance(source, RolloutBatch)
-            or (self.head.loss_function is not None or loss.kl_coef or loss.entropy_coef)  # every token counts
-            or (loss.modulation is not None and loss.modulation.scope == "micro_batch")  # ranges of all that is packed
-            or self.config.model.expert_bias_update_rate  # by the load of all tokens
-        ):
-            return np.zeros(len(source.prompt_ids), bool)
-        return silent_rollouts(source, self.config)
 
     def _replayed(self, source: Sequences) -> Sequences:
         """`source` without its routes where the run replays none. Raises ValueError for those of another model."""
@@ -148,7 +137,7 @@ class Policy:
             )
         return source
 
-    def _run(self, micro_batches: list[MicroBatch], on_hidden, *, forward_only: bool, routed: bool = True) -> None:
+    def _run(self, micro_batches: Sequence[MicroBatch], on_hidden, *, forward_only: bool, routed: bool = True) -> None:
         """Sends micro-batches through the pipeline; `on_hidden(micro_batch, hidden rows) -> loss` on the last stage.
         `routed`: routes are counted and replayed."""
         if not micro_batches:
@@ -203,7 +192,7 @@ class Policy:
     @torch.no_grad()
     def _measure(
         self,
-        micro_batches: list[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         found: list[Measured],
         temperature: float | None = None,
         routed: bool = True,
@@ -301,11 +290,10 @@ class Policy:
         if (head_loss := self.head.loss_of(tokens, shaped, measures)) is None:
             measured = self.token_stats(batch.rollouts, [mini_batch]) if measures else None
             return Gradient(inputs, {"skipped": 1.0}, measured)
-        silent = np.isin(np.arange(len(batch.advantages)), mini_batch.silent)
-        trained = len(mini_batch.micro_batches)
-        if not shaped.trained[torch.from_numpy(batch.rollouts.per_token(silent))].any():
-            trained -= mini_batch.silent_micro_batches
-        gradient = self._gradient(inputs, mini_batch.micro_batches, head_loss, trained, measures)
+        count = len(mini_batch.micro_batches) - mini_batch.silent_count
+        others, silent = mini_batch.micro_batches[:count], mini_batch.micro_batches[count:]
+        assert not any(shaped.trained[m.slots].any() for m in silent), "silent rollouts have a gradient"
+        gradient = self._gradient(inputs, others, head_loss, measures, silent)
         return gradient._replace(found={**gradient.found, "selected": float(shaped.selected.sum())})
 
     def fit(self, sequences: Sequences, weights: np.ndarray, learning_rate: float) -> dict[str, float]:
@@ -319,19 +307,18 @@ class Policy:
         (mini_batch,) = self.pack(sequences, rows)
         inputs = PassInputs(sequences, rows, {"weights": weights, "learning_rate": learning_rate}, "fit")
         cross_entropy = self.head.cross_entropy(torch.from_numpy(sequences.per_token(weights)).float())
-        micro_batches = mini_batch.micro_batches
-        return self.step(self._gradient(inputs, micro_batches, cross_entropy, len(micro_batches)))
+        return self.step(self._gradient(inputs, mini_batch.micro_batches, cross_entropy))
 
     def _gradient(
         self,
         inputs: PassInputs,
         micro_batches: list[MicroBatch],
         head_loss: LossOfHidden,
-        trained: int,
         measures: bool = False,
+        silent: Sequence[MicroBatch] = (),
     ) -> Gradient:
-        """Of the first `trained` micro-batches; the others are silent, and only measured. Sums and flags stay on the
-        device until the last micro-batch: the host waits for none."""
+        """`silent` ones have no gradient: they are only measured. Sums and flags stay on the device until the last
+        micro-batch: the host waits for none."""
         names = ("loss", "kl", "clipped", "clipped_dual", "damped", "boosted", "broken")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.layout.device)
         measured: list[Measured] = []
@@ -346,13 +333,13 @@ class Policy:
             return output.loss
 
         if measures:
-            self._measure(micro_batches[trained:], measured)
+            self._measure(silent, measured)
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.routing is not None:
             self.routing.begin_gradient()
-        self._run(micro_batches[:trained], on_hidden, forward_only=False)
+        self._run(micro_batches, on_hidden, forward_only=False)
         finalize_model_grads(self.ddp)
         self.optimizer.prepare_grads()
         on_host = sums.to("cpu", non_blocking=True)  # complete once Megatron has waited for the norm

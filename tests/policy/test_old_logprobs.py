@@ -1,8 +1,8 @@
 """The update's own forward pass gives the statistics of the step, and the gradient that it has after a pass."""
 
-import dataclasses
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,15 +27,16 @@ NEEDS = {  # the key that makes a method need the pass
     "reinforce_ada": "sequential",
 }
 LAYOUTS = (({}, 1), ({}, 2), ({"tp": 2}, 2), ({"pp": 2}, 2), ({"cp": 2}, 2))  # with how many ranks
-CHANGES = {  # what does not need it either
+CHANGES = {
     "recompute": {"kernels": {"gradient": "recompute"}},
-    "normalised": {"algorithm": {"advantage": {"normalise": "batch"}}},  # no advantage is 0, whatever the rewards say
+    "modulated": {"algorithm": {"advantage": {"kind": "rloo"}, "modulation": {}}},  # needs the pass
     "engine": {"algorithm": {"loss": {"old": "engine"}}},
     "terms": {"algorithm": {"loss": {"entropy_coef": 0.01}, "kl": {"coef": 0.1}}},
     "mask": {"algorithm": {"rollout_correction": {"kind": "mask", "low": 0.5, "high": 1.5}}},
     "truncate": {"algorithm": {"rollout_correction": {"level": "sequence", "high": 3.0}}},
 }
 LOUD = ("entropy_loss", "history", "ppo", "spo", "terms", "w_reinforce")  # where groups of equal rewards train too
+MEASURED = ("clip_cov", "entropy_advantages")  # of those that need the pass
 ROUNDED = ("mask", "truncate")  # a token's weight is rounded before the correction, and after it
 
 
@@ -59,13 +60,14 @@ def test_only_methods_that_need_statistics_before_the_update_have_a_pass(name):
 
 
 def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
-    """For each change of the configuration how far the two ways are apart, 0 if bit for bit, and a third one that has
-    a backward pass of silent micro-batches too; and how many these are."""
-    from layout_cases import rollouts
+    """For each change of the configuration how far the two ways are apart, 0 if bit for bit; how many micro-batches are
+    of silent rollouts alone, and how far from the pass's way (gradient and sums) is one where none is."""
+    from layout_cases import gather_gradients, rollouts
 
     from dynamo_megatron.algorithm.success import Baseline
     from dynamo_megatron.config import Config
     from dynamo_megatron.models import load_model_config
+    from dynamo_megatron.policy import policy as module
     from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.policy.policy import Policy
 
@@ -77,28 +79,33 @@ def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
         policy = Policy(spec, Config.model_validate({**case["config"], **sections}), layout)
         values = np.zeros(len(source.engine_logprobs)) if policy.config.of_critic else None
         batch = TrainBatch.build(source, policy.config, baseline=Baseline(0.4 * each, 3 * each), values=values)
-        (mini,) = policy.pack(source, batch.mini_batches)
-        stats = policy.token_stats(source, [mini])
+        packed = mini, *_ = policy.pack(source, batch.mini_batches)
+        with mock.patch.object(module, "silent_rollouts", lambda source, _: np.zeros(len(source.rewards), bool)):
+            shared, *_ = policy.pack(source, batch.mini_batches)
+        stats = policy.token_stats(source, packed)
         reference, gradients, sums = policy.reference_logprobs(source, [mini]), [], []
-        every = dataclasses.replace(mini, silent_micro_batches=0)
-        for packed, given in ((mini, stats), (every, None), (mini, None)):
+        ways = [(shared, stats), (mini, stats), (mini, stats if policy.config.algorithm.needs_pass else None)]
+        for packed, given in ways:
             gradient = policy.gradient(batch, packed, given, reference, 1e-3)
+            gather_gradients(policy)
             gradients.append([p.main_grad.clone() for chunk in policy.chunks for p in chunk.parameters()])
             sums.append(gradient.found)
-        apart = max(
-            float((a - b).abs().max()) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True)
+        moved, apart = (
+            max(float((a - b).abs().max()) for a, b in zip(other, gradients[1], strict=True))
+            for other in (gradients[0], gradients[2])
         )
-        statistics = max(float((a - b).abs().max()) for a, b in zip(stats, gradient.stats, strict=True))
-        norms = float(max(abs(sums[0]["grad_norm"] - other["grad_norm"]) for other in sums))
-        found[name] = {"gradient": apart, "statistics": statistics, "norm": norms, "size": sums[0]["grad_norm"]}
-        found[name]["silent"] = mini.silent_micro_batches
+        moved = max(moved, *(abs(sums[0][key] - sums[1][key]) for key in sums[0]))
+        statistics = max(float((a - b).abs().max()) for a, b in zip(stats, gradient.stats or stats, strict=True))
+        norms = float(abs(sums[1]["grad_norm"] - sums[2]["grad_norm"]))
+        found[name] = {"gradient": apart, "statistics": statistics, "norm": norms, "size": sums[1]["grad_norm"]}
+        found[name] |= {"silent": mini.silent_count, "moved": moved}
     return found
 
 
 def test_both_ways_give_the_same_gradient_and_statistics_bit_for_bit(tiny_model, tmp_path):
     sections = {"rollout": {"max_new_tokens": 32}, "trainer": {"micro_batch_tokens": 200}}
     changes = {name: {"algorithm": json.loads(algorithm(name).model_dump_json())} for name in methods()}
-    changes = {name: section for name, section in changes.items() if name not in NEEDS}
+    changes = {name: section for name, section in changes.items() if name not in NEEDS or name in MEASURED}
     base = {"modulation": None}
     changes |= {
         name: {**change, "algorithm": {**base, **change.get("algorithm", {})}} for name, change in CHANGES.items()
@@ -114,5 +121,6 @@ def test_both_ways_give_the_same_gradient_and_statistics_bit_for_bit(tiny_model,
     for (parallel, _), ranks in zip(LAYOUTS, run_cases(__file__, cases, tmp_path), strict=True):
         for name, gaps in ((name, gaps) for found in ranks for name, gaps in found.items()):
             assert (gaps.pop("silent") > 0) == (name not in LOUD), (parallel, name)
+            assert gaps.pop("moved") < 1e-5 * max(1, gaps["size"]), (parallel, name, gaps)
             bar = 1e-6 if name in ROUNDED else 0
             assert gaps.pop("size") > 1e-3 and all(gap <= bar for gap in gaps.values()), (parallel, name, gaps)
