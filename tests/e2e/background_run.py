@@ -31,6 +31,29 @@ if os.environ.get("RANK") == "1":
         return rate(self, step)
     config.Config.learning_rate = learning_rate
 """
+# Another: rank 0 waits in an update after the step that the file `hold` in its folder names, while that is there and it
+# is not told to stop.
+HOLDS = """
+import os, time
+if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0" and os.path.exists("hold"):
+    from dynamo_megatron import config
+    from dynamo_megatron.runtime.coordination import StopFlag
+    last, told, rate, note = int(open("hold").read()), [], config.Config.learning_rate, StopFlag._set
+    def learning_rate(self, step):
+        while step > last and not told and os.path.exists("hold"):
+            time.sleep(0.05)
+        return rate(self, step)
+    def _set(self, *given):
+        told.append(given)
+        note(self, *given)
+    config.Config.learning_rate, StopFlag._set = learning_rate, _set
+"""
+
+
+def runs_first(folder: Path, code: str) -> dict[str, str]:
+    """The environment of a run whose interpreters begin with `code`, which becomes `folder`'s sitecustomize.py."""
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def json_lines(file: Path) -> list[dict]:

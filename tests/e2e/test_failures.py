@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from background_run import FAILS_ON_RANK_1
+from background_run import FAILS_ON_RANK_1, runs_first
 
 pytestmark = pytest.mark.full
 
@@ -41,8 +41,7 @@ def recorded(live, workspace, tmp_path):
     ids=["rank 1", "rank 0", "kill -9"],
 )
 def test_a_failed_rank_ends_all_with_its_message(recorded, workspace, start_run, tmp_path, code, last):
-    (tmp_path / "sitecustomize.py").write_text(code)
-    run = start_run(workspace, *recorded, environment={"PYTHONPATH": str(tmp_path)})
+    run = start_run(workspace, *recorded, environment=runs_first(tmp_path, code))
     assert run.wait() == 1 and run.text.splitlines()[-1] == last
     if code is FAILS_ON_RANK_0:  # nothing else is said
         said = run.text.splitlines()

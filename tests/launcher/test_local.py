@@ -4,6 +4,8 @@ import subprocess
 import sys
 import time
 
+from background_run import runs_first
+
 from dynamo_megatron.runtime.guard import NAME
 
 FROM_STEP_0 = "nothing is saved yet: the same command starts from step 0"
@@ -17,10 +19,8 @@ if "RANK" in os.environ:
 
 
 def test_an_interrupted_run_says_so_where_rank_0_cannot(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(ENDS_WITHOUT_A_WORD)
     started, log = tmp_path / "started", tmp_path / "log"
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "STARTED": str(started)}
+    environment = {**os.environ, **runs_first(tmp_path, ENDS_WITHOUT_A_WORD), "STARTED": str(started)}
     command = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", "1", str(tmp_path / "run"), "report"]
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
@@ -35,12 +35,9 @@ def test_an_interrupted_run_says_so_where_rank_0_cannot(tmp_path):
 
 def test_a_killed_rank_is_named_with_the_next_start(tmp_path):
     killed = "import os\nif os.environ.get('RANK') == '1':\n    os.kill(os.getpid(), 9)\n"
-    (tmp_path / "sitecustomize.py").write_text(killed)
     command = [sys.executable, "-P", "-m", "dynamo_megatron.launcher.local", "2", str(tmp_path / "run"), "--help"]
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
-    )
+    environment = {**os.environ, **runs_first(tmp_path, killed)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (1, f"rank 1 was ended by SIGKILL; {FROM_STEP_0}\n")
 
 
@@ -51,9 +48,8 @@ def test_a_guard_that_a_rank_has_left_removes_its_folder(tmp_path):
     rank = "import os, subprocess, time\nif os.environ.pop('RANK', None):\n    stdin, held = os.pipe()\n"
     rank += f"    subprocess.Popen({command}, stdin=stdin, pass_fds=[held])\n"  # `sh` holds it open
     rank += f"    while not os.path.exists({str(started)!r}): time.sleep(0.05)\n    os._exit(1)"
-    (tmp_path / "sitecustomize.py").write_text(rank)
     code = "from pathlib import Path\nfrom dynamo_megatron.launcher import local\nlocal.ORPHANS_GRACE = 0.0\n"
     code += "raise SystemExit(local.run_ranks([], 1, Path()))"
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path}, timeout=120)
+    environment = {**os.environ, **runs_first(tmp_path, rank)}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, timeout=120)
     assert done.returncode == 1 and not folder.exists()

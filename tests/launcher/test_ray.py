@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from background_run import Run
+from background_run import HOLDS, Run, runs_first
 
 from dynamo_megatron.runtime import guard
 
@@ -36,14 +36,21 @@ def address():
 
 
 @pytest.fixture
-def start(run_folder, address):
-    """start(name, *words) -> (run, output_dir): `launch ray` in the background, ended with the test."""
+def start(run_folder, address, tmp_path):
+    """start(name, *words, hold) -> (run, output_dir): `launch ray` in the background, ended with the test. It waits
+    after step `hold`."""
     started = []
 
-    def one(name: str, *words: object, ranks: int = 2, address: str = address) -> tuple[Run, Path]:
+    def one(
+        name: str, *words: object, ranks: int = 2, address: str = address, hold: int | None = None
+    ) -> tuple[Run, Path]:
         output = run_folder / name
+        (run_folder / "hold").unlink(missing_ok=True)
+        if hold is not None:
+            (run_folder / "hold").write_text(str(hold))
         keys = ["config.yaml", f"output_dir={output}", "--ranks", str(ranks), "--address", address, *words]
-        started.append(Run(run_folder, *keys, environment={"WANDB_API_KEY": SECRET}, command="launch ray"))
+        environment = {"WANDB_API_KEY": SECRET, **runs_first(tmp_path, HOLDS)}
+        started.append(Run(run_folder, *keys, environment=environment, command="launch ray"))
         return started[-1], output
 
     yield one
@@ -165,7 +172,7 @@ def test_two_raylets_train_as_this_machine_alone_does(start, ends_as_undisturbed
 
 @pytest.mark.full
 def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, ends_as_undisturbed):
-    run, output = start("killed")
+    run, output = start("killed", hold=6)
     run.wait_until(lambda: len(rows(output)) >= 6, "6 steps")
     ranks = ranks_of(output)
     actor = ranks[1].parent().parent()
@@ -183,14 +190,13 @@ def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, ends_as
 
 @pytest.mark.full
 def test_sigterm_saves_and_a_killed_rank_is_named(start, rows):
-    run, output = start("stopped")
+    run, output = start("stopped", hold=3)
     run.wait_until(lambda: len(rows(output)) >= 3, "3 steps")
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 75, run.text[-3000:]
     assert "stopped by SIGUSR1" in run.text
-    done = len(rows(output))
-    run, output = start("stopped")
-    run.wait_until(lambda: len(rows(output)) >= done + 2, "2 more steps")
+    run, output = start("stopped", hold=6)
+    run.wait_until(lambda: len(rows(output)) >= 6, "2 more steps")
     ranks_of(output)[1].kill()
     assert run.wait() == 1
     assert "rank-1 on " in run.text.splitlines()[-1]
@@ -211,10 +217,11 @@ def test_rewards_are_on_all_nodes_and_one_without_a_rank_that_is_killed_ends_no_
         other = cluster.add_node(num_cpus=0)
         keys = ["rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400", "parallel.pp=1"]
         keys += ["reward.placement=ray", "reward.functions=[where_scored:score]", "trainer.steps=6"]
-        run, output = start("everywhere", *keys, ranks=1, address=cluster.address)
+        run, output = start("everywhere", *keys, ranks=1, address=cluster.address, hold=2)
         run.wait_until(lambda: len(rows(output)) >= 2, "2 steps", timeout=500)
         assert len(set(where.read_text().split())) == 2  # reward.workers is 1
         cluster.remove_node(other, allow_graceful=False)
+        (run_folder / "hold").unlink()
         assert run.wait() == 0, run.text[-3000:]
     finally:
         cluster.shutdown()

@@ -7,35 +7,25 @@ from pathlib import Path
 
 import psutil
 import pytest
-from background_run import FAILS_ON_RANK_1
+from background_run import FAILS_ON_RANK_1, HOLDS, runs_first
 from living_processes import living
 
 from dynamo_megatron.runtime.guard import shared_memory_of
 
-# A step that takes a moment longer, so that what happens to a job happens to it before its last one.
-SLOW = """
-import time
-from dynamo_megatron import config
-rate = config.Config.learning_rate
-def learning_rate(self, step):
-    time.sleep({seconds})
-    return rate(self, step)
-config.Config.learning_rate = learning_rate
-"""
-
 
 @pytest.fixture
 def launched(cluster, run_folder, tmp_path):
-    """launch(*words, code) -> (job, output): the run on both nodes, one rank each, in interpreters that run `code`
-    first; cancelled with the test."""
+    """launch(*words, code, hold) -> (job, output): the run on both nodes, one rank each, in interpreters that run
+    `code` first, and wait after step `hold`; cancelled with the test."""
     jobs = []
 
-    def launch(*words: object, code: str = SLOW.format(seconds=0.2)) -> tuple[str, Path]:
-        (tmp_path / "sitecustomize.py").write_text(code)
-        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    def launch(*words: object, code: str = HOLDS, hold: int | None = None) -> tuple[str, Path]:
+        (run_folder / "hold").unlink(missing_ok=True)
+        if hold is not None:
+            (run_folder / "hold").write_text(str(hold))
         output = tmp_path / "it's a run %j"
         words = ("config.yaml", f"output_dir={output}", "--nodes", "2", *words)
-        jobs.append(cluster.launch(run_folder, *words, environment={"PYTHONPATH": path}))
+        jobs.append(cluster.launch(run_folder, *words, environment=runs_first(tmp_path, code)))
         return jobs[-1], output
 
     yield launch
@@ -64,17 +54,16 @@ def processes_of(job: str) -> list[psutil.Process]:
 
 
 @pytest.mark.full
-def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows):
-    job, output = launched("--time", "30")
+def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, run_folder):
+    job, output = launched("--time", "30", hold=3)
     cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
     cluster.tool("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
-    done = len(rows(output))
-    assert 3 <= done < 8
+    (run_folder / "hold").unlink()
     cluster.wait(job, output)
     assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
     assert "stopped by SIGUSR1; the same command resumes from the checkpoint of step " in rank_log(output, job, 0)
-    assert f"(step {done})" in rank_log(output, job, 0), "goes on from where it was stopped"
+    assert "(step 4)" in rank_log(output, job, 0), "goes on from where it was stopped"
     assert [row["step"] for row in rows(output)] == list(range(1, 9))
 
 
@@ -102,11 +91,12 @@ def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, 
 
     SLURM sends USR1 to every process of the steps, which requeues the job; the second run is cancelled.
     """
-    job, output = launched(*LIVE, "trainer.steps=6", code=SLOW.format(seconds=1))
+    job, output = launched(*LIVE, "trainer.steps=6", hold=2)
     cluster.wait_until(lambda: len(rows(output)) >= 2, "two steps", output)
     cluster.tool("scancel", "--signal=USR1", job)
+    cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
+    (run_folder / "hold").unlink()
     cluster.wait(job, output)
-    assert cluster.field(job, "Restarts") == "1"
     assert [row["step"] for row in rows(output)] == [1, 2, 3, 4, 5, 6]
     assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
     again, _ = launched(*LIVE, "trainer.steps=999")
