@@ -26,6 +26,7 @@ UNBRACED = re.compile(
     rf"|\\[A-Za-z]+(?:\s*{GROUP})?|[A-Za-z])"
 )
 SIGN = re.compile(r"(?:^|[=(:$]|\bis)(?:[ \t]*[-−][ \t]*|\s*[-−])\Z")  # "- " in a new line begins an item
+LEFT = re.compile(r"([A-Za-z])(?:_\{?\d\}?)?\s*=\s*(?:\\?[$(\[]\s*)?\Z")
 OR, AND = re.compile(r"\bor\b|或"), re.compile(r"[\s$,*]*and[\s$*-]*")  # between boxes
 FACTOR_BEFORE = re.compile(r"(?:\d|[/^][ \t]*|(?<![*\s])\*[ \t]*|\\(?:cdot|times)\s*|\bnot\s+[$(\\\[]*\s*)\Z")
 FACTOR_AFTER = re.compile(
@@ -110,16 +111,19 @@ def last_boxes(text: str) -> list[str]:
     if found and (FACTOR_BEFORE.search(text[: found[-1][0]][-20:]) or FACTOR_AFTER.match(text, found[-1][1])):
         return []  # 3\boxed{7}, \boxed{7}^2, not \boxed{7}
     contents: list[str] = []
-    either = False
+    either, lefts = False, []  # lefts: of "x = ", before each box
     for k in reversed(range(len(found))):
         start, _, content = found[k]
         sign = "-" if SIGN.search(text[max(0, start - 20) : start]) else ""
         contents.insert(0, sign + content)
+        lefts.append((LEFT.search(text[max(0, start - 20) : start]) or [None, None])[1])
         between = text[found[k - 1][1] : start]
         if k == 0 or SENTENCE_END.search(between):
             break
         last_two = k == len(found) - 1 and content != found[k - 1][2] and "=" not in content
         either = either or bool(OR.search(between) or (last_two and AND.fullmatch(between)))
+    same_left = lefts and lefts[0] is not None and lefts[0] in lefts[1:] and len(set(contents)) > 1
+    either = either or bool(same_left)
     return [", ".join(contents), *([] if either else contents[-1:])] if len(contents) > 1 else contents
 
 

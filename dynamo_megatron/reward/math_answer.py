@@ -9,7 +9,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from dynamo_megatron.reward.extraction import SENTENCE_END, Graded, after_thinking, boxed, last_boxes, last_line
+from dynamo_megatron.reward.extraction import SENTENCE_END, Graded, after_thinking, boxed, boxes, last_boxes, last_line
 from dynamo_megatron.reward.mathematics.equality import equal
 from dynamo_megatron.reward.mathematics.parser import parse
 from dynamo_megatron.reward.mathematics.text import (
@@ -19,7 +19,7 @@ from dynamo_megatron.reward.mathematics.text import (
     same_text,
     without_introduction,
 )
-from dynamo_megatron.reward.mathematics.tokens import MAGNITUDES, NO_UNIT, NotMathematics, is_unit
+from dynamo_megatron.reward.mathematics.tokens import MAGNITUDES, NO_UNIT, NotMathematics, is_larger, is_unit
 from dynamo_megatron.reward.mathematics.value import Node
 from dynamo_megatron.types import Prompt
 
@@ -37,7 +37,7 @@ TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 ANSWER = re.compile(
     r"\b(?:answers?|solution|result)\b[^\n.:=]{0,60}?(?:\b(?:is|are|equals|be)\b\s*:?|[:=])\**"
     r"|\bcorrect (?:option|choice) is\b(?=\W{0,9}[A-J]\b)"
-    r"|\banswer\W*\n|答案|答[:：]|答え|解答|정답|답은|답[:：]"
+    r"|\banswer\W*\n|答案|故选|所以选|答[:：]|答え|解答|정답|답은|답[:：]"
     r"|\b(?:respuesta|resposta|risposta|réponse|antwort|antwoord|odpowiedź|cevap|svar)\b"
     r"|ответ|đáp án|kết quả|คำตอบ|उत्तर|الجواب|الإجابة|απάντηση",
     re.IGNORECASE,
@@ -52,10 +52,12 @@ REFUSED_BEFORE = re.compile(
     rf"|\b(?:root|square|less|more|fewer|greater|larger|smaller|above|below|multiple)\b{NO_VERB}"
     r"|(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|either|or|maybe|possibly"
     r"|except|but|power|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
-    r"|\bbetween(?: \S{1,20} and)?$|\bat (?:least|most)$",
+    r"|\bbetween(?: \S{1,20} and)?$|\bat (?:least|most)$"
+    r"|(?:^|[.:,\n]|\b(?:we|now|next|then|first|finally))\W{0,9}(?:add|subtract|multiply|divide)\b"
+    r"(?:(?!\b(?:get|gives?|giving|is|equals|to)\b)[^.=\n]){0,40}$",
     re.IGNORECASE,
 )
-HARMLESS = "and|at|by|of|the|to|or|per(?! ?(?:cent|mil))|(?:thous|mill|bill|trill)(?:and|ion)|hundred|dozen"
+HARMLESS = "and|at|by|of|the|to|or|more|less|per(?! ?(?:cent|mil))|(?:thous|mill|bill|trill)(?:and|ion)|hundred|dozen"
 REFUSED_AFTER = re.compile(
     rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)",
     re.IGNORECASE,
@@ -70,7 +72,7 @@ UNSURE = re.compile(
 RESULT = re.compile(r".[^=]*[-+−–*/×÷^][^=]*=")
 # Than something else, by that result; or its unit.
 MORE = re.compile(
-    r"[\s$]{0,3}(?:more|less|over|above|below|percent|times(?=\W*$|\s(?:as|more|larger|greater|bigger|faster|older|longer)\b))\b",
+    r"[\s$]{0,3}(?:over|above|below|percent|times(?=\W*$|\s(?:as|more|larger|greater|bigger|faster|older|longer)\b))\b",
     re.IGNORECASE,
 )
 # After a number: "109 years old 10 years from now".
@@ -86,6 +88,11 @@ AFTER_RESULT = re.compile(
     r"[^.,;!?\n]*\b(?:in|for|after|to(?=\s+[^\W\d])|every|during|the|his|her|their|its|those|these|each|all|only|per)"
     r"(?:\s+(?!(?:and|so|then|is|are|was|has|have|had|equals?|equal|total|leaves?|leaving)\b)[^\W\d]+){0,2}\s*\Z"
 )
+STATED = re.compile(r"\*\*[^*\n]{0,40}\d[^*\n]{0,40}\*\*")
+EQUALS = re.compile(r"=\s*(\$?\d[\d,]*(?:\.\d+)?)(?![\d.]*\s*[-+*/×÷=])")
+TIME = re.compile(r"\s?[ap]\.?m\b\.?", re.IGNORECASE)
+# Before a number: "5 hours and" 30 minutes
+QUANTITY = re.compile(r"(?<![\w.,])(\d[\d.,]* ([^\W\d_]+)),?(?: and)? \Z")
 IN_CALCULATION = re.compile(r"[-+−–*/×÷=]\s*$")
 # "160 minutes (2 hours and 40 minutes).", "13, attained at x = 3", the end mark of a proof
 REMARK = re.compile(
@@ -105,7 +112,7 @@ CHECK = re.compile(
     re.IGNORECASE,
 )
 CONCLUDES = re.compile(r"(?:^|[.!?\n])\s{0,9}(?:so|thus|hence|therefore|total)\b[^.\n]{0,200}\d", re.IGNORECASE)
-CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops)\b", re.IGNORECASE)
+CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops|hmm+|actually|correction|sorry)\b", re.IGNORECASE)
 RETRACTED = re.compile(
     r"(?:\bnot|n['’]t) (?:right|correct)\b|\b(?:wrong|incorrect|mistake|error|forgot|should be)\b", re.IGNORECASE
 )
@@ -131,11 +138,15 @@ JOINED = re.compile(r"\s*(?:,\s*)?(and|or|,)\s*|\s*,\s*()")
 UNIT_AFTER = re.compile(r"\s?([^\W\d_]{2,}\b|[A-Za-z](?=[.,;]|\s*$))")
 UNIT_LAST = re.compile(r"(.*?[\d}$)⁰¹²³⁴-⁹])\s*([^\W\d_]+(?:/[^\W\d_]+|\s+per\s+[^\W\d_]+)?)\.?\s*", re.DOTALL)
 NUMBERS = re.compile(r"(?<![\w.,])\$?\d[\d,]*(?:\.\d+)?")
+LAST_BREAK = re.compile(rf"(?:{SENTENCE_END.pattern}|\n)\s*")
 ARTICLE = re.compile(r"\sa\Z")
 LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
 LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
 LAST_RUNS = 8  # among which the result of a calculation is looked for
 SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
+SIGN = re.compile(r"\s?[-+−–*/×÷^]")
+CLAUSE = re.compile(r"\s(?:if|when)\s(?:[^,;:=\n]*|\$?[A-Za-z] ?= ?[^,;:=\n]{1,30})\Z")
+HALF = re.compile(r"(?<![\d.,/])(\d+) and a half\b")
 EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
 DIGIT = re.compile(r"[\d∞π½⅓⅔¼¾⅕-⅞]|\\(?:pi|infty|frac|sqrt)")
 
@@ -184,9 +195,11 @@ def final_answers(response: str, words: bool = False) -> list[str]:
     tagged = TAGGED.findall(text)
     if tagged:
         text = tagged[-1]
-    text = _own_part(text)
+    text = HALF.sub(r"\1.5", _own_part(text))
     marked = list(MARKED.finditer(text))
     found = last_boxes(text[marked[-1].start() :] if marked else text)
+    if found and (later := _named(text[boxes(text)[-1][1] :], words=False, whole=True)):
+        return later
     if found or (not marked and boxed(text)):
         return found
     if marked:
@@ -210,7 +223,7 @@ def _own_part(text: str) -> str:
             text = text[: check.start()]
     for correction in list(CORRECTION.finditer(text))[-1:]:
         rest = text[correction.end() :]
-        if _marks(rest) or RETRACTED.search(rest):
+        if RETRACTED.search(rest) or (_marks(rest) and DIGIT.search(rest)):
             text = rest
     return text
 
@@ -220,7 +233,8 @@ def _marks(text: str) -> bool:
     return bool(boxed(text) or MARKED.search(text) or ANSWER.search(text))
 
 
-def _unmarked(text: str, words: bool) -> list[str]:
+def _named(text: str, words: bool, whole: bool = False) -> list[str]:
+    """What the last sentence that names an answer gives; with `whole` only where it gives nothing else."""
     for found in reversed(list(ANSWER.finditer(text))[-LAST_SENTENCES:]):
         rest = LEADING.sub("", text[found.end() : found.end() + 2000])
         display = re.match(r"(?:\\\[|\$\$)(.{1,1000}?)(?:\\\]|\$\$)", rest, re.DOTALL)
@@ -229,10 +243,16 @@ def _unmarked(text: str, words: bool) -> list[str]:
             sentence = REASON.split(sentence, maxsplit=1)[0]
         if not sentence.strip():
             continue
-        if words or _parsed(normal_form(sentence)) is not None:
+        if words or _parsed(form := normal_form(sentence)) is not None or label_of(form)[0]:
             return _readings(sentence)
-        if expressions := last_expressions(sentence):
+        if not whole and (expressions := last_expressions(sentence)):
             return expressions
+    return []
+
+
+def _unmarked(text: str, words: bool) -> list[str]:
+    if named := _named(text, words):
+        return named
     if EMPTY_BOX.search(text):
         return []
     if words:
@@ -240,14 +260,14 @@ def _unmarked(text: str, words: bool) -> list[str]:
         spans = [next(filter(None, span.groups())) for span in list(LATEX.finditer(line))[-1:]]
         if (bold := BOLD.fullmatch(line)) and not DOUBTED.search(bold[1]):
             spans.append(bold[2])
-        return [line, *spans]
+        return [line, *spans, *last_expressions(line)]
     return last_expressions(text)
 
 
 def last_expressions(text: str) -> list[str]:
     """The last LaTeX span or expression with a number, whichever comes later, with a unit after it. Of spans with only
     "and", "or" or a comma between them the list, and the last one unless that `_is_list`."""
-    text = REMARK.sub("", text[-LONGEST:])
+    text = _until_stated(REMARK.sub("", text[-LONGEST:]))
     spans = list(LATEX.finditer(text))
     end = spans[-1].end() if spans else 0
     found = _last_run(text[end:])
@@ -263,6 +283,33 @@ def last_expressions(text: str) -> list[str]:
     if (unit := UNIT_AFTER.match(text, end)) and is_unit(unit[1]):
         last = f"{last}\\text{{ {unit[1]}}}"
     return [last] if len(listed) == 1 else [", ".join(listed), *([] if _is_list(listed, joints) else [last])]
+
+
+def _until_stated(text: str) -> str:
+    """`text` without what follows the number that its last sentence states: the only one in bold, of money, or that the
+    calculation before it gave: "24 + 40 = 64. So he pays 64 for the 16 glasses"."""
+    start = max((found.end() for found in LAST_BREAK.finditer(text.rstrip(" .!*\n"))), default=0)
+    if (clause := CLAUSE.search(text, start)) and DIGIT.search(text, start, clause.start()):
+        text = text if "=" in text[start : clause.start()] else text[: clause.start()]
+    if "=" in text[start:]:
+        return text
+    bold = list(STATED.finditer(text, start))
+    *others, last = [*NUMBERS.finditer(text, start)] or [None]
+    if len(bold) == 1:
+        return text[: bold[0].end()]
+    money = [number for number in (*others, last) if number and number[0].startswith("$")]
+    result = [_digits(found) for found in EQUALS.findall(text, 0, start)[-1:]]
+    stated = money if len(money) == 1 else [number for number in others if [_digits(number[0])] == result]
+    told = (
+        len(stated) == 1
+        and AFTER_RESULT.match(text, stated[0].end(), last.start())
+        and not SIGN.match(text, stated[0].end())
+    )
+    return text[: stated[0].end()] if told else text
+
+
+def _digits(number: str) -> str:
+    return number.strip("$,").replace(",", "")
 
 
 def _list_start(text: str, spans: list[re.Match[str]]) -> tuple[int, set[str]]:
@@ -308,10 +355,14 @@ def _last_run(text: str) -> list[str]:
             run = run.rpartition("=")[2].strip()  # 48 cm * 2/3 = 32
     if SUM.fullmatch(run):
         return []  # it was not worked out
+    if clock := ":" in run and TIME.match(rest):
+        return [run + clock[0]]
     if not (after := re.match(r"\s?([^\W\d_]+(?:/[^\W\d_]+|\s+per\s+[^\W\d_]+)?)\b", rest)):
         return _readings(run)
     if after[1].lower() in MAGNITUDES and _parsed(normal_form(run + after[0])) is not None:
         return [run + after[0]]
+    if (larger := QUANTITY.search(text[: span.start()])) and is_larger(larger[2], after[1]):
+        return [f"{larger[1]} {run} {after[1]}"]
     if article := ARTICLE.search(run):  # 104 a day
         return [run[: article.start()]]
     no_inch = after[1] == "in" and re.match(r"\s*\w", rest[after.end() :])  # 104 in total

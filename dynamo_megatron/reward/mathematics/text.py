@@ -44,7 +44,7 @@ SAME_COMMAND = {
 }
 SIGN_OF_COMMAND = {
     **dict.fromkeys(["lvert", "rvert", "vert", "mid"], "|"),
-    **{"div": "/", "langle": "(", "rangle": ")", "colon": ":"},
+    **{"AA": "Å", "div": "/", "langle": "(", "rangle": ")", "colon": ":"},
 }
 COMMAND = re.compile(r"\\([A-Za-z]+)(?![A-Za-z])[ \t]*")
 # Formatting that a reader does not see, or that does not change the value.
@@ -79,7 +79,12 @@ LABEL = rf"{WORD}\s*\(?\s*[A-J]\s*[).:]?\s*\}}|\((?:[A-J]|{WORD}\s*[A-J]\s*\}})\
 AFTER_LABEL = r"\s+(?![-+*/=^_]|\\cdot|\\times)|(?=\d|\\(?:frac|sqrt|text))"
 LABELLED = re.compile(rf"(?:{LABEL}|[A-J][).:])(?:{AFTER_LABEL})|{WORD}\s*\([A-J]\)\s*\}}")
 QUOTED = re.compile(r"^(?:[\"“]|``)([^\"“”`']+)(?:[\"”]|'')$")
-ONLY_LABEL = re.compile(LABEL)
+ONLY_LABEL = re.compile(rf"{LABEL}|[A-J]\)")
+PRODUCT = re.compile(r"\\(?:text|mathrm)\{[^{}\\]*(?:\\cdot [^{}\\]*)+\}")  # \text{N\cdot m}, of units
+NUMBER_WORDS = {"zero": 0, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8} | {
+    **{"nine": 9, "ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16},
+    **{"seventeen": 17, "eighteen": 18, "nineteen": 19, "twenty": 20},
+}
 INTRODUCED = re.compile(
     r"(?:\\text\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|ans|result|solution|choice|option)"
     r"(?:\s+is)?\s*[:=]?\s*\}?\s*"
@@ -102,9 +107,14 @@ def normal_form(text: str) -> str:
         text = "".join(SIGNS[sign] if sign in SIGNS else _ascii(sign) for sign in unicodedata.normalize("NFKC", text))
     text = re.sub(r"(?:\\!)?,\\!\s*|\\!,|(?<=\d)\\,(?=\d{3}(?!\d))", "{,}", ROW_GAP.sub(r"\\\\", text))
     text = LETTERS.sub(r"\\mathrm{", WORDS.sub(r"\\text{", STYLED.sub("", text)))
+    text = re.sub(r"\\[dt]?frac ?\{\\text\{([^{}\\]+)\}\} ?\{\\text\{([^{}\\]+)\}\}", r"\\text{ \1/\2}", text)
+    text = PRODUCT.sub(lambda found: found[0].replace("\\cdot ", "}\\cdot \\text{"), text)
     text = re.sub(r"\\(?:text|mathrm)(?=\{[^{}]*(?:\{|\\[A-Za-z]))", "", text)  # \mathbf{\frac{1}{2}}
     text = re.sub(r"\\mathrm\{\s*(?:\\?~|\\,|\\ )", r"\\text{ ", text)  # Minerva's 5 \mathrm{~cm}
     text = SPACE.sub(" ", REMOVED.sub(" ", text))
+    text = re.sub(
+        r"\^ ?(?:\\circ|\{ ?\\circ ?\}) ?(?:\\(?:text|mathrm)\{ ?([CF]) ?\}|([CF])(?= ?\}?$))", _temperature, text
+    )
     text = COMMAND.sub(_same_command, text)
     for written, meant in (("\\| ", "|"), ("{:}", ":"), ("\\text {", "\\text{"), ("\\mathrm {", "\\mathrm{")):
         text = text.replace(written, meant)
@@ -116,6 +126,8 @@ def normal_form(text: str) -> str:
     text = text.replace("\\$", "\\dollar ").replace("$", " ").replace("\\%", "%").replace("**", "^")
     text = trimmed(QUANTIFIER.sub("", re.sub(r" +", " ", text)))
     text = CURRENCY.sub(lambda found: CURRENCY_SIGNS.get(found[1], found[1]), text)
+    if (word := re.sub(r"^\\text\{(.*)\}$", r"\1", text).strip().lower()) in NUMBER_WORDS:
+        return str(NUMBER_WORDS[word])
     return r"\mathbb{R}" if ALL_REALS.fullmatch(text) else text
 
 
@@ -167,6 +179,10 @@ def _bare(text: str) -> str:
     text = re.sub(r"(?<![0-9,]) | (?![0-9])", "", text)
     text = re.sub(r"(?<![A-Za-z])\{([^{}\\])\}", r"\1", text)  # x^{2}
     return re.sub(r"\\frac(?:\{([^{}])\}|([0-9]))(?:\{([^{}])\}|([0-9]))", r"\\frac\1\2\3\4", text)
+
+
+def _temperature(found: re.Match[str]) -> str:
+    return r"\text{ degrees Celsius}" if "C" in found.groups() else r"\text{ degrees Fahrenheit}"
 
 
 def _vulgar(found: re.Match[str]) -> str:
