@@ -26,7 +26,8 @@ UNBRACED = re.compile(
     rf"|\\[A-Za-z]+(?:\s*{GROUP})?|[A-Za-z])"
 )
 SIGN = re.compile(r"(?:^|[=(:$]|\bis)(?:[ \t]*[-−][ \t]*|\s*[-−])\Z")  # "- " in a new line begins an item
-LEFT = re.compile(r"([A-Za-z])(?:_\{?\d\}?)?\s*=\s*(?:\\?[$(\[]\s*)?\Z")
+LEFT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])(?:_\{?\d\}?)?\s*=\s*(?:\\?[$(\[]\s*)?\Z")
+FURTHER = re.compile(r"\n|\b(?:so|then|thus|hence|therefore)\b")
 OR, AND = re.compile(r"\bor\b|或"), re.compile(r"[\s$,*]*and[\s$*-]*")  # between boxes
 FACTOR_BEFORE = re.compile(r"(?:\d|[/^][ \t]*|(?<![*\s])\*[ \t]*|\\(?:cdot|times)\s*|\bnot\s+[$(\\\[]*\s*)\Z")
 FACTOR_AFTER = re.compile(
@@ -122,8 +123,8 @@ def last_boxes(text: str) -> list[str]:
             break
         last_two = k == len(found) - 1 and content != found[k - 1][2] and "=" not in content
         either = either or bool(OR.search(between) or (last_two and AND.fullmatch(between)))
-    same_left = lefts and lefts[0] is not None and lefts[0] in lefts[1:] and len(set(contents)) > 1
-    either = either or bool(same_left)
+    if None not in lefts[:1] and set(lefts[:1]) & set(lefts[1:]) and len(set(contents)) > 1:  # x = 2 and x = -3
+        either = either or not FURTHER.search(text[found[-2][1] : found[-1][0]])
     return [", ".join(contents), *([] if either else contents[-1:])] if len(contents) > 1 else contents
 
 

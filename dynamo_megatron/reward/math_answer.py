@@ -9,7 +9,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from dynamo_megatron.reward.extraction import SENTENCE_END, Graded, after_thinking, boxed, boxes, last_boxes, last_line
+from dynamo_megatron.reward.extraction import SENTENCE_END, Graded, after_thinking, boxed, last_boxes, last_line
 from dynamo_megatron.reward.mathematics.equality import equal
 from dynamo_megatron.reward.mathematics.parser import parse
 from dynamo_megatron.reward.mathematics.text import (
@@ -49,12 +49,13 @@ NO_VERB = r"(?:(?!\b(?:is|are|was|were|equals?)\b)[^.,;:!?\n]){0,30}$"
 REFUSED_BEFORE = re.compile(
     r"\b(?:(?:root|square|multiple) of|(?:less|more|fewer|greater|larger|smaller) than)\s"
     r"(?![$\d])[^.,;:!?\n]{0,30}$"
-    rf"|\b(?:root|square|less|more|fewer|greater|larger|smaller|above|below|multiple)\b{NO_VERB}"
-    r"|(?:\b(?:not|never|cannot|negative|minus|plus|times|over|half|twice|double|triple|either|or|maybe|possibly"
-    r"|except|but|power|raised|mod|modulo|inverse|reciprocal|divided|reject|rejected)\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
+    rf"|\b(?:root|square|less|more|fewer|greater|larger|smaller|above|below|multiple|negative|minus|plus|times|over"
+    rf"|power|raised|mod|modulo|inverse|reciprocal|divided)\b{NO_VERB}"
+    r"|(?:\b(?:not|never|cannot|either|or|maybe|possibly|except|but|reject|rejected"
+    r"|(?:half|twice|double|triple)(?! (?:of )?\$?\d))\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
     r"|\bbetween(?: \S{1,20} and)?$|\bat (?:least|most)$"
     r"|(?:^|[.:,\n]|\b(?:we|now|next|then|first|finally))\W{0,9}(?:add|subtract|multiply|divide)\b"
-    r"(?:(?!\b(?:get|gives?|giving|is|equals|to)\b)[^.=\n]){0,40}$",
+    r"(?:(?!\b(?:get|gives?|giving|is|equals|to|yield|leav|obtain|find|have|total)(?:s|es|ing|e)?\b)[^.=:→\n]){0,40}$",
     re.IGNORECASE,
 )
 HARMLESS = "and|at|by|of|the|to|or|more|less|per(?! ?(?:cent|mil))|(?:thous|mill|bill|trill)(?:and|ion)|hundred|dozen"
@@ -88,9 +89,13 @@ AFTER_RESULT = re.compile(
     r"[^.,;!?\n]*\b(?:in|for|after|to(?=\s+[^\W\d])|every|during|the|his|her|their|its|those|these|each|all|only|per)"
     r"(?:\s+(?!(?:and|so|then|is|are|was|has|have|had|equals?|equal|total|leaves?|leaving)\b)[^\W\d]+){0,2}\s*\Z"
 )
-STATED = re.compile(r"\*\*[^*\n]{0,40}\d[^*\n]{0,40}\*\*")
-EQUALS = re.compile(r"=\s*(\$?\d[\d,]*(?:\.\d+)?)(?![\d.]*\s*[-+*/×÷=])")
-TIME = re.compile(r"\s?[ap]\.?m\b\.?", re.IGNORECASE)
+STATED = re.compile(r"\*\*[^*\n]{0,40}\d[^*\n]{0,40}(?<!:)\*\*(?!:)")
+GIVEN = re.compile(
+    r"\b(?:(?<!left )with|the|th[eo]se|this|his|her|their|its|of|at|each|from|in|after|by|per|to|than|every)\W*\Z",
+    re.IGNORECASE,
+)
+EQUALS = re.compile(r"=\s*(\$?\d[\d,]*+(?:\.\d+)?+)(?!\s*[-+*/×÷=])")
+CLOCK = re.compile(r"(\d{1,2}:\d\d)\s?[ap]\.?m\b\.?", re.IGNORECASE)
 # Before a number: "5 hours and" 30 minutes
 QUANTITY = re.compile(r"(?<![\w.,])(\d[\d.,]* ([^\W\d_]+)),?(?: and)? \Z")
 IN_CALCULATION = re.compile(r"[-+−–*/×÷=]\s*$")
@@ -100,7 +105,8 @@ REMARK = re.compile(
     r"|(?<=[\d$})%a-z])\sfor (?:all|any|every)\s+(?:(?:real|positive|integers?|numbers?|natural)\s+){0,3}"
     r"\$?\(?[A-Za-z]\b(?!\s+[a-z])[^.\n]{0,100}\.?\s{0,9}$"
     r"|(?<=[\d$}%])(?:\s[A-Za-z ]{0,20})?,\s+(?:attained|achieved|reached|obtained|when|where|since|because"
-    r"|(?:or|which is) (?:about|approximately|roughly))\b[^\n]{0,200}$"
+    r"|(?:or|which is) (?:about|approximately|roughly)|(?:which is )?\$?\d[\d.,]* (?:more|less|fewer)(?= than|\W*$)"
+    r"|with(?=[^,\n]{0,40}\b(?:left|remaining|to spare)\b))\b[^\n]{0,200}$|\s\(\d+(?:\s?[-+*/×]\s?\d+)+\)\W{0,9}$"
 )
 # What follows an answer and is none: the next problem of a base model, a check.
 NEXT_PROBLEM = re.compile(r"\n\s{0,9}(?:question|problem|q)\s*(?:\d+\s*)?:", re.IGNORECASE)
@@ -114,7 +120,9 @@ CHECK = re.compile(
 CONCLUDES = re.compile(r"(?:^|[.!?\n])\s{0,9}(?:so|thus|hence|therefore|total)\b[^.\n]{0,200}\d", re.IGNORECASE)
 CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops|hmm+|actually|correction|sorry)\b", re.IGNORECASE)
 RETRACTED = re.compile(
-    r"(?:\bnot|n['’]t) (?:right|correct)\b|\b(?:wrong|incorrect|mistake|error|forgot|should be)\b", re.IGNORECASE
+    r"(?:\bnot|n['’]t) (?:right|correct)\b|(?<!can['’]t be )\b(?:wrong|incorrect|forgot|should be"
+    r"|(?:made|was|is|my) (?:(?:a|an|my)(?: \w+)? )?(?:mistake|error))\b",
+    re.IGNORECASE,
 )
 # An expression in the middle of a sentence: numbers, single letters and commands with signs between them.
 ATOM = (
@@ -145,8 +153,22 @@ LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
 LAST_RUNS = 8  # among which the result of a calculation is looked for
 SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
 SIGN = re.compile(r"\s?[-+−–*/×÷^]")
-CLAUSE = re.compile(r"\s(?:if|when)\s(?:[^,;:=\n]*|\$?[A-Za-z] ?= ?[^,;:=\n]{1,30})\Z")
+# After a number, up to the end of its sentence.
+ADJUNCT = re.compile(
+    r"(?:\s(?!(?:is|are|was|were|gets?|gives?|giving|leav\w+|equals?|mak(?:es?|ing)|so|then|total\w*|ha[sd]|have|will|can|lasts?"
+    r"|which|and|or|more than|less than|fewer than|times)\b)[^\W\d_]+){0,4}"
+    r"\s(?:to(?=\s[^\W\d])|of|for|after|by|at|from|in|with|instead of|per)\s"
+    r"(?:(?!\b(?:is|are|was|were|gets?|gives?|giving|leav\w+|equals?|mak(?:es?|ing)|so|then|total\w*|ha[sd]|have|will|can|lasts?|and|or)\b)"
+    r"[^,;:!?=\n]){1,80}\Z"
+)
+CLAUSE = re.compile(
+    r"(?<!and)(?<!so)(?<!only)(?<![,;])\s(?:if|when)\s(?!and only)"
+    r"(?:[^,;:=\n]{1,60}|\$?[A-Za-z] ?= ?[^,;:=\n]{1,30})\Z"
+)
 HALF = re.compile(r"(?<![\d.,/])(\d+) and a half\b")
+RAISED = re.compile(
+    r"(\d ?(?:[cdkm]m|in|ft|yd|mi|miles|units|inches|feet|meters|[a-zA-Z]{1,2}/(?:s|h|min)))\^\{?([23])\b"
+)
 EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
 DIGIT = re.compile(r"[\d∞π½⅓⅔¼¾⅕-⅞]|\\(?:pi|infty|frac|sqrt)")
 
@@ -198,8 +220,6 @@ def final_answers(response: str, words: bool = False) -> list[str]:
     text = HALF.sub(r"\1.5", _own_part(text))
     marked = list(MARKED.finditer(text))
     found = last_boxes(text[marked[-1].start() :] if marked else text)
-    if found and (later := _named(text[boxes(text)[-1][1] :], words=False, whole=True)):
-        return later
     if found or (not marked and boxed(text)):
         return found
     if marked:
@@ -223,7 +243,7 @@ def _own_part(text: str) -> str:
             text = text[: check.start()]
     for correction in list(CORRECTION.finditer(text))[-1:]:
         rest = text[correction.end() :]
-        if RETRACTED.search(rest) or (_marks(rest) and DIGIT.search(rest)):
+        if RETRACTED.search(rest) or boxed(rest) or MARKED.search(rest) or _named(rest, words=False, whole=True):
             text = rest
     return text
 
@@ -286,26 +306,27 @@ def last_expressions(text: str) -> list[str]:
 
 
 def _until_stated(text: str) -> str:
-    """`text` without what follows the number that its last sentence states: the only one in bold, of money, or that the
-    calculation before it gave: "24 + 40 = 64. So he pays 64 for the 16 glasses"."""
+    """`text` without what follows the number that its last sentence states: the only one in bold, of money, that the
+    calculation before it gave (24 + 40 = 64. So he pays 64 for the 16 glasses), or beside which the others are given (9
+    boxes for the 108 bottles)."""
     start = max((found.end() for found in LAST_BREAK.finditer(text.rstrip(" .!*\n"))), default=0)
     if (clause := CLAUSE.search(text, start)) and DIGIT.search(text, start, clause.start()):
         text = text if "=" in text[start : clause.start()] else text[: clause.start()]
-    if "=" in text[start:]:
+    start = max(start, text.rfind(", ", start) + 1)
+    numbers = list(NUMBERS.finditer(text, start))
+    if "=" in text[start:] or len(numbers) < 2:
         return text
-    bold = list(STATED.finditer(text, start))
-    *others, last = [*NUMBERS.finditer(text, start)] or [None]
-    if len(bold) == 1:
-        return text[: bold[0].end()]
-    money = [number for number in (*others, last) if number and number[0].startswith("$")]
+    bold, money = list(STATED.finditer(text, start)), [number for number in numbers if number[0].startswith("$")]
     result = [_digits(found) for found in EQUALS.findall(text, 0, start)[-1:]]
-    stated = money if len(money) == 1 else [number for number in others if [_digits(number[0])] == result]
-    told = (
-        len(stated) == 1
-        and AFTER_RESULT.match(text, stated[0].end(), last.start())
-        and not SIGN.match(text, stated[0].end())
-    )
-    return text[: stated[0].end()] if told else text
+    same = [number for number in numbers[:-1] if [_digits(number[0])] == result]
+    new = [number for number in numbers if not GIVEN.search(text[start : number.start()][-20:])]
+    first = numbers[:1] if ADJUNCT.match(text, numbers[0].end()) else []
+    for stated in (bold, money, same, new, first):
+        if len(stated) == 1:
+            end = stated[0].end()
+            told = stated is first or stated is new or AFTER_RESULT.match(text, end, numbers[-1].start())
+            return text[:end] if told and stated[0] in [*bold, *new] and not SIGN.match(text, end) else text
+    return text
 
 
 def _digits(number: str) -> str:
@@ -328,6 +349,7 @@ def _is_list(members: list[str], joints: set[str]) -> bool:
 
 def _last_run(text: str) -> list[str]:
     """The readings of the last expression with a number; none where words beside it refuse it."""
+    text = RAISED.sub(lambda found: found[1] + "²³"[int(found[2]) - 2], text)
     text = AGO.sub(r"\1", TIMES.sub(" * ", re.sub(r"\$(?=\.?\d)", "", BOLD_MARK.sub("", text))))
     runs = [run for run in RUN.finditer(text) if DIGIT.search(run[0])]
     if not runs:
@@ -355,8 +377,8 @@ def _last_run(text: str) -> list[str]:
             run = run.rpartition("=")[2].strip()  # 48 cm * 2/3 = 32
     if SUM.fullmatch(run):
         return []  # it was not worked out
-    if clock := ":" in run and TIME.match(rest):
-        return [run + clock[0]]
+    if clock := CLOCK.match(text, span.start()):
+        return [clock[0], clock[1]]
     if not (after := re.match(r"\s?([^\W\d_]+(?:/[^\W\d_]+|\s+per\s+[^\W\d_]+)?)\b", rest)):
         return _readings(run)
     if after[1].lower() in MAGNITUDES and _parsed(normal_form(run + after[0])) is not None:

@@ -171,14 +171,8 @@ for _dimension, _factors in {
     "month": {"1": "month 月 个月", "12": "yr year 年 岁 歳"},
     "length": {"0.001": "mm millimeter millimetre 毫米", "0.01": "cm centimeter centimetre 厘米 公分"}
     | {"0.1": "dm decimeter decimetre 分米", "1": "m meter metre 米", "1000": "km kilometer kilometre 千米 公里"}
-    | {
-        "1e-6": "μm micrometer micron",
-        "1e-9": "nm nanometer nanometre",
-        "1e-10": "Å angstrom",
-        "0.0254": "in inch",
-        "0.3048": "ft foot feet",
-    }
-    | {"0.9144": "yd yard", "1609.344": "mi mile"},
+    | {"1e-6": "μm micrometer micron", "1e-9": "nm nanometer nanometre", "0.0254": "in inch", "0.3048": "ft foot feet"}
+    | {"0.9144": "yd yard", "1609.344": "mi mile", "1e-10": "Å angstrom"},
     "mass": {"0.001": "mg milligram 毫克", "1": "g gram 克", "1000": "kg kilogram 千克 公斤", "1000000": "tonne 吨"}
     | {"453.59237": "lb lbs pound 磅", "28.349523125": "oz ounce"},
     "volume": {"0.001": "ml mL milliliter millilitre 毫升", "1": "L l liter litre 升"},
