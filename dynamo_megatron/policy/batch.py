@@ -372,7 +372,7 @@ class MicroBatch:
 @dataclass(frozen=True)
 class MiniBatch:
     """The sequences of one update, and this rank's part of them. Packed once: statistics and update run over the same
-    micro-batches, so that all ratios are exactly 1 in the step's first update."""
+    micro-batches, of which the update leaves out silent ones, so that all ratios are exactly 1 in the first update."""
 
     members: np.ndarray  # int64, ascending: indices of the step's sequences
     micro_batches: list[MicroBatch]

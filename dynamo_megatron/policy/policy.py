@@ -106,8 +106,10 @@ class Policy:
             assigned, count = assign(members), 0
             if (here := silent[members]).any():
                 others, alone = assign(members[~here]), assign(members[here])
-                # In forward passes, of which a backward pass takes two; one more pipeline has to fill.
-                if 3 * (len(assigned) - len(others)) > len(alone) + parallel.pp - 1:
+                # In forward passes, of which a backward pass takes two. Without a pass before the update one more
+                # pipeline has to fill.
+                passes, fill = (4, 0) if self.config.algorithm.measures_first else (3, parallel.pp - 1)
+                if passes * (len(assigned) - len(others)) > len(alone) + fill:
                     assigned, count = others + alone, len(alone)
             micro_batches = [
                 MicroBatch.pack(

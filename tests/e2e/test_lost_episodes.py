@@ -48,7 +48,7 @@ def test_episodes_of_a_killed_server_go_on_on_another_from_their_ids(workspace, 
     def noted(what: str) -> int:
         return log.read_text().split().count(what) if log.is_file() else 0
 
-    # All episodes of the step are under way then: none has its last turn before the file `killed` is there.
+    # No episode of the step has its last turn before the file `killed` is there.
     middle = EPISODES * (TURNS * (LOSE_STEP - 1) + TURNS // 2)
     run.wait_until(lambda: noted("answered") >= middle, "the middle of a step's episodes", 600)
     run.kill_server("server-1")

@@ -189,7 +189,7 @@ def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, ends_as
 
 
 @pytest.mark.full
-def test_sigterm_saves_and_a_killed_rank_is_named(start, rows):
+def test_sigterm_saves_and_a_killed_rank_is_named(start, rows, run_folder):
     run, output = start("stopped", hold=3)
     run.wait_until(lambda: len(rows(output)) >= 3, "3 steps")
     run.process.send_signal(signal.SIGTERM)
@@ -198,6 +198,7 @@ def test_sigterm_saves_and_a_killed_rank_is_named(start, rows):
     run, output = start("stopped", hold=6)
     run.wait_until(lambda: len(rows(output)) >= 6, "2 more steps")
     ranks_of(output)[1].kill()
+    (run_folder / "hold").unlink()
     assert run.wait() == 1
     assert "rank-1 on " in run.text.splitlines()[-1]
 

@@ -59,11 +59,12 @@ def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, run_folder):
     cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
     cluster.tool("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
+    done = len(rows(output))
     (run_folder / "hold").unlink()
     cluster.wait(job, output)
-    assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
+    assert done in (3, 4) and "SIGUSR1: the ranks save and stop" in batch_log(output, job)
     assert "stopped by SIGUSR1; the same command resumes from the checkpoint of step " in rank_log(output, job, 0)
-    assert "(step 4)" in rank_log(output, job, 0), "goes on from where it was stopped"
+    assert f"(step {done})" in rank_log(output, job, 0), "goes on from where it was stopped"
     assert [row["step"] for row in rows(output)] == list(range(1, 9))
 
 

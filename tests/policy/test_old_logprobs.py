@@ -6,6 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from background_run import made_rollout
 from rank_cases import run_cases, settings
 
 from dynamo_megatron.config.files import compose
@@ -59,6 +60,42 @@ def test_only_methods_that_need_statistics_before_the_update_have_a_pass(name):
             algorithm(name, "algorithm.old_logprobs=update")
 
 
+@pytest.mark.parametrize(
+    "key",
+    [  # by which a group of equal rewards trains, or its tokens count beside others
+        "advantage.kind=history",
+        "advantage.kind=reinforce",
+        "advantage.normalise=batch",
+        "kl.coef=0.1",
+        "loss.entropy_coef=0.1",
+        "loss.kl_cov={}",
+        "modulation={scope: micro_batch}",
+        "modulation={expectation: sequence_mean}",
+        "dynamic_sampling={}",
+        "teacher.path=t",
+        "steps",
+    ],
+)
+def test_groups_of_equal_rewards_are_silent_only_where_nothing_else_is_in_the_loss(key):
+    from dynamo_megatron.policy.batch import silent_rollouts
+    from dynamo_megatron.types import RolloutBatch
+
+    steps = [(0, 2, 1.0)] if key == "steps" else []
+    rows = [
+        made_rollout(1, g, k, "p", [1], [2, 3], right=g and k, engine_logprobs=[-1.0, -1.0], step_rewards=steps)
+        for g in (0, 1)
+        for k in (0, 1)
+    ]
+    given = ["model.path=m", "data.source=d", "output_dir=o", "data.batch_prompts=512", "kernels.gradient=recompute"]
+
+    def silent(*keys: str) -> list[bool]:
+        config, _ = compose([str(METHODS / "grpo.yaml")], [*given, *keys])
+        return silent_rollouts(RolloutBatch.from_rollouts(rows), config).tolist()
+
+    assert silent() == [not steps, not steps, False, False]
+    assert not any(silent(f"algorithm.{key}" if "=" in key else "seed=1"))
+
+
 def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
     """For each change of the configuration how far the two ways are apart, 0 if bit for bit; how many micro-batches are
     of silent rollouts alone, and how far from the pass's way (gradient and sums) is one where none is."""
@@ -86,7 +123,10 @@ def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
         reference, gradients, sums = policy.reference_logprobs(source, [mini]), [], []
         ways = [(shared, stats), (mini, stats), (mini, stats if policy.config.algorithm.needs_pass else None)]
         for packed, given in ways:
-            gradient = policy.gradient(batch, packed, given, reference, 1e-3)
+            with mock.patch.object(policy, "_run", wraps=policy._run) as run:
+                gradient = policy.gradient(batch, packed, given, reference, 1e-3)
+            (trained,) = [call.args[0] for call in run.call_args_list if not call.kwargs["forward_only"]]
+            assert len(trained) == len(packed.micro_batches) - packed.silent_count
             gather_gradients(policy)
             gradients.append([p.main_grad.clone() for chunk in policy.chunks for p in chunk.parameters()])
             sums.append(gradient.found)
