@@ -6,7 +6,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from background_run import made_rollout
 from rank_cases import run_cases, settings
 
 from dynamo_megatron.config.files import compose
@@ -77,6 +76,8 @@ def test_only_methods_that_need_statistics_before_the_update_have_a_pass(name):
     ],
 )
 def test_groups_of_equal_rewards_are_silent_only_where_nothing_else_is_in_the_loss(key):
+    from background_run import made_rollout
+
     from dynamo_megatron.policy.batch import silent_rollouts
     from dynamo_megatron.types import RolloutBatch
 
