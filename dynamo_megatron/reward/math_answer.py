@@ -121,7 +121,7 @@ CONCLUDES = re.compile(r"(?:^|[.!?\n])\s{0,9}(?:so|thus|hence|therefore|total)\b
 CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops|hmm+|actually|correction|sorry)\b", re.IGNORECASE)
 RETRACTED = re.compile(
     r"(?:\bnot|n['’]t) (?:right|correct)\b|(?<!can['’]t be )\b(?:wrong|incorrect|forgot|should be"
-    r"|(?:made|was|is|my) (?:(?:a|an|my)(?: \w+)? )?(?:mistake|error))\b",
+    r"|(?:made|was|is|my|['’]s|see|found) (?:(?:a|an|my|the)(?: \w+)? )?(?:mistake|error))\b",
     re.IGNORECASE,
 )
 # An expression in the middle of a sentence: numbers, single letters and commands with signs between them.
@@ -153,13 +153,12 @@ LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
 LAST_RUNS = 8  # among which the result of a calculation is looked for
 SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
 SIGN = re.compile(r"\s?[-+−–*/×÷^]")
-# After a number, up to the end of its sentence.
+# After a number, up to the end of its sentence, no verb: "of the 108 bottles".
+VERB = r"is|are|was|were|gets?|gives?|giving|leav\w+|equals?|mak(?:es?|ing)|so|then|total\w*|ha[sd]|have|will|can|lasts?|and|or"
 ADJUNCT = re.compile(
-    r"(?:\s(?!(?:is|are|was|were|gets?|gives?|giving|leav\w+|equals?|mak(?:es?|ing)|so|then|total\w*|ha[sd]|have|will|can|lasts?"
-    r"|which|and|or|more than|less than|fewer than|times)\b)[^\W\d_]+){0,4}"
+    rf"(?:\s(?!(?:{VERB}|which|more than|less than|fewer than|times)\b)[^\W\d_]+){{0,4}}"
     r"\s(?:to(?=\s[^\W\d])|of|for|after|by|at|from|in|with|instead of|per)\s"
-    r"(?:(?!\b(?:is|are|was|were|gets?|gives?|giving|leav\w+|equals?|mak(?:es?|ing)|so|then|total\w*|ha[sd]|have|will|can|lasts?|and|or)\b)"
-    r"[^,;:!?=\n]){1,80}\Z"
+    rf"(?:(?!\b(?:{VERB})\b)[^,;:!?=\n]){{1,80}}\Z"
 )
 CLAUSE = re.compile(
     r"(?<!and)(?<!so)(?<!only)(?<![,;])\s(?:if|when)\s(?!and only)"
