@@ -45,7 +45,116 @@ ANSWER = re.compile(
 LEADING = re.compile(r"^(?:\s|\*|:|：|is\b|es\b|est\b|ist\b|lautet\b|是|为|為|は|는|은|이|é\b|è\b|là\b|=|-(?=\s)|—)+")
 REASON = re.compile(r"[\s,]+(?:not|because|since|rather|instead|which|where|so|as)\b|[,而]?不是")
 # Words beside a number that make it another one, or no answer at all; of the first ones not "the larger one is 7".
-NO_VERB = (
+NO_VERB = r"(?:(?!\b(?:is|are|was|were|equals?)\b)[^.,;:!?\n]){0,30}$"
+REFUSED_BEFORE = re.compile(
+    r"\b(?:(?:root|square|multiple) of|(?:less|more|fewer|greater|larger|smaller) than)\s"
+    r"(?![$\d])[^.,;:!?\n]{0,30}$"
+    rf"|\b(?:root|square|less|more|fewer|greater|larger|smaller|above|below|multiple|negative|minus|plus|times|over"
+    rf"|power|raised|mod|modulo|inverse|reciprocal|divided)\b{NO_VERB}"
+    r"|(?:\b(?:not|never|cannot|either|or|maybe|possibly|except|but|reject|rejected"
+    r"|(?:half|twice|double|triple)(?! (?:of )?\$?\d))\b|n['’]t\b|不|非)[^.,;:!?\n]{0,30}$"
+    r"|\bbetween(?: \S{1,20} and)?$|\bat (?:least|most)$"
+    r"|(?:^|[.:,\n]|\b(?:we|now|next|then|first|finally))\W{0,9}(?:add|subtract|multiply|divide)\b"
+    r"(?:(?!\b(?:get|gives?|giving|is|equals|to|yield|leav|obtain|find|have|total)(?:s|es|ing|e)?\b)[^.=:→\n]){0,40}$",
+    re.IGNORECASE,
+)
+HARMLESS = "and|at|by|of|the|to|or|more|less|per(?! ?(?:cent|mil))|(?:thous|mill|bill|trill)(?:and|ion)|hundred|dozen"
+REFUSED_AFTER = re.compile(
+    rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)",
+    re.IGNORECASE,
+)
+UNSURE = re.compile(
+    rf"(?:\bnot\b|n['’]t\b){NO_VERB}"
+    r"|(?:\bnot\b|n['’]t\b)[^.,;:!?\n]{0,20}\b(?:think|believe|say|know|sure|certain|true|case)\b[^.,;:!?\n]{0,30}$"
+    r"|(?:\b(?:never|cannot|either|or|maybe|possibly|except|but|reject|rejected)\b|不|非)[^.,;:!?\n]{0,30}$"
+    r"|\b(?:half|twice|double|triple) (?:of )?$",
+    re.IGNORECASE,
+)  # of REFUSED_BEFORE what makes the result of a calculation no answer
+RESULT = re.compile(r".[^=]*[-+−–*/×÷^][^=]*=")
+# Than something else, by that result; or its unit.
+MORE = re.compile(
+    r"[\s$]{0,3}(?:over|above|below|percent|times(?=\W*$|\s(?:as|more|larger|greater|bigger|faster|older|longer)\b))\b",
+    re.IGNORECASE,
+)
+# After a number: "109 years old 10 years from now".
+AGO = re.compile(
+    r"(\d(?:\s(?:year|month|week|day|hour|minute)s?)?(?:\sold)?)\s(?:in\s)?\d{1,4} "
+    r"(?:year|month|week|day|hour|minute)s? (?:ago|from now|later|earlier)\W{0,9}$"
+)
+HEDGED = re.compile(
+    r"\b(?:at least|at most|about|around|approximately|could|might|may|possibl[ey]|or)\b", re.IGNORECASE
+)
+TIMES = re.compile(r"(?<=[\d)%])(?:\s*[xX]\s*(?=\.?\d)|\s+[xX]\s+(?=\())")  # 30 x 4
+AFTER_RESULT = re.compile(
+    r"[^.,;!?\n]*\b(?:in|for|after|to(?=\s+[^\W\d])|every|during|the|his|her|their|its|those|these|each|all|only|per)"
+    r"(?:\s+(?!(?:and|so|then|is|are|was|has|have|had|equals?|equal|total|leaves?|leaving)\b)[^\W\d]+){0,2}\s*\Z"
+)
+STATED = re.compile(r"\*\*[^*\n]{0,40}\d[^*\n]{0,40}(?<!:)\*\*(?!:)")
+GIVEN = re.compile(
+    r"\b(?:(?<!left )with|the|th[eo]se|this|his|her|their|its|of|at|each|from|in|after|by|per|to|than|every)\W*\Z",
+    re.IGNORECASE,
+)
+EQUALS = re.compile(r"=\s*(\$?\d[\d,]*+(?:\.\d+)?+)(?!\s*[-+*/×÷=])")
+CLOCK = re.compile(r"(\d{1,2}:\d\d)\s?[ap]\.?m\b\.?", re.IGNORECASE)
+# Before a number: "5 hours and" 30 minutes
+QUANTITY = re.compile(r"(?<![\w.,])(\d[\d.,]* ([^\W\d_]+)),?(?: and)? \Z")
+IN_CALCULATION = re.compile(r"[-+−–*/×÷=]\s*$")
+# "160 minutes (2 hours and 40 minutes).", "13, attained at x = 3", the end mark of a proof
+REMARK = re.compile(
+    r"\s\([^()\\]*[A-Za-z]{3,}[^()\\]*\)\s*[.!]?\s*$|(?:\$?\\(?:blacksquare|square|Box|qed)\$?|∎)\s*$"
+    r"|(?<=[\d$})%a-z])\sfor (?:all|any|every)\s+(?:(?:real|positive|integers?|numbers?|natural)\s+){0,3}"
+    r"\$?\(?[A-Za-z]\b(?!\s+[a-z])[^.\n]{0,100}\.?\s{0,9}$"
+    r"|(?<=[\d$}%])(?:\s[A-Za-z ]{0,20})?,\s+(?:attained|achieved|reached|obtained|when|where|since|because"
+    r"|(?:or|which is) (?:about|approximately|roughly)|(?:which is )?\$?\d[\d.,]* (?:more|less|fewer)(?= than|\W*$)"
+    r"|with(?=[^,\n]{0,40}\b(?:left|remaining|to spare)\b))\b[^\n]{0,200}$|\s\(\d+(?:\s?[-+*/×]\s?\d+)+\)\W{0,9}$"
+)
+# What follows an answer and is none: the next problem of a base model, a check.
+NEXT_PROBLEM = re.compile(r"\n\s{0,9}(?:question|problem|q)\s*(?:\d+\s*)?:", re.IGNORECASE)
+CHECK = re.compile(
+    r"\n\W{0,9}(?:verification|check|breakdown|here['’]s the breakdown)\b"
+    r"|[.\n]\W{0,9}(?:we can|let['’]s|to) (?:check|verify)\b"
+    r"|[.\n]\W{0,9}(?:let(?:['’]s| me| us)|I(?:['’]ll| will)) (?:now )?(?:double[- ]?)?(?:check|verify)"
+    r"(?:[:.!]|\s(?:this|that|it|our|my|the (?:answer|result|solution))\b)",
+    re.IGNORECASE,
+)
+CONCLUDES = re.compile(r"(?:^|[.!?\n])\s{0,9}(?:so|thus|hence|therefore|total)\b[^.\n]{0,200}\d", re.IGNORECASE)
+CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops|hmm+|actually|correction|sorry)\b", re.IGNORECASE)
+RETRACTED = re.compile(
+    r"(?:\bnot|n['’]t) (?:right|correct)\b|(?<!can['’]t be )\b(?:wrong|incorrect|forgot|should be"
+    r"|(?:made|was|is|my|['’]s|see|found) (?:(?:a|an|my|the)(?: \w+)? )?(?:mistake|error))\b",
+    re.IGNORECASE,
+)
+# An expression in the middle of a sentence: numbers, single letters and commands with signs between them.
+ATOM = (
+    r"(?:\\[A-Za-z]+(?:\{[^{}\n]{0,200}\}){0,2}|(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d+\b)?|\.\d+"
+    r"|[√∛∞πθ½⅓⅔¼¾⅕-⅞]|\b(?:pi|sqrt|sin|cos|tan|ln|log|exp)\b|(?<![A-Za-z'’])[A-Za-z](?![A-Za-z'’])"
+    r"|[(\[{][^()\[\]{}\n]{1,200}[)\]}]|[°²³⁴⁵⁶⁷⁸⁹⁰¹⁻!%])"
+)
+RUN = re.compile(
+    rf"(?:[-+−–](?=[\d.(√π\\]))?{ATOM}(?:[ \t]*(?:[-+−–*/^=×·⋅÷±]|\*\*)[ \t]*[-−+]?{ATOM}|:(?=\d){ATOM}|[ \t]?{ATOM})*"
+)
+OF_ASDIV = re.compile(r"^\s*(-?[\d.,/]+)\s*\(([A-Za-z][A-Za-z ]*)\)\s*$")  # 9 (apples)
+BOLD_MARK = re.compile(r"(?:^|(?<=[\s(]))\*\*(?=\S)|(?<=\S)\*\*(?=[\s.,;:!?)]|$)")  # and no power
+BOLD = re.compile(r"([^*]*\b(?:is|are):?\s)\*\*([^*]{1,100})\*\*[^*]*")  # the only words in bold of a line
+DOUBTED = re.compile(
+    r"\b(?:not|no|none|never|neither|either|or|false|opposite|whether|if|doubt|unclear|suppose|assume|except|cannot"
+    r"|could|might|may|maybe|perhaps|possibl[ey])\b|n['’]t\b",
+    re.IGNORECASE,
+)
+SUM = re.compile(r"[\d.,]+(?:\s*[-+−*×·÷]\s*[\d.,]+)+")  # of plain numbers
+JOINED = re.compile(r"\s*(?:,\s*)?(and|or|,)\s*|\s*,\s*()")
+UNIT_AFTER = re.compile(r"\s?([^\W\d_]{2,}\b|[A-Za-z](?=[.,;]|\s*$))")
+UNIT_LAST = re.compile(r"(.*?[\d}$)⁰¹²³⁴-⁹])\s*([^\W\d_]+(?:/[^\W\d_]+|\s+per\s+[^\W\d_]+)?)\.?\s*", re.DOTALL)
+NUMBERS = re.compile(r"(?<![\w.,])\$?\d[\d,]*(?:\.\d+)?")
+LAST_BREAK = re.compile(rf"(?:{SENTENCE_END.pattern}|\n)\s*")
+ARTICLE = re.compile(r"\sa\Z")
+LONGEST = 20_000  # characters at the end of a response that are searched where it has no box
+LAST_SENTENCES = 5  # that are tried, of those with "the answer is"
+LAST_RUNS = 8  # among which the result of a calculation is looked for
+SEVERAL = re.compile(r"\([A-J]\)|\b(?:and|or|not)\b")  # after the letter of a choice
+SIGN = re.compile(r"\s?[-+−–*/×÷^]")
+# After a number, up to the end of its sentence, no verb: "of the 108 bottles".
+VERB = (
     r"is|are|was|were|gets?|gives?|giving|leav\w+|equals?|mak(?:es?|ing)|so|then|total\w*|ha[sd]|have|will|can|lasts?"
     r"|and|or"
 )
