@@ -68,6 +68,7 @@ class ParallelConfig(Section):
     tp: Positive = 1  # tensor
     pp: Positive = 1  # pipeline
     vpp: Positive = 1  # chunks of layers a pipeline stage holds (interleaved schedule)
+    last_stage_layers: Positive | None = None  # layers of the last pipeline stage; None: as many as the others
     cp: Positive = 1  # context: number of ranks that a sequence's tokens are spread over
     ep: Positive = 1  # experts, over the ranks of a pipeline stage
     # activations between the tensor-parallel parts are cut along the sequence; without effect where tp is 1
@@ -82,9 +83,17 @@ class ParallelConfig(Section):
         """Ranks that hold one replica of the model and work on the same sequences."""
         return self.tp * self.pp * self.cp
 
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """The number of layers of each pipeline stage."""
+        if self.last_stage_layers is None:
+            return [num_layers // self.pp] * self.pp
+        return [(num_layers - self.last_stage_layers) // (self.pp - 1)] * (self.pp - 1) + [self.last_stage_layers]
+
     def faults(self, *, training: bool) -> Iterator[str]:
         if self.vpp > 1 and self.pp == 1:
             yield f"vpp: {self.vpp} chunks a stage need pp above 1"
+        if self.last_stage_layers is not None and self.pp == 1:
+            yield "last_stage_layers: needs pp above 1"
 
 
 class AlgorithmConfig(Section):

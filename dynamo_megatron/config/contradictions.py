@@ -90,6 +90,7 @@ def bridge_faults(config: Config, training: bool) -> Iterator[str]:
         "model.lora": config.model.lora is not None,
         "parallel.cp": config.parallel.cp > 1,
         "parallel.vpp": config.parallel.vpp > 1,
+        "parallel.last_stage_layers": config.parallel.last_stage_layers is not None,
         "algorithm.advantage.kind": config.algorithm.advantage.kind == "gae",
         "rollout.quantization": config.rollout.quantization is not None,
         **dict.fromkeys(others, True),

@@ -73,6 +73,8 @@ OURS = {  # ours: verl's keys and slime's options
     "tracking.name": "trainer.experiment_name --wandb-group",
     "parallel.tp": "actor.megatron.tensor_model_parallel_size --tensor-model-parallel-size",
     "parallel.pp": "actor.megatron.pipeline_model_parallel_size --pipeline-model-parallel-size",
+    "parallel.last_stage_layers": "actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage "
+    "--decoder-last-pipeline-num-layers",
     "parallel.cp": "actor.megatron.context_parallel_size --context-parallel-size",
     "parallel.ep": "actor.megatron.expert_model_parallel_size --expert-model-parallel-size",
     "rollout.tp": "rollout.tensor_model_parallel_size --rollout-num-gpus-per-engine",

@@ -65,7 +65,7 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool 
             f"parallel.ep: {p.ep} does not divide the {world_size // p.pp} ranks of a pipeline stage "
             f"({world_size} ranks, pp {p.pp})"
         )
-    spec.check_parallel(p.tp, p.pp, vpp=p.vpp, ep=p.ep)
+    spec.check_parallel(p)
     if config.model.lora is not None:
         check_lora(config.model.lora, spec)
     has_biases = spec.num_experts and any(name.endswith(ROUTER_BIAS) for name in huggingface_shapes(spec))

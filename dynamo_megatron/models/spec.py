@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.config_fields import flag, integer, number
@@ -103,27 +104,38 @@ class ModelSpec:
         here = self.num_experts // ep_size
         return range(ep_rank * here, (ep_rank + 1) * here)
 
-    def check_parallel(self, tp: int, pp: int, *, vpp: int = 1, ep: int = 1) -> None:
-        """Raises ValueError if the model cannot be cut into tp tensor shards, pp stages of vpp chunks of equal depth
-        and ep shares of the experts (each expert is whole on its rank)."""
-        stage = self.num_layers // pp
+    def check_parallel(self, p: ParallelConfig) -> None:
+        """Raises ValueError if the model cannot be cut into tp tensor shards, pp stages of vpp chunks and ep shares of
+        the experts (each expert is whole on its rank)."""
         cuts = [
-            ("tp", tp, self.num_attention_heads, "(attention heads)"),
-            ("tp", tp, self.num_query_groups, "(key/value heads)"),
-            ("pp", pp, self.num_layers, "layers"),
-            ("vpp", vpp, stage, "layers of a stage"),
+            ("tp", p.tp, self.num_attention_heads, "(attention heads)"),
+            ("tp", p.tp, self.num_query_groups, "(key/value heads)"),
         ]
+        # of the last stage, so that the others have equal numbers of layers; next to an equal share first
+        fits = [n for n in range(1, self.num_layers) if p.pp > 1 and (self.num_layers - n) % (p.pp - 1) == 0]
+        fits.sort(key=lambda n: abs(n * p.pp - self.num_layers))
+        if p.last_stage_layers is None or not fits:
+            cuts.append(("pp", p.pp, self.num_layers, "layers"))
+        elif p.last_stage_layers not in fits:
+            raise InputError(
+                f"parallel.last_stage_layers: {p.last_stage_layers} leaves {self.num_layers - p.last_stage_layers} of "
+                f"{self.num_layers} layers for {p.pp - 1} equal stages; use {', '.join(map(str, fits[:3]))}"
+            )
+        cuts += [("vpp", p.vpp, layers, "layers of a stage") for layers in p.stage_layers(self.num_layers)]
         if self.num_experts:
-            cuts.append(("ep", ep, self.num_experts, "experts"))
-        elif ep > 1:
-            raise InputError(f"parallel.ep: {ep}, but a {self.family} model has no experts; use 1")
+            cuts.append(("ep", p.ep, self.num_experts, "experts"))
+        elif p.ep > 1:
+            raise InputError(f"parallel.ep: {p.ep}, but a {self.family} model has no experts; use 1")
         else:
-            cuts.append(("tp", tp, self.ffn_hidden_size, "(MLP width)"))
+            cuts.append(("tp", p.tp, self.ffn_hidden_size, "(MLP width)"))
         for key, parts, size, what in cuts:
             if size % parts:
                 common = math.gcd(*(other for k, _, other, _ in cuts if k == key))
                 fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-                raise InputError(f"parallel.{key}: {parts} does not divide the {size} {what}; use one of {fitting}")
+                other = f", or parallel.last_stage_layers={fits[0]}" if key == "pp" and fits else ""
+                raise InputError(
+                    f"parallel.{key}: {parts} does not divide the {size} {what}; use one of {fitting}{other}"
+                )
 
 
 def scaled_frequencies(spec: ModelSpec) -> tuple[torch.Tensor, float]:

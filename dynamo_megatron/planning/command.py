@@ -214,7 +214,9 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
     ]
     if fitting:
         best = plans[0].config
-        words = [f"parallel.{key}={str(value).lower()}" for key, value in best.parallel.model_dump().items()]
+        words = [
+            f"parallel.{key}={str(value).lower()}" for key, value in best.parallel.model_dump(exclude_none=True).items()
+        ]
         words += [f"rollout.tp={best.rollout.tp}", f"rollout.servers={best.rollout.servers}"]
         words.append(f"trainer.recompute={best.trainer.recompute}")
         lines.append(f"the first: {' '.join(words)}")

@@ -43,7 +43,7 @@ def stage_parameters(spec: ModelSpec, p: ParallelConfig, stage: int) -> tuple[tu
 
     tests/planning/test_memory.py holds it to the model that Megatron builds, rank by rank.
     """
-    shapes, layers = huggingface_shapes(spec), spec.num_layers // p.pp
+    shapes, layers = huggingface_shapes(spec), p.stage_layers(spec.num_layers)[stage]
     vocabulary = spec.padded_vocab(p.tp) // p.tp * spec.hidden_size
     dense, experts = [], []
     for name, parts in spec.layer_names.items():
@@ -123,7 +123,7 @@ def stage_state(
     kinds, frozen = whole, ()
     if lora is not None:
         layer = adapter_elements(spec, lora, p.tp)  # as if in one piece: they are small
-        kinds, frozen = ((layer,) * (spec.num_layers // p.pp), ()), (*whole[0], *whole[1])
+        kinds, frozen = ((layer,) * p.stage_layers(spec.num_layers)[stage], ()), (*whole[0], *whole[1])
     sharing = max(1, ranks // (p.tp * p.pp)), max(1, ranks // (p.pp * p.ep))
     owned, copied = 0.0, float(sum(pinned(n * width) for n in frozen))
     for parameters, among in zip(kinds, sharing, strict=True):
@@ -214,7 +214,7 @@ def in_flight(p: ParallelConfig, num_layers: int, stage: int, micro_batches: int
     (vpp - 1) pp + 1, so for the first stage L (1 + (pp - 1) / (pp vpp)), [K] section 4.2.3; [N] section 2.2; [M]
     pipeline_parallel/schedules.py, get_pp_rank_microbatches.
     """
-    layers = num_layers / (p.pp * p.vpp)
+    layers = p.stage_layers(num_layers)[stage] / p.vpp
     chunks = p.pp - stage
     if p.vpp > 1:
         chunks = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
@@ -336,7 +336,8 @@ def training_seconds(
     way, and sequence parallelism's backward gathers each column-parallel layer's input besides: three halves of the
     forward's ([M] tensor_parallel/layers.py). Full recomputation repeats the forward.
     """
-    p, dtype, layers, gpu = config.parallel, config.model.dtype, spec.num_layers / config.parallel.pp, cluster.gpu
+    p, dtype, gpu = config.parallel, config.model.dtype, cluster.gpu
+    layers = max(p.stage_layers(spec.num_layers))
     w, updates = WIDTH[dtype], updates_of(config)  # the passes of log-probs run through all of them without a stop
     own = config.rollout_budget * length * p.model_ranks / cluster.gpus / p.cp
     reduces = 1 if spec.num_experts else 2

@@ -150,6 +150,7 @@ def run_settings(p: ParallelConfig, dtype: torch.dtype, recompute: str = "none")
         "tensor_model_parallel_size": p.tp,
         "pipeline_model_parallel_size": p.pp,
         "virtual_pipeline_model_parallel_size": p.vpp if p.vpp > 1 else None,
+        "num_layers_in_last_pipeline_stage": p.last_stage_layers,
         "context_parallel_size": p.cp,
         "expert_model_parallel_size": p.ep,
         "sequence_parallel": p.cuts_sequences,

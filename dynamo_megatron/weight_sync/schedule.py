@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -141,7 +142,8 @@ def _tensors(spec: ModelSpec, itemsize: int, quantization: str | None) -> dict[s
 def stage_of(name: str, spec: ModelSpec, parallel: ParallelConfig) -> int:
     """The pipeline stage that sends parameter `name`; a tied head is the embedding."""
     if layer := LAYER.fullmatch(name):
-        return int(layer[1]) * parallel.pp * parallel.vpp // spec.num_layers % parallel.pp
+        ends = np.cumsum(parallel.stage_layers(spec.num_layers)) // parallel.vpp  # of the stages' first chunks
+        return int(np.searchsorted(ends, int(layer[1]) % ends[-1], side="right"))
     return 0 if name == EMBEDDING else parallel.pp - 1
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
+from dynamo_megatron.config import ParallelConfig
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.models.server_layout import check_served
@@ -270,7 +271,11 @@ def test_missing_folder_and_file(tmp_path):
     [
         (QWEN2, {"tp": 2, "pp": 4, "vpp": 7}, None),
         (QWEN2, {"tp": 4}, "parallel.tp: 4 does not divide the 2 (key/value heads); use one of 1, 2"),
-        (QWEN2, {"pp": 3}, "parallel.pp: 3 does not divide the 28 layers; use one of 1, 2, 4, 7, 14, 28"),
+        (QWEN2, {"pp": 3}, "parallel.pp: 3 does not divide the 28 layers; use one of 1, 2, 4, 7, 14, 28, or "),
+        (QWEN2, {"pp": 3}, "parallel.last_stage_layers=10"),
+        (QWEN2, {"pp": 3, "last_stage_layers": 8, "vpp": 2}, None),
+        (QWEN2, {"pp": 3, "last_stage_layers": 9}, "9 leaves 19 of 28 layers for 2 equal stages; use 10, 8, 12"),
+        (QWEN2, {"pp": 4, "last_stage_layers": 1, "vpp": 3}, "vpp: 3 does not divide the 1 layers of a stage"),
         (QWEN2, {"pp": 4, "vpp": 2}, "parallel.vpp: 2 does not divide the 7 layers of a stage; use one of 1, 7"),
         (QWEN2, {"ep": 2}, "has no experts"),
         (QWEN3_MOE | {"moe_intermediate_size": 7, "intermediate_size": 7}, {"tp": 4, "pp": 2, "ep": 8}, None),
@@ -278,7 +283,7 @@ def test_missing_folder_and_file(tmp_path):
     ],
 )
 def test_check_parallel(tmp_path, config, layout, said):
-    spec, layout = load_model_config(write(tmp_path, config)), {"tp": 1, "pp": 1} | layout
+    spec, parallel = load_model_config(write(tmp_path, config)), ParallelConfig(**layout)
     if said is None:
-        return spec.check_parallel(**layout)
-    assert said in refusal(spec.check_parallel, **layout)
+        return spec.check_parallel(parallel)
+    assert said in refusal(spec.check_parallel, parallel)

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.full
 CASES = {  # name: family, dtype, parallel, tied, recompute
     "TP2-tied": ("qwen2", "bfloat16", {"tp": 2, "sequence_parallel": True}, True, "none"),
     "VPP2-tied": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}, True, "none"),
+    "PP3+1": ("qwen2", "bfloat16", {"pp": 2, "last_stage_layers": 1}, False, "none"),
     "CP2-full": ("qwen3", "bfloat16", {"cp": 2}, False, "full"),
     "DP2-float32": ("qwen3", "float32", {}, False, "none"),
     "TP2-gemma3": ("gemma3_text", "bfloat16", {"tp": 2, "sequence_parallel": True}, True, "none"),

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "TP2+SP": (2, {"tp": 2}),
     "PP2": (2, {"pp": 2}),
     "PP4": (4, {"pp": 4}),
+    "PP3+1": (2, {"pp": 2, "last_stage_layers": 1}),
     "TP2xPP2+SP": (4, {"tp": 2, "pp": 2}),
     "VPP2xPP2": (2, {"pp": 2, "vpp": 2}),
     "VPP2xPP2xDP2": (4, {"pp": 2, "vpp": 2}),
@@ -64,7 +65,7 @@ EVERY = ("TP2+SP", "PP2", "VPP2xPP2", "CP2", "DP2")  # what every family is put 
 PARTICULAR: dict[str, dict] = {
     "qwen2": {
         "algorithm": {"loss": {"mini_batches": 2, "clip_ratio_high": 0.28}},
-        "more": "1 TP4 PP4 CP2xPP2 TP2xPP2+SP",
+        "more": "1 TP4 PP4 PP3+1 CP2xPP2 TP2xPP2+SP",
     },
     "qwen3": {
         "algorithm": {
@@ -95,7 +96,7 @@ PARTICULAR: dict[str, dict] = {
         "more": "1 EP2 EP2xTP2+SP EP2xCP2 EP4",
         "sync": ("float32", "EP2xTP2+SP EP2xPP2"),
     },
-    "mistral": {"sync": ("float32", "PP2")},
+    "mistral": {"sync": ("float32", "PP3+1")},
     "olmo3": {"more": "CP2xPP2"},
     "gemma3_text": {"algorithm": {"loss": {"entropy_coef": 0.01}}, "more": "1 TP2"},
     "phi3": {"more": "CP2xTP2+SP"},
