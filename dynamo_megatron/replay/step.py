@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 def failed_step(output: Path, step: int, keys: Sequence[str]) -> tuple[Config, int]:
     """(the configuration of the run in `output` with `keys`, and with the folder of its failed `step` as output_dir;
-    the number of ranks that the run had). Raises ConfigError if there is no complete folder."""
+    the number of ranks that the run had). Raises ConfigError if there is no complete folder, and for another kind of
+    advantages than those that the folder has."""
     folder = dict(checkpoint_folders(output / FAILED_STEPS)).get(step)
     if folder is None or fault(folder) is not None or not (folder / PASS_FILE).is_file():
         raise ConfigError(f"--step: {output / FAILED_STEPS} has no complete folder of step {step}")
-    config, _ = compose([], keys, read_state(folder)["failure"]["config"])
+    had = read_state(folder)["failure"]["config"]
+    config, _ = compose([], keys, had)
+    if config.algorithm.advantage != compose([], [], had)[0].algorithm.advantage:
+        raise ConfigError("algorithm.advantage: the step is repeated with the advantages that it had; leave it out")
     return config.model_copy(update={"output_dir": str(folder)}), read_manifest(folder)["layout"]["ranks"]
 
 

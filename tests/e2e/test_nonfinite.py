@@ -73,6 +73,8 @@ def test_a_nan_stops_the_run_and_is_repeated(replay, command_line, workspace, tm
     assert f"step-000002: {PASSES[fault]}, " in text and SAID[fault] in text
     code, said = command_line(workspace, "replay", "--step", output, 1)
     assert code == 2 and said.strip().endswith(f"--step: {output / 'nonfinite'} has no complete folder of step 1")
+    code, said = command_line(workspace, "replay", "--step", output, 2, "algorithm.advantage.kind=grpo")
+    assert code == 2 and "algorithm.advantage: the step is repeated with the advantages that it had" in said
     if fault == "ADVANTAGE":
         repaired(command_line, workspace, output, folder)
     if stages == 2:  # the weights load in another layout
