@@ -120,13 +120,13 @@ class Trainer:
             self.run.on_rank_0(f"the prompts of step {step}", draw_and_allocate)
             batches.append(self.serving.ask("generate", f"the rollouts of step {step}", generate, version=step - 1))
             measure = measure or not np.isfinite(batches[-1].engine_logprobs).all()  # such a rollout will be rejected
-            mini_batches, stats = self.pack_and_measure(step, batches[-1], measure)
+            mini_batches, stats = self.pack_and_measure(batches[-1], measure)
             selection = self.run.on_rank_0(f"the rollouts of step {step}", select)
             if selection is None:
                 del mini_batches, stats  # frees device memory for the servers of the next round
         rollouts = selection.of(RolloutBatch.join(batches))
         if rollouts is not batches[-1]:  # rounds were joined, or rollouts were left out
-            mini_batches, stats = self.pack_and_measure(step, rollouts, measure)
+            mini_batches, stats = self.pack_and_measure(rollouts, measure)
         return Sampled(rollouts, mini_batches, stats, selection, rounds)
 
     def reject_and_observe(self, step: int, rounds: list[Round], rollouts: RolloutBatch, stats: TokenStats) -> bool:
@@ -137,9 +137,7 @@ class Trainer:
         self.controller.observe(step, rounds[-1], rollouts, stats)
         return len(rounds[-1].kept) < rounds[-1].sampled
 
-    def pack_and_measure(
-        self, step: int, rollouts: RolloutBatch, measure: bool
-    ) -> tuple[list[MiniBatch], TokenStats | None]:
+    def pack_and_measure(self, rollouts: RolloutBatch, measure: bool) -> tuple[list[MiniBatch], TokenStats | None]:
         """Packs whole groups into mini-batches, and these into micro-batches. The statistics of the tokens (logprob,
         entropy) and the updates run over the same micro-batches: in the first update the ratio of every token to the
         policy at the start of the step is exactly 1."""
@@ -202,7 +200,7 @@ class Trainer:
             selection = self.run.on_rank_0(f"the check of the rollouts of step {step}", select)
             if selection is not None:
                 rollouts = selection.of(rollouts)
-                sampled = Sampled(rollouts, *self.pack_and_measure(step, rollouts, True), selection, rounds)
+                sampled = Sampled(rollouts, *self.pack_and_measure(rollouts, True), selection, rounds)
                 return self.update(step, sampled, self.advantages(step, sampled))
             sampled, updates = sampled._replace(stats=gradient.stats), [self.policy.step(gradient)]
         return sampled, batch, updates

@@ -27,14 +27,8 @@ def verifiers_agent(environment: dict[str, Any]) -> Callable[[Any, Any], Awaitab
     """The agent for `rollout.agent`: each episode is one of the environment, whose rubric gives the reward.
 
     `environment`: verifiers' configuration of it: `taskset`, the seats' `harness` and `runtime`, and so on. A seat
-    without a `model` and a `client` of its own plays with the policy; an episode has one run of such a seat.
-    """
-    served = _Environment(environment)
-
-    async def agent(prompt: Any, session: Any) -> float:
-        return await served.episode(prompt, session.base_url)
-
-    return agent
+    without a `model` and a `client` of its own plays with the policy; an episode has one run of such a seat."""
+    return _Environment(environment).episode
 
 
 class _Environment:
@@ -47,8 +41,8 @@ class _Environment:
         self._urls: dict[str, str] = {}  # of sessions, by the id of a trace
         self._opened: asyncio.Future[vf.ModelContext] | None = None
 
-    async def episode(self, prompt: Any, url: str) -> float:
-        """The reward of the row `prompt` in the session at `url`. Raises RuntimeError where there is none."""
+    async def episode(self, prompt: Any, session: Any) -> float:
+        """The reward of the row `prompt` in the `session`. Raises RuntimeError where there is none."""
         task = self._task(prompt)
         if self._opened is None:
             self._opened = asyncio.ensure_future(self._open())
@@ -57,7 +51,7 @@ class _Environment:
 
         def begin(trace: vf.Trace) -> None:
             begun.append(trace.id)
-            self._urls[trace.id] = url
+            self._urls[trace.id] = session.base_url
 
         try:
             episode = await self._env.run_episode(task, context, on_trace=begin)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from dynamo_megatron.launcher.options import JOB, NEMO, SLURM, Option, option, positive
+from dynamo_megatron.launcher.options import JOB, NEMO, SLURM, option, positive
 
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or input, 75 stopped cleanly and resumable, 130 Ctrl-C"
 REPORTED = ("dynamo-megatron", "torch", "megatron-core", "sglang")
@@ -32,47 +34,43 @@ GROUPS = {  # of commands: where the parser has the one that was chosen, and wha
 }
 
 
-def command(help: str, example: str, *options: Option) -> tuple[str, str, tuple[Option, ...]]:
-    """What a command does, the words of an example, and its options."""
-    return help, example, options
-
-
-COMMANDS = {  # in the order of --help
-    "train": command(
+# what each does, the words of an example, its options; in the order of --help
+COMMANDS: dict[str, Sequence[Any]] = {
+    "train": (
         "train a policy by reinforcement learning; the same command resumes a run that was stopped",
         "my.yaml methods/dynamo trainer.steps=20 output_dir=runs/first",
         *TRAINING,
     ),
-    "sft": command(
+    "sft": (
         "fine-tune on completions (data.answer_key), as a warm-up; the same command resumes",
         "my.yaml data.source=solutions.jsonl data.answer_key=solution output_dir=runs/warm",
         *TRAINING,
     ),
-    "dpo": command(
+    "dpo": (
         "train on pairs of completions, one preferred (dpo.*); the same command resumes",
         "my.yaml data.source=pairs.jsonl dpo.beta=0.1 output_dir=runs/preferred",
         *TRAINING,
     ),
-    "configs": command(
+    "configs": (
         "list the configurations that are shipped: methods, models on hardware, the paper's sizes",
         "methods/dynamo > my-dynamo.yaml",
         option("name", nargs="?", help="print this one, as a start of your own"),
     ),
-    "preflight": command(
+    "preflight": (
         "check a configuration, this node and the server before a job waits for them",
         "my.yaml methods/dynamo --ranks 8",
         CONFIG,
         option("--ranks", type=positive, help="of the run (default: as `train` would start here)"),
         option("--no-server", action="store_true", help="do not start a small server, which takes longest"),
     ),
-    "serve": command(
+    "serve": (
         "run one node's share of a run's rollout servers (rollout.placement: split)",
         "my.yaml rollout.placement=split rollout.host=ib0 --nodes 2 --node 0",
         CONFIG,
         option("--nodes", type=positive, required=True, help="nodes with servers; each runs an equal share"),
         option("--node", type=int, required=True, help="which of them this one is, from 0"),
     ),
-    "eval": command(
+    "eval": (
         "sample answers to held-out problems (eval.*) and score them: pass@k with intervals",
         "--model runs/first --out scores eval.data=test.jsonl eval.samples=8 eval.k=[1,8]",
         option("config", nargs="*", metavar="CONFIG | key=value", help=CONFIG_HELP),
@@ -92,13 +90,13 @@ COMMANDS = {  # in the order of --help
         ),
         option("--out", type=Path, required=True, help="folder for the responses, the table and the logs"),
     ),
-    "convert hf2mcore": command(
+    "convert hf2mcore": (
         "write a Hugging Face folder as a Megatron checkpoint for any layout",
         "models/Qwen2.5-7B models/Qwen2.5-7B-mcore",
         option("source", metavar="HF", type=Path, help="a Hugging Face folder"),
         OUT,
     ),
-    "convert mcore2hf": command(
+    "convert mcore2hf": (
         "write a Megatron checkpoint as a Hugging Face folder",
         "runs/first/checkpoints/step-000200 models/first",
         option(
@@ -110,14 +108,14 @@ COMMANDS = {  # in the order of --help
         OUT,
         MODEL,
     ),
-    "convert mcore2peft": command(
+    "convert mcore2peft": (
         "write the adapters of a LoRA run as a folder that peft loads",
         "runs/first adapters/first",
         option("source", metavar="CHECKPOINT", help="a run with model.lora (its newest checkpoint), or its checkpoint"),
         OUT,
         MODEL,
     ),
-    "inspect": command(
+    "inspect": (
         "what is in a checkpoint or a model's folder, also one of others, or how two differ",
         "--diff runs/first/checkpoints/step-000010 runs/first/checkpoints/step-000020",
         option(
@@ -129,20 +127,20 @@ COMMANDS = {  # in the order of --help
         ),
         option("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compares the tensors, one at a time"),
     ),
-    "launch local": command(
+    "launch local": (
         "train with ranks on this machine, as `train` does",
         "my.yaml output_dir=runs/first --ranks 2",
         CONFIG,
         option("--ranks", type=positive, help="local processes (default: as train)"),
     ),
-    "launch slurm": command(
+    "launch slurm": (
         "write the sbatch script of a training and submit it; docs/clusters.md",
         "my.yaml output_dir=runs/first rollout.host=ib0 --nodes 4 --gpus-per-node 8 --time 24:00:00",
         CONFIG,
         *JOB,
         *SLURM,
     ),
-    "launch ray": command(
+    "launch ray": (
         "train with a Ray actor a rank, here or on a Ray cluster; docs/clusters.md",
         "my.yaml output_dir=runs/first rollout.host=ib0 --ranks 16 --address auto",
         CONFIG,
@@ -150,14 +148,14 @@ COMMANDS = {  # in the order of --help
         option("--address", help="a Ray cluster's: auto or HOST:PORT (default: Ray on this machine)"),
         option("--wait", type=positive, default=300, metavar="SECONDS", help="for free resources (default 300)"),
     ),
-    "launch nemo": command(
+    "launch nemo": (
         "convert, train and evaluate with nemo-run, here or on a SLURM cluster; docs/clusters.md",
         "my.yaml output_dir=runs/first rollout.host=ib0 --python .venv/bin/python --executor slurm --nodes 4 --eval",
         CONFIG,
         *JOB,
         *NEMO,
     ),
-    "plan": command(
+    "plan": (
         "before anything runs: memory of every rank, servers, host and disk, times, a verdict",
         "models/qwen2.5-14b paper --gpus 16 --gpu h100-80 --search",
         CONFIG,
@@ -167,7 +165,7 @@ COMMANDS = {  # in the order of --help
         option("--response-tokens", type=positive, help="the mean response's, for times (default: half of the limit)"),
         option("--search", action="store_true", help="rank layouts instead of judging the config's"),
     ),
-    "report": command(
+    "report": (
         "what a run has done so far, or several runs side by side: a page, tables",
         "runs/first runs/second --out comparison",
         option("run", type=Path, nargs="+", help="a run's output_dir; differences are to the first one"),
@@ -180,7 +178,7 @@ COMMANDS = {  # in the order of --help
             help="of the first RUN, to have in the page; repeatable",
         ),
     ),
-    "samples": command(
+    "samples": (
         "rollouts of a run to read: prompt, response, answer, reward and its parts",
         "runs/first --step 20 --best 2 --worst 2 | less",
         option("run", type=Path, help="a run's output_dir, running or not"),
@@ -192,7 +190,7 @@ COMMANDS = {  # in the order of --help
         option("--json", action="store_true", help="an object a line"),
         option("--pairs", action="store_true", help="best and worst of each group, an object a line, for `dpo`"),
     ),
-    "replay": command(
+    "replay": (
         "what each allocator would have given each prompt of a run: a table and JSON; with --step the pass of a step "
         "that ended in NaN or infinity, again",
         "runs/first --allocator uniform --allocator neyman,half_life=4",
@@ -220,13 +218,13 @@ COMMANDS = {  # in the order of --help
         ),
         option("--reward-key", help="verl, slime: the field with the reward, where it is not score or reward"),
     ),
-    "verify": command(
+    "verify": (
         "recompute and check a finished step of a run with numpy and transformers: a table; docs/analysis.md",
         "runs/first --step 20",
         option("run", type=Path, help="a run's output_dir; the checkpoints before and after the step say the most"),
         option("--step", type=positive, help="of training (default: the newest)"),
     ),
-    "compare": command(
+    "compare": (
         "train arms x seeds x learning rates, resumable; what each arm costs, as a table; docs/analysis.md",
         "compare/demo",
         option("spec", metavar="SPEC.yaml", help="arms, control, seeds, learning rates, metric and output_dir"),
@@ -254,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="dynamo-megatron", description="RLVR on Megatron-core with DynaMO.", formatter_class=plain)
     top.add_argument("--version", action="version", version=_versions())
     groups = {"": top.add_subparsers(dest="command", required=True)}
-    for name, (help, example, options) in COMMANDS.items():
+    for name, (help, example, *options) in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
             chosen, what = GROUPS[group]

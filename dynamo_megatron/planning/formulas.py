@@ -338,7 +338,8 @@ def training_seconds(
     """
     p, dtype, gpu = config.parallel, config.model.dtype, cluster.gpu
     layers = max(p.stage_layers(spec.num_layers))
-    w, updates = WIDTH[dtype], updates_of(config)  # the passes of log-probs run through all of them without a stop
+    # The passes of log-probs run through the micro-batches of all updates without a stop.
+    w, updates = WIDTH[dtype], config.algorithm.loss.mini_batches
     own = config.rollout_budget * length * p.model_ranks / cluster.gpus / p.cp
     reduces = 1 if spec.num_experts else 2
     hidden = layers * reduces * 2 * (p.tp - 1) / p.tp * w * spec.hidden_size * own / cluster.link(p.tp)
@@ -376,11 +377,6 @@ def training_seconds(
     passes = config.algorithm.measures_first + len(config.frozen_models) + config.trained_models - 1
     update = often * (1 + idle) + updates * reduce
     return passes * once * (1 + idle / updates), config.trained_models * update
-
-
-def updates_of(config: Config) -> int:
-    """Of a step."""
-    return min(config.algorithm.loss.mini_batches, config.batch_prompts)
 
 
 def decode_seconds(config: Config, spec: ModelSpec, gpu: GPU, sequences: float, context: float) -> float:

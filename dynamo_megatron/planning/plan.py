@@ -184,7 +184,7 @@ def make_plan(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload)
 
 def _micro_batches(config: Config, cluster: Cluster, length: float) -> int:
     """Of an update on each rank, if prompt and response have `length` tokens on average."""
-    p, of_update = config.parallel, config.rollout_budget * length / formulas.updates_of(config)
+    p, of_update = config.parallel, config.rollout_budget * length / config.algorithm.loss.mini_batches
     dp = cluster.gpus // p.model_ranks
     count = max(1, -(-int(of_update) // (dp * config.trainer.micro_batch_tokens)))
     return -(-count // p.pp) * p.pp if p.vpp > 1 else count

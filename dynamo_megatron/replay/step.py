@@ -61,24 +61,19 @@ class StepReplay(Job):
 
     def run(self) -> None:
         inputs, before = PassInputs.load(self._folder / PASS_FILE), read_state(self._folder)["failure"]["message"]
-        found = "NOT reproduced: everything is finite now"
+        found, policy = "NOT reproduced: everything is finite now", self._policy
         try:
-            repeat(self._policy, inputs)
+            packed = policy.pack(inputs.sequences, inputs.rows)
+            if inputs.method == "fit":
+                policy.fit(inputs.sequences, **inputs.given)
+            elif inputs.method == "update":
+                policy.update(mini_batch=packed[0], **inputs.given)
+            else:
+                policy.token_stats(inputs.sequences, packed, **inputs.given)
         except NonFiniteError as error:
             self.code = 0
             again = str(error)
             found = f"reproduced{': the same message' if again == before else f', with another message: {again}'}"
-        if self._policy.layout.rank == 0:
+        if policy.layout.rank == 0:
             print(f"{self._folder}: {inputs.method}, {len(inputs.sequences.prompt_ids)} sequences")
             print(f"the run's error: {before}\n{found}", flush=True)
-
-
-def repeat(policy: Policy, inputs: PassInputs) -> None:
-    """Repeats the pass on all ranks; raises NonFiniteError if it fails again."""
-    packed = policy.pack(inputs.sequences, inputs.rows)
-    if inputs.method == "fit":
-        policy.fit(inputs.sequences, **inputs.given)
-    elif inputs.method == "update":
-        policy.update(mini_batch=packed[0], **inputs.given)
-    else:
-        policy.token_stats(inputs.sequences, packed, **inputs.given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import numpy as np
 from dynamo_megatron.config.method import TeacherConfig
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.reward.http import key_of
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server_api import ServerError, call_for
@@ -62,8 +62,6 @@ def check_teacher(teacher: TeacherConfig, tokenizer: Any, rows: int, longest: in
     beyond which a tokenizer may have tokens that no server takes. Returns a warning, one line, where a server does not
     take sequences of `longest` tokens."""
     warning = None
-    if (name := teacher.api_key_env) is not None and not os.environ.get(name):
-        raise InputError(f"algorithm.teacher.api_key_env: the environment variable {name} is not set")
     if teacher.is_url:
         added = tokenizer.get_added_vocab()
         text = PROBE + "".join(token for token in sorted(added, key=added.get) if added[token] < rows)
@@ -110,5 +108,5 @@ def _logprobs_of(
 
 
 def _endpoint(teacher: TeacherConfig) -> Endpoint:
-    key = os.environ[teacher.api_key_env] if teacher.api_key_env is not None else ""
+    key = key_of(teacher.api_key_env, "algorithm.teacher.api_key_env")
     return Endpoint("teacher", 0, teacher.path.rstrip("/"), 1, key)

@@ -33,11 +33,7 @@ class StepLog:
 def kept_bytes(path: Path, keep_to: int) -> int:
     """The offset in bytes where the lines of `keep_to` and earlier steps end in a file of JSON lines in order of steps;
     0 where there is no file. Raises ValueError (path:line) for a broken line."""
-    kept = 0
-    for line, row in _lines(path, ("step",)):
-        if row["step"] <= keep_to:
-            kept += len(line)
-    return kept
+    return sum(len(line) for line, row in _lines(path, ("step",)) if row["step"] <= keep_to)
 
 
 def read_rows(path: Path, *keys: str) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 import uuid
 from collections import Counter
@@ -233,8 +232,8 @@ def events(completion: Mapping[str, Any], with_usage: bool) -> list[dict[str, An
     if "message" in choice:
         message = choice["message"]
         made = [event(delta={"role": "assistant", "content": message["content"]})]
-        numbered = zip(itertools.count(), message.get("tool_calls", ()), strict=False)
-        made += [event(delta={"tool_calls": [{"index": i, **call}]}) for i, call in numbered]
+        calls = enumerate(message.get("tool_calls", ()))
+        made += [event(delta={"tool_calls": [{"index": i, **call}]}) for i, call in calls]
         made.append(event(finish, delta={}))
     else:
         made = [event(finish, text=choice["text"], token_ids=choice["token_ids"])]

@@ -122,8 +122,7 @@ class IpcTransport(Transport):
         metadata = self._layout.gather(self._staged.tensors if own is bucket else None)[bucket.sender]
         # Only what is read: an unread handle keeps its memory from being freed.
         reads = any(self._layout.rank in self._ranks[e] for e in endpoints if e not in self._failed)
-        handle = pickled(here, metadata, _Pickler) if reads else ""
-        self._handles = self._layout.gather(handle)
+        self._handles = self._layout.gather(pickled(here, metadata, _Pickler) if reads else "")
         return [e for e in endpoints if (self._ranks[e] or [0])[0] == self._layout.rank]
 
     def send(self, endpoint: Endpoint) -> int:
