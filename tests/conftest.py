@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from preloaded import run_preloaded  # tests/policy
-from small_disk import mounting  # tests/e2e
 
 # Triton decides between its interpreter and a GPU when it and the kernels are imported: here, before anything else
 # does. Processes that tests start decide for themselves.
@@ -51,13 +50,15 @@ def vectors():
 
 
 @pytest.fixture
-def small_disk(request, tmp_path) -> Iterator[Path]:
-    """A folder that is a file system of 1 MiB, or of the size that a test gives it: `parametrize("small_disk", ["64k"],
-    indirect=True)`."""
-    with mounting(tmp_path / "small", getattr(request, "param", "1m")) as mounted:
-        if not mounted:
-            pytest.skip("this user may not mount a tmpfs")
-        yield tmp_path / "small"
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A folder that is a file system of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "small", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # also while files of it are open
 
 
 @pytest.fixture(scope="session")

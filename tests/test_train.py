@@ -1,12 +1,10 @@
-"""The order of a run's steps, in the loops of `train` and `sft`."""
+"""The order of a run's steps, in the loop of `train`."""
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.jobs.sft import SFTJob
 from dynamo_megatron.train import Sampled, Trainer
 
 LOSS = {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
@@ -67,17 +65,3 @@ def test_a_step_samples_updates_and_syncs_before_it_is_evaluated_and_saved(start
         expected += ["ask", f"evaluate {step}", "export_best"] if step == 2 else []
         expected += [f"save_if_due {step}"] if step > start else []
     assert calls == expected
-
-
-def test_the_loop_of_sft():
-    calls: list[str] = []
-    run = a_run(calls, 1)
-    run.policy = Noted(calls, fit=dict(LOSS))
-    job = SFTJob(run.config)
-    job._run, job._next = run, lambda on_poll: SimpleNamespace(response_lengths=np.array([2, 3]), prompt_ids=["a", "b"])
-    job._train()
-    step = ["on_rank_0", "fit"]
-    assert calls == [
-        "save",
-        *(w for n in (2, 3) for w in (f"begin_step {n}", *step, f"reached {n}", f"save_if_due {n}")),
-    ]

@@ -56,13 +56,7 @@ def said(session):
 def test_an_episode_ends_with_the_environment_and_adds_up_its_rewards():
     session, before = Session("1", "2", "3", "4"), Count.closed
     assert play(session, seed=7, options={"a": 1}) == 2.0
-    assert said(session) == [
-        ("user", "Count.\nseed 7, options {'a': 1}"),
-        ("assistant", "1"),
-        ("user", "1"),
-        ("assistant", "2"),
-        ("user", "2"),
-    ]
+    assert [text for _, text in said(session)] == ["Count.\nseed 7, options {'a': 1}", "1", "1", "2", "2"]
     assert Count.closed == before + 1
 
 

@@ -67,6 +67,7 @@ def test_the_state_survives_json():
     before, after = (x.reward_baseline(["a", "b", "c"], score_ratio=None) for x in (allocator, again))
     assert before.mean.tolist() == after.mean.tolist() and before.score_ratio == after.score_ratio > 1
     allocator.observe(["a"], [-1], [False], 4, energy=[1.0])
+    allocator.observe(["a"], [1], [True], 5, energy=[1.0])
     again.load_state_dict(json.loads(json.dumps(allocator.state_dict())))
     assert [x.reward_baseline(["a"], score_ratio=None).score_ratio for x in (allocator, again)] == [1, 1]
 

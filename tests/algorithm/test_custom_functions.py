@@ -126,42 +126,25 @@ def normalised(inputs):
 LOSSES = {  # wrong ones
     "mean": (lambda i: clipped(i).mean(), r"returned float32 \[\] on cpu, not a tensor"),
     "drawn": (lambda i: clipped(i) * torch.rand(()), "gives a response other losses by itself"),
-    "normalised": (normalised, "gives a response other losses by itself than beside others, .* micro_batch_tokens"),
-    "no reference": (with_reference, "failed: TypeError: unsupported operand .*NoneType"),
     "raises": (lambda i: i.nothing, rf"failed: AttributeError: .* 'nothing' \({FILE}, line \d+\)$"),
 }
 
 
-def called(function) -> None:
-    """As a step calls advantages."""
-    custom_advantages(UserFunction(function, "mine"), inputs(0.0))
+CHECKS = {
+    "advantages": lambda user: custom_advantages(user, inputs(0.0)),
+    "loss": lambda user: check_loss(user, reference=False, kl_coef=0.0, context_parallel=False),
+}
+WRONG = [("advantages", name, *given) for name, given in ADVANTAGES.items()]
+WRONG += [("loss", name, *given) for name, given in LOSSES.items()]
 
 
-def checked(function, *, context_parallel: bool = False, reference: bool = False, kl_coef: float = 0.0) -> None:
-    user = UserFunction(function, "mine")
-    check_loss(user, reference=reference, kl_coef=kl_coef, context_parallel=context_parallel)
-
-
-WRONG = [(called, ADVANTAGES), (checked, LOSSES)]
-
-
-@pytest.mark.parametrize(("check", "functions", "name"), [(*kind, name) for kind in WRONG for name in kind[1]])
+@pytest.mark.parametrize(("check", "name", "function", "says"), WRONG)
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_a_wrong_function_is_named_in_one_line(check, functions, name):
-    function, says = functions[name]
+def test_a_wrong_function_is_named_in_one_line(check, name, function, says):
     with pytest.raises(ValueError, match=says) as error:
-        check(function)
+        CHECKS[check](UserFunction(function, "mine"))
     assert str(error.value).startswith("mine ") and "\n" not in str(error.value)
     assert name != "raises" or 'in <lambda>\n    "raises"' in error.value.frames
-
-
-def test_right_losses_pass():
-    for function in (clipped, of_responses):
-        checked(function)
-    checked(clipped, context_parallel=True)
-    checked(with_reference, reference=True, kl_coef=0.1)
-    with pytest.raises(ValueError, match=r"other losses whose tokens are apart: with parallel\.cp"):
-        checked(of_responses, context_parallel=True)
 
 
 def test_a_run_checks_its_loss_before_it_starts_anything():
@@ -169,12 +152,14 @@ def test_a_run_checks_its_loss_before_it_starts_anything():
         return compose([], ["algorithm.modulation=null", *words], DEFAULTS)[0]
 
     check_functions(config(f"algorithm.loss.kind={__name__}:of_responses"))
+    check_functions(config(f"algorithm.loss.kind={__name__}:clipped", "parallel.cp=2"))
     kl = f"algorithm.loss.kind={__name__}:with_reference"
     check_functions(config(kl, "algorithm.kl={coef: 0.1, where: function}"))
+    apart = "of_responses gives a response other losses whose tokens are apart: with parallel.cp"
     for words, says in {
-        (f"algorithm.loss.kind={__name__}:of_responses", "parallel.cp=2"): "of_responses gives a response other losses",
-        (kl,): "with_reference failed: TypeError",
-        (f"algorithm.loss.kind={__name__}:normalised",): "normalised gives a response other losses",
+        (f"algorithm.loss.kind={__name__}:of_responses", "parallel.cp=2"): apart,
+        (kl,): "with_reference failed: TypeError: unsupported operand .*NoneType",
+        (f"algorithm.loss.kind={__name__}:normalised",): "normalised gives .* by itself than .* micro_batch_tokens",
         ("algorithm.advantage.kind=no_module_like_this:f",): "cannot import 'no_module_like_this'",
     }.items():
         with pytest.raises(ValueError, match=says):

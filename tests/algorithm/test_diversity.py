@@ -54,17 +54,6 @@ def test_factors_are_those_of_all_pairs_in_any_order(rollouts, weight, rng):
     np.testing.assert_allclose(shuffled, factors[order] if order else factors, rtol=0, atol=1e-12)
 
 
-def test_a_rare_answer_and_a_rare_path_by_hand():
-    """Group a: of four right rollouts three agree in all, the fourth has another answer: rarities 1/3 and 1. Group b:
-    one answer, two n-grams each, one of them common: all rarities 1/2. Wrong ones and single right ones: 1."""
-    same, path = (1, 2, 3, 4), (9, 9, 9, 9)
-    rollouts = [("a", True, "x", same)] * 3 + [("a", True, "y", same), ("a", False, "z", path)]
-    rollouts += [("b", True, "x", (1, 2, 3, 4, 5)), ("b", True, "x", (0, 1, 2, 3, 4)), ("c", True, "x", same)]
-    factors = diversity_factors(0.5, *arrays(rollouts))
-    np.testing.assert_allclose(factors, [11 / 12] * 3 + [1.25, 1, 1, 1, 1], rtol=1e-14)
-    assert (diversity_factors(1.0, *arrays([("a", True, "x", ())] * 3)) == 1).all()
-
-
 @settings(deadline=None)
 @given(ROLLOUTS)
 def test_shares_of_distinct_answers_and_ngrams_are_by_group(rollouts):

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 
 from dynamo_megatron.algorithm.advantages import group_advantages, history_advantages
 
@@ -64,24 +63,13 @@ def test_graded_rewards_that_vary_as_much_as_they_can_are_0_and_1():
     np.testing.assert_allclose(most, history_advantages(rewards, groups, mean, strength, 4.0))
 
 
-def test_dtype_and_library_are_those_of_the_rewards():
-    ones = torch.ones(3)
-    assert history_advantages(torch.tensor([1.0, 0.0, 1.0]), [0, 0, 1], ones, ones).dtype == torch.float32
-    assert history_advantages(np.array([1, 0]), [0, 0], [0.5, 0.5], [1, 1]).dtype == np.float64
-    assert len(history_advantages(np.zeros(0), [], np.zeros(0), np.zeros(0))) == 0
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"rewards": [1.0, np.nan]}, "rewards: entry 1 is nan"),
         ({"rewards": [1.0, 1.5], "score_ratio": 2.0}, "rewards: entry 1 is 1.5; the optimal baseline"),
         ({"prior_mean": [0.5]}, "prior_mean, prior_strength: 1 and 2 entries for 2 rollouts"),
-        ({"prior_strength": [-1.0, -1.0]}, "prior_strength: -1.0 rollouts"),
         ({"prior_mean": [0.5, 0.6]}, "prior_mean: rollouts of one group have different values"),
-        ({"prior_strength": [np.inf, np.inf]}, "prior_strength: entry 0 is inf"),
-        ({"score_ratio": 0.0}, "score_ratio: 0.0"),
-        ({"group_ids": [0]}, "group_ids: 1 ids for 2 rollouts"),
     ],
 )
 def test_bad_input_is_named(change, says):

@@ -19,21 +19,14 @@ MODES = {
 }
 
 
-def arrays(case, *names):
-    return [np.array(case[name]) for name in names]
-
-
 def test_vectors(vectors):
     for case in vectors("losses"):
-        logprobs, old, advantages, mask = arrays(case, "logprobs", "old_logprobs", "advantages", "mask")
+        names = ("logprobs", "old_logprobs", "advantages", "mask")
+        logprobs, old, advantages, mask = (np.array(case[name]) for name in names)
         rollouts, length = mask.shape
         lengths = mask.sum(1).astype(int)
         variable = torch.tensor(logprobs, requires_grad=True)
-        clip = {
-            "clip_ratio_low": case["clip_low"],
-            "clip_ratio_high": case["clip_high"],
-            "clip_ratio_c": case["clip_c"],
-        }
+        clip = {f"clip_ratio_{name}": case[f"clip_{name}"] for name in ("low", "high", "c")}
         of_torch = clipped_policy_loss(variable, torch.tensor(old), torch.tensor(advantages), **clip)
         of_numpy = clipped_policy_loss(logprobs, old, advantages, **clip)
         for reference, (mode, factor) in MODES.items():
@@ -85,34 +78,14 @@ def test_a_term_that_is_off_brings_in_no_nan():
     assert policy_loss_terms(one, one, one, one, None, PolicyLossConfig()).kl is None
 
 
-def test_bad_input_is_named():
-    one = torch.ones(1)
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        policy_loss_terms(one, one, one, one, None, PolicyLossConfig(kl_coef=0.1))
-    with pytest.raises(ValueError, match="k4"):
-        kl_estimate(one, one, "k4")
-    with pytest.raises(ValueError, match="clip_ratio_c"):
-        clipped_policy_loss(one, one, one, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1.0)
-
-
-def test_numpy_keeps_its_dtype():
-    for dtype in (np.float32, np.float64):
-        x = np.linspace(-1, 0, 4, dtype=dtype)[::-1]
-        result = clipped_policy_loss(x, x, x, clip_ratio_low=0.2, clip_ratio_high=0.2)
-        assert isinstance(result.loss, np.ndarray) and result.loss.dtype == dtype
-        assert kl_estimate(x, x, "k3").dtype == dtype
-
-
 def test_the_log_ratio_of_a_response_is_that_of_all_its_tokens_wherever_they_are():
     rng = np.random.default_rng(0)
     lengths = np.array([5, 0, 1, 30, 4])
     d = rng.normal(0, 0.5, lengths.sum())
     parts = np.split(d, np.cumsum(lengths)[:-1])
-    want = {
-        "sequence": [part.sum() for part in parts],
-        "sequence_mean": [part.sum() / max(1, len(part)) for part in parts],
-    }
-    for ratio, values in want.items():
+    sums = [part.sum() for part in parts]
+    means = [part.sum() / max(1, len(part)) for part in parts]
+    for ratio, values in {"sequence": sums, "sequence_mean": means}.items():
         np.testing.assert_allclose(response_log_ratios(d, lengths, ratio), np.repeat(values, lengths), rtol=1e-12)
         # Two ranks have every other token each, and add up what they have.
         even = [np.arange(len(part)) % 2 == 0 for part in parts]
@@ -123,18 +96,3 @@ def test_the_log_ratio_of_a_response_is_that_of_all_its_tokens_wherever_they_are
             got = response_log_ratios(share, torch.tensor(counts), ratio, lambda t, o=others: t.add_(torch.tensor(o).T))
             np.testing.assert_allclose(got, np.repeat(values, counts), rtol=1e-12)
     assert len(response_log_ratios(np.zeros(0), np.zeros(0, int), "sequence")) == 0
-
-
-def test_cispo_bounds_the_gradient_and_stops_none():
-    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=torch.float64, requires_grad=True)
-    old = logprobs.detach() - torch.tensor([3.0, -3.0, 0.1, 60.0], dtype=torch.float64)
-    advantages = torch.tensor([1.0, -1.0, 2.0, -1.0], dtype=torch.float64)
-    config = PolicyLossConfig(1.0, 4.0, kind="cispo")
-    result = policy_loss_terms(logprobs, torch.zeros(4), old, advantages, None, config)
-    result.loss.sum().backward()
-    weights = np.array([5.0, np.exp(-3.0), np.exp(0.1), 5.0])
-    np.testing.assert_allclose(logprobs.grad, -advantages.numpy() * weights, rtol=1e-12)
-    np.testing.assert_allclose(
-        result.loss.detach(), -advantages.numpy() * weights * logprobs.detach().numpy(), rtol=1e-12
-    )
-    assert result.clipped.tolist() == [True, False, False, True] and not result.clipped_dual.any()

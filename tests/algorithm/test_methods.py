@@ -47,7 +47,9 @@ algorithm:
 """
 
 
-def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="token", **others) -> dict:
+def recipe(
+    advantage="grpo", clip=(0.2, 0.2), aggregation="token_mean", *, c=None, kind="clip", ratio="token", **others
+):
     """Everything that makes the loss; what is not named is off."""
     low, high = clip
     loss = {"kind": kind, "ratio": ratio, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": c}
@@ -64,107 +66,76 @@ def recipe(clip, aggregation, advantage="grpo", *, c=None, kind="clip", ratio="t
     return section
 
 
-DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99}
-DAPO = {"dynamic_sampling": {"rounds": 9}, "advantage__overlong_buffer": 0.2}
-LEARNS = {"half_life": 4.0}
+CLIP_HIGHER = (0.2, 0.28)
+UNIFORM = {"kind": "uniform"}
+NEYMAN = {"kind": "neyman", "variance": "bernoulli", "variance_floor": 0.2, "half_life": 4.0}
+WATERFILL = {"kind": "waterfill", "power": "sigma2", "budget": 8192, "rollout_n_min": 8, "rollout_n_max": 24}
+PILOT = UNIFORM | {"budget": 384 * 16 + 128 * 48, "rollout_n_min": 2, "rollout_n_max": 16 + 48}
 ROUNDS = {"round_n": 8, "lower": 0.125, "upper": 0.25, "keep": 4}
-SIZES = {"budget": 8192, "rollout_n_min": 8, "rollout_n_max": 24, "initial_budget": 8}
+DAPO = {"dynamic_sampling": {"rounds": 9}, "advantage__overlong_buffer": 0.2}
+HISTORY = {"advantage": "history", "aggregation": "prompt_mean", "advantage__score_ratio": "auto"}
+DECAY6 = {"alpha": 0.2, "lambda_min": 0.6, "gamma": 50.0, "tau": 0.99}
 RECIPES = {
     # TRL GRPOConfig: epsilon 0.2, epsilon_high and delta (the dual clip) off, loss_type bnpo for the token mean
-    "grpo": recipe((0.2, 0.2), "token_mean"),
+    "grpo": recipe(),
     # arXiv 2503.14476, section 4.1
-    "clip_higher": recipe((0.2, 0.28), "token_mean"),
+    "clip_higher": recipe(clip=CLIP_HIGHER),
     # verl's recipe/dapo/run_dapo_qwen2.5_32b.sh: max_num_gen_batches 10, the first one counted, buffer 4096 of
     # 20480, clip_ratio_c 10
-    "dapo": recipe((0.2, 0.28), "token_mean", c=10.0, **DAPO),
+    "dapo": recipe(clip=CLIP_HIGHER, c=10.0, **DAPO),
     # Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR: the same script with entropy_top_ratio 0.2
-    "fork_tokens": recipe((0.2, 0.28), "token_mean", c=10.0, loss__entropy_top_ratio=0.2, **DAPO),
+    "fork_tokens": recipe(clip=CLIP_HIGHER, c=10.0, loss__entropy_top_ratio=0.2, **DAPO),
     # TRL GRPOConfig: loss_type dr_grpo, scale_rewards none
-    "dr_grpo": recipe((0.2, 0.2), "constant_length", "dr_grpo"),
+    "dr_grpo": recipe("dr_grpo", aggregation="constant_length"),
     # TRL RLOOConfig: epsilon 0.2, the ratio exp(sum of the response's log ratios)
-    "rloo": recipe((0.2, 0.2), "sequence_sum", "rloo", ratio="sequence"),
+    "rloo": recipe("rloo", aggregation="sequence_sum", ratio="sequence"),
     # verl's examples/gspo_trainer and arXiv 2507.18071, section 5.1
-    "gspo": recipe((3e-4, 4e-4), "sequence_mean", ratio="sequence_mean"),
+    "gspo": recipe("grpo", (3e-4, 4e-4), "sequence_mean", ratio="sequence_mean"),
     # arXiv 2506.13585, Eq. 4 (no lower bound); the upper one is ScaleRL's (arXiv 2510.13786), TRL's epsilon_high 5.0
-    "cispo": recipe((1.0, 4.0), "token_mean", kind="cispo"),
+    "cispo": recipe(clip=(1.0, 4.0), kind="cispo"),
     # verl's compute_policy_loss_clip_cov with recipe/entropy/7b_clip_cov.sh; the function has no dual clip
-    "clip_cov": recipe((1.0, 1.0), "token_mean", loss__clip_cov={"ratio": 2e-4, "low": 1.0, "high": 5.0}),
+    "clip_cov": recipe(clip=(1.0, 1.0), loss__clip_cov={"ratio": 2e-4, "low": 1.0, "high": 5.0}),
     # verl's compute_policy_loss_kl_cov with recipe/entropy/7b_kl_cov.sh; the function has no clip at all
-    "kl_cov": recipe((1.0, 1e9), "token_mean", loss__kl_cov={"ratio": 0.002, "coef": 1.0}),
+    "kl_cov": recipe(clip=(1.0, 1e9), loss__kl_cov={"ratio": 0.002, "coef": 1.0}),
     # verl's ppo_trainer.yaml of 2025: entropy_coeff 0.001
-    "entropy_loss": recipe((0.2, 0.2), "token_mean", loss__entropy_coef=0.001),
+    "entropy_loss": recipe(loss__entropy_coef=0.001),
     # arXiv 2506.14758, section 3
-    "entropy_advantages": recipe((0.2, 0.2), "token_mean", advantage__entropy_shaping={"alpha": 0.4, "kappa": 2.0}),
+    "entropy_advantages": recipe(advantage__entropy_shaping={"alpha": 0.4, "kappa": 2.0}),
     # TianHongZXY/RLVR-Decomposed: run_qwen2.5-math-7b_psr_nsr.sh over its ppo_trainer.yaml (entropy_coeff 0.001)
-    "w_reinforce": recipe(
-        (0.2, 0.2), "token_mean", "reinforce", advantage__positive_weight=0.1, loss__entropy_coef=0.001
-    ),
+    "w_reinforce": recipe("reinforce", advantage__positive_weight=0.1, loss__entropy_coef=0.001),
     # verl's docs/algo/otb.md and its examples/otb_trainer
-    "otb": recipe((0.2, 0.2), "token_mean", "otb"),
+    "otb": recipe("otb"),
     # ours
-    "history": recipe(
-        (0.2, 0.2),
-        "prompt_mean",
-        "history",
-        advantage__score_ratio="auto",
-        allocation={"kind": "uniform", "half_life": 4.0},
-    ),
+    "history": recipe(**HISTORY, allocation=UNIFORM | {"half_life": 4.0}),
     # verl's recipe/spo: train.sh, and clip_lower 0.875 of its config as a constant
     "spo": recipe(
-        (0.2, 0.28),
-        "token_mean",
-        "history",
-        c=10.0,
-        advantage__normalise="batch",
-        allocation={"kind": "uniform", "half_life": 5.2},
+        "history", CLIP_HIGHER, c=10.0, advantage__normalise="batch", allocation=UNIFORM | {"half_life": 5.2}
     ),
     # databricks/pilot-commit: train_scripts/pc_qwen3-4b_p16c48.sh (verl's script with clip_ratio_c 10)
-    "pilot": recipe(
-        (0.2, 0.28),
-        "token_mean",
-        c=10.0,
-        sequential=ROUNDS | {"kind": "pilot", "round_n": 16},
-        allocation={"kind": "uniform", "budget": 384 * 16 + 128 * 48, "rollout_n_min": 2, "rollout_n_max": 16 + 48},
-    ),
+    "pilot": recipe(clip=CLIP_HIGHER, c=10.0, sequential=ROUNDS | {"kind": "pilot", "round_n": 16}, allocation=PILOT),
     # RLHFlow/Reinforce-Ada: scripts/run_reinforce_ada.sh, with round_repeat 8 and max_rounds 4 of its ppo_trainer.yaml
     "reinforce_ada": recipe(
-        (0.2, 0.28),
-        "token_mean",
         "rloo",
+        CLIP_HIGHER,
         c=10.0,
         sequential=ROUNDS | {"kind": "reinforce_ada"},
-        allocation={"kind": "uniform", "rollout_n_min": 2, "rollout_n_max": 4 * 8},
+        allocation=UNIFORM | {"rollout_n_min": 2, "rollout_n_max": 4 * 8},
     ),
     # arXiv 2602.19208: the theory with our baseline, and the script's values (its "0.2" runs 0.28)
-    "dynamo": recipe(
-        (0.2, 0.2),
-        "prompt_mean",
-        "history",
-        advantage__score_ratio="auto",
-        modulation={**DECAY6, "expectation": "exact", "scope": "mini_batch"},
-        allocation={"kind": "neyman", "variance": "bernoulli", "variance_floor": 0.2, **LEARNS},
-    ),
+    "dynamo": recipe(**HISTORY, modulation=DECAY6 | {"expectation": "exact", "scope": "mini_batch"}, allocation=NEYMAN),
     # arXiv 2306.13649 with lambda 1: the policy's own samples, the reverse KL
-    "distill": recipe(
-        (0.2, 0.2),
-        "token_mean",
-        teacher={"path": "teacher", "weight": 1.0, "reward_weight": 0.0, "api_key_env": None},
-    ),
+    "distill": recipe(teacher={"path": "teacher", "weight": 1.0, "reward_weight": 0.0, "api_key_env": None}),
     # arXiv 2501.12948v2: epsilon 10 (3.2.1)
-    "r1": recipe((1.0, 10.0), "sequence_mean", allocation={"kind": "uniform", "budget": 512 * 16}),
+    "r1": recipe("grpo", (1.0, 10.0), "sequence_mean", allocation=UNIFORM | {"budget": 512 * 16}),
     # TRL PPOConfig: gamma 1, lam .95, cliprange and cliprange_value .2, advantages whitened
-    "ppo": recipe((0.2, 0.2), "token_mean", "gae", advantage__normalise="batch"),
+    "ppo": recipe("gae", advantage__normalise="batch"),
     "dynamo_published": recipe(
-        (0.2, 0.28),
-        "token_mean",
+        clip=CLIP_HIGHER,
         c=10.0,
-        modulation={**DECAY6, "expectation": "sequence_mean", "scope": "micro_batch"},
-        allocation={"kind": "waterfill", "power": "sigma2", **SIZES},
+        modulation=DECAY6 | {"expectation": "sequence_mean", "scope": "micro_batch"},
+        allocation=WATERFILL | {"initial_budget": 8},
     ),
 }
-
-
-METHODS_OF_TEACHERS = {"distill"}  # the user names the teacher
 SEQUENTIAL = ("pilot", "reinforce_ada")  # their rounds need sizes of their own
 
 
@@ -173,34 +144,25 @@ def load(name: str, *overrides: str) -> Config:
     return compose([f"methods/{name}"], wanted)[0]
 
 
-def check(name: str, files: list[Path], *more: str) -> None:
-    more = (*more, "algorithm.teacher.path=teacher") if METHODS_OF_TEACHERS & {file.stem for file in files} else more
-    config, _ = compose([str(file) for file in files], ["output_dir=out", *more])
-    got, want = to_plain(config)["algorithm"], RECIPES[name]
-    for part, value in want.items():
-        # Of these what the recipe is about: not mini_batches, the size of a penalty, an allocation's sizes.
-        seen = {k: got[part][k] for k in value} if part in ("loss", "advantage", "allocation") else got[part]
-        assert seen == value, (name, part, [file.name for file in files])
-
-
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("base", ["paper", "smollm2", "demo", "mine", "paper after"])
 def test_a_method_is_its_published_recipe_over_every_base(tmp_path, name, base):
     mine, method = tmp_path / "my.yaml", CONFIGS / "methods" / f"{name}.yaml"
     mine.write_text(MINE)
-    sizes = ["model.path=model", "data.source=train.jsonl"]
+    keys = ["model.path=model", "data.source=train.jsonl", "output_dir=out"]
+    if name == "distill":  # the user names the teacher
+        keys += ["algorithm.teacher.path=teacher"]
     if name == "dynamo_published" and base in ("smollm2", "demo", "mine"):
-        sizes += ["data.batch_prompts=512", "algorithm.allocation.budget=8192"]
+        keys += ["data.batch_prompts=512", "algorithm.allocation.budget=8192"]
     if name in SEQUENTIAL and base == "paper after":
-        sizes += [f"algorithm.allocation.{key}={value}" for key, value in RECIPES[name]["allocation"].items()]
-    orders = {
-        "paper": [PAPER, method],
-        "smollm2": [SMOLLM2, method],
-        "demo": [DEMO, method],
-        "mine": [mine, PAPER, method],
-        "paper after": [method, PAPER],
-    }
-    check(name, orders[base], *sizes)
+        keys += [f"algorithm.allocation.{key}={value}" for key, value in RECIPES[name]["allocation"].items()]
+    orders = {"mine": [mine, PAPER, method], "paper after": [method, PAPER]}
+    files = orders.get(base) or [{"paper": PAPER, "smollm2": SMOLLM2, "demo": DEMO}[base], method]
+    got = to_plain(compose([str(file) for file in files], keys)[0])["algorithm"]
+    for part, value in RECIPES[name].items():
+        # Of these what the recipe is about: not mini_batches, the size of a penalty, an allocation's sizes.
+        seen = {k: got[part][k] for k in value} if part in ("loss", "advantage", "allocation") else got[part]
+        assert seen == value, part
 
 
 def test_the_base_of_all_methods_sets_every_key_that_makes_one():
@@ -252,21 +214,11 @@ def test_ppo_s_critic_has_trl_s_clip_and_is_of_gae_alone():
             load(method, *overrides)
 
 
-def test_one_rollout_a_prompt_needs_a_baseline_from_elsewhere():
-    """Also where the budget is cut down to it."""
-    with pytest.raises(ValueError, match="rollout_n_min: 1 rollout has no other to be compared with"):
-        load("spo", "algorithm.advantage={kind: rloo}")
-
-
 def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
-    history = ["algorithm.advantage={kind: history, score_ratio: auto}", "algorithm.allocation.half_life=4"]
-    default = compose([], ["model.path=model", "data.source=train.jsonl", "output_dir=out"])[0]
-    assert default.algorithm == Config.model_fields["algorithm"].default
-    assert default.algorithm.advantage.kind == "rloo"
-    assert (
-        load("dynamo").algorithm
-        == compose([], ["model.path=model", "data.source=train.jsonl", "output_dir=out", *history])[0].algorithm
-    )
+    keys = ["model.path=model", "data.source=train.jsonl", "output_dir=out"]
+    assert compose([], keys)[0].algorithm.advantage.kind == "rloo"
+    keys += ["algorithm.advantage={kind: history, score_ratio: auto}", "algorithm.allocation.half_life=4"]
+    assert compose([], keys)[0].algorithm == load("dynamo").algorithm
 
 
 @pytest.mark.parametrize(
@@ -282,10 +234,7 @@ def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
         ("algorithm.loss.clip_cov.low=7", "clip_cov: low: 7.0 is not below high 5.0"),
         ("algorithm.rollout_correction={low: 3}", "rollout_correction: low: 3.0 is not below high 2.0"),
         ("algorithm.advantage={kind: reinforce, overlong_buffer: 0.2}", "advantage: overlong_buffer: its penalty"),
-        (
-            "algorithm.advantage={kind: history, overlong_buffer: 0.2}",
-            "advantage: overlong_buffer: its penalty is not in",
-        ),
+        ("algorithm.advantage={kind: history, overlong_buffer: 0.2}", "advantage: overlong_buffer: its penalty"),
         ("algorithm.advantage={kind: rloo, score_ratio: 2}", "score_ratio: no option of kind rloo"),
         ("algorithm.allocation={budget: 40, on_shortfall: scale}", "rollout_n_min: 1 rollout has no other"),
         (
@@ -293,15 +242,7 @@ def test_without_a_method_a_run_is_dynamo_with_the_groups_baseline():
             "dynamic_sampling: {}}",
             "algorithm.dynamic_sampling: goes by groups of equal rewards",
         ),
-        ("algorithm.advantage.diversity=1.5", "diversity: Input should be less than or equal to 1, got 1.5"),
-        ("algorithm.advantage.diversty=1", "did you mean algorithm.advantage.diversity?"),
-        (
-            "algorithm.advantage={kind: otb, diversity: 0.5}",
-            "diversity: is of a rollout's advantage, and those of",
-        ),
-        ("algorithm.advantage.process.gamma=1.5", "process.gamma: Input should be less than or equal to 1, got 1.5"),
-        ("algorithm.loss.entropy_top_ratio=1.5", "entropy_top_ratio: Input should be less than or equal to 1, got 1.5"),
-        ("algorithm.advantage.entropy_shaping.alpa=1", "did you mean algorithm.advantage.entropy_shaping.alpha?"),
+        ("algorithm.advantage={kind: otb, diversity: 0.5}", "diversity: is of a rollout's advantage, and those of"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(override, message):

@@ -54,15 +54,10 @@ json.dump(found, sys.stdout)
 """
 
 
-def pairs(seed: int) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    rng = np.random.default_rng(seed)
-    return (*rng.normal(0, 4, (2, 50)), tuple(rng.integers(1, 20, (2, 50))))
-
-
 @pytest.mark.parametrize("given", CONFIGS)
 def test_the_derivatives_are_those_of_the_loss(given):
-    chosen, rejected, lengths = pairs(0)
-    config = DPOConfig(**given)
+    rng, config = np.random.default_rng(0), DPOConfig(**given)
+    (chosen, rejected), lengths = rng.normal(0, 4, (2, 50)), tuple(rng.integers(1, 20, (2, 50)))
     c, r = (torch.tensor(x, requires_grad=True) for x in (chosen, rejected))
     if config.loss == "ipo":
         n, m = map(torch.tensor, lengths)

@@ -10,11 +10,10 @@ UNIFORM, GAE = {"kind": "uniform"}, {"kind": "gae"}
     ("algorithm", "others", "said"),
     [
         ({}, {}, []),
-        ({"allocation": {"kind": "waterfill"}}, {}, []),
-        ({"loss": {"aggregation": "prompt_token_mean"}}, {}, []),
         ({"allocation": UNIFORM, "advantage": {"kind": "grpo"}, "loss": {"aggregation": "token_mean"}}, {}, []),
         ({"advantage": {"kind": "grpo"}}, {}, ["advantage.kind=grpo"]),
         ({"allocation": {"kind": "my.module:Mine"}, "advantage": {"kind": "grpo"}}, {}, ["advantage.kind=grpo"]),
+        ({"loss": {"aggregation": "prompt_token_mean"}}, {}, []),
         ({"loss": {"aggregation": "sequence_mean"}}, {}, ["loss.aggregation=sequence_mean"]),
         ({"advantage": {"kind": "dr_grpo"}}, {}, ["advantage.kind=dr_grpo"]),
         ({}, {"reward": {"functions": ["math", "a:b"]}}, ["allocation.variance=bernoulli"]),

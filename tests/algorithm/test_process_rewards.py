@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_megatron.algorithm.advantages import discounted_returns, group_advantages, process_advantages
+from dynamo_megatron.algorithm.advantages import group_advantages, process_advantages
 from dynamo_megatron.config.method import AdvantageConfig
 
 NAN = np.nan
@@ -17,14 +17,6 @@ REWARDS = np.array([NAN, 1.0, NAN, 3.0, *(NAN, NAN, 5.0), *(NAN, NAN), *(NAN, 2.
 def config(kind: str = "rloo", **more) -> AdvantageConfig:
     process = {name: more.pop(name) for name in ("weight", "gamma") if name in more}
     return AdvantageConfig(kind=kind, process=process, **more)
-
-
-def test_returns_by_hand():
-    rewards = np.array([0.0, 1.0, 0.0, 4.0, 8.0, 0.0, 2.0])
-    found = discounted_returns(rewards, np.array([4, 0, 3]), 0.5)
-    np.testing.assert_array_equal(found, [1.0, 2.0, 2.0, 4.0, 8.5, 1.0, 2.0])
-    np.testing.assert_array_equal(discounted_returns(rewards, np.array([4, 0, 3]), 1.0), [5, 5, 4, 4, 10, 2, 2])
-    assert len(discounted_returns(np.zeros(0), np.zeros(0, np.int64), 1.0)) == 0
 
 
 def test_leave_one_out_by_hand():

@@ -120,17 +120,15 @@ def test_an_unknown_version_is_none_that_the_bound_allows(pair):
 def test_older_weights_within_the_bound_are_no_reason_and_their_gap_is_none(pair):
     policy, engine = pair
     versions = np.array([2] * 10 + [4] * 11 + [1, 2, 4])
+
+    def found(version, staleness):
+        return rejections(policy, engine, LENGTHS, versions, version, 0.3, staleness)
+
     engine[:10] = policy[:10] - 5.0  # of older weights: another policy
-    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 3) == {}
-    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 2) == {
-        3: "sampled from weight version 1 to 4, not 2 to 4"
-    }
-    assert (
-        rejections(policy, engine, LENGTHS, versions, 3, 0.3, 2)[0] == "sampled from weight version 2 to 4, not 1 to 3"
-    )
+    assert found(4, 3) == {}
+    assert found(4, 2) == {3: "sampled from weight version 1 to 4, not 2 to 4"}
+    assert found(3, 2)[0] == "sampled from weight version 2 to 4, not 1 to 3"
     engine[10:20] = policy[10:20] - 0.5  # of the present ones
-    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 3) == {
-        0: "logprobs 0.5 nats from the policy's on average"
-    }
+    assert found(4, 3) == {0: "logprobs 0.5 nats from the policy's on average"}
     engine[3] = np.nan
-    assert rejections(policy, engine, LENGTHS, versions, 4, 0.3, 3) == {0: "a logprob that is not finite"}
+    assert found(4, 3) == {0: "a logprob that is not finite"}

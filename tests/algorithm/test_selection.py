@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -25,15 +23,11 @@ def test_entropies_equal_but_for_rounding_go_to_the_lower_slot():
     assert top_entropy(np.full(6, 1.0) + ENTROPY_GRID / 100 * np.arange(6), 0.5).tolist() == [True] * 3 + [False] * 3
 
 
-def test_covariance_sums_to_the_sample_covariance():
+def test_covariance_of_each_token():
     rng = np.random.default_rng(1)
     advantages, logprobs = rng.normal(size=500).astype(np.float32), -rng.exponential(size=500).astype(np.float32)
-    got = covariance(advantages, logprobs)
-    assert got.dtype == np.float64
-    assert got.mean() == pytest.approx(np.cov(advantages, logprobs, ddof=0)[0, 1], rel=1e-6)
-    assert got[7] == pytest.approx(
-        (advantages[7] - advantages.astype(float).mean()) * (logprobs[7] - logprobs.astype(float).mean()), rel=1e-12
-    )
+    want = (advantages - advantages.astype(float).mean()) * (logprobs - logprobs.astype(float).mean())
+    np.testing.assert_allclose(covariance(advantages, logprobs), want, rtol=1e-12)
 
 
 def test_kl_cov_takes_the_largest_and_at_least_one():
@@ -62,8 +56,6 @@ def test_random_keys_belong_to_the_rollout_not_to_the_order():
     assert (np.concatenate([swapped[3:], swapped[:3]]) == keys).all()
     assert not (random_keys(["4/p/0-0"], np.array([4]), seed=0) == keys[:4]).any()
     assert not (random_keys(ids, lengths, seed=1) == keys).any()
-    many = random_keys([f"5/p/{i}" for i in range(2000)], np.full(2000, 5), seed=0)
-    assert abs(many.mean() - 0.5) < 4 * math.sqrt(1 / 12 / len(many))
 
 
 def test_no_token_selects_nothing():

@@ -7,9 +7,8 @@ import device
 import live_steps
 import pytest
 import torch
-import training_beside_peers
 import training_steps
-from training_steps import TINY, step_figures
+from training_steps import TINY
 
 
 def test_a_part_that_fails_hangs_or_lacks_something_stops_no_other(monkeypatch, capsys, tmp_path):
@@ -39,32 +38,6 @@ def test_a_part_that_fails_hangs_or_lacks_something_stops_no_other(monkeypatch, 
     assert device.main() == 0 and "syncs: " not in capsys.readouterr().out
 
 
-def test_peers_must_have_our_loss():
-    for dtype, off, said in (("float32", 2e-5, ["trl"]), ("float32", 5e-6, []), ("bfloat16", 1.0, [])):
-        ours, theirs = ({"loss": [0.0], "gradient norm": [norm]} for norm in (2.0, 2.0 + 2 * off))
-        lines = training_beside_peers.wrong_with({"ours": ours, "trl": theirs, "verl": {"skipped": "none"}}, dtype)
-        assert [line.partition(":")[0] for line in lines] == said
-
-
-def test_a_contender_leaves_time_and_figures_to_those_after_it(monkeypatch, tmp_path):
-    out, before = tmp_path / "beside_peers.json", []
-
-    def theirs(peer, python, site, folder, seconds):
-        before.append((list(json.loads(out.read_text())["contenders"]), seconds))
-        return {"exit code": None, "log": ["ended"]}
-
-    monkeypatch.setattr(training_beside_peers, "theirs", theirs)
-    monkeypatch.setattr(training_beside_peers, "ours", lambda *_: {"skipped": "not asked for"})
-    least = training_beside_peers.LEAST
-    found = training_beside_peers.run(TINY, tmp_path / "run", "python", None, 1e6 + 2 * least, out)
-    assert [names for names, _ in before] == [["ours"], ["ours", "trl"]]
-    assert 0 < 1e6 - before[0][1] < 1e6 - before[1][1] + least
-    monkeypatch.setattr(training_beside_peers, "LEAST", 1e6)  # more than there is: what there is
-    training_beside_peers.run(TINY, tmp_path / "run", "python", None, 0.9e6, out)
-    assert all(0.8e6 < seconds < 0.9e6 for _, seconds in before[2:])
-    assert found["wrong"] == ["trl: exit code None", "verl: exit code None"] and found["exit code"] == 1
-
-
 def test_flops_are_those_of_the_products():
     """A model of one layer, product by product: 2 m n k each; attention sees half of a sequence in the mean."""
     work = training_steps.Work(1, 8, 16, 2, 1, 32, "float32", 1, 2, 3, (3, 5), 64)
@@ -75,15 +48,6 @@ def test_flops_are_those_of_the_products():
         attention = 2 * (2 * n * n * 8) / 2
         total += projections + mlp + attention + 2 * n * 8 * 32
     assert work.forward_flops == total
-
-
-def test_mfu_is_of_the_device():
-    line = dict.fromkeys(("step", "time/step", "time/weight_sync", "policy/loss", "policy/grad_norm"), 1.0)
-    line |= {"time/update": 2.0, "time/logprobs": 1.0, "resources/gpu_memory_max": 7}
-    figures = step_figures(TINY, line, 1e9)
-    assert figures["update MFU"] == pytest.approx(3 * TINY.forward_flops / 2e9)
-    assert figures["update and logprobs MFU"] == pytest.approx(4 * TINY.forward_flops / 3e9)
-    assert step_figures(TINY, line, None)["update MFU"] is None
 
 
 @pytest.mark.full

@@ -1,9 +1,8 @@
 import dataclasses
 
-import head
 import torch
 from head_cases import errors, in_float64, make_inputs, tiny_cases
-from head_contenders import Contender, ours, three_gemms
+from head_contenders import ours, three_gemms
 
 CPU = torch.device("cpu")
 
@@ -16,18 +15,3 @@ def test_errors_show_a_wrong_gradient():
     without_bonus = errors(exact, in_float64(inputs, "clipped"), inputs.labels)
     assert without_bonus["hidden_grad"] > 1e-3 and without_bonus["logprobs"] == 0
     assert errors(three_gemms(inputs), exact, inputs.labels)["hidden_grad"] > 0.1
-
-
-def test_figures_are_kept_as_they_come_and_the_longest_context_is_found_by_halving():
-    def short(inputs):
-        if inputs.case.tokens > 40:
-            raise torch.OutOfMemoryError
-        return ours("torch", "eager")(inputs)
-
-    floor, own = Contender("3 GEMMs", three_gemms, 3, None), Contender("own", ours("torch", "eager"), 3, ours=True)
-    peer = Contender("peer", short, 3, package="torch")
-    rows = head.run_case(tiny_cases()[0], [floor, peer, own], CPU, head.TINY)
-    assert list(next(rows)["contenders"]) == ["3 GEMMs", "own"]
-    assert next(rows)["contenders"]["peer"]["of floor"] > 0
-    *_, found = head.longest([peer, own], CPU, True)
-    assert [(name, fit["tokens"]) for name, fit in found[0]["contenders"].items()] == [("own", 64), ("peer", 32)]

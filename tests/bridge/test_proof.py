@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dynamo_megatron.bridge.environment import prove_folder
+from dynamo_megatron.bridge.environment import PINS, check_versions
 from dynamo_megatron.checkpoint.folder import METADATA_FILE, write_manifest
 from dynamo_megatron.checkpoint.weights import load_bridged, load_folder
 from dynamo_megatron.cli import main
@@ -95,33 +95,19 @@ def toy_model(export=lambda w: w, load=lambda w: w):
 STATE = {"hf.weight": torch.arange(6.0).view(3, 2), "hf.bias": torch.ones(3)}
 
 
-def test_a_model_is_loaded_and_proved():
-    model = toy_model()
-    assert load_bridged(model, STATE.__getitem__) == set(STATE)
-    assert torch.equal(model.weight, STATE["hf.weight"]) and torch.equal(model.bias, STATE["hf.bias"])
-
-
 @pytest.mark.parametrize(
-    ("model", "state", "why"),
+    ("model", "bias", "why"),
     [
-        (toy_model(load=lambda w: w.flip(0)), STATE, "hf.weight: what Bridge writes back is not what it read"),
-        (toy_model(export=lambda w: w.T), STATE, "hf.weight: what Bridge writes back is not what it read"),
-        (toy_model(load=lambda w: w if w.ndim == 2 else None), STATE, "parameter bias was not loaded"),
-        (
-            toy_model(load=lambda w: w.mT if w.ndim == 2 else w),
-            STATE,
-            r"weight: \[3, 2\] in the model, \[2, 3\] from the folder",
-        ),
-        (
-            toy_model(),
-            {**STATE, "hf.bias": torch.full((3,), torch.nan)},
-            "hf.bias: what Bridge writes .* or it holds NaN",
-        ),
+        (toy_model(load=lambda w: w.flip(0)), 1.0, "hf.weight: what Bridge writes back is not what it read"),
+        (toy_model(export=lambda w: w.transpose(0, -1)), 1.0, "hf.weight: what Bridge writes back is not what it read"),
+        (toy_model(load=lambda w: w if w.ndim == 2 else None), 1.0, "parameter bias was not loaded"),
+        (toy_model(load=lambda w: w.transpose(0, -1)), 1.0, r"weight: \[3, 2\] in the model, \[2, 3\] from the folder"),
+        (toy_model(), torch.nan, "hf.bias: what Bridge writes .* or it holds NaN"),
     ],
 )
-def test_a_wrong_model_is_refused(model, state, why):
+def test_a_wrong_model_is_refused(model, bias, why):
     with pytest.raises(InputError, match=why):
-        load_bridged(model, state.__getitem__)
+        load_bridged(model, {**STATE, "hf.bias": torch.full((3,), bias)}.__getitem__)
 
 
 @pytest.mark.parametrize(("extra", "ends"), [("model.y", "$"), ("model.layers.61.x", "; leave those of multi-")])
@@ -166,7 +152,6 @@ def test_what_cannot_be_trained_is_refused(folder, changes):
 @pytest.mark.parametrize(
     ("kind", "changes", "windows"),
     [
-        ("mistral", {"sliding_window": 128}, [128] * 61),
         ("mistral", {}, [4096] * 61),  # transformers' default
         ("mistral", {"sliding_window": None, "partial_rotary_factor": 1.0}, []),
         ("qwen2", {"sliding_window": 128}, []),
@@ -185,11 +170,18 @@ def test_windows_that_sglang_ignores_are_not_served(folder, kind, changes, windo
         check_served(spec, 9999)
 
 
-def test_another_environment_is_refused(folder):
-    if any(package.name == "megatron-bridge" for package in importlib.metadata.distributions()):
-        pytest.skip("this is the bridge environment")
-    with pytest.raises(InputError, match=r"megatron-bridge 0\.6\.2, here: not installed; `make bridge`"):
-        prove_folder(str(folder))
+@pytest.mark.parametrize("here", ["0.16.1", "not installed"])
+@pytest.mark.parametrize("package", PINS)
+def test_another_environment_is_refused(monkeypatch, package, here):
+    def version(name):
+        if name == package and here == "not installed":
+            raise importlib.metadata.PackageNotFoundError
+        return here if name == package else PINS[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    why = rf"^model\.source: bridge needs {package} {PINS[package]}, here: {here}; `make bridge` sets up "
+    with pytest.raises(InputError, match=why):
+        check_versions()
 
 
 SOURCE = ("model.source=bridge", "model.path=m", "data.source=d", "output_dir=o", "rollout.proof.checksums=false")
@@ -205,20 +197,12 @@ UNSUPPORTED = {  # the key that is refused: what is set
     "rollout.quantization": ["rollout.quantization=fp8", "algorithm.rollout_correction={level: token}"],
 }
 NOT_CONVERTED = "step-000001: a checkpoint of model.source: bridge is not converted; use the Hugging Face folder"
+NOT_SUPPORTED = "not supported with model.source: bridge; leave"
 REFUSED = [
-    *(
-        (["train", *SOURCE, *keys], f"{key}: not supported with model.source: bridge; leave")
-        for key, keys in UNSUPPORTED.items()
-    ),
-    (["dpo", *SOURCE, "dpo.reference=other"], "dpo.reference: not supported with model.source: bridge; leave"),
-    (
-        ["train", *SOURCE[:-1]],
-        "rollout.proof.checksums: how a server holds a model of Bridge's is not known; set it to",
-    ),
-    (
-        ["plan", *SOURCE, "--gpu", "h100-80", "--gpus", "8"],
-        "model.source: bridge: memory and time of its models are not planned; measure a short run",
-    ),
+    *((["train", *SOURCE, *keys], f"{key}: {NOT_SUPPORTED}") for key, keys in UNSUPPORTED.items()),
+    (["dpo", *SOURCE, "dpo.reference=other"], f"dpo.reference: {NOT_SUPPORTED}"),
+    (["train", *SOURCE[:-1]], "rollout.proof.checksums: how a server holds a model of Bridge's is not known; set it"),
+    (["plan", *SOURCE, "--gpu", "h100-80", "--gpus", "8"], "model.source: bridge: memory and time of its models are"),
     (["convert", "mcore2hf", "run", "out"], NOT_CONVERTED),
     (["eval", "--model", "run", "--out", "out", "eval.data=problems.jsonl"], NOT_CONVERTED),
 ]

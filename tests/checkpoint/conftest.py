@@ -24,6 +24,18 @@ def converted(model_of, tmp_path_factory):
 
 
 @pytest.fixture
+def flip():
+    """flip(file) changes one bit in its middle."""
+
+    def flip_bit(file):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+
+    return flip_bit
+
+
+@pytest.fixture
 def convert(capsys):
     """convert(*words) -> (exit code, stderr) of `dynamo-megatron convert`."""
 

@@ -23,7 +23,7 @@ from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.mapping import huggingface_shapes
 from dynamo_megatron.models.published import PUBLISHED
 
-NORM = "model.norm.weight"
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -74,11 +74,8 @@ def test_there_and_back_is_bit_equal(model_of, tmp_path, monkeypatch, family, dt
     assert len(digests) == 1
 
 
-def test_a_flipped_bit_is_refused(mcore, refused, convert, tmp_path):
-    file = mcore / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
+def test_a_flipped_bit_is_refused(mcore, refused, convert, flip, tmp_path):
+    flip(file := mcore / "__0_0.distcp")
     line = refused("mcore2hf", mcore)
     assert line.startswith(f"{file}: its bytes are not those that were saved (XXH3 ")
     assert line.endswith("; copy or convert the model again")
@@ -100,10 +97,7 @@ def test_config_and_tokenizer_of_a_converted_folder_may_be_edited(mcore, convert
         (lambda t: t.update(extra=torch.ones(1)), "1 without a place in a qwen2 model: extra"),
         (lambda t: t.update({NORM: torch.ones(31)}), r"1 of another shape: model.norm.weight \[31\] instead of \[32\]"),
         (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)}), "model.norm.weight is I8; give unquantised"),
-        (
-            lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.ones(64, 32).double()}),
-            "save the model in one dtype first",
-        ),
+        (lambda t: t.update({UP: torch.ones(64, 32).double()}), "save the model in one dtype first"),
     ],
     ids=["missing", "extra", "shape", "quantised", "dtypes"],
 )
@@ -258,13 +252,8 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {n: (torch.bfloat16, shape) for n, shape in huggingface_shapes(load_model_config(folder)).items()}
     write_file(folder / "model.safetensors", tensors, lambda name: torch.rand(tensors[name][1]).bfloat16())
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", CONVERTS, tmp_path],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"MALLOC_ARENA_MAX": "2"},
-        timeout=600,
-    )
+    command, environment = [sys.executable, "-P", "-c", CONVERTS, tmp_path], os.environ | {"MALLOC_ARENA_MAX": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     # Pages of mapped files count too: those of the source, once.
     size = (folder / "model.safetensors").stat().st_size

@@ -1,6 +1,5 @@
 """Checkpoints and models of others: no code that a file names is run, and the refusal is one line."""
 
-import builtins
 import io
 import json
 import os
@@ -13,10 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dynamo_megatron.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
-from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.cli import main
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.models import load_model_config
@@ -34,7 +31,6 @@ class Calls:
 
 def pickles(command: str, protocol: int = 4) -> dict[str, bytes]:
     """{kind: pickle that runs `command` in the shell}."""
-    system = Calls(os.system, command)
 
     def text(value: str) -> bytes:
         return b"\x8c" + bytes([len(value)]) + value.encode()
@@ -44,19 +40,11 @@ def pickles(command: str, protocol: int = 4) -> dict[str, bytes]:
 
     metadata = text("torch.distributed.checkpoint.metadata") + text("Metadata") + b"\x93"
     return {
-        "a call": pickle.dumps(system, protocol),
-        "protocol 0": pickle.dumps(system, 0),
-        "in a list": pickle.dumps([1, [2, [system]]], protocol),
-        "eval": pickle.dumps(Calls(builtins.eval, f"__import__('os').system({command!r})"), protocol),
-        "in an allowed class": pickle.dumps(
-            Metadata({}, storage_data={}, storage_meta=StorageMeta(modules=[system])), protocol
-        ),
+        "a call": pickle.dumps([Calls(os.system, command)], protocol),
         "a dotted name": by_hand(text("torch.serialization"), text("os.system"), b"\x93", text(command), b"\x85R"),
         "a state that is a method": by_hand(
             metadata, b")\x81}", text("__setstate__"), text("posix"), text("system"), b"\x93sb"
         ),
-        "INST": b"(S" + repr(command).encode() + b"\niposix\nsystem\n.",
-        "OBJ": b"(cposix\nsystem\nS" + repr(command).encode() + b"\no.",
     }  # fmt: skip
 
 
@@ -98,7 +86,7 @@ def test_a_crafted_pickle_runs_nothing(folder, tmp_path, kind, capsys):
     (folder / ".metadata").write_bytes(crafted)
     said = refusal(TorchDistReader, folder)
     assert said.startswith(f"{folder / '.metadata'}: cannot be read (")
-    assert "names posix.system, " in said or kind in ("eval", "a dotted name")
+    assert "names posix.system, " in said or kind == "a dotted name"
     assert said.endswith("; copy or convert the model again")
     assert main(["inspect", str(folder)]) == 2 and "cannot be read" in capsys.readouterr().err
     metadata, data = pickle.loads(whole), torch_file(pickles(f"touch {ran}", 2)[kind])
@@ -119,7 +107,7 @@ import torch
 import torch.distributed as dist
 from dynamo_megatron.policy.backend import enable_cpu
 enable_cpu()
-folder, crafted = Path(sys.argv[1]), sys.argv[2] == "crafted"
+folder = Path(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -132,26 +120,25 @@ def sharded(tensor, value):
 saved, whole = folder / "saved", torch.rand(4, 3)
 saved.mkdir()
 dist_checkpointing.save({**sharded(whole, {"a": [1, 2.5]}), "common": {"step": 3}}, str(saved))
-if crafted:
-    metadata, data = pickle.loads((saved / ".metadata").read_bytes()), (folder / "crafted").read_bytes()
-    info = next(info for index, info in metadata.storage_data.items() if index.fqn.startswith("object"))
-    file = saved / info.relative_path
-    info.offset, info.length = file.stat().st_size, len(data)
-    file.write_bytes(file.read_bytes() + data)
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
 loaded = load_trusted_classes(sharded(torch.zeros(4, 3), None), saved)
 assert torch.equal(loaded["w"], whole) and loaded["o"] == {"a": [1, 2.5]} and loaded["common"] == {"step": 3}
+print("loaded", flush=True)
+metadata, data = pickle.loads((saved / ".metadata").read_bytes()), (folder / "crafted").read_bytes()
+info = next(info for index, info in metadata.storage_data.items() if index.fqn.startswith("object"))
+file = saved / info.relative_path
+info.offset, info.length = file.stat().st_size, len(data)
+file.write_bytes(file.read_bytes() + data)
+(saved / ".metadata").write_bytes(pickle.dumps(metadata))
+load_trusted_classes(sharded(torch.zeros(4, 3), None), saved)
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["honest", "crafted"])
-def test_what_plain_megatron_wrote_is_loaded_and_a_crafted_object_in_it_runs_nothing(tmp_path, kind):
-    (tmp_path / "crafted").write_bytes(torch_file(pickles(f"touch {tmp_path / 'ran'}", 2)["in a list"]))
-    words = [sys.executable, "-P", "-c", LOADS, str(tmp_path), kind]
+def test_what_plain_megatron_wrote_is_loaded_and_a_crafted_object_in_it_runs_nothing(tmp_path):
+    (tmp_path / "crafted").write_bytes(torch_file(pickles(f"touch {tmp_path / 'ran'}", 2)["a call"]))
+    words = [sys.executable, "-P", "-c", LOADS, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert (done.returncode == 0) == (kind == "honest"), done.stderr
-    assert kind == "honest" or "posix.system" in done.stderr
+    assert done.stdout == "loaded\n" and done.returncode == 1 and "posix.system" in done.stderr, done.stderr
     assert not (tmp_path / "ran").exists()
 
 
@@ -166,7 +153,7 @@ def model(model_of, tmp_path):
 
 def test_a_model_folder_with_code_runs_none_of_it(model, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    spec, config = load_model_config(model), json.loads((model / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration_mine.Config"}}))
     assert "auto_map: " in refusal(load_model_config, model)
     (model / "config.json").write_text(json.dumps(config))
@@ -174,8 +161,4 @@ def test_a_model_folder_with_code_runs_none_of_it(model, tmp_path, monkeypatch):
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"auto_map": auto_map}))
     load_tokenizer(model)
-    (model / "model.safetensors").rename(model.with_name("elsewhere.safetensors"))
-    index = {"weight_map": {"w": "../elsewhere.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "not files of the folder" in refusal(open_weights, model, spec)
     assert not (tmp_path / "ran").exists()

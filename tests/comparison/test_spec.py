@@ -67,9 +67,7 @@ def test_a_run_on_disk_that_is_another_one_is_refused(spec):
     planned_runs(spec())  # other servers are no other run, and a missing key has its default
     saved["trainer"]["steps"] = 7
     file.write_text(yaml.safe_dump(saved))
-    with pytest.raises(
-        ConfigError, match=r"^out/runs/grpo-lr1e-06-seed3: the run there has another trainer\.steps than"
-    ):
+    with pytest.raises(ConfigError, match=r"^out/runs/grpo-lr1e-06-seed3: .* another trainer\.steps than"):
         planned_runs(spec())
 
 

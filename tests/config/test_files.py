@@ -58,10 +58,8 @@ def test_checks_across_sections_report_all_they_find():
         ("a: 1\n\tb: 2\n", ":2: not YAML (found character '\\t' that cannot start any token)"),
         ("model: {path: m}\ndata: {source: d}\nmodel: {path: n}\n", ":3: not YAML (model is there twice)"),
         ("data: {template: {{prompt}}}\n", ":1: not YAML (found unhashable key"),
-        ("seed: 2026-99-99\n", ": not YAML (month must be in 1..12"),
         ("seed: !!python/object:os.system x\n", ":1: not YAML (could not determine a constructor"),
         ("tracking: {name: 7}\n", ": tracking.name: Input should be a valid string, got 7; put a string"),
-        ("rollout: {offload: 3}\n", ": rollout.offload: Input should be 'auto' or Input should be a valid boolean"),
         ('"a\\e[31mb": 1\n', ": unknown key a b; --print-config shows all keys"),
         ("base: my.yaml\n", ": base: my.yaml has this file as its own base"),
         ("base: [grpo]\n", ": base: name one config file, not ['grpo']"),
@@ -100,16 +98,10 @@ CORRECTED = "algorithm.rollout_correction={level: sequence}"
         ("rollout={agent: 'my:agent'}", ""),
         ("reward={functions: [prime], prime: {model: p}}", "functions: prime rewards tokens, and whether"),
         ("reward.functions=[math,prime]", "prime.model: name the folder of the implicit process reward model"),
-        (
-            "reward={functions: [http://h/x, http://k/x], api_key_env: K}",
-            "services of one host, and functions has h, k",
-        ),
+        ("reward={functions: [http://h/x, http://k/x], api_key_env: K}", "of one host, and functions has h, k"),
         ("rollout.quantization=fp8", "fp8 samples from rounded weights, and the loss has to correct that"),
         ("rollout.max_staleness=1", "trains on tokens of older weights, which the loss has to correct for"),
-        (
-            "algorithm={rollout_correction: {}, loss: {old: engine}, modulation: null}",
-            "algorithm.rollout_correction: corrects from the engine's logprobs to the old policy's",
-        ),
+        ("algorithm={rollout_correction: {}, loss: {old: engine}, modulation: null}", "corrects from the engine's log"),
         (["rollout.quantization=fp8", CORRECTED], ""),
         (["rollout.quantization=fp8", CORRECTED, "model.dtype=float32"], "set model.dtype to bfloat16"),
         (["rollout.max_staleness=2", CORRECTED], ""),
@@ -184,9 +176,7 @@ def test_the_shipped_configs_are_listed_and_printed(tmp_path, monkeypatch, capsy
     [
         "reward.functions=[http://u:hunter22@h/score]",
         "reward.functions=[math,'http://h/?api_key=hunter22']",
-        "data.source=datasets:private?split=train&token=hunter22",
         "data.source=datasets:private?AccountKey=hunter22",
-        "tracking.project=http://u:hunter22@h",
         "rollout.server_args=[--model-loader=s3://u:hunter22@h/m]",
     ],
 )
@@ -200,9 +190,7 @@ def test_a_url_with_a_secret_in_it_is_refused_and_not_shown(word):
     [
         ("actor_rollout_ref.rollout.n", "of verl, here it is algorithm.allocation (a budget a step"),
         ("+actor_rollout_ref.actor.clip_ratio_c", "of verl, here it is algorithm.loss.clip_ratio_c"),
-        ("actor_rollout_ref.rollout.temperature", "here it is rollout.temperature"),
         ("actor_rollout_ref.actor.use_torch_compile", "--print-config shows all keys"),
-        ("trainer.test_freq", "of verl, here it is eval.every"),
         ("n_samples_per_prompt", "of slime, here it is algorithm.allocation"),
         ("trainer.device", "--print-config shows all keys"),
         ("clip_ratio_low", "the nearest key is algorithm.loss.clip_ratio_low"),
@@ -269,9 +257,6 @@ def test_defaults_that_depend_on_other_keys():
 
 
 def test_the_models_beside_the_policy():
-    def of(*words):
-        return compose([], list(words), NEEDED)[0].frozen_models
-
-    assert of() == {} and of("algorithm.kl.coef=0.1") == {"algorithm.kl.reference": "m"}
-    both = of("reward={functions: [math, prime], prime: {model: p}}", "algorithm.kl={coef: 0.1, reference: k}")
-    assert both == {"algorithm.kl.reference": "k", "reward.prime.model": "p", "reward.prime.reference": "m"}
+    words = ["reward={functions: [math, prime], prime: {model: p}}", "algorithm.kl.coef=0.1"]
+    beside = {"algorithm.kl.reference": "m", "reward.prime.model": "p", "reward.prime.reference": "m"}
+    assert compose([], words, NEEDED)[0].frozen_models == beside

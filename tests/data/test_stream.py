@@ -77,13 +77,3 @@ def test_long_prompts_are_skipped_and_counted_once():
     assert ids(stream(prompts(6, long=[1, 4]), limit=None).next(6)) != drawn
     with pytest.raises(ValueError, match="all 3 prompts have more than 10 tokens; raise model"):
         stream(prompts(3, long=[0, 1, 2]))
-
-
-def test_a_prompt_that_cannot_be_encoded_is_found_before_the_run():
-    def encode(prompt):
-        if prompt.prompt_id == "p7":
-            raise ValueError("prompt 'p7': the chat template fails on it")
-        return [1]
-
-    with pytest.raises(ValueError, match="p7"):
-        PromptStream(prompts(9), DataConfig(source="a.jsonl"), encode, 10)

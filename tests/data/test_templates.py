@@ -34,10 +34,15 @@ def rendered(prompt, chat_template=CHAT, **settings):
 TEXT = Prompt("a", text="1+1?")
 
 
+def chat(**turns):
+    """A conversation of one message a role."""
+    return Prompt("m", messages=[{"role": role, "content": content} for role, content in turns.items()])
+
+
 def test_chat_template_opens_the_assistants_turn():
     assert rendered(TEXT) == "<u>1+1?<a>"
     assert rendered(TEXT, system_prompt="Be brief.") == "<s>Be brief.<u>1+1?<a>"
-    own = Prompt("a", messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
+    own = chat(system="S", user="U")
     assert rendered(own) == rendered(own, system_prompt="Be brief.") == "<s>S<u>U<a>"
 
 
@@ -51,13 +56,8 @@ def test_plain_template_takes_braces_as_they_are():
     ("prompt", "chat", "settings", "words"),
     [
         (TEXT, None, {}, "has no chat template; set data.chat_template to plain (lines of User: and Assistant:) or to"),
-        (Prompt("t", messages=[{"role": "tool", "content": "x"}]), CHAT, {}, "prompt 't': the chat template of"),
-        (
-            Prompt("m", messages=[{"role": "user", "content": "x"}]),
-            CHAT,
-            {"template": "{prompt}"},
-            "prompt 'm': chat",
-        ),
+        (chat(tool="x"), CHAT, {}, "prompt 'm': the chat template of"),
+        (chat(user="x"), CHAT, {"template": "{prompt}"}, "prompt 'm': chat"),
         (Prompt("e", text=""), CHAT, {"template": "{prompt}"}, "prompt 'e': the tokenizer gives no tokens"),
     ],
 )
@@ -68,22 +68,21 @@ def test_refusals_are_one_line(prompt, chat, settings, words):
 
 
 def test_variables_of_the_chat_template():
-    chat = CHAT + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<a>{% endif %}"
-    assert rendered(TEXT, chat) == "<u>1+1?<a>"
-    assert rendered(TEXT, chat, template_args={"enable_thinking": False}) == "<u>1+1?<a><a>"
+    own = CHAT + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<a>{% endif %}"
+    assert rendered(TEXT, own) == "<u>1+1?<a>"
+    assert rendered(TEXT, own, template_args={"enable_thinking": False}) == "<u>1+1?<a><a>"
     for variables, words in [
         ({"enable_thinkng": False}, "^data.template_args: the chat template of .* has no enable_thinkng$"),
         ({"add_generation_prompt": False}, "template_args: add_generation_prompt is not for the configuration"),
     ]:
         with pytest.raises(ValueError, match=words):
-            rendered(TEXT, chat, template_args=variables)
+            rendered(TEXT, own, template_args=variables)
     with pytest.raises(ValueError, match="template_args: goes with template 'chat'"):
         DataConfig(source="a.jsonl", template="{prompt}", template_args={"a": 1})
 
 
 def test_a_template_that_prints_the_date_gives_the_same_prompt_on_every_day():
-    chat = "{{ strftime_now('%d %b %Y') }}" + CHAT
-    assert rendered(TEXT, chat) == "01 Jan 2026<u>1+1?<a>"
+    assert rendered(TEXT, "{{ strftime_now('%d %b %Y') }}" + CHAT) == "01 Jan 2026<u>1+1?<a>"
 
 
 def test_the_limit_of_prompts_is_not_one_of_evaluated_problems():
@@ -93,11 +92,7 @@ def test_the_limit_of_prompts_is_not_one_of_evaluated_problems():
     assert [max_prompt_length(config, spec, evaluation=each) for each in (False, True)] == [5, 14]
 
 
-def test_load_tokenizer(tmp_path):
-    characters().save_pretrained(tmp_path / "good")
-    assert encode_prompt(TEXT, load_tokenizer(tmp_path / "good"), DataConfig(source="a.jsonl")) == encode_prompt(
-        TEXT, characters(), DataConfig(source="a.jsonl")
-    )
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "config_only").mkdir()
     (tmp_path / "config_only" / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "bad").mkdir()
@@ -108,33 +103,20 @@ def test_load_tokenizer(tmp_path):
         assert "\n" not in str(error.value)
 
 
-TURNS = Prompt(
-    "m",
-    messages=[
-        {"role": "system", "content": "Add."},
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "2+2?"},
-    ],
-)
-
-
-def base_model(folder, chat_template=None):
-    characters(chat_template).save_pretrained(folder)
-    return folder
+TURNS = Prompt("m", messages=[*chat(system="Add.", user="1+1?", assistant="2").messages, *chat(user="2+2?").messages])
 
 
 def with_template(folder, prompt, chat_template, **settings):
     config = DataConfig(source="a.jsonl", chat_template=str(chat_template), **settings)
     tokenizer = load_tokenizer(folder, config.chat_template)
-    return tokenizer.decode(encode_prompt(prompt, tokenizer, config)).replace("?unk", "\n")
+    return tokenizer.decode(encode_prompt(prompt, tokenizer, config)).replace("?unk", "\n").replace(" ", "")
 
 
 def test_the_plain_chat_template_renders_turns_for_a_tokenizer_without_one(tmp_path):
-    folder = base_model(tmp_path)
-    shown = with_template(folder, TURNS, "plain").replace(" ", "")
+    characters(None).save_pretrained(tmp_path)
+    shown = with_template(tmp_path, TURNS, "plain")
     assert shown == "Add.\n\nUser:1+1?\nAssistant:2\nUser:2+2?\nAssistant:"
-    shown = with_template(folder, TEXT, "plain", system_prompt="Be brief.").replace(" ", "")
+    shown = with_template(tmp_path, TEXT, "plain", system_prompt="Be brief.")
     assert shown == "Bebrief.\n\nUser:1+1?\nAssistant:"
 
 
@@ -152,14 +134,14 @@ def test_the_plain_chat_template_begins_as_the_tokenizer_does(tmp_path, adds_bos
 
 
 def test_a_file_takes_the_place_of_the_tokenizers_chat_template(tmp_path):
-    folder = base_model(tmp_path / "model", CHAT)
+    characters().save_pretrained(tmp_path / "model")
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
-    assert with_template(folder, TURNS, tmp_path / "mine.jinja").replace(" ", "") == "[Add.][1+1?][2][2+2?]"
+    assert with_template(tmp_path / "model", TURNS, tmp_path / "mine.jinja") == "[Add.][1+1?][2][2+2?]"
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
     for file, words in [
         ("none.jinja", "data.chat_template: .*none.jinja: No such file"),
         ("broken.jinja", "the chat template of .*broken.jinja fails on it: TemplateSyntaxError"),
     ]:
         with pytest.raises(ValueError, match=words) as error:
-            with_template(folder, TURNS, tmp_path / file)
+            with_template(tmp_path / "model", TURNS, tmp_path / file)
         assert "\n" not in str(error.value)

@@ -1,4 +1,5 @@
-"""A `dynamo-megatron` command in the background, with all processes that it has started."""
+"""A `dynamo-megatron` command in the background, with all processes that it has started; what runs are given and what
+they write."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
+import yaml
 from living_processes import living
 from safetensors.torch import load_file
 
 from dynamo_megatron.rollout.result import group_id, rollout_id
 from dynamo_megatron.types import Rollout
 
+LIVE_STEPS = 20  # of the run in the fixture `live`
 # A sitecustomize.py, for the interpreters of a run.
 FAILS_ON_RANK_1 = """
 import os
@@ -76,6 +80,56 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 def same_weights(one: Path, other: Path) -> bool:
     a, b = exported(one), exported(other)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def small_run(folder: Path, model: Path, steps: int, answers: str, **rollout: object) -> Path:
+    """The folder, with problems, a reward function and the config of a run on two ranks: is the answer in the response?
+    `rollout`: keys of this section."""
+    rows = [{"id": f"problem-{i}", "problem": f"Write {a!r}.", "answer": a} for i, a in enumerate(answers)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own_reward.py").write_text(
+        "import os, time\n"
+        "def contains(prompt, response):\n"
+        "    if os.path.exists('fail-now'):\n"
+        "        raise KeyError('the reward table has no such entry')\n"
+        "    time.sleep(0.02)\n"
+        "    return float(prompt.answer in response)\n"
+    )
+    config = {
+        "model": {"path": str(model), "dtype": "float32", "max_length": 256},
+        "data": {"source": str(folder / "problems.jsonl"), "batch_prompts": 3, "template": "{prompt}\n"},
+        "parallel": {"pp": 2},
+        "rollout": {"max_new_tokens": 16, "start_timeout": 400, **rollout},
+        "reward": {"functions": ["own_reward:contains"], "workers": 1},
+        "algorithm": {"allocation": {"budget": 24, "rollout_n_min": 2, "rollout_n_max": 15, "variance_floor": 0.0}},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 0},
+        "trainer": {"steps": steps, "micro_batch_tokens": 256},
+        "checkpoint": {"every": 4},
+        "output_dir": "unset",
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+class Sampler:
+    """Random responses, with the logprobs that a model gives them."""
+
+    def __init__(self, folder: Path):
+        from transformers import AutoModelForCausalLM
+
+        from dynamo_megatron.data.templates import load_tokenizer
+
+        self._model, self._tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
+        self.rng = np.random.default_rng(0)
+
+    def group(self, text: str, size: int, length: int) -> tuple[list[int], list[tuple[list[int], list[float]]]]:
+        """The tokens of the prompt, and (tokens, logprobs) of each response."""
+        prompt, responses = self._tokenizer.encode(text), self.rng.integers(5, 90, (size, length))
+        tokens = torch.tensor([prompt + response.tolist() for response in responses])
+        with torch.no_grad():
+            logprobs = self._model(tokens).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
+        chosen = logprobs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
+        return prompt, list(zip(responses.tolist(), chosen.tolist(), strict=True))
 
 
 def made_rollout(step: int, place: int, k: int, prompt_id: str, prompt: list[int], response: list[int], **others):
@@ -144,14 +198,6 @@ class Run:
         for process in self.servers()[name]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-
-    def importing(self, library: str) -> dict[str, bool]:
-        """Of the launcher and the run's other processes, by command line: whether it has the library in its memory."""
-        found = {}
-        for process in (psutil.Process(self.process.pid), *self.family):
-            with contextlib.suppress(psutil.Error):  # it has ended
-                found[" ".join(process.cmdline())] = any(library in part.path for part in process.memory_maps())
-        return found
 
     def wait(self, timeout: float = 240) -> int:
         deadline = time.monotonic() + timeout

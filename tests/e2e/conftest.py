@@ -6,21 +6,15 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-import yaml
-from background_run import Run, json_lines, made_rollout
-from transformers import AutoModelForCausalLM
+from background_run import LIVE_STEPS, Run, Sampler, json_lines, made_rollout, small_run
 
-from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.rollout.store import RolloutStore, step_file
 from dynamo_megatron.runtime.line_files import read_raw_lines
 from dynamo_megatron.types import Rollout
 
 LOSE_STEP, KILL_STEP = 3, 5
-ANSWERS = "aei 7"
-REPLAYED_STEPS, REPLAYED_GROUP, REPLAYED_RESPONSE = 2, 16, 12  # tokens
+REPLAYED_STEPS, REPLAYED_GROUPS, REPLAYED_GROUP, REPLAYED_RESPONSE = 2, 4, 16, 12  # groups of a prompt; tokens
 
 
 def metrics(output: Path) -> list[dict]:
@@ -33,39 +27,9 @@ def rollout_lines(output: Path, step: int) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def steps() -> int:
-    """Of the run in `live`."""
-    return 20
-
-
-@pytest.fixture(scope="session")
-def workspace(tiny_model, tmp_path_factory, steps) -> Path:
-    """Model, problems, reward function and config of a small run: does the response contain the answer?"""
-    folder = tmp_path_factory.mktemp("e2e")
-    rows = [{"id": f"problem-{i}", "problem": f"Write {a!r}.", "answer": a} for i, a in enumerate(ANSWERS)]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "own_reward.py").write_text(
-        "import os, time\n"
-        "def contains(prompt, response):\n"
-        "    if os.path.exists('fail-now'):\n"
-        "        raise KeyError('the reward table has no such entry')\n"
-        "    time.sleep(0.02)\n"
-        "    return float(prompt.answer in response)\n"
-    )
-    config = {
-        "model": {"path": str(tiny_model), "dtype": "float32", "max_length": 256},
-        "data": {"source": str(folder / "problems.jsonl"), "batch_prompts": 3, "template": "{prompt}\n"},
-        "parallel": {"pp": 2},
-        "rollout": {"max_new_tokens": 16, "start_timeout": 400},
-        "reward": {"functions": ["own_reward:contains"], "workers": 1},
-        "algorithm": {"allocation": {"budget": 24, "rollout_n_min": 2, "rollout_n_max": 15, "variance_floor": 0.0}},
-        "optimizer": {"lr": 3e-3, "warmup_steps": 0},
-        "trainer": {"steps": steps, "micro_batch_tokens": 256},
-        "checkpoint": {"every": 4},
-        "output_dir": "unset",
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder
+def workspace(tiny_model, tmp_path_factory) -> Path:
+    """Model, problems, reward function and config of a small run."""
+    return small_run(tmp_path_factory.mktemp("e2e"), tiny_model, LIVE_STEPS, "aei 7")
 
 
 @pytest.fixture(scope="session")
@@ -76,17 +40,17 @@ def live(workspace) -> tuple[Path, dict]:
     """
     output = workspace / "live"
     command = (workspace / "config.yaml", f"output_dir={output}", "rollout.servers=2")
-    first = run = Run(workspace, *command)
+    run = Run(workspace, *command)
     run.wait_until(lambda: len(rollout_lines(output, LOSE_STEP)) >= 2, f"rollouts of step {LOSE_STEP}")
-    importing = run.importing("libtorch")
     run.kill_server("server-1")
     run.wait_until(lambda: "server-1 left the rotation" in run.text, "word of the server that was killed")
     run.wait_until(lambda: len(rollout_lines(output, KILL_STEP)) >= 22, f"90 % of the rollouts of step {KILL_STEP}")
     run.kill()
     left, finished = run.left_behind(), rollout_lines(output, KILL_STEP)[:22]
-    run = Run(workspace, *command)
-    assert run.wait() == 0, run.text[-3000:]
-    return output, {"torch": importing, "left": left, "finished": finished, "said": first.text, "ended": run.text}
+    again = Run(workspace, *command)
+    assert again.wait() == 0, again.text[-3000:]
+    now = rollout_lines(output, KILL_STEP)
+    return output, {"left": left, "step": KILL_STEP, "finished": finished, "now": now, "said": run.text}
 
 
 @pytest.fixture(scope="session")
@@ -134,21 +98,13 @@ def problems_on_disk():
 @pytest.fixture(scope="session")
 def made_rollouts(workspace, tiny_model) -> list[Rollout]:
     """Random responses with the logprobs that the untrained model gives them: the policy's own, to rounding."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), load_tokenizer(tiny_model)
-    rng, made = np.random.default_rng(0), []
-    problems = json_lines(workspace / "problems.jsonl")
+    sampler, made = Sampler(tiny_model), []
+    problems = json_lines(workspace / "problems.jsonl") * REPLAYED_GROUPS  # a step may draw a prompt again
     for step in range(1, REPLAYED_STEPS + 1):
-        for i, problem in enumerate([*problems, *problems]):  # an epoch that ends in the step draws some twice
-            prompt = tokenizer.encode(problem["problem"] + "\n")
-            responses = rng.integers(5, 100, (REPLAYED_GROUP, REPLAYED_RESPONSE))
-            tokens = torch.tensor([prompt + r.tolist() for r in responses])
-            with torch.no_grad():
-                logprobs = model(tokens).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
-            chosen = logprobs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
-            for k in range(REPLAYED_GROUP):
-                right = bool(rng.random() < 0.5)
-                others = {"engine_logprobs": chosen[k].tolist(), "right": right, "server": f"server-{k % 2}"}
-                response = responses[k].tolist()
+        for i, problem in enumerate(problems):
+            prompt, group = sampler.group(problem["problem"] + "\n", REPLAYED_GROUP, REPLAYED_RESPONSE)
+            for k, (response, logprobs) in enumerate(group):
+                others = {"engine_logprobs": logprobs, "server": f"server-{k % 2}", "right": sampler.rng.random() < 0.5}
                 made.append(made_rollout(step, 1000 + i, k, problem["id"], prompt, response, **others))
     return made
 

@@ -2,7 +2,6 @@
 
 import json
 import zlib
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,6 @@ from dynamo_megatron.evaluation.results import TABLE, read_results, summarise
 
 pytestmark = pytest.mark.full
 PROBLEMS, SAMPLES = 5, 4
-KEY = "EVAL_SUITE_KEY"
 REWARD = """
 import zlib
 
@@ -19,44 +17,22 @@ def tally(prompt, response):
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Sets of more problems than are taken, and a reward that a random response may get."""
-    made = tmp_path_factory.mktemp("suite")
-    (made / "sets").mkdir()
+def test_a_model_and_a_server_side_by_side(tiny_model, sglang_server, command_line, tmp_path, monkeypatch):
+    """A server of the command's own and one that runs already, which have the same model. The reward is one that a
+    random response may get."""
+    (tmp_path / "sets").mkdir()
     for name in TABLE:
         rows = [{"id": f"{name}/{i}", "problem": f"{name}: {i} + 1 = ?", "answer": i + 1} for i in range(PROBLEMS + 3)]
-        (made / "sets" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (made / "own_tally.py").write_text(REWARD)
-    return made
-
-
-@pytest.fixture(scope="module")
-def suite(folder, tiny_model, sglang_server, command_line):
-    """suite(name, *words): output folder of the suite on a server of its own and on one that runs already, which have
-    the same model."""
-
-    def run(name: str, *words: object) -> Path:
-        out = folder / name
-        keys = ["eval.data=sets", f"eval.limit={PROBLEMS}", "eval.max_new_tokens=12", f"model.path={tiny_model}"]
-        keys += [
-            "rollout.placement=external",
-            f"rollout.urls=[{sglang_server.endpoint.url}]",
-            f"rollout.api_key_env={KEY}",
-        ]
-        keys += ["model.max_length=2048", 'data.template="{prompt}\\n"', "reward.functions=[own_tally:tally]"]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(KEY, sglang_server.endpoint.api_key)
-            code, text = command_line(folder, "eval", "--suite", "table", "--out", out, *keys, *words)
-        assert code == 0, text[-3000:]
-        return out
-
-    return run
-
-
-def test_a_model_and_a_server_side_by_side(suite, tiny_model, sglang_server):
-    url = sglang_server.endpoint.url
-    out = suite("scores", "--model", tiny_model, "--model", url, f"eval.samples={SAMPLES}", f"eval.k=[1,{SAMPLES}]")
+        (tmp_path / "sets" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own_tally.py").write_text(REWARD)
+    monkeypatch.setenv("SUITE_KEY", sglang_server.endpoint.api_key)
+    url, out = sglang_server.endpoint.url, tmp_path / "scores"
+    keys = ["eval.data=sets", f"eval.limit={PROBLEMS}", "eval.max_new_tokens=12", f"model.path={tiny_model}"]
+    keys += ["rollout.placement=external", f"rollout.urls=[{url}]", "rollout.api_key_env=SUITE_KEY"]
+    keys += ["model.max_length=2048", 'data.template="{prompt}\\n"', "reward.functions=[own_tally:tally]"]
+    keys += [f"eval.samples={SAMPLES}", f"eval.k=[1,{SAMPLES}]", "--suite", "table", "--out", out]
+    code, text = command_line(tmp_path, "eval", *keys, "--model", tiny_model, "--model", url)
+    assert code == 0, text[-3000:]
     summary = json.loads((out / "summary.json").read_text())
     assert list(summary["models"]) == [tiny_model.name, url.rpartition("/")[2].replace(":", "-")]
     different = 0

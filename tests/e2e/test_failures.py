@@ -1,8 +1,10 @@
 """How a run ends when something fails: quickly, with the message as the last line, and nothing left behind."""
 
+import contextlib
 import re
 import signal
 
+import psutil
 import pytest
 from background_run import FAILS_ON_RANK_1, runs_first
 
@@ -13,8 +15,6 @@ DIES_ON_RANK_1 = FAILS_ON_RANK_1.replace(
     'raise KeyError("this rank has had enough")',
     "import time; time.sleep(2.0); os.kill(os.getpid(), 9)",  # by then rank 0 waits for it in the update
 )
-
-
 FAILS_ON_RANK_0 = FAILS_ON_RANK_1.replace('"1"', '"0"').replace(
     'raise KeyError("this rank has had enough")',
     'import time; time.sleep(2.0); raise OSError(28, "No space left on device")',  # by then rank 1 waits for it
@@ -23,12 +23,8 @@ FAILS_ON_RANK_0 = FAILS_ON_RANK_1.replace('"1"', '"0"').replace(
 
 @pytest.fixture
 def recorded(live, workspace, tmp_path):
-    return (
-        workspace / "config.yaml",
-        f"rollout.recorded={live[0]}",
-        "rollout.engine=recorded",
-        f"output_dir={tmp_path / 'run'}",
-    )
+    keys = (f"rollout.recorded={live[0]}", "rollout.engine=recorded", f"output_dir={tmp_path / 'run'}")
+    return workspace / "config.yaml", *keys
 
 
 @pytest.mark.parametrize(
@@ -44,8 +40,7 @@ def test_a_failed_rank_ends_all_with_its_message(recorded, workspace, start_run,
     run = start_run(workspace, *recorded, environment=runs_first(tmp_path, code))
     assert run.wait() == 1 and run.text.splitlines()[-1] == last
     if code is FAILS_ON_RANK_0:  # nothing else is said
-        said = run.text.splitlines()
-        assert "rank" not in said[-2] and "Traceback" not in run.text
+        assert "rank" not in run.text.splitlines()[-2] and "Traceback" not in run.text
     assert run.left_behind() == []
 
 
@@ -62,10 +57,17 @@ def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_r
     assert [row["step"] for row in step_lines(output)] == list(range(1, done + 2))
 
 
-def test_ctrl_c_stops_the_server_too(workspace, start_run, step_lines, tmp_path):
-    run = start_run(workspace, workspace / "config.yaml", f"output_dir={tmp_path / 'run'}", "trainer.steps=500")
-    run.wait_until(lambda: step_lines(tmp_path / "run"), "the first step")
-    assert len(run.family) >= 6, "launcher's ranks, rollout process, server and its children"
+def test_all_that_listens_is_on_loopback_and_ctrl_c_stops_the_servers_too(workspace, start_run, step_lines, tmp_path):
+    keys = ("trainer.steps=500", "rollout.servers=2", "rollout.sync.transport=gloo", f"output_dir={tmp_path / 'run'}")
+    run = start_run(workspace, workspace / "config.yaml", *keys)
+    run.wait_until(lambda: step_lines(tmp_path / "run"), "the first step", timeout=600)
+    run.look()
+    assert len(run.family) >= 8, "launcher's ranks, rollout process, servers and their children"
+    listening = []
+    for process in (psutil.Process(run.process.pid), *run.family):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            listening += [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert set(listening) == {"127.0.0.1"} and len(listening) >= 4, listening
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
     says = r"interrupted; (nothing is saved yet: )?the same command \w+ from .*step \d+(; .* are kept)?"

@@ -32,16 +32,9 @@ def test_episodes_of_a_killed_server_go_on_on_another_from_their_ids(workspace, 
     folder.mkdir()
     (folder / "lost_agents.py").write_text(AGENT)
     (folder / "own_reward.py").write_text((workspace / "own_reward.py").read_text())
-    settings = [
-        "rollout.agent=lost_agents:agent",
-        "rollout.servers=2",
-        "rollout.max_new_tokens=64",
-        "model.max_length=512",
-        "data.template=chat",
-        "trainer.micro_batch_tokens=1024",
-        f"trainer.steps={STEPS}",
-        f"output_dir={output}",
-    ]
+    settings = ["rollout.agent=lost_agents:agent", "rollout.servers=2", "rollout.max_new_tokens=64"]
+    settings += ["model.max_length=512", "data.template=chat", "trainer.micro_batch_tokens=1024"]
+    settings += [f"trainer.steps={STEPS}", f"output_dir={output}"]
     run = start_run(folder, workspace / "config.yaml", *settings)
     log = folder / "episodes.log"
 

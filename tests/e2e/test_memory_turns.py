@@ -11,6 +11,7 @@ from background_run import exported, same_weights, timeless
 from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
 from dynamo_megatron.rollout.store import read_rollouts, step_file
 
+pytestmark = pytest.mark.full
 POISONING = Path(__file__).with_name("poisoning_saver")
 STEPS = 5
 CRITIC = (
@@ -32,7 +33,6 @@ class Resident:
 """
 
 
-@pytest.mark.full
 def test_servers_live_through_every_phase_and_a_stop(workspace, start_run, step_lines, tmp_path):
     """On a CPU they free nothing, but die of the same calls: a release in generation, a second one, two ranks'."""
     output = tmp_path / "run"
@@ -62,15 +62,13 @@ def colocated(workspace, start_run, tmp_path):
     def start(name: str, *keys: str, poisoned: bool, path: tuple[Path, ...] = ()):
         path = (*path, POISONING) if poisoned else path
         keys += ('rollout.server_args=["--enable-memory-saver"]',) if poisoned else ()
-        inherited = os.environ.get("PYTHONPATH")
-        found = os.pathsep.join([*map(str, path), *([inherited] if inherited else [])])
+        found = os.pathsep.join([*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])])
         keys = ("rollout.offload=true", f"trainer.steps={STEPS}", *keys, f"output_dir={tmp_path / name}")
         return start_run(workspace, workspace / "config.yaml", *keys, environment={"PYTHONPATH": found})
 
     return start
 
 
-@pytest.mark.full
 def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything(colocated, step_lines, tmp_path):
     """Through all phases, to the same bits: generation, log-probs, values, updates of policy and critic, pushes, saves,
     evaluations."""
@@ -96,16 +94,18 @@ def test_nothing_that_a_server_has_released_is_read_and_a_push_covers_everything
         assert tokens == others
 
 
-@pytest.mark.full
 def test_policy_and_critic_take_turns_to_the_same_bits(workspace, replay, step_lines):
     """On recorded rollouts, against a run that keeps both; weights, moments and heads are compared."""
     (workspace / "witness.py").write_text(WITNESS)
-    keys, saved, said, rows = (*CRITIC, "tracking.backends=['witness:Resident']"), [], [], []
+    keys = (*CRITIC, "tracking={backends: ['witness:Resident'], profile_steps: [2]}")
+    saved, said, rows = [], [], []
     for offload in ("false", "true"):
         code, text, output = replay(f"critic-{offload}", lambda rollout: rollout, *keys, f"rollout.offload={offload}")
         assert code == 0, text[-3000:]
         saved.append(inspect(output / "checkpoints" / "step-000002"))
         rows.append(list(map(timeless, step_lines(output))))
+        traces = sorted(trace.name for trace in (output / "profile").iterdir())
+        assert traces == [f"step-000002-rank-{rank}.json.gz" for rank in range(2)]
         said.append(re.findall(r"^resident: (\w+) (\d+) (\d+) (\d+)$", text, re.MULTILINE))
     kept, turns = said
     assert kept == [] and {name for name, *_ in turns} == {"Policy", "Critic"}
@@ -129,7 +129,6 @@ if os.environ.get("RANK"):
 """
 
 
-@pytest.mark.full
 def test_a_parameter_that_every_push_leaves_out(colocated, tmp_path):
     """Without checksums only a server that has freed its memory tells."""
     (tmp_path / "sitecustomize.py").write_text(LEAVE_OUT)

@@ -1,14 +1,12 @@
 """A NaN in a weight or an advantage: the run stops, and `replay --step` repeats it."""
 
-import os
-import re
 import shutil
 
 import pytest
+from background_run import runs_first
 from safetensors.torch import load_file, save_file
 
 from dynamo_megatron.policy.non_finite import PassInputs
-from dynamo_megatron.rollout.store import RolloutStore
 
 pytestmark = pytest.mark.full
 
@@ -17,13 +15,6 @@ import os
 if "RANK" in os.environ:
     from dynamo_megatron.jobs.JOB
     set_up = Job.set_up
-    def fill(path):
-        with open(path, "wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(1 << 16))
-            except OSError:
-                file.truncate(file.tell() - (1 << 16))
     def patched(self, policy, coordinator):
         import torch
         from dynamo_megatron.policy.batch import TrainBatch
@@ -32,8 +23,6 @@ if "RANK" in os.environ:
         def begun(number):
             begin_step(number)
             if number == 2 and "WEIGHT" == "FAULT":
-                if policy.layout.rank == 0 and "FILL" in os.environ:
-                    fill(os.environ["FILL"])
                 with torch.no_grad():
                     policy.chunks[0].decoder.layers[0].mlp.linear_fc2.weight[0, 0] = torch.nan
         def built(rollouts, *others):
@@ -54,9 +43,9 @@ PASSES = {"WEIGHT": "token_stats", "ADVANTAGE": "update"}
 
 @pytest.mark.parametrize(("fault", "stages"), [("WEIGHT", 2), ("ADVANTAGE", 1)])
 def test_a_nan_stops_the_run_and_is_repeated(replay, command_line, workspace, tmp_path, monkeypatch, stages, fault):
-    (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", fault).replace("JOB", TRAIN))
+    code = SEEDS.replace("FAULT", fault).replace("JOB", TRAIN)
     with monkeypatch.context() as seeded:
-        seeded.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        seeded.setenv("PYTHONPATH", runs_first(tmp_path, code)["PYTHONPATH"])
         keys = [f"parallel.pp={stages}", "algorithm.allocation.kind=uniform"]
         earlier = workspace / f"nan-{fault}-{stages}" / "nonfinite" / "step-000009"  # of another start
         earlier.mkdir(parents=True)
@@ -75,46 +64,15 @@ def test_a_nan_stops_the_run_and_is_repeated(replay, command_line, workspace, tm
     assert code == 2 and said.strip().endswith(f"--step: {output / 'nonfinite'} has no complete folder of step 1")
     code, said = command_line(workspace, "replay", "--step", output, 2, "algorithm.advantage.kind=grpo")
     assert code == 2 and "algorithm.advantage: the step is repeated with the advantages that it had" in said
-    if fault == "ADVANTAGE":
-        repaired(command_line, workspace, output, folder)
+    if fault == "ADVANTAGE":  # without the NaN in the batch the pass is finite
+        inputs = PassInputs.load(folder / "pass.pt")
+        inputs.given["batch"].advantages[3] = 0.5
+        inputs.save(folder / "pass.pt")
+        code, text = command_line(workspace, "replay", "--step", output, 2)
+        assert code == 1 and "NOT reproduced: everything is finite now" in text, text[-3000:]
     if stages == 2:  # the weights load in another layout
         code, text = command_line(workspace, "replay", "--step", output, 2, "parallel.pp=1", "--ranks", 1)
         assert code == 0 and "reproduced" in text and "NOT" not in text, text[-3000:]
-
-
-def repaired(command_line, workspace, output, folder) -> None:
-    """Without the NaN in the batch the pass is finite, and the command says so."""
-    inputs = PassInputs.load(folder / "pass.pt")
-    inputs.given["batch"].advantages[3] = 0.5
-    whole = (folder / "pass.pt").read_bytes()
-    inputs.save(folder / "pass.pt")
-    code, text = command_line(workspace, "replay", "--step", output, 2)
-    assert code == 1 and "NOT reproduced: everything is finite now" in text, text[-3000:]
-    (folder / "pass.pt").write_bytes(whole)
-
-
-@pytest.mark.parametrize("small_disk", ["64m"], indirect=True)
-def test_a_disk_that_is_full_then_does_not_hide_the_nan(
-    made_rollouts, command_line, workspace, small_disk, tmp_path, monkeypatch
-):
-    (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", "WEIGHT").replace("JOB", TRAIN))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("FILL", str(small_disk / "full"))
-    (small_disk / "run" / "nonfinite" / "step-000009").mkdir(parents=True)  # of another start; it stays
-    store = RolloutStore(tmp_path / "record")
-    for rollout in made_rollouts:
-        store.append(rollout)
-    store.close()
-    keys = ("trainer.steps=2", "rollout.engine=recorded", f"rollout.recorded={tmp_path / 'record'}")
-    keys += ("parallel.pp=1", "algorithm.allocation.kind=uniform", f"output_dir={small_disk / 'run'}")
-    code, text = command_line(workspace, "train", workspace / "config.yaml", *keys)
-    lines, nan = text.strip().splitlines(), f"NonFiniteError: {SAID['WEIGHT']}"
-    assert code == 1 and re.search(f"step 2: {nan}", lines[-1]), text[-3000:]
-    first = next(i for i, line in enumerate(lines) if re.match(f"step 2: {nan}", line))
-    (warning,) = [i for i, line in enumerate(lines) if "warning: " in line]
-    assert first < warning < len(lines) - 1
-    assert "saving after this error failed: OSError: " in lines[warning] and "No space left" in lines[warning]
-    assert [path.name for path in (small_disk / "run" / "nonfinite").iterdir()] == ["step-000009"]
 
 
 PRIME = "reward.prime={{model: {0}, reference: {1}, beta: 0.5}}"
@@ -146,10 +104,9 @@ def test_a_pass_of_another_model_is_repeated(tiny_model, replay, command_line, w
 
 
 def test_an_update_of_sft_is_repeated(command_line, workspace, tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(SEEDS.replace("FAULT", "WEIGHT").replace("JOB", SFT))
-    output = tmp_path / "run"
+    code, output = SEEDS.replace("FAULT", "WEIGHT").replace("JOB", SFT), tmp_path / "run"
     with monkeypatch.context() as seeded:
-        seeded.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        seeded.setenv("PYTHONPATH", runs_first(tmp_path, code)["PYTHONPATH"])
         keys = ("parallel.pp=1", "trainer.steps=3", f"output_dir={output}")
         code, text = command_line(workspace, "sft", workspace / "config.yaml", *keys)
     last = text.strip().splitlines()[-1]

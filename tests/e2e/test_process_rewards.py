@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from background_run import exported, json_lines, made_rollout, timeless
+from background_run import Sampler, exported, json_lines, made_rollout, timeless
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.checkpoint.inspection import describe, differences, inspect
-from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file, tokens_file
 from dynamo_megatron.tracking.token_rows import read_token_rows
 
@@ -20,19 +19,13 @@ STEPS, PROMPTS, GROUP, RESPONSE = 4, 8, 4, 6
 
 def record(folder, model_path) -> None:
     """A group of every prompt in every step, half of it right; every response has two steps."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_path), load_tokenizer(model_path)
-    rng, store = np.random.default_rng(0), RolloutStore(folder)
+    sampler, store = Sampler(model_path), RolloutStore(folder)
     for step in range(1, STEPS + 1):
         for i in range(PROMPTS):
-            prompt = tokenizer.encode(f"Problem {i}.\n")
-            tokens = torch.tensor([prompt + r.tolist() for r in rng.integers(5, 90, (GROUP, RESPONSE))])
-            with torch.no_grad():
-                logprobs = model(tokens).logits.log_softmax(-1)[:, len(prompt) - 1 : -1]
-            chosen = logprobs.gather(2, tokens[:, len(prompt) :, None])[..., 0]
-            for k in range(GROUP):
-                steps = [(0, 2, float(rng.normal())), (2, RESPONSE, float(rng.normal()))]
-                others = {"engine_logprobs": chosen[k].tolist(), "right": k % 2, "step_rewards": steps}
-                response = tokens[k, len(prompt) :].tolist()
+            prompt, group = sampler.group(f"Problem {i}.\n", GROUP, RESPONSE)
+            for k, (response, logprobs) in enumerate(group):
+                steps = [(0, 2, float(sampler.rng.normal())), (2, RESPONSE, float(sampler.rng.normal()))]
+                others = {"engine_logprobs": logprobs, "right": k % 2, "step_rewards": steps}
                 store.append(made_rollout(step, i, k, f"problem-{i}", prompt, response, **others))
     store.close()
 
@@ -68,41 +61,39 @@ def run(make_tiny_model, tmp_path_factory, start_run):
     return go
 
 
-def straight_and_resumed(run, name: str, *keys: str):
-    """The metrics and the last checkpoint of a straight run, which are those of one that is cut and resumed."""
+NONE = "reward={functions: [math], prime: {model: null}}"
+PPO = (NONE, "algorithm.advantage={kind: gae, process: {weight: 0.1, gamma: 1.0}}", "algorithm.modulation=null")
+PPO += ("critic={warmup_steps: 1, optimizer: {lr: 1.0e-3, warmup_steps: 0}}", "parallel.pp=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("rewards", ()),
+        ("adapters", ("model.lora={rank: 4}", "algorithm.kl.coef=0.1", "optimizer.lr=1e-3")),
+        ("critic", PPO),  # in the first step it alone learns
+    ],
+)
+def test_a_resumed_run_is_as_the_straight_one(run, name, keys):
     straight, weights = run(name, *keys, f"trainer.steps={STEPS}")
     run(f"{name}-cut", *keys, "trainer.steps=2")
     resumed, again = run(f"{name}-cut", *keys, f"trainer.steps={STEPS}")
     assert resumed == straight and len(straight) == STEPS
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
-    last = [inspect(run.folder / one / "checkpoints" / f"step-{STEPS:06d}") for one in (name, f"{name}-cut")]
+    assert all(torch.equal(weights[tensor], again[tensor]) for tensor in weights)
+    last = [inspect(run.folder / output / "checkpoints" / f"step-{STEPS:06d}") for output in (name, f"{name}-cut")]
     assert list(differences(*last)) == []
-    return straight, last[0]
-
-
-def test_a_resumed_run_has_the_process_rewards_of_the_straight_one(run):
-    straight, _ = straight_and_resumed(run, "straight")
-    assert all(row["reward/steps"] != 0 and row["reward/prime"] != 0 for row in straight)
-
-
-def test_a_resumed_run_has_the_adapters_of_the_straight_one(run):
-    """Without them the policy is the reference, from which it begins."""
-    keys = ["model.lora={rank: 4}", "algorithm.kl.coef=0.1", "optimizer.lr=1e-3"]
-    straight, last = straight_and_resumed(run, "lora", *keys)
-    assert straight[0]["policy/kl"] == 0 != straight[-1]["policy/kl"]
-    assert all(".adapter." in name for name in last.tensors.names)
-
-
-def test_a_resumed_run_has_the_critic_of_the_straight_one(run):
-    """On two pipeline stages, with process rewards, and a first step in which the critic alone learns."""
-    keys = ["reward={functions: [math], prime: {model: null}}", "parallel.pp=2"]
-    keys += ["algorithm.advantage={kind: gae, process: {weight: 0.1, gamma: 1.0}}"]
-    keys += ["critic={warmup_steps: 1, optimizer: {lr: 1.0e-3, warmup_steps: 0}}", "algorithm.modulation=null"]
-    straight, last = straight_and_resumed(run, "ppo", *keys)
-    assert "critic: " in describe(last)
-    assert [row["policy/skipped_updates"] for row in straight] == [1, 0, 0, 0]
-    assert straight[0]["critic/value"] == 0 != straight[1]["critic/value"]
-    assert straight[0]["critic/explained_variance"] == 0 != straight[-1]["critic/explained_variance"]
+    first, second, *_, final = straight
+    match name:
+        case "rewards":
+            assert all(row["reward/steps"] != 0 and row["reward/prime"] != 0 for row in straight)
+        case "adapters":  # without them the policy is the reference, from which it begins
+            assert first["policy/kl"] == 0 != final["policy/kl"]
+            assert all(".adapter." in tensor for tensor in last[0].tensors.names)
+        case "critic":
+            assert "critic: " in describe(last[0])
+            assert [row["policy/skipped_updates"] for row in straight] == [1, 0, 0, 0]
+            assert first["critic/value"] == 0 != second["critic/value"]
+            assert first["critic/explained_variance"] == 0 != final["critic/explained_variance"]
 
 
 def test_a_teacher_on_a_server_may_have_another_width_and_depth(
@@ -114,7 +105,7 @@ def test_a_teacher_on_a_server_may_have_another_width_and_depth(
     record(run.folder / "wide-record", path)
     url = sglang_server.endpoint.url
     keys = [f"model.path={path}", f"rollout.recorded={run.folder / 'wide-record'}", "trainer.steps=1"]
-    keys += ["reward={functions: [math], prime: {model: null}}", "algorithm.modulation=null"]
+    keys += [NONE, "algorithm.modulation=null"]
     keys += [f"algorithm.teacher={{path: '{url}', api_key_env: TEACHER_KEY, reward_weight: 0.0}}"]
     (row,), _ = run("taught", *keys, "algorithm.advantage.process.weight=0.0", "tracking.token_rollouts=1000")
     models, gaps = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_model, path)], []

@@ -24,19 +24,6 @@ def test_pass_at_k_of_many_samples():
 
 
 @pytest.mark.parametrize(
-    ("samples", "successes", "k", "said"),
-    [
-        ([4, 2], [1, 1], 4, r"^k: pass@4 .* entry 1 has 2 samples$"),
-        ([4], [1], 0, r"^k: pass@0"),
-        ([4], [5], 1, r"^successes: entry 0 is 5 of 4 samples$"),
-    ],
-)
-def test_what_pass_at_k_refuses(samples, successes, k, said):
-    with pytest.raises(ValueError, match=said):
-        pass_at_k(samples, successes, k)
-
-
-@pytest.mark.parametrize(
     ("interval", "expected"),
     [
         (average_bootstrap([[0.0] * 16]), (0, 0, 0.1936)),  # Wilson's of 0 of 16, and so on

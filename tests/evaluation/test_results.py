@@ -1,8 +1,6 @@
 import dataclasses
-import itertools
 import json
 
-import numpy as np
 import pytest
 
 from dynamo_megatron.evaluation.results import (
@@ -39,12 +37,10 @@ def result(prompt_id: str, right: str, **changes) -> ProblemResult:
 
 def test_what_was_written_is_read_back(tmp_path):
     path = results_file(tmp_path, 20)
-    assert path == tmp_path / "eval" / "step-000020.jsonl"
     results = [result("é/1", "10"), result("2", "00")]
     for _ in range(2):
         write_results(path, results)
     assert read_results(path) == results
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_broken_files_are_named(tmp_path):
@@ -95,24 +91,17 @@ def scored(name: str, *rows: str) -> SetScores:
     return SetScores.of([result(f"{name}/{i}", right) for i, right in enumerate(rows)], [1, 4])
 
 
-def by_enumeration(rows: tuple[str, ...], k: int) -> float:
-    found = [[("1" in draw) for draw in itertools.combinations(right, k)] for right in rows]
-    return float(np.mean([np.mean(each) for each in found]))
-
-
-SMALL, LARGE = ("1100", "0000"), ("1000", "1110", "0000", "1111", "1100", "0000")
-BETTER = ("1110", "1000")
+LARGE = ("1000", "1110", "0000", "1111", "1100", "0000")
 SCORES = {
-    "base": {"small": scored("small", *SMALL), "large": scored("large", *LARGE)},
-    "tuned": {"small": scored("small", *BETTER), "large": scored("large", *LARGE)},
+    "base": {"small": scored("small", "1100", "0000"), "large": scored("large", *LARGE)},
+    "tuned": {"small": scored("small", "1110", "1000"), "large": scored("large", *LARGE)},
 }
 
 
 def test_every_set_has_the_same_weight_in_the_average():
     summary = suite_summary(SCORES, [1, 4])
     assert json.loads(json.dumps(summary)) == summary
-    for k in (1, 4):
-        sets = [by_enumeration(SMALL, k), by_enumeration(LARGE, k)]
+    for k, sets in {1: [1 / 4, 10 / 24], 4: [1 / 2, 4 / 6]}.items():
         figures = summary["models"]["base"]
         assert [figures["sets"][name][f"eval/pass@{k}"] for name in ("small", "large")] == pytest.approx(sets)
         average = figures["average"]

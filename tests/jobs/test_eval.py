@@ -111,8 +111,7 @@ def test_several_greedy_samples_are_warned_about(models, caplog):
 
 def test_keys_that_only_training_needs_refuse_no_evaluation(models):
     """And a run's servers share GPUs with its ranks, from which they get FP8 weights; an evaluation has none."""
-    words = ["checkpoint.export_hf=best"]
-    words += ["model.dtype=bfloat16", "rollout.quantization=fp8"]
+    words = ["checkpoint.export_hf=best", "model.dtype=bfloat16", "rollout.quantization=fp8"]
     assert main(["eval", "--model", "base", "--out", "out", "eval.data=sets/hard.jsonl", *KEYS, *words]) == 0
     found = [(worker.config.rollout.quantization, worker.config.rollout.memory_fraction) for worker in StandIn.started]
     assert found == [(None, 0.85)]
@@ -183,29 +182,22 @@ def test_rewards_of_tokens_are_no_part_of_an_evaluation(models, monkeypatch):
     assert StandIn.started[1].config.reward.functions == ["math"]
 
 
-def test_settings_of_an_agent_that_differ_are_refused(models, capsys, monkeypatch):
-    agent = "rollout.agent=mine:agent"
-    a_run(models, monkeypatch, agent, "rollout.tool_parser=llama3")
-    assert main([*SUITE, "--model", "base", "--model", "run", agent]) == 2
-    assert capsys.readouterr().err.startswith("rollout.tool_parser: 'qwen25' for base, 'llama3' for run; give one")
+AGENT = "rollout.agent=mine:agent"
 
 
 @pytest.mark.parametrize(
-    ("keys", "says", "mend"),
+    ("keys", "says", "for_all"),
     [
-        (["rollout.temperature=0.7"], "eval.temperature: 1.0 for base, 0.7 for run", "eval.temperature=1"),
-        (["reward.functions=[qa_f1]"], "reward.functions: ['math'] for base, ['qa_f1'] for run", None),
-        (
-            ["data.template='{prompt}!'"],
-            "data.template: 'chat' for base, '{prompt}!' for run",
-            "data.template='{prompt}'",
-        ),
+        (["rollout.temperature=0.7"], "eval.temperature: 1.0 for base, 0.7 for run", []),
+        (["reward.functions=[qa_f1]"], "reward.functions: ['math'] for base, ['qa_f1'] for run", []),
+        (["data.template='{prompt}!'"], "data.template: 'chat' for base, '{prompt}!' for run", []),
+        ([AGENT, "rollout.tool_parser=llama3"], "rollout.tool_parser: 'qwen25' for base, 'llama3' for run", [AGENT]),
     ],
 )
-def test_settings_that_differ_between_models_are_refused(models, capsys, monkeypatch, keys, says, mend):
+def test_settings_that_differ_between_models_are_refused(models, capsys, monkeypatch, keys, says, for_all):
     """A run brings its config, and a Hugging Face folder has the defaults."""
     a_run(models, monkeypatch, *keys)
-    assert main([*SUITE, "--model", "base", "--model", "run"]) == 2
+    assert main([*SUITE, "--model", "base", "--model", "run", *for_all]) == 2
     assert capsys.readouterr().err == f"{says}; give one for all: {says.partition(':')[0]}=VALUE\n"
-    if mend is not None:
-        assert main([*SUITE, "--model", "base", "--model", "run", mend]) == 0
+    if says.startswith("eval."):
+        assert main([*SUITE, "--model", "base", "--model", "run", "eval.temperature=1"]) == 0

@@ -1,4 +1,4 @@
-"""`sft` and `dpo` with model.lora: resumed as if straight, exported as converted."""
+"""`sft`, `eval` and `dpo` with model.lora."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from dynamo_megatron.checkpoint.convert import mcore2hf
 from dynamo_megatron.checkpoint.inspection import differences, inspect
 from dynamo_megatron.cli import main
 from dynamo_megatron.jobs import eval as evaluation
-from dynamo_megatron.types import ProblemResult
+from dynamo_megatron.rollout.result import RolloutError
 
 pytestmark = pytest.mark.full
 EXAMPLES = [("2+3=", "5", "6"), ("Say it.", "Abracadabra", "No"), ("x", "yz", "zzzz"), ("Name?", "Ada", "Bob, or so")]
@@ -48,13 +48,10 @@ def metrics(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_loss_falls(trained):
-    losses = [row["sft/loss"] for row in metrics(trained[0] / "straight")]
-    assert len(losses) == 4 and losses[-1] < losses[0]
-
-
-def test_a_checkpoint_converts_to_what_was_exported(trained, command_line):
+def test_it_learns_and_a_checkpoint_converts_to_what_was_exported(trained, command_line):
     folder, _ = trained
+    losses = [row["sft/loss"] for row in metrics(folder / "straight")]
+    assert len(losses) == 4 and losses[-1] < losses[0]
     mcore2hf(folder / "straight", folder / "converted")
     assert list(differences(inspect(folder / "straight" / "hf"), inspect(folder / "converted"))) == []
     assert command_line(folder, "convert", "mcore2peft", "straight", "peft")[0] == 0
@@ -63,31 +60,23 @@ def test_a_checkpoint_converts_to_what_was_exported(trained, command_line):
     assert len(tensors) == 2 * 2 * 7 and (config["r"], config["lora_alpha"]) == (4, 8.0)
 
 
-class Servers:
-    """In place of those of `eval`: all answers are right."""
-
-    def __init__(self, config, *_):
-        self.model = Path(config.model.path)
-
-    def start(self):
-        """The folder is removed after the evaluation."""
-        assert list(differences(inspect(Path("straight/hf")), inspect(self.model))) == []
-
-    def evaluate(self, prompts, on_count):
-        fields = {"lengths": [5], "finish_reasons": ["stop"], "statuses": ["ok"], "responses": ["r"]}
-        return [ProblemResult(p.prompt_id, p.source, [1.0], [True], **fields) for p in prompts]
-
-    def wait_ready(self): ...
-    def close(self): ...
-
-
 def test_eval_gives_the_servers_the_merged_model(trained, monkeypatch):
     folder, _ = trained
     monkeypatch.chdir(folder)
+    found = []
+
+    class Servers:
+        def __init__(self, config, *_):
+            self.model = Path(config.model.path)  # a folder that is removed after the evaluation
+
+        def start(self):
+            found.append(list(differences(inspect(Path("straight/hf")), inspect(self.model))))
+            raise RolloutError("that was all")
+
+        def close(self): ...
+
     monkeypatch.setattr(evaluation, "RolloutWorker", Servers)
-    assert main(["eval", "--model", "straight", "--out", "scores", "eval.max_new_tokens=8"]) == 0
-    (of_straight,) = json.loads((folder / "scores" / "summary.json").read_text())["models"].values()
-    assert of_straight["sets"]["rows"]["eval/pass@1"] == 1.0
+    assert main(["eval", "--model", "straight", "--out", "scores", "eval.max_new_tokens=8"]) == 1 and found == [[]]
 
 
 def test_the_reference_of_dpo_is_the_policy_without_adapters(trained):

@@ -1,12 +1,10 @@
-"""`dynamo-megatron sft`: the cross-entropy of completions, ended early, and found finished again."""
+"""`dynamo-megatron sft`: the cross-entropy of completions, converted, cut off, and found finished again."""
 
 import json
 import shutil
-import signal
 
 import pytest
 import torch
-from background_run import Run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynamo_megatron.checkpoint.convert import mcore2hf
@@ -17,15 +15,6 @@ from dynamo_megatron.jobs.sft import Answers
 from dynamo_megatron.types import Prompt
 
 pytestmark = pytest.mark.full
-STALLING = """
-import pathlib, time
-
-def rows():
-    for number in range(4):
-        yield {"id": str(number), "problem": f"{number}+1=", "answer": str(number + 1)}
-    pathlib.Path("stalled").touch()
-    time.sleep(600)
-"""
 EXAMPLES = [("2+3=", "5"), ("Say it.", "Abracadabra"), ("x", "yz"), ("Name?", "Ada")]
 
 
@@ -47,8 +36,8 @@ def sft(tiny_model, tmp_path_factory, command_line):
         "output_dir": "run",
     }
 
-    def run(*more: str, ranks: int = 2) -> tuple[int, str]:
-        return command_line(folder, "sft", *(f"{k}={v}" for k, v in keys.items()), *more, "--ranks", ranks)
+    def run(*more: str) -> tuple[int, str]:
+        return command_line(folder, "sft", *(f"{k}={v}" for k, v in keys.items()), *more, "--ranks", 2)
 
     code, text = run()
     assert code == 0, text[-3000:]
@@ -95,6 +84,7 @@ def test_the_loss_of_conversations_is_of_all_their_answers(tiny_model, tmp_path,
     assert count > len(tokenizer.encode("".join(t for row in texts for t in row[1::2]))) > 0
     assert losses(tmp_path / "run")[0] == pytest.approx(total / count, abs=1e-5)
     mcore2hf(tmp_path / "run", tmp_path / "converted")
+    assert list(differences(inspect(tmp_path / "run" / "hf"), inspect(tmp_path / "converted"))) == []
     for exported in (tmp_path / "run" / "hf", tmp_path / "converted"):
         shown = AutoTokenizer.from_pretrained(exported).apply_chat_template(rows[0][:2], tokenize=False)
         assert shown == "<2+3=<|im_end|><5<|im_end|>"
@@ -113,22 +103,9 @@ def test_it_learns_and_is_found_finished(sft):
     assert (output / "metrics.jsonl").read_text() == before
 
 
-def test_a_checkpoint_converts_to_what_was_exported(sft):
-    """No ranks: the optimizer's copies in the checkpoint are left alone."""
-    output, _ = sft
-    mcore2hf(output, output.parent / "converted")
-    assert list(differences(inspect(output / "hf"), inspect(output.parent / "converted"))) == []
-    assert AutoTokenizer.from_pretrained(output.parent / "converted").eos_token == "<|im_end|>"
-
-
 def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
     output, run = sft
-    keys = (
-        "output_dir=every",
-        "trainer.steps=4",
-        "checkpoint.every=2",
-        "checkpoint.export_hf=every",
-    )
+    keys = ("output_dir=every", "trainer.steps=4", "checkpoint.every=2", "checkpoint.export_hf=every")
     assert run(*keys)[0] == 0
     exports = sorted((output.parent / "every").glob("hf-step-*"))
     assert [folder.name for folder in exports] == ["hf-step-000002", "hf-step-000004"]
@@ -139,15 +116,3 @@ def test_an_export_that_a_kill_cut_off_is_made_up_for(sft):
     assert code == 0 and "resumed from" in text, text[-3000:]
     assert {file.name: file.read_bytes() for file in exports[1].iterdir()} == weights
     assert len(losses(output.parent / "every")) == 4
-
-
-def test_a_stop_is_heard_while_the_function_of_the_data_stalls(tiny_model, tmp_path):
-    (tmp_path / "stalling.py").write_text(STALLING)
-    keys = [f"model.path={tiny_model}", "model.dtype=float32", "data.source=stalling:rows", "data.template='{prompt}'"]
-    keys += ["data.batch_prompts=2", "trainer.steps=5", "output_dir=run"]
-    run = Run(tmp_path, *keys, "--ranks", "2", command="sft")
-    run.wait_until((tmp_path / "stalled").exists, "the function stalled")
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 75, run.text
-    last = "stopped by SIGTERM while it started; nothing is saved yet: the same command starts from step 0"
-    assert run.text.splitlines()[-1] == last, run.text

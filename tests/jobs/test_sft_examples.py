@@ -39,14 +39,6 @@ def test_all_answers_of_a_conversation_are_trained():
     assert TOKENIZER.decode(example.tokens) + "\n" == whole
 
 
-def test_the_system_prompt_of_the_config_stands_once_before_the_conversation():
-    messages = [said("user", "1"), said("assistant", "a"), said("user", "2"), said("assistant", "b")]
-    data = DataConfig(source="x", system_prompt="be brief")
-    (example,) = examples_of(Prompt("p", messages), TOKENIZER, data, ENDS)
-    shown = TOKENIZER.decode(example.tokens)
-    assert shown.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user") and shown.count("brief") == 1
-
-
 def test_an_answer_beside_the_conversation_is_the_only_one_trained():
     messages = [said("user", "1"), said("assistant", "a"), said("user", "2")]
     (example,) = examples_of(Prompt("p", messages, answer="7", meta={"tools": TOOLS}), TOKENIZER, DATA, ENDS)
@@ -57,12 +49,8 @@ def test_an_answer_beside_the_conversation_is_the_only_one_trained():
 
 def test_where_the_template_drops_earlier_thoughts_a_new_sequence_begins():
     tokenizer, thought = make_tokenizer(thinks=True), "<think>\nx\n</think>\n"
-    messages = [
-        said("user", "1"),
-        said("assistant", f"{thought}a"),
-        said("user", "2"),
-        said("assistant", f"{thought}b"),
-    ]
+    messages = [said("user", "1"), said("assistant", f"{thought}a"), said("user", "2")]
+    messages.append(said("assistant", f"{thought}b"))
     first, second = examples_of(Prompt("p", messages), tokenizer, DATA, ENDS)
     assert trained(first, tokenizer) == f"{thought}a<|im_end|>"
     assert trained(second, tokenizer) == f"{thought}b<|im_end|>"
@@ -111,13 +99,15 @@ def test_calls_of_tools_are_trained_and_results_are_not(arguments):
     assert trained(ends) == f"use it\n{CALL}<|im_end|>"
 
 
-def test_variables_of_the_chat_template_reach_every_turn():
+def test_variables_of_the_chat_template_reach_every_turn_and_the_system_prompt_stands_once():
     tokenizer = make_tokenizer()
     tokenizer.chat_template += "{%- if add_generation_prompt and terse -%}{{ 'short: ' }}{%- endif -%}"
     messages = [said("user", "1"), said("assistant", "a"), said("user", "2"), said("assistant", "b")]
-    data = DataConfig(source="x", template_args={"terse": True})
+    data = DataConfig(source="x", template_args={"terse": True}, system_prompt="be brief")
     (example,) = examples_of(Prompt("p", messages), tokenizer, data, ENDS)
-    assert tokenizer.decode(example.tokens).count("assistant\nshort: ") == 2
+    shown = tokenizer.decode(example.tokens)
+    assert shown.count("assistant\nshort: ") == 2 and shown.count("brief") == 1
+    assert shown.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user")
     assert trained(example, tokenizer) == "a<|im_end|>b<|im_end|>"
 
 

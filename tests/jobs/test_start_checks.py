@@ -23,7 +23,8 @@ def room(tiny_model, tmp_path):
 
 
 def test_the_checks_of_a_run_and_its_servers_start_do_not_import_torch():
-    names = ("jobs.start_checks", "jobs.run", "jobs.train", "cli.commands", "rollout.worker")
+    names = ["jobs.start_checks", "jobs.run", "jobs.train", "cli.commands", "rollout.worker", "reward.worker"]
+    names += ["launcher.local", "runtime.guard"]
     code = f"import sys, {', '.join(f'dynamo_megatron.{name}' for name in names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
 

@@ -128,3 +128,12 @@ def policy(c, config, temperature=1.0, ranges=None, upstream=1.0):
     out.weight_grad = torch.zeros(c.weight.shape, dtype=torch.float64)
     out.weight_grad[: c.vocab] = weight.grad
     return out
+
+
+def logits_gradient(logits, labels, grad_logprobs, grad_entropy, temperature):
+    """Of `grad_logprobs` times the labels' logprobs plus `grad_entropy` times the entropies, by the logits."""
+    lp = (logits.double() / temperature).log_softmax(-1)
+    p, lp = lp.exp(), lp.clamp(min=-1e300)
+    h = -(p * lp).sum(-1, keepdim=True)
+    one = torch.zeros_like(p).scatter_(1, labels[:, None], 1.0)
+    return (grad_logprobs.double()[:, None] * (one - p) - grad_entropy.double()[:, None] * p * (lp + h)) / temperature

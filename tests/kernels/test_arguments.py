@@ -18,20 +18,15 @@ CONFIG = PolicyLossConfig(modulation=MODULATION, kl_coef=0.05)
         ({"hidden": torch.zeros(23, 7)}, r"weight: \[40, 8\] does not fit hidden"),
         ({"labels": torch.zeros(22, dtype=torch.int64)}, r"labels: needs int64 \[23\]"),
         ({"labels": torch.full((23,), 37)}, r"labels: 37 at token 0 is outside \[0, 37\)"),
-        ({"old": torch.zeros(23, dtype=torch.int64)}, "old_logprobs: needs"),
         ({"ref": torch.zeros(23, 1)}, "ref_logprobs: needs"),
         ({"vocab_size": 41}, "vocab_size: 41 is outside"),
         ({"gradient": "eager", "ranges": None}, "gradient: 'eager' needs ranges"),
     ],
 )
 def test_bad_input_names_the_argument(change, message):
-    c = plain.case()
-    options = {"ranges": RANGES}
-    for name, value in change.items():
-        if hasattr(c, name):
-            setattr(c, name, value)
-        else:
-            options[name] = value
+    c, options = plain.case(), {"ranges": RANGES, **change}
+    for name in vars(c).keys() & change.keys():
+        setattr(c, name, options.pop(name))
     with pytest.raises(ValueError, match=f"^{message}"):
         plain.run(c, CONFIG, **options)
 

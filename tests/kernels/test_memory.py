@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynamo_megatron.config import ModulationConfig, PolicyLossConfig
-from dynamo_megatron.kernels import chunked, policy_loss, reference, token_logprobs, token_stats, triton_backend
+from dynamo_megatron.kernels import chunked, policy_loss, reference, token_stats, triton_backend
 
 CONFIG = PolicyLossConfig(modulation=ModulationConfig(), kl_coef=0.1, entropy_coef=0.01)
 CHUNK, ROWS = 16, 600
@@ -77,16 +77,3 @@ def test_the_largest_chunk_that_fits_in_whole_gemm_tiles():
     assert chunked.chunk_size(triton_backend.workspace_buffers(torch.bfloat16, cuda) * 152064 * 4) == 4096
     assert chunked.chunk_size(100 * 1000 * 1000) == 25
     assert chunked.chunk_size(10**10) == 1
-
-
-def test_the_fused_loss_has_three_products_and_a_custom_one_four(monkeypatch):
-    made = []
-    for name in ("_product", "add_product_"):
-        stock = getattr(chunked, name)
-        monkeypatch.setattr(chunked, name, lambda *given, stock=stock: made.append(1) or stock(*given))
-    c = plain.case(tokens=50, vocab=30, rows=30, dtype=torch.float32)
-    hidden, weight = c.hidden.requires_grad_(), c.weight.requires_grad_()
-    policy_loss(hidden, weight, c.labels, c.advantages, c.old, c.weights, PolicyLossConfig(), chunk_tokens=16)
-    assert len(made) == 3 * 3  # of three chunks
-    token_logprobs(hidden, weight, c.labels, chunk_tokens=16).logprobs.sum().backward()
-    assert len(made) == 3 * (3 + 4)

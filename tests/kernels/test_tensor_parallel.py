@@ -1,9 +1,10 @@
 """The head of a tensor-parallel group over gloo. Run as a script, this file is one rank, which leaves
-FOLDER/rank-RANK.pt: `RANK SIZE FOLDER BACKEND CASE ...`; with backend triton in Triton's interpreter."""
+FOLDER/rank-RANK.pt: `RANK FOLDER BACKEND CASE ...`; with backend triton in Triton's interpreter."""
 
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import plain_head as plain
@@ -24,7 +25,6 @@ WORKER_CASES = {
     "one_row": ({"tokens": 1}, "eager", 7),
 }
 
-
 SIZE = 2
 CASES = {"torch": tuple(WORKER_CASES), "triton": ("eager", "empty_shard", "bfloat16")}
 
@@ -33,31 +33,18 @@ CASES = {"torch": tuple(WORKER_CASES), "triton": ("eager", "empty_shard", "bfloa
 def test_shards_agree_and_match_the_whole(tmp_path, backend, request):
     if backend == "triton":
         request.getfixturevalue("interpreter")
-    ranks = run(tmp_path, backend, CASES[backend])
+
+    def start(rank: int) -> subprocess.CompletedProcess:
+        command = [sys.executable, __file__, str(rank), str(tmp_path), backend, *CASES[backend]]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        runs = list(pool.map(start, range(SIZE)))
+    assert [run.returncode for run in runs] == [0] * SIZE, [run.stderr[-3000:] for run in runs]
+    ranks = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(SIZE)]
     for name in CASES[backend]:
         check([rank[name] for rank in ranks], backend, name)
-
-
-def run(folder, backend, cases, size=SIZE):
-    log = folder / "output.txt"
-    with log.open("w") as output:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(size), folder, backend, *cases],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "TRITON_INTERPRET": "1"},
-            )
-            for rank in range(size)
-        ]
-        try:
-            codes = [process.wait(timeout=400) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    assert codes == [0] * size, log.read_text()
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(size)]
 
 
 def check(results: list[dict], backend: str, name: str) -> None:
@@ -89,28 +76,20 @@ def check(results: list[dict], backend: str, name: str) -> None:
         torch.testing.assert_close(got.double(), expected, rtol=limit, atol=max(tol, 1e-4) if limit > tol else tol)
 
 
-def main(rank: int, size: int, folder: str, backend: str, names: list[str]) -> None:
+def main(rank: int, folder: str, backend: str, *names: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
+    store, timeout = f"file://{folder}/store", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=timeout)
     results = {}
     for name in names:
         arguments, gradient, chunk_tokens = WORKER_CASES[name]
         c = plain.case(**arguments)
         if name == "no_labels":
             c.labels[:] = plain.IGNORE
-        weight = c.weight.chunk(size)[rank].clone().requires_grad_()
-        out, hidden_grad, weight_grad = plain.run(
-            c,
-            FULL,
-            weight=weight,
-            ranges=RANGES if gradient == "eager" else None,
-            tp_group=dist.group.WORLD,
-            backend=backend,
-            gradient=gradient,
-            chunk_tokens=chunk_tokens,
-        )
+        weight = c.weight.chunk(SIZE)[rank].clone().requires_grad_()
+        options = {"ranges": RANGES if gradient == "eager" else None, "gradient": gradient, "backend": backend}
+        options |= {"chunk_tokens": chunk_tokens, "tp_group": dist.group.WORLD}
+        out, hidden_grad, weight_grad = plain.run(c, FULL, weight=weight, **options)
         results[name] = {
             "same": [out.loss.detach(), *out.stats, out.advantages, *out.metrics.values(), hidden_grad],
             "weight_grad": weight_grad,
@@ -120,4 +99,4 @@ def main(rank: int, size: int, folder: str, backend: str, names: list[str]) -> N
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])
+    main(int(sys.argv[1]), *sys.argv[2:])

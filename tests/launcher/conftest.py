@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -15,21 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
-from background_run import json_lines, made_rollout, same_weights, timeless
+from background_run import json_lines, made_rollout, same_weights, small_run, timeless
 
 from dynamo_megatron.cli.options import parser
-from dynamo_megatron.config import DataConfig
-from dynamo_megatron.data.templates import encode_prompt, load_tokenizer
+from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.launcher.options import completed
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.listening import free_port
-from dynamo_megatron.types import Prompt
 
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
 PROGRAMS = ("slurmctld", "slurmd", "munged")
 STEPS = 8
-ANSWERS = "aei57o"  # a whole number of batches: no problem twice in one
 
 
 class Cluster:
@@ -71,9 +66,6 @@ class Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.split("Submitted batch job ")[1].split()[0]
 
-    def state(self, job: str) -> str:
-        return self.field(job, "JobState")
-
     def field(self, job: str, name: str) -> str:
         fields = self.tool("scontrol", "show", "job", "-o", job).split()
         return next(f for f in fields if f.startswith(f"{name}=")).partition("=")[2]
@@ -81,8 +73,8 @@ class Cluster:
     def wait(self, job: str, output: Path, state: str = "COMPLETED", timeout: float = 300) -> None:
         """Until the job has ended, in `state`."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-        self.wait_until(lambda: self.state(job) in over, f"the end of job {job}", output, timeout)
-        assert self.state(job) == state, logs(output)
+        self.wait_until(lambda: self.field(job, "JobState") in over, f"the end of job {job}", output, timeout)
+        assert self.field(job, "JobState") == state, logs(output)
 
     def wait_until(self, condition: Callable[[], object], what: str, output: Path, timeout: float = 300) -> None:
         deadline = time.monotonic() + timeout
@@ -112,7 +104,7 @@ def job():
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Two nodes, partitions `debug` and, above it, `urgent`."""
+    """Two nodes."""
     path = os.environ["PATH"] + ":/usr/sbin"
     for program in PROGRAMS:
         if not shutil.which(program, path=path):
@@ -128,47 +120,24 @@ def cluster():
 
 @pytest.fixture(scope="session")
 def run_folder(tiny_model, tmp_path_factory) -> Path:
-    """config.yaml of a run of STEPS steps on two ranks from recorded rollouts, which are made up."""
+    """config.yaml of a run of STEPS steps on two ranks from rollouts that are made up, as many of every problem in
+    every step as the allocator may ask for."""
     folder = tmp_path_factory.mktemp("launched run")  # a blank in the path
-    prompts = [Prompt(f"problem-{i}", text=f"Write {answer!r}.", answer=answer) for i, answer in enumerate(ANSWERS)]
-    rows = [{"id": p.prompt_id, "problem": p.text, "answer": p.answer} for p in prompts]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"source": str(folder / "problems.jsonl"), "batch_prompts": 3, "template": "{prompt}\n"}
-    _record(folder / "recording", prompts, str(tiny_model), DataConfig(**data))
-    (folder / "own_reward.py").write_text("def contains(prompt, text):\n    return float(prompt.answer in text)\n")
-    config = {
-        "model": {"path": str(tiny_model), "dtype": "float32", "max_length": 256},
-        "data": data,
-        "parallel": {"pp": 2},
-        "rollout": {
-            "engine": "recorded",
-            "recorded": str(folder / "recording"),
-            "max_new_tokens": 16,
-            "proof": {"max_mean_gap": None},  # no policy has sampled them
-        },
-        "reward": {"functions": ["own_reward:contains"], "workers": 1},
-        "algorithm": {"allocation": {"budget": 24, "rollout_n_min": 2, "rollout_n_max": 12}},
-        "optimizer": {"lr": 3e-3, "warmup_steps": 0},
-        "trainer": {"steps": STEPS, "micro_batch_tokens": 256},
-        "checkpoint": {"every": 4},
-        "output_dir": "unset",
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder
-
-
-def _record(out: Path, prompts: list[Prompt], model: str, data: DataConfig) -> None:
-    """Every problem in every step, with as many rollouts as the allocator may ask for."""
-    generator, tokenizer, store = np.random.default_rng(0), load_tokenizer(model), RolloutStore(out)
+    recording = folder / "recording"
+    rollout = {"engine": "recorded", "recorded": str(recording), "proof": {"max_mean_gap": None}}
+    small_run(folder, tiny_model, STEPS, "aei57o", **rollout)  # a whole number of batches: no problem twice in one
+    generator, tokenizer, store = np.random.default_rng(0), load_tokenizer(tiny_model), RolloutStore(recording)
+    problems = json_lines(folder / "problems.jsonl")
     for step in range(1, STEPS + 1):
-        for position, prompt in enumerate(prompts):
-            tokens = encode_prompt(prompt, tokenizer, data)
-            for index in range(12):
+        for place, problem in enumerate(problems):
+            prompt = tokenizer.encode(problem["problem"] + "\n")
+            for index in range(15):
                 response = generator.integers(5, 90, generator.integers(4, 17)).tolist()
-                right = bool(generator.random() < 0.2 + 0.15 * position)
+                right = bool(generator.random() < 0.2 + 0.15 * place)
                 others = {"right": right, "engine_logprobs": [-4.0] * len(response)}
-                store.append(made_rollout(step, position, index, prompt.prompt_id, tokens, response, **others))
+                store.append(made_rollout(step, place, index, problem["id"], prompt, response, **others))
     store.close()
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,6 @@ SlurmdSpoolDir=$folder/spool/%n
 StateSaveLocation=$folder/state
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
 SlurmdParameters=config_overrides
@@ -68,19 +67,13 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 JobRequeue=1
 KillWait=10
-InactiveLimit=0
 SlurmdTimeout=15
 SlurmctldTimeout=15
-OverTimeLimit=0
-AccountingStorageType=accounting_storage/none
 NodeName=n0 NodeHostname=$host NodeAddr=127.0.0.2 Port=$((port + 1)) CPUs=4 RealMemory=$memory
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.3 Port=$((port + 2)) CPUs=4 RealMemory=$memory
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
-PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
 slurmctld -i
 slurmd -N n0

@@ -41,9 +41,7 @@ def start(run_folder, address, tmp_path):
     after step `hold`."""
     started = []
 
-    def one(
-        name: str, *words: object, ranks: int = 2, address: str = address, hold: int | None = None
-    ) -> tuple[Run, Path]:
+    def one(name: str, *words: object, ranks=2, address: str = address, hold: int | None = None) -> tuple[Run, Path]:
         output = run_folder / name
         (run_folder / "hold").unlink(missing_ok=True)
         if hold is not None:
@@ -129,15 +127,24 @@ def test_a_signal_to_stop_before_the_ranks_start_is_not_lost(launch_without_room
     assert capsys.readouterr().err == said
 
 
-def test_an_actor_that_is_asked_to_stop_before_its_child_has_started_stops_it(tmp_path):
+def test_an_actor_runs_its_child_to_the_end_and_asks_it_to_stop(tmp_path):
     pytest.importorskip("ray")
     from dynamo_megatron.launcher.ray import Child
 
-    child = Child()
+    log = tmp_path / "rank-0.log"
+    script = "import os, signal\nsignal.pthread_sigmask(0, {10})\nprint(os.environ['NAME'], os.getcwd(), flush=True)\n"
+    script += "raise SystemExit(signal.sigwait({10}))"
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(child.stop)
-        code = child.run(["sleep", "3600"], {}, str(tmp_path), str(tmp_path / "log"))
-        assert code == -signal.SIGUSR1 and asked.result() is None
+        early, child = Child(), Child()
+        asked = pool.submit(early.stop)  # before there is a child
+        assert early.run(["sleep", "3600"], {}, str(tmp_path), str(log)) == -signal.SIGUSR1 and asked.result() is None
+        assert "FileNotFoundError" in child.run(["true"], {}, str(tmp_path / "none"), str(log))
+        ended = pool.submit(child.run, [sys.executable, "-c", script], {"NAME": "one"}, str(tmp_path), str(log))
+        while not log.read_text():
+            assert not ended.done()
+            time.sleep(0.05)
+        child.stop()
+        assert ended.result() == signal.SIGUSR1 and log.read_text() == f"one {tmp_path}\n"
 
 
 def test_lines_of_a_child_are_printed_once_and_whole(tmp_path, capsys):
@@ -160,20 +167,21 @@ def test_lines_of_a_child_are_printed_once_and_whole(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_two_raylets_train_as_this_machine_alone_does(start, ends_as_undisturbed):
-    run, output = start("ray")
-    assert run.wait() == 0, run.text[-3000:]
-    ends_as_undisturbed(output)
-    assert (output / "logs" / "ray" / "rank-1.log").is_file()
-    written = [run.log, *(output / "logs").rglob("*"), *Path("/tmp/ray/session_latest/logs").rglob("*")]
-    assert len(written) > 5
-    assert not [file for file in written if file.is_file() and SECRET in file.read_text(errors="replace")]
+def test_stopped_and_killed_a_run_ends_as_on_this_machine_alone(start, rows, run_folder, ends_as_undisturbed):
+    """By SIGTERM; a rank of it; an actor."""
+    run, output = start("ray", hold=3)
+    run.wait_until(lambda: len(rows(output)) >= 3, "3 steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75 and "stopped by SIGUSR1" in run.text, run.text[-3000:]
 
+    run, _ = start("ray", hold=6)
+    run.wait_until(lambda: len(rows(output)) >= 6, "3 steps more")
+    ranks_of(output)[1].kill()
+    (run_folder / "hold").unlink()
+    assert run.wait() == 1 and "rank-1 on " in run.text.splitlines()[-1]
 
-@pytest.mark.full
-def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, ends_as_undisturbed):
-    run, output = start("killed", hold=6)
-    run.wait_until(lambda: len(rows(output)) >= 6, "6 steps")
+    run, _ = start("ray", hold=7)
+    run.wait_until(lambda: len(rows(output)) >= 7, "7 steps")
     ranks = ranks_of(output)
     actor = ranks[1].parent().parent()
     assert "Child" in actor.name() or any("Child" in word for word in actor.cmdline()), actor.cmdline()
@@ -182,25 +190,14 @@ def test_an_actor_that_is_killed_ends_the_run_with_its_name(start, rows, ends_as
     last = run.text.splitlines()[-1]
     assert last.startswith("rank-1 on ") and "its actor died" in last, last
     assert not psutil.wait_procs(ranks.values(), timeout=60)[1]
-    again, _ = start("killed")
-    assert again.wait() == 0, again.text[-3000:]
-    assert "resumed from" in again.text
+
+    run, _ = start("ray")
+    assert run.wait() == 0 and "resumed from" in run.text, run.text[-3000:]
     ends_as_undisturbed(output)
-
-
-@pytest.mark.full
-def test_sigterm_saves_and_a_killed_rank_is_named(start, rows, run_folder):
-    run, output = start("stopped", hold=3)
-    run.wait_until(lambda: len(rows(output)) >= 3, "3 steps")
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 75, run.text[-3000:]
-    assert "stopped by SIGUSR1" in run.text
-    run, output = start("stopped", hold=6)
-    run.wait_until(lambda: len(rows(output)) >= 6, "2 more steps")
-    ranks_of(output)[1].kill()
-    (run_folder / "hold").unlink()
-    assert run.wait() == 1
-    assert "rank-1 on " in run.text.splitlines()[-1]
+    assert (output / "logs" / "ray" / "rank-1.log").is_file()
+    written = [run.log, *(output / "logs").rglob("*"), *Path("/tmp/ray/session_latest/logs").rglob("*")]
+    assert len(written) > 5
+    assert not [file for file in written if file.is_file() and SECRET in file.read_text(errors="replace")]
 
 
 @pytest.mark.full
@@ -216,8 +213,8 @@ def test_rewards_are_on_all_nodes_and_one_without_a_rank_that_is_killed_ends_no_
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         other = cluster.add_node(num_cpus=0)
-        keys = ["rollout.engine=sglang", "rollout.recorded=null", "rollout.start_timeout=400", "parallel.pp=1"]
-        keys += ["reward.placement=ray", "reward.functions=[where_scored:score]", "trainer.steps=6"]
+        keys = ["rollout.engine=sglang", "rollout.recorded=null", "parallel.pp=1", "trainer.steps=6"]
+        keys += ["reward.placement=ray", "reward.functions=[where_scored:score]"]
         run, output = start("everywhere", *keys, ranks=1, address=cluster.address, hold=2)
         run.wait_until(lambda: len(rows(output)) >= 2, "2 steps", timeout=500)
         assert len(set(where.read_text().split())) == 2  # reward.workers is 1
@@ -227,20 +224,3 @@ def test_rewards_are_on_all_nodes_and_one_without_a_rank_that_is_killed_ends_no_
     finally:
         cluster.shutdown()
     assert [row["reward/where_scored:score/scored"] for row in rows(output)] == [1.0] * 6
-
-
-def test_an_actor_runs_its_child_to_the_end_and_asks_it_to_stop(tmp_path):
-    pytest.importorskip("ray")
-    from dynamo_megatron.launcher.ray import Child
-
-    child, log = Child(), tmp_path / "rank-0.log"
-    script = "import os, signal\nsignal.pthread_sigmask(0, {10})\nprint(os.environ['NAME'], os.getcwd(), flush=True)\n"
-    script += "raise SystemExit(signal.sigwait({10}))"
-    assert "FileNotFoundError" in child.run(["true"], {}, str(tmp_path / "none"), str(log))
-    with ThreadPoolExecutor() as pool:
-        ended = pool.submit(child.run, [sys.executable, "-c", script], {"NAME": "one"}, str(tmp_path), str(log))
-        while not log.is_file() or not log.read_text():
-            assert not ended.done()
-            time.sleep(0.05)
-        child.stop()
-        assert ended.result() == signal.SIGUSR1 and log.read_text() == f"one {tmp_path}\n"

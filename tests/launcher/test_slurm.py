@@ -1,4 +1,4 @@
-"""`launch slurm` on a real SLURM of two virtual nodes: time limit, preemption, a node's failure, cancelling."""
+"""`launch slurm` on a real SLURM of two virtual nodes: requeues, failures, cancelling, servers' own nodes."""
 
 from __future__ import annotations
 
@@ -54,21 +54,6 @@ def processes_of(job: str) -> list[psutil.Process]:
 
 
 @pytest.mark.full
-def test_usr1_saves_requeues_and_goes_on(cluster, launched, rows, run_folder):
-    job, output = launched("--time", "30", hold=3)
-    cluster.wait_until(lambda: len(rows(output)) >= 3, "three steps", output)
-    cluster.tool("scancel", "--batch", "--signal=USR1", job)
-    cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
-    done = len(rows(output))
-    (run_folder / "hold").unlink()
-    cluster.wait(job, output)
-    assert done in (3, 4) and "SIGUSR1: the ranks save and stop" in batch_log(output, job)
-    assert "stopped by SIGUSR1; the same command resumes from the checkpoint of step " in rank_log(output, job, 0)
-    assert f"(step {done})" in rank_log(output, job, 0), "goes on from where it was stopped"
-    assert [row["step"] for row in rows(output)] == list(range(1, 9))
-
-
-@pytest.mark.full
 def test_a_failure_is_summed_up_and_not_requeued(cluster, launched):
     job, output = launched(code=FAILS_ON_RANK_1.replace("RANK", "SLURM_PROCID"))
     cluster.wait(job, output, "FAILED")
@@ -77,27 +62,30 @@ def test_a_failure_is_summed_up_and_not_requeued(cluster, launched):
     assert "rank 1, step 3: KeyError: 'this rank has had enough'" in summary.partition("rank-0.log\n")[2]
 
 
-LIVE = (  # both nodes are this machine
-    "rollout.engine=sglang",
-    "rollout.recorded=null",
-    "rollout.start_timeout=400",
-    "rollout.servers=2",
-    "rollout.host=127.0.0.1",
-)
+# Both nodes are this machine.
+LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.servers=2", "rollout.host=127.0.0.1")
 
 
 @pytest.mark.full
-def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, rows, run_folder):
+def test_a_live_run_goes_on_after_usr1_and_what_cancelling_leaves(cluster, launched, rows, run_folder):
     """A server a node, with the node's rank; the rollout process and the reward workers are rank 0's.
 
-    SLURM sends USR1 to every process of the steps, which requeues the job; the second run is cancelled.
+    USR1 requeues the job, first as before a time limit, then sent by SLURM to every process of the steps; the second
+    run is cancelled.
     """
-    job, output = launched(*LIVE, "trainer.steps=6", hold=2)
-    cluster.wait_until(lambda: len(rows(output)) >= 2, "two steps", output)
-    cluster.tool("scancel", "--signal=USR1", job)
-    cluster.wait_until(lambda: cluster.field(job, "Restarts") == "1", "the requeue", output)
+    job, output = launched(*LIVE, "trainer.steps=6", "--time", "30", hold=2)
+    for restarts, steps, to in (("1", 2, ["--batch"]), ("2", 4, [])):
+        cluster.wait_until(lambda steps=steps: len(rows(output)) >= steps, f"{steps} steps", output)
+        (run_folder / "hold").write_text(str(steps + 2))
+        cluster.tool("scancel", *to, "--signal=USR1", job)
+        cluster.wait_until(lambda n=restarts: cluster.field(job, "Restarts") == n, f"requeue {restarts}", output)
+        done = len(rows(output))
+        assert done in (steps, steps + 1)
     (run_folder / "hold").unlink()
     cluster.wait(job, output)
+    assert "SIGUSR1: the ranks save and stop" in batch_log(output, job)
+    assert "stopped by SIGUSR1; the same command resumes from the checkpoint of step " in rank_log(output, job, 0)
+    assert f"(step {done})" in rank_log(output, job, 0), "goes on from where it was stopped"
     assert [row["step"] for row in rows(output)] == [1, 2, 3, 4, 5, 6]
     assert max(row["rollout/logprob_gap_max"] for row in rows(output)) <= 1e-4
     again, _ = launched(*LIVE, "trainer.steps=999")
@@ -106,7 +94,7 @@ def test_a_live_run_with_a_server_and_what_cancelling_leaves(cluster, launched, 
     assert len(ours) >= 9, "two ranks, rollout process, servers and their children, reward worker"
     segments = shared_memory_of([p.pid for p in ours])
     cluster.tool("scancel", again)
-    cluster.wait_until(lambda: cluster.state(again) == "CANCELLED", "the cancelled job's end", output)
+    cluster.wait_until(lambda: cluster.field(again, "JobState") == "CANCELLED", "the cancelled job's end", output)
     assert cluster.field(again, "Restarts") == "0"
     cluster.wait_until(lambda: not living(ours), "the end of the job's processes", output)
     assert not [segment for segment in segments if os.path.exists(segment)]

@@ -61,10 +61,8 @@ def test_what_sbatch_is_asked(job):
     own = [f"--sbatch={option}" for option in ("--qos=high # one", "--exclusive", "--comment=to be")]
     limits = {"partition": "gpu", "account": "us", "time": "1-00:00:00", "stop_before": 600}
     made = job(*own, nodes=4, rollout_nodes=2, gpus_per_node=8, **limits)
-    lines = [
-        line.removeprefix("#SBATCH ") for line in script(made, output="/r/a % b").splitlines() if "#SBATCH" in line
-    ]
-    assert lines == [
+    lines = [line for line in script(made, output="/r/a % b").splitlines() if "#SBATCH" in line]
+    assert [line.removeprefix("#SBATCH ") for line in lines] == [
         '--job-name="a % b"',
         "--nodes=6",
         "--ntasks-per-node=8",
@@ -90,14 +88,8 @@ def test_what_sbatch_is_asked(job):
         (("--time", "soon"), "--time: 'soon' is none of"),
         (("--sbatch=qos",), "--sbatch, --srun: 'qos' is no --option"),
         (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
-        (
-            ("rollout.servers=3", "--nodes", "2"),
-            "rollout.servers: 3 servers are not an equal share for each of 2 nodes",
-        ),
-        (
-            ("rollout.servers=2", "--nodes", "2"),
-            "rollout.host: its default, 127.0.0.1, is out of",
-        ),
+        (("rollout.servers=3", "--nodes", "2"), "rollout.servers: 3 servers are not an equal share for each of 2"),
+        (("rollout.servers=2", "--nodes", "2"), "rollout.host: its default, 127.0.0.1, is out of"),
         (("--rollout-nodes", "1"), "--rollout-nodes: goes with rollout.placement=split"),
         (("rollout.placement=split", "--rollout-nodes", "1"), "rollout.servers: missing; with placement split name"),
         (("trainer.resume=never",), "trainer.resume: never: the job could not go on once it is requeued"),

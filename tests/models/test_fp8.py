@@ -1,8 +1,8 @@
 """Block-wise FP8 against a reference in float64, the tensors that a server gets, and what it could not take."""
 
+import numpy as np
 import pytest
 import torch
-from fp8_reference import TINY, reference
 
 from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.fp8 import (
@@ -19,6 +19,30 @@ from dynamo_megatron.models.published import PUBLISHED
 from dynamo_megatron.models.server_layout import server_shard
 
 SHAPES = [(256, 384), (130, 257), (1, 1)]
+# The format by its definition, in float64.
+CODES = np.arange(127)  # of float8_e4m3's finite values from 0 up: 4 bits of exponent (bias 7), 3 of mantissa
+VALUES = np.where(
+    CODES < 8, (CODES % 8) / 8 * 2.0**-6, (1 + (CODES % 8) / 8) * 2.0 ** (np.maximum(CODES // 8, 1) - 7.0)
+)
+MIDDLES = (VALUES[1:] + VALUES[:-1]) / 2
+TINY = 2.0**-126  # the smallest normal float32
+
+
+def reference(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(codes without the sign, scales), by block: float64 quotients, rounded to float32 as a float32 division is, and
+    then to the nearest value, in the middle to the even one."""
+    rows, columns = weight.shape
+    scales = np.zeros((-(-rows // 128), -(-columns // 128)), np.float32)
+    codes = np.zeros(weight.shape, np.uint8)
+    for i, j in np.ndindex(scales.shape):
+        part = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+        block = np.abs(weight[part])
+        scales[i, j] = max(np.float32(block.max() / 448.0), np.float32(TINY))
+        quotient = (block / np.float64(scales[i, j])).astype(np.float32).astype(np.float64)
+        above = np.searchsorted(MIDDLES, quotient)  # middles that are below it
+        tie = (above < 126) & (MIDDLES[np.minimum(above, 125)] == quotient)
+        codes[part] = above + (tie & (above % 2 == 1))
+    return codes, scales
 
 
 def random_weight(shape, dtype, seed=0):
@@ -49,23 +73,6 @@ def test_values_and_scales_are_the_references(shape, dtype):
     error = (dequantize(values, scales, torch.float64) - weight.double()).abs()
     spread = scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
     assert (error <= torch.maximum(weight.double().abs() / 16, spread * 2.0**-10) * (1 + 1e-5)).all()
-
-
-def test_a_middle_goes_to_the_even_value_and_the_largest_to_448():
-    weight = torch.zeros(128, 128)
-    weight[0, :6] = torch.tensor([448.0, -448.0, 17.0, 19.0, -17.0, 2.0**-10])
-    values, scales = quantize(weight)
-    assert scales.item() == 1
-    assert values[0, :6].double().tolist() == [448, -448, 16, 20, -16, 0]
-
-
-def test_zeros_and_the_smallest_numbers_stay_finite():
-    weight = torch.zeros(256, 128, dtype=torch.bfloat16)
-    weight[128:] = 1e-40
-    values, scales = quantize(weight)
-    assert scales.flatten().tolist() == [TINY, TINY]
-    again = dequantize(values, scales)
-    assert not again[:128].any() and again.isfinite().all()
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +128,11 @@ def test_a_part_of_a_server_rank_has_whole_blocks_of_the_tensor(spec_of, family)
 
 @pytest.mark.parametrize(
     ("name", "tp", "says"),
-    [
-        ("Qwen2.5-Math-1.5B", 2, None),
-        ("Qwen2.5-Math-7B", 8, "an MLP width of 2368"),
-        ("Qwen3-30B-A3B", 4, "an MLP width of 192"),
-    ],
+    [("Qwen2.5-Math-7B", 8, "an MLP width of 2368"), ("Qwen3-30B-A3B", 4, "an MLP width of 192")],
 )
-def test_published_models_that_can_be_quantised(name, tp, says):
+def test_widths_of_broken_blocks_are_refused(name, tp, says):
     config = PUBLISHED[name]["config"]
     spec = FAMILIES[config["model_type"]].read(config)
-    if says is None:
-        return check_fp8_shapes(spec, tp)
     with pytest.raises(ValueError, match=f"rollout.quantization: fp8 .*rollout.tp {tp} .*{says}; use another") as error:
         check_fp8_shapes(spec, tp)
     assert "\n" not in str(error.value)

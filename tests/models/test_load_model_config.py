@@ -51,8 +51,6 @@ def test_the_fields_of_a_spec(tmp_path):
     assert spec.qk_norm and not spec.qkv_bias
     assert (spec.num_experts, spec.router_topk, spec.moe_ffn_hidden_size, spec.norm_topk_prob) == (128, 8, 768, True)
     assert list(spec.experts_of(3, 8)) == list(range(48, 64))
-    unused = QWEN2 | {"use_sliding_window": True, "max_window_layers": 28}
-    assert load_model_config(write(tmp_path, unused)).num_layers == 28
 
 
 @pytest.mark.parametrize("config", [QWEN2, LLAMA, QWEN3_MOE], ids=["qwen2", "llama", "qwen3_moe"])
@@ -66,10 +64,6 @@ def test_a_file_that_transformers_5_rewrites_reads_the_same(tmp_path, config):
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 
 
-def test_mistral_without_a_window_is_a_llama(tmp_path):
-    assert load_model_config(write(tmp_path, MISTRAL)).family == "llama"
-
-
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
 TWO_ROPES = {kind: {"rope_theta": 1e6, "rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
 
@@ -77,6 +71,7 @@ TWO_ROPES = {kind: {"rope_theta": 1e6, "rope_type": "default"} for kind in ("ful
 @pytest.mark.parametrize(
     ("config", "windows"),
     [
+        (MISTRAL, []),
         (MISTRAL | {"sliding_window": 4096}, [4096] * 28),
         # transformers' Mistral reads the window alone, whatever a Qwen's fields beside it have
         (MISTRAL | {"sliding_window": 9, "use_sliding_window": False, "max_window_layers": 28}, [9] * 28),
@@ -108,23 +103,16 @@ def test_gemma_270m(tmp_path):
     ("family", "changes", "named"),
     [
         ("phi3", {"rms_norm_eps": None}, "rms_norm_eps: missing"),
-        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type: 'yarn'"),
         ("phi3", {"rope_scaling": LONGROPE}, "rope_type: 'longrope'"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor: 0.75"),
-        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop: 0.1"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: 8.0"),
         ("glm4", {"attention_bias": None}, "attention_bias: missing"),
-        ("glm4", {"rms_norm_eps": None}, "rms_norm_eps: missing"),
         ("glm4", {"partial_rotary_factor": 1.0}, "partial_rotary_factor: 1.0 is not supported, only 0.5"),
         ("glm4", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type: 'linear'"),
         ("smollm3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers: [1, 1, 0] is not a list"),
         ("smollm3", {"no_rope_layers": [2] * 28}, "no_rope_layers: [2, 2"),
-        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: 0"),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
         ("smollm3", {"rope_theta": None}, "rope_theta"),
         ("smollm3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type: 'yarn'"),
-        ("smollm3", {"mlp_bias": True}, "mlp_bias: True"),
-        ("granite", {"mlp_bias": True}, "mlp_bias: True"),
         ("granite", {"logits_scaling": 0}, "logits_scaling: 0"),
         ("llama", {"logits_scaling": 8.0}, "logits_scaling: 8.0 is not supported"),
         ("olmo3", {"rope_theta": 1e6}, "rope_theta: a model with 1000000.0 cannot be served"),
@@ -132,9 +120,7 @@ def test_gemma_270m(tmp_path):
         ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation: 'gelu'"),
         ("gemma3_text", {"hidden_act": "silu"}, "hidden_act: 'silu'"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
-        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window: missing"),
         ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_scaling, which has a rope_type"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type: 'linear'"),
@@ -154,13 +140,11 @@ def test_what_a_family_does_not_do(tmp_path, family, changes, named):
 def test_the_family_cannot_be_another_than_the_files(tmp_path):
     message = refusal(load_model_config, write(tmp_path, LLAMA), "qwen3")
     assert "model_type 'llama' is of family llama, model.family is 'qwen3'" in message
-    assert "model.family is 'gemma'" in refusal(load_model_config, tmp_path, "gemma")
 
 
 README_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # Qwen2.5's
-NEW_STYLE = {k: v for k, v in QWEN2.items() if k != "rope_theta"} | {
-    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}
-}
+NEW_STYLE = {key: value for key, value in QWEN2.items() if key != "rope_theta"}
+NEW_STYLE["rope_parameters"] = {"rope_theta": 1e6, "rope_type": "default"}
 
 
 def test_yarn(tmp_path):
@@ -174,7 +158,6 @@ def test_yarn(tmp_path):
     assert json.loads(json.dumps(spec.dimensions())) == spec.dimensions()
 
 
-NO_WINDOW = {key: value for key, value in QWEN3_MOE.items() if key != "sliding_window"}
 YARN_FIELDS = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
 
 
@@ -185,18 +168,15 @@ YARN_FIELDS = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_
         ({"rope_scaling": README_YARN}, "rope_scaling: contradicts rope_parameters"),
         ({"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "'mrope'"),
         ({"rope_theta": 0}, "rope_theta: 0 contradicts the 1000000.0 in rope_parameters"),
-        ({"rope_parameters": {"rope_theta": None}, "rope_theta": 1e6}, "rope_theta: None is not a positive number"),
         ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta: 1.0 is not above 1"),
         ({"partial_rotary_factor": 0}, "partial_rotary_factor: 0"),
         ({"rope_parameters": {"rope_type": "yarn", "type": "linear", "factor": 2.0}}, "type 'linear' contradicts"),
         ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor: not a parameter of rope_type"),
-        ({"rope_parameters": {"rope_type": None}}, "rope_type: None"),
         ({"rope_parameters": YARN_FIELDS | {"factor": 0.5}}, "factor: 0.5"),
         ({"rope_parameters": YARN_FIELDS | {"factor": None}}, "factor: null"),
         ({"rope_parameters": YARN_FIELDS | {"beta_fast": 0.5}}, "beta_fast: 0.5 is not above beta_slow 1.0"),
         ({"rope_parameters": YARN_FIELDS | {"mscale": 1.0}}, "mscale: not a parameter of rope_type 'yarn'"),
         ({"rope_parameters": YARN_FIELDS | {"attention_factor": 1.0}}, "attention_factor: 1.0 is not the 1.13863"),
-        ({"rope_parameters": YARN_FIELDS | {"original_max_position_embeddings": 0}}, "original_max_position_emb"),
         ({"original_max_position_embeddings": 4096}, "original_max_position_embeddings: 4096 is not supported"),
     ],
 )
@@ -219,7 +199,6 @@ def test_what_sglang_would_ignore_is_not_served(tmp_path):
     ("config", "named"),
     [
         (QWEN2 | {"model_type": "qwen2_moe"}, ["model_type", "qwen2_moe", "llama, mistral, qwen2"]),
-        (QWEN2 | {"model_type": "glm", "attention_bias": True}, ["model_type 'glm' is not supported"]),
         ({k: v for k, v in QWEN2.items() if k != "model_type"}, ["model_type", "None"]),
         (QWEN2 | {"architectures": ["Qwen2ForRewardModel"]}, ["architectures", "Qwen2ForRewardModel"]),
         (QWEN2 | {"attention_dropout": 0.1}, ["attention_dropout", "0.1"]),
@@ -227,27 +206,22 @@ def test_what_sglang_would_ignore_is_not_served(tmp_path):
         ({k: v for k, v in QWEN2.items() if k != "num_key_value_heads"}, ["num_key_value_heads", "missing"]),
         ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, ["sliding_window", "missing"]),
         (MISTRAL | {"sliding_window": 4096, "layer_types": ["full_attention"] * 28}, ["layer_types"]),
-        (QWEN3_MOE | {"use_sliding_window": True, "max_window_layers": 48}, ["sliding_window"]),
-        (NO_WINDOW | {"use_sliding_window": True, "max_window_layers": 48}, ["sliding_window"]),  # transformers: 4096
+        (QWEN3_MOE | {"use_sliding_window": True, "max_window_layers": 48}, ["use_sliding_window"]),
         (QWEN2 | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         (QWEN2 | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
-        (QWEN2 | {"use_sliding_window": True, "sliding_window": 0}, ["sliding_window", "0"]),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers", "-1"]),
         (QWEN2 | {"layer_types": ["sliding_attention"] * 28}, ["layer_types", "use_sliding_window"]),
         (QWEN2 | {"layer_types": ["full_attention", "chunked_attention"] * 14}, ["layer_types", "chunked_attention"]),
         (QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         (LLAMA | {"sliding_window": 4096}, ["sliding_window"]),
         (LLAMA | {"attention_bias": True}, ["attention_bias"]),
-        (LLAMA | {"mlp_bias": True}, ["mlp_bias"]),
         (LLAMA | {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, ["high_freq_factor", "4.0"]),
         (QWEN2 | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters"]),
         (QWEN2 | {"hidden_size": "1536"}, ["hidden_size", "1536"]),
-        (QWEN2 | {"num_hidden_layers": True}, ["num_hidden_layers"]),
         (QWEN2 | {"rms_norm_eps": -1.0}, ["rms_norm_eps"]),
         (QWEN2 | {"tie_word_embeddings": "no"}, ["tie_word_embeddings"]),
         (QWEN2 | {"num_key_value_heads": 5}, ["num_key_value_heads", "5", "12"]),
         (QWEN2 | {"hidden_size": 1537}, ["hidden_size", "head_dim"]),
-        ({k: v for k, v in QWEN2.items() if k != "vocab_size"}, ["vocab_size", "missing"]),
         (QWEN3_MOE | {"mlp_only_layers": [0]}, ["mlp_only_layers", "[0]"]),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
         (QWEN3_MOE | {"num_experts": None}, ["num_local_experts", "missing"]),

@@ -16,34 +16,18 @@ SIZES = {"vocab": 104, "layers": 4}
 WHOLE, TP2, CP2, TP2PP2, VPP = {}, {"tp": 2}, {"cp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}
 MOE_TP2, MOE_EP2 = {"tp": 2, "ep": 2}, {"ep": 2, "pp": 2}
 
-
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 8, "original_max_position_embeddings": 32}
+WHOLE_YARN = {"factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}
 # What config.json has in place of rope_parameters; the sequences have three times the original length or 1.5 times.
 ROPES = {
     "default": {"rope_theta": 500.0, "rope_scaling": None},
     "yarn": {"rope_theta": 1000.0, "rope_scaling": {"type": "yarn", **YARN}},
     "yarn_all": {
-        "rope_parameters": {
-            "rope_theta": 1e4,
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
-            "beta_fast": 3.0,
-            "beta_slow": 0.5,
-            "truncate": False,
-        }
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "beta_fast": 3.0, "beta_slow": 0.5, **WHOLE_YARN}
     },
     "linear": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    "llama3": {
-        "rope_theta": 1e4,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "low_freq_factor": 0.5,
-            "high_freq_factor": 8,
-            "original_max_position_embeddings": 32,
-        },
-    },
+    "llama3": {"rope_theta": 1e4, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
 }
 
 

@@ -32,13 +32,9 @@ def test_a_layout_that_fits(capsys):
 README = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "parallel.tp=2", "rollout.max_new_tokens=2048"]
 
 
-@pytest.mark.parametrize(
-    ("keys", "servers"),
-    [([], "8 of 1"), (["rollout.servers=1"], "1 of 1"), (["rollout.placement=split"], "1 of 1")],
-)
-def test_colocated_servers_use_all_gpus_unless_a_number_is_given(keys, servers, capsys):
-    assert main(["plan", "methods/dynamo", *README, "--gpus", "8", "--gpu", "h100-80", *keys]) == 0
-    assert f"servers: {servers} GPUs" in capsys.readouterr().out
+def test_colocated_servers_use_all_gpus(capsys):
+    assert main(["plan", "methods/dynamo", *README, "--gpus", "8", "--gpu", "h100-80"]) == 0
+    assert "servers: 8 of 1 GPUs" in capsys.readouterr().out
 
 
 def test_the_kind_of_a_gpu():
@@ -52,16 +48,14 @@ def test_the_kind_of_a_gpu():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["trainer.micro_batch_tokens=24576"], "GiB too much on the fullest rank"),
-        (["trainer.micro_batch_tokens=24576"], "; optimizer.cpu_offload keeps 10.3 in host memory"),
+        (["trainer.micro_batch_tokens=24576"], "GiB too much on the fullest rank; optimizer.cpu_offload keeps 10.3 in"),
         (["model.max_length=null"], "on the fullest rank; a sequence may have 131,072 tokens: set model.max_length"),
         (["rollout.agent=mine:agent", "rollout.agent_tokens=24576"], "GiB too much on the fullest rank"),
         (["rollout.memory_fraction=0.88"], "GiB too much on the fullest rank; lower rollout.memory_fraction"),
         (["rollout.memory_fraction=0.18"], "a server's KV cache holds"),
         (
             ["rollout.placement=split", "rollout.memory_fraction=0.9"],
-            "does not fit: a server needs 81.2 GiB of a GPU's 79.1, 10.0 of them beside weights and KV cache; "
-            "lower rollout.memory_fraction",
+            "a server needs 81.2 GiB of a GPU's 79.1, 10.0",
         ),
     ],
 )
@@ -99,7 +93,7 @@ def test_the_search_ranks_layouts(capsys):
 
 
 @pytest.mark.parametrize(("gpus", "unit"), [(8, 1), (32, 8)])
-def test_the_search_divides_the_gpus_between_ranks_and_servers(gpus, unit, capsys):
+def test_the_search_divides_the_gpus_of_a_split_run(gpus, unit, capsys):
     ahead = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "rollout.max_new_tokens=2048", "--gpu", "h100-80"]
     ahead += ["rollout.max_staleness=1", "rollout.placement=split", "algorithm.rollout_correction.kind=truncate"]
     assert main(["plan", *ahead, "--gpus", str(gpus), "--search"]) == 0
@@ -113,19 +107,12 @@ def test_the_search_divides_the_gpus_between_ranks_and_servers(gpus, unit, capsy
     assert f"together {rows[0][12]}, generated while the ranks train" in capsys.readouterr().out
 
 
-def test_the_search_divides_the_gpus_of_a_split_run_without_staleness(capsys):
-    split = ["model.path=Qwen2.5-1.5B", "model.max_length=4096", "rollout.max_new_tokens=2048", "--gpu", "h100-80"]
-    assert main(["plan", *split, "rollout.placement=split", "--gpus", "8", "--search"]) == 0
-    divided = [(int(row[1]), int(row[9]) * int(row[10])) for row in rows_of(capsys.readouterr().out.splitlines())]
-    assert len(set(divided)) > 1 and all(0 < serving <= 8 - ranks for ranks, serving in divided)
-
-
 @pytest.mark.parametrize("search", [[], ["--search"]])
 def test_what_a_plan_assumes_of_a_step_whose_rewards_decide(search, capsys):
-    for method, said in (("reinforce_ada", "samples 256 to 1024 rollouts"), ("grpo", "")):
+    for method, rollouts in (("reinforce_ada", (256, 1024, 256)), ("pilot", (6144, 12288, 12288)), ("grpo", None)):
         main(["plan", f"methods/{method}", *README, "--gpus", "2", "--gpu", "h100-80", *search])
         lines = [line for line in capsys.readouterr().out.splitlines() if "algorithm.sequential" in line]
-        assert len(lines) == bool(said) and all(said in line and "plan is for 256" in line for line in lines)
+        assert [tuple(map(int, re.findall(r"\d+", line))) for line in lines] == ([rollouts] if rollouts else [])
 
 
 FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
@@ -138,33 +125,18 @@ FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
         (["rollout.servers=1"], "rollout.servers: 1 servers can't be spread evenly over 2 nodes; give a multiple of 2"),
         (["rollout.tp=3", "rollout.servers=2"], "rollout.tp: 3 server ranks cannot be proved to hold a model of 40"),
         (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 4 servers of 4 GPUs do not fit on the 8 of a node"),
-        (
-            [*FP8, "rollout.tp=8", "rollout.servers=2"],
-            "128 values, and with rollout.tp 8 a server rank has an MLP width",
-        ),
+        ([*FP8, "rollout.tp=8", "rollout.servers=2"], "and with rollout.tp 8 a server rank has an MLP width"),
         ([*FP8, "--gpu", "b200-180"], "SGLang takes no fp8 weights in a sync on b200-180; leave it out"),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),
         (["--gpus", "12"], "--gpus: 12 do not fill nodes of 8 (--gpus-per-node)"),
         (["model.path=/no/model"], "shapes known without a folder: Qwen2.5-1.5B"),
+        (["models/qwen3-30b-a3b", "model.lora={rank: 16}"], "the MLPs of a mixture of experts have no adapters here"),
     ],
 )
 def test_bad_input_is_one_line(words, says, capsys):
     assert main(["plan", *ON_16, *GPUS, *words]) == 2
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and says in said.err and not said.out
-
-
-def test_72b_with_adapters_fits_on_one_node(capsys):
-    on_8 = [str(CONFIGS / "models" / "qwen2.5-72b.yaml"), "methods/dynamo", "--gpus", "8", "--gpu", "h100-80"]
-    layout = ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true", "trainer.recompute=full"]
-    words = ["plan", *on_8, *layout, "rollout.tp=8", "rollout.servers=1"]
-    assert main(words) == 1
-    assert "GiB too much on the fullest rank" in capsys.readouterr().out
-    assert main([*words, "model.lora={rank: 16}"]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines()[-1].startswith("fits: ") and "checkpoint: 2.3 GiB each" in said
-    assert main(["plan", "models/qwen3-30b-a3b", "methods/dynamo", *on_8[2:], "model.lora={rank: 16}"]) == 2
-    assert capsys.readouterr().err.startswith("model.lora.targets: the MLPs of a mixture of experts have no adapters")
 
 
 def test_72b_with_adapters_as_documented(capsys):

@@ -7,9 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import torch
+from layout_cases import tensors_of
 from rank_cases import settings
-from safetensors import safe_open
 
 from dynamo_megatron.types import Sequences
 
@@ -25,16 +24,16 @@ def case(
     return {"config": config, "ranks": ranks, "out": str(out), **more}
 
 
+def random_sequences(vocabulary: int, generator: np.random.Generator) -> Sequences:
+    lengths = generator.integers(6, 30, 12)
+    tokens = generator.integers(0, vocabulary, int(lengths.sum()))
+    return Sequences([str(i) for i in range(12)], tokens, np.append(0, lengths.cumsum()), generator.integers(1, 6, 12))
+
+
 def train(policy, step: int) -> None:
     """One optimizer step on sequences that are a function of its number; a critic's to values that are."""
     generator = np.random.default_rng(step)
-    lengths = generator.integers(6, 30, 12)
-    sequences = Sequences(
-        prompt_ids=[str(i) for i in range(12)],
-        tokens=generator.integers(0, policy.spec.vocab_size, int(lengths.sum())),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        prompt_lengths=generator.integers(1, 6, 12),
-    )
+    sequences = random_sequences(policy.spec.vocab_size, generator)
     if hasattr(policy, "fit_values"):
         old, returns = generator.normal(size=(2, int(sequences.response_lengths.sum())))
         batch = SimpleNamespace(rollouts=sequences, values=old, returns=returns)
@@ -103,22 +102,17 @@ def damage(policy, root: Path) -> dict[str, str]:
         said[f"{what} left"] = " ".join(path.name for path in root.iterdir())
     folder = root / "step-000003"
     for name in read_manifest(folder)["files"]:
-        said[f"{name} flipped"] = loaded(policy, folder / name, flipped(folder / name))
+        said[f"{name} flipped"] = load_flipped(policy, folder / name)
     return said
 
 
-def flipped(file: Path) -> bytes:
-    whole = bytearray(file.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    return bytes(whole)
-
-
-def loaded(policy, file: Path, content: bytes) -> str:
-    """What is said of loading the checkpoint with other content of that file."""
+def load_flipped(policy, file: Path) -> str:
+    """What is said of loading the checkpoint with a bit of that file flipped."""
     from dynamo_megatron.checkpoint.policy_state import load_checkpoint
 
     whole = file.read_bytes()
-    file.write_bytes(content)
+    middle = len(whole) // 2
+    file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     try:
         load_checkpoint(policy, file.parent)
     except ValueError as error:
@@ -128,16 +122,8 @@ def loaded(policy, file: Path, content: bytes) -> str:
     return "nothing"
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as f:
-            found.update({name: f.get_tensor(name) for name in f.keys()})  # noqa: SIM118
-    return found
-
-
 def difference(a: Path, b: Path) -> float:
     """The largest over tensors of norm of the difference over norm."""
-    a, b = weights_of(a / "hf"), weights_of(b / "hf")
+    a, b = tensors_of(a / "hf"), tensors_of(b / "hf")
     assert a.keys() == b.keys() and len(a) > 40
     return max(float((w.double() - b[n].double()).norm() / w.double().norm()) for n, w in a.items())

@@ -175,20 +175,47 @@ def rollouts(vocabulary: int, seed: int, order_seed: int | None) -> RolloutBatch
         leading = [firsts[group] for group in sorted(firsts)]
         rows = [rows[i] for i in leading] + [row for i, row in enumerate(rows) if i not in leading]
     ids, groups, prompts, starts, responses, rewards, logprobs = zip(*rows, strict=True)
-    return RolloutBatch(
+    return rollout_batch(
+        list(groups),
+        list(map(len, starts)),
+        list(map(len, responses)),
+        rewards,
         rollout_ids=list(ids),
-        group_ids=list(groups),
         prompt_ids=list(prompts),
-        tokens=np.concatenate([np.concatenate(pair) for pair in zip(starts, responses, strict=True)]),
-        offsets=np.concatenate([[0], np.cumsum([len(s) + len(r) for s, r in zip(starts, responses, strict=True)])]),
-        prompt_lengths=np.asarray([len(s) for s in starts]),
+        tokens=np.concatenate([part for pair in zip(starts, responses, strict=True) for part in pair]),
         engine_logprobs=np.concatenate(logprobs),
-        rewards=np.asarray(rewards),
-        successes=np.asarray(rewards) > 0,
-        weight_versions=np.zeros(sum(map(len, responses)), np.int32),
-        finish_reasons=["stop"] * len(rows),
-        servers=[""] * len(rows),
     )
+
+
+def rollout_batch(group_ids: list[str], prompt_lengths, response_lengths, rewards, **others) -> RolloutBatch:
+    """Rollouts whose tokens and logprobs are 0 and whose groups are of one prompt each, but for fields in `others`."""
+    count, ends = len(group_ids), np.cumsum(np.add(prompt_lengths, response_lengths))
+    responses = int(np.sum(response_lengths))
+    fields = {
+        "rollout_ids": [f"{group}-{i}" for i, group in enumerate(group_ids)],
+        "group_ids": group_ids,
+        "prompt_ids": group_ids,
+        "tokens": np.zeros(ends[-1], np.int64),
+        "offsets": np.append(0, ends),
+        "prompt_lengths": np.asarray(prompt_lengths),
+        "engine_logprobs": np.zeros(responses, np.float32),
+        "rewards": np.asarray(rewards),
+        "successes": np.asarray(rewards) > 0,
+        "weight_versions": np.zeros(responses, np.int32),
+        "finish_reasons": ["stop"] * count,
+        "servers": [""] * count,
+    }
+    return RolloutBatch(**fields | others)
+
+
+def transformers_logprobs(model, source: RolloutBatch, temperature: float = 1.0) -> torch.Tensor:
+    """[R], of the responses, by a causal model of transformers; differentiable."""
+    found = []
+    for start, end, prompt in zip(source.offsets[:-1], source.offsets[1:], source.prompt_lengths, strict=True):
+        tokens = torch.from_numpy(source.tokens[start:end])
+        logprobs = (model(tokens[None]).logits[0, prompt - 1 : -1] / temperature).log_softmax(-1)
+        found.append(logprobs.gather(1, tokens[prompt:, None])[:, 0])
+    return torch.cat(found)
 
 
 def gather_gradients(policy) -> None:

@@ -1,6 +1,7 @@
 """The losses of verl and TRL for batches in a file, run by the interpreter that has them: `peer_job.py CASES IN OUT`.
 
-CASES: JSON, name -> one of `tests/policy/test_peers.py`'s cases. IN, OUT: .npz. It imports nothing of this project.
+CASES: JSON, name -> one of `tests/policy/test_peers.py`'s cases. IN, OUT: .npz. With "discounts" in IN, verl's GAE and
+value loss instead. It imports nothing of this project.
 """
 
 import json
@@ -117,9 +118,24 @@ def run_case(name, case, given, b, rows, mini, out):
                 out[f"{key}/{name}"][b, here] = grad.numpy()
 
 
-def main(cases_file, in_file, out_file):
-    cases = json.loads(cases_file.read())
-    arrays = dict(np.load(in_file))
+def critic(arrays):
+    """Of float64 [batches, rollouts, length] arrays."""
+    arrays = {key: torch.from_numpy(value) for key, value in arrays.items()}
+    out = {key: np.zeros(arrays["values"].shape) for key in ("advantages", "returns", "gradient")}
+    out |= {key: np.zeros(len(arrays["values"])) for key in ("loss", "clipped")}
+    for b, (gamma, lam) in enumerate(arrays["discounts"].tolist()):
+        rewards, values, mask, new = (arrays[key][b] for key in ("rewards", "values", "mask", "new"))
+        advantages, returns = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma, lam)
+        new.requires_grad_()
+        loss, clipped = core_algos.compute_value_loss(new, returns, values, mask, 0.2)
+        (gradient,) = torch.autograd.grad(loss, new)
+        for key, value in (("advantages", advantages), ("returns", returns), ("gradient", gradient)):
+            out[key][b] = value.numpy()
+        out["loss"][b], out["clipped"][b] = loss.item(), clipped
+    return out
+
+
+def policy_losses(cases, arrays):
     batches, size, length = arrays["old"].shape
     per_token = (batches, size, length)
     out = {f"{key}/{name}": np.zeros(per_token) for name in cases for key in ("advantages", "grad", "grad_entropy")}
@@ -141,11 +157,13 @@ def main(cases_file, in_file, out_file):
                 found = verl_advantages(rewards, given("mask", rows), arrays["group"][b, rows], kind, *of_tokens)
                 out[f"advantages/{name}"][b, rows] = found.numpy()
             run_case(name, case, given, b, rows, arrays["mini"][b], out)
-    np.savez(out_file, **out)
+    return out
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     ACCELERATOR = Accelerator(cpu=True)
     with open(sys.argv[1]) as file:
-        main(file, *sys.argv[2:])
+        cases = json.load(file)
+    arrays = dict(np.load(sys.argv[2]))
+    np.savez(sys.argv[3], **(critic(arrays) if "discounts" in arrays else policy_losses(cases, arrays)))

@@ -31,19 +31,6 @@ def test_a_killed_save_loses_at_most_that_save(make_tiny_model, tmp_path, how):
     assert of_rank_0 >= 5 and of_rank_1 >= 1
 
 
-class Progress:
-    """Rank 0's state: the step it is of."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def state_dict(self) -> dict:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.step = state["step"]
-
-
 def kill_before(change: int, folder: Path) -> None:
     """Kills this process before it makes its `change`-th change of a file in `folder` from now on."""
     lock, made = threading.Lock(), [0]
@@ -84,7 +71,8 @@ def on_rank(config, victim: int, change: int) -> None:
     from dynamo_megatron.runtime.coordination import connect_store
 
     layout = join_ranks(config, connect_store(60))
-    spec, progress = load_model_config(config.model.path), Progress()
+    spec, progress = load_model_config(config.model.path), SimpleNamespace(step=0)  # of rank 0's state
+    progress.state_dict, progress.load_state_dict = lambda: {"step": progress.step}, vars(progress).update
     policy, own = Policy(spec, config, layout), config.of_critic
     models = [policy, *([Critic(spec, own, layout)] if own is not None else [])]
     shown = SimpleNamespace(say=print, progress=SimpleNamespace(phase=lambda name: None))

@@ -161,13 +161,10 @@ def in_layout(model, layout: str, agent: str | None = None, **more) -> dict:
 @pytest.mark.timeout(900)
 def test_a_critic_is_resumed_in_the_same_layout_and_in_others(tmp_path):
     model, folder = make_models(tmp_path / "models")["llama"], tmp_path / "checkpoints"
-    layouts = ("TP2xPP2+SP", "TP2xPP2+SP", "CP2", "1")
-    first = [in_layout(model, layouts[0], save=str(folder))]
-    later = [in_layout(model, layout, load=str(folder / "step-000002")) for layout in layouts[1:]]
-    for path in (tmp_path / "first", tmp_path / "later"):
-        path.mkdir()
-    saved = run_cases(__file__, first, tmp_path / "first")[0][0]
-    same, *others = (case[0] for case in run_cases(__file__, later, tmp_path / "later"))
+    cases = [in_layout(model, "TP2xPP2+SP", save=str(folder))]
+    load = str(folder / "step-000002")
+    cases += [in_layout(model, layout, load=load) for layout in ("TP2xPP2+SP", "CP2", "1")]
+    saved, same, *others = (ranks[0] for ranks in run_cases(__file__, cases, tmp_path))
     assert same == saved and np.abs(np.diff(saved, axis=0)).max() > 0.01
     for other in others:
         np.testing.assert_allclose(other[0], saved[0], atol=1e-5)

@@ -9,7 +9,7 @@ import checkpoint_cases
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import case, difference
+from checkpoint_cases import case, difference, random_sequences
 from layout_cases import LAYOUTS, gather_gradients, make_models, tensors_of
 from rank_cases import run_cases, settings
 from transformers import AutoModelForCausalLM
@@ -21,7 +21,6 @@ from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.adapters import adapted_weights
 from dynamo_megatron.models.mapping import global_name, huggingface_names, layout_of, to_huggingface
 from dynamo_megatron.runtime.seeds import derived_seed
-from dynamo_megatron.types import Sequences
 
 PEERS_PYTHON = os.environ.get("PEERS_PYTHON", str(Path(__file__).parents[2] / ".venv-peers" / "bin" / "python"))
 LORA = {"rank": 4, "alpha": 6.0}
@@ -39,17 +38,6 @@ ROWS = [  # family, layout, adapters, recompute
     ("qwen3_moe", "EP2", ATTENTION, "none"),
     ("qwen3_moe", "EP2xTP2+SP", ATTENTION, "full"),
 ]
-
-
-def sequences(vocabulary: int) -> Sequences:
-    generator = np.random.default_rng(5)
-    lengths = generator.integers(6, 40, 12)
-    return Sequences(
-        prompt_ids=[str(i) for i in range(12)],
-        tokens=generator.integers(0, vocabulary, int(lengths.sum())),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        prompt_lengths=generator.integers(1, 6, 12),
-    )
 
 
 def begin(policy, layout) -> None:
@@ -76,7 +64,7 @@ def on_rank(case: dict, config, layout) -> dict:
 
     spec, out = load_model_config(config.model.path), Path(case["out"])
     policy = Policy(spec, config, layout)
-    source = sequences(spec.vocab_size)
+    source = random_sequences(spec.vocab_size, np.random.default_rng(5))
     packed = policy.pack(source, [np.arange(12)])
     start = policy.token_stats(source, packed, temperature=1.0).logprobs
     begin(policy, layout)
@@ -136,7 +124,7 @@ def reference(folder: Path, spec, targets: list[str], found: dict[str, torch.Ten
     for name in adapted_weights(spec, LoraConfig(rank=4, targets=targets)):
         for linear in huggingface_names(spec, name):
             weights[linear] = weights[linear] + SCALE * leaves[f"{linear} b"] @ leaves[f"{name} a"]
-    source, losses = sequences(spec.vocab_size), []
+    source, losses = random_sequences(spec.vocab_size, np.random.default_rng(5)), []
     for number, start in enumerate(source.prompt_lengths):
         tokens = torch.from_numpy(source.tokens[source.offsets[number] : source.offsets[number + 1]])
         output = torch.func.functional_call(model, weights, (tokens[None],), tie_weights=False)

@@ -44,8 +44,7 @@ def test_nearly_as_few_micro_batches_as_the_budget_allows():
 
 
 def test_the_cost_is_the_model_s(tiny_model):
-    spec = load_model_config(tiny_model)
-    cost = SequenceCost.of_model(spec)
+    cost = SequenceCost.of_model(load_model_config(tiny_model))
     weights = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128) + 128 * 64
     assert cost.linear == weights and cost.quadratic == 2 * 64
 
@@ -58,19 +57,10 @@ SEQUENCES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), max_size
 def test_context_parallel_ranks_share_every_label_once_and_padding_none(shapes, cp_size, multiple):
     generator = np.random.default_rng(0)
     lengths = np.asarray([p + r for p, r in shapes], np.int64)
-    source = Sequences(
-        prompt_ids=["a"] * len(shapes),
-        tokens=generator.integers(1, 1000, int(lengths.sum())),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        prompt_lengths=np.asarray([p for p, _ in shapes], np.int64),
-    )
-    device = torch.device("cpu")
-    parts = [
-        MicroBatch.pack(
-            source, list(range(len(shapes))), multiple=multiple, device=device, cp_rank=rank, cp_size=cp_size
-        )
-        for rank in range(cp_size)
-    ]
+    tokens, offsets = generator.integers(1, 1000, int(lengths.sum())), np.append(0, lengths.cumsum())
+    source = Sequences(["a"] * len(shapes), tokens, offsets, np.asarray([p for p, _ in shapes], np.int64))
+    given = {"multiple": multiple, "device": torch.device("cpu"), "cp_size": cp_size}
+    parts = [MicroBatch.pack(source, list(range(len(shapes))), cp_rank=rank, **given) for rank in range(cp_size)]
     total = int(parts[0].cu_seqlens[-1])
     if cp_size > 1:
         assert all(int(n) % (2 * cp_size) == 0 for n in parts[0].cu_seqlens.diff())

@@ -1,23 +1,11 @@
 """Memory that the training side releases and takes again: the updates after it are the same bits."""
 
-import numpy as np
 import pytest
 import torch
+from layout_cases import rollouts
 from rank_cases import run_cases, settings
 
-from dynamo_megatron.types import Rollout, RolloutBatch
-
 pytestmark = pytest.mark.full
-
-
-def rollouts() -> RolloutBatch:
-    rng, made = np.random.default_rng(0), []
-    for i in range(6):
-        tokens = rng.integers(5, 100, 20).tolist()
-        identity = (f"{i // 3}-{i}", f"g{i // 3}", f"p{i // 3}", 1)
-        record = (tokens, [0] * 8 + [1] * 12, [-4.0] * 12, [(0, 0, 12)], "stop", float(i % 2), bool(i % 2), {})
-        made.append(Rollout(*identity, *record))
-    return RolloutBatch.from_rollouts(made)
 
 
 def on_rank(case, config, layout) -> dict:
@@ -33,7 +21,7 @@ def trained(config, layout, moved: bool) -> dict:
     from dynamo_megatron.policy.policy import Policy
 
     policy = Policy(load_model_config(config.model.path), config, layout)
-    offload, data, seen = Offload(policy), TrainBatch.build(rollouts(), config), {}
+    offload, data, seen = Offload(policy), TrainBatch.build(rollouts(100, 7, None), config), {}
     offload.allocate_ahead()
     for step in range(3):
         if moved and step:  # before the first update there is no optimizer state but the main weights

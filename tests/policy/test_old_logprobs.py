@@ -6,10 +6,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from layout_cases import gather_gradients, rollout_batch, rollouts
 from rank_cases import run_cases, settings
 
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.policy.batch import TrainBatch, silent_rollouts
 
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
 NEEDS = {  # the key that makes a method need the pass
@@ -76,22 +78,13 @@ def test_only_methods_that_need_statistics_before_the_update_have_a_pass(name):
     ],
 )
 def test_groups_of_equal_rewards_are_silent_only_where_nothing_else_is_in_the_loss(key):
-    from background_run import made_rollout
-
-    from dynamo_megatron.policy.batch import silent_rollouts
-    from dynamo_megatron.types import RolloutBatch
-
-    steps = [(0, 2, 1.0)] if key == "steps" else []
-    rows = [
-        made_rollout(1, g, k, "p", [1], [2, 3], right=g and k, engine_logprobs=[-1.0, -1.0], step_rewards=steps)
-        for g in (0, 1)
-        for k in (0, 1)
-    ]
+    steps = {"step_rewards": np.ones(8)} if key == "steps" else {}
+    batch = rollout_batch(["a", "a", "b", "b"], [1] * 4, [2] * 4, [0.0, 0.0, 0.0, 1.0], **steps)
     given = ["model.path=m", "data.source=d", "output_dir=o", "data.batch_prompts=512", "kernels.gradient=recompute"]
 
     def silent(*keys: str) -> list[bool]:
         config, _ = compose([str(METHODS / "grpo.yaml")], [*given, *keys])
-        return silent_rollouts(RolloutBatch.from_rollouts(rows), config).tolist()
+        return silent_rollouts(batch, config).tolist()
 
     assert silent() == [not steps, not steps, False, False]
     assert not any(silent(f"algorithm.{key}" if "=" in key else "seed=1"))
@@ -100,13 +93,10 @@ def test_groups_of_equal_rewards_are_silent_only_where_nothing_else_is_in_the_lo
 def on_rank(case: dict, config, layout) -> dict[str, dict[str, float]]:
     """For each change of the configuration how far the two ways are apart, 0 if bit for bit; how many micro-batches are
     of silent rollouts alone, and how far from the pass's way (gradient and sums) is one where none is."""
-    from layout_cases import gather_gradients, rollouts
-
     from dynamo_megatron.algorithm.success import Baseline
     from dynamo_megatron.config import Config
     from dynamo_megatron.models import load_model_config
     from dynamo_megatron.policy import policy as module
-    from dynamo_megatron.policy.batch import TrainBatch
     from dynamo_megatron.policy.policy import Policy
 
     spec, found = load_model_config(config.model.path), {}
@@ -147,10 +137,8 @@ def test_both_ways_give_the_same_gradient_and_statistics_bit_for_bit(tiny_model,
     sections = {"rollout": {"max_new_tokens": 32}, "trainer": {"micro_batch_tokens": 200}}
     changes = {name: {"algorithm": json.loads(algorithm(name).model_dump_json())} for name in methods()}
     changes = {name: section for name, section in changes.items() if name not in NEEDS or name in MEASURED}
-    base = {"modulation": None}
-    changes |= {
-        name: {**change, "algorithm": {**base, **change.get("algorithm", {})}} for name, change in CHANGES.items()
-    }
+    for name, change in CHANGES.items():
+        changes[name] = {**change, "algorithm": {"modulation": None, **change.get("algorithm", {})}}
     cases = [
         {
             "config": settings(tiny_model, parallel, **sections),

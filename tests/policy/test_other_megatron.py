@@ -15,7 +15,6 @@ from rank_cases import run_cases
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-5
 
 
 @pytest.fixture
@@ -35,23 +34,16 @@ def run_python(other_megatron, tmp_path) -> Callable[..., str]:
     return run
 
 
-def test_python_finds_the_other_version(run_python):
+@pytest.mark.parametrize(
+    "words",
+    [("tests/policy", "-m", "not full"), ("tests/models", "-m", "not full"), ("tests/e2e/test_live_run.py",)],
+    ids=["policy", "models and conversion", "a live run, killed and resumed"],
+)
+def test_the_tests_pass_under_it(run_python, tmp_path, words):
     pinned = re.search(r"^megatron-core==(.+)$", (ROOT / "requirements" / "megatron.txt").read_text(), re.MULTILINE)[1]
     asked = "import importlib.metadata as m, megatron.core as c; print(c.__version__, m.version('megatron-core'))"
     code, metadata = run_python("-c", asked).splitlines()[-1].split()
     assert code.partition("+")[0] == metadata == pinned
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("tests/policy", "-m", "not full"),
-        ("tests/models", "-m", "not full"),
-        ("tests/e2e/test_live_run.py",),
-    ],
-    ids=["policy", "models and conversion", "a live run, killed and resumed"],
-)
-def test_the_tests_pass_under_it(run_python, tmp_path, words):
     said = run_python("-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", *words)
     print(said.splitlines()[-1])
     assert re.search(r"\d+ passed", said.splitlines()[-1])
@@ -73,5 +65,5 @@ def test_each_version_resumes_what_the_other_saved(other_megatron, make_tiny_mod
             patch.setenv("PYTHONPATH", path)
             one["config"]["optimizer"]["lr"] = 1e-5 if "load" in one else 3e-6
             run_cases(checkpoint_cases.FILE, [one], tmp_path)
-    assert difference(tmp_path / "saved", tmp_path / "loaded") <= TOLERANCE
+    assert difference(tmp_path / "saved", tmp_path / "loaded") <= 1e-5
     assert (saved / "common.pt").is_file()

@@ -1,22 +1,14 @@
 """GAE and the critic's loss against verl's own functions (its value loss is TRL's; TRL 1.16 has no PPO any more), on
 random batches with tokens between the turns of an episode. The policy's loss is in test_peers.py."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from test_peers import PEERS_PYTHON
+from test_peers import ask_peers, pytestmark  # noqa: F401
 
 from dynamo_megatron.algorithm.gae import generalised_advantages, value_loss, whitened
 
 BATCHES, ROLLOUTS, LENGTH = 400, 6, 20
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(not Path(PEERS_PYTHON).is_file(), reason=f"no {PEERS_PYTHON} (make peers)"),
-]
 
 
 def test_advantages_returns_and_value_loss_are_verl_s(tmp_path):
@@ -29,14 +21,7 @@ def test_advantages_returns_and_value_loss_are_verl_s(tmp_path):
     given["rewards"] = np.where(mask, np.where(rng.random(shape) < 0.2, rng.normal(size=shape), 0.0), 0.0)
     given["discounts"] = np.stack([rng.uniform(0.9, 1, BATCHES), rng.uniform(0, 1, BATCHES)], 1)
     given["discounts"][0] = 1, 1
-    np.savez(tmp_path / "in.npz", **given)
-    job, log = Path(__file__).with_name("peer_critic_job.py"), tmp_path / "log"
-    with log.open("w") as output:
-        words = [PEERS_PYTHON, "-P", job, tmp_path / "in.npz", tmp_path / "out.npz"]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-        run = subprocess.run(words, stdout=output, stderr=output, env=environment, timeout=900, check=False)
-    assert run.returncode == 0, log.read_text()[-3000:]
-    theirs, clipped_tokens = dict(np.load(tmp_path / "out.npz")), 0
+    theirs, clipped_tokens = ask_peers(tmp_path, {}, **given), 0
     for b in range(BATCHES):
         here, (gamma, lam) = mask[b], given["discounts"][b]
         rewards, old, new = (given[key][b][here] for key in ("rewards", "values", "new"))

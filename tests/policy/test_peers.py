@@ -2,11 +2,10 @@
 
 The peers have an interpreter of their own (`make peers`: PEERS_PYTHON or .venv-peers/bin/python), started once; it
 runs peer_job.py. CASES says which of a peer's functions is the method's. What no peer has is taken from here and
-given to it: DynaMO's modulated advantages and weights (tests/vectors and test_methods.py have those), the
-advantages of history, spo and reinforce_ada, with the weights of history (test_methods.py has those; dynamo's
-advantages are history's), the advantages of w_reinforce and entropy_advantages (tests/algorithm has those),
-and which tokens fork_tokens trains. Only clip_cov's choice is random: there the
-peer's is taken, and must be of the same band and number.
+given to it: DynaMO's modulated advantages, the weights of dynamo and history, the advantages of history, spo,
+reinforce_ada, w_reinforce and entropy_advantages (tests/verification and tests/algorithm have those), and which tokens
+fork_tokens trains (test_methods.py has them). Only clip_cov's choice is random: there the peer's is taken, and must be
+of the same band and number.
 """
 
 import functools
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from layout_cases import rollout_batch
 
 from dynamo_megatron.algorithm.losses import response_log_ratios
 from dynamo_megatron.algorithm.selection import covariance
@@ -28,7 +28,7 @@ from dynamo_megatron.config.files import compose
 from dynamo_megatron.kernels.reference import loss_terms, summed_loss
 from dynamo_megatron.kernels.types import Statistics, Tokens
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.types import RolloutBatch, TokenStats
+from dynamo_megatron.types import TokenStats
 
 ROOT = Path(__file__).parents[2]
 METHODS = ROOT / "configs" / "methods"
@@ -96,18 +96,7 @@ CASES = {
     "pilot": verl("vanilla", "grpo", clip=(0.2, 0.28), c=10.0),
     "reinforce_ada": verl("vanilla", None, clip=(0.2, 0.28), c=10.0),
 }
-GIVEN = {
-    "advantages": (
-        "entropy_advantages",
-        "w_reinforce",
-        "dynamo",
-        "dynamo_published",
-        "history",
-        "spo",
-        "reinforce_ada",
-    ),
-    "weights": ("dynamo", "history"),
-}
+WEIGHTS_GIVEN = ("dynamo", "history")
 
 
 def make_batch(seed: int) -> SimpleNamespace:
@@ -132,26 +121,8 @@ def make_batch(seed: int) -> SimpleNamespace:
     batch.values = rng.normal(0.5, 0.3, count)
     batch.collision = np.exp(old) ** 2 + rng.random(count) * (1 - np.exp(old)) ** 2  # what the others can add
     batch.teacher = -rng.exponential(1.5, count)
-    batch.rollouts = RolloutBatch(
-        prompt_ids=[str(g) for g in groups],
-        tokens=np.zeros(count + len(groups), np.int64),
-        offsets=np.concatenate([[0], np.cumsum(lengths + 1)]),
-        prompt_lengths=np.ones(len(groups), np.int64),
-        rollout_ids=[f"{seed}/{g}/{i}" for i, g in enumerate(groups)],
-        group_ids=[str(g) for g in groups],
-        engine_logprobs=old.astype(np.float32),
-        rewards=batch.rewards,
-        successes=batch.rewards > 0.5,
-        weight_versions=np.zeros(count, np.int32),
-        finish_reasons=["stop"] * len(groups),
-        servers=[""] * len(groups),
-    )
+    batch.rollouts = rollout_batch(list(map(str, groups)), np.ones(len(groups), np.int64), lengths, batch.rewards)
     return batch
-
-
-def known(rollouts: int) -> Baseline:
-    """Of earlier steps: the same of every prompt."""
-    return Baseline(np.full(rollouts, 0.4), np.full(rollouts, 3.0), score_ratio=2.0)
 
 
 @functools.cache
@@ -172,7 +143,8 @@ def ours(name: str, batch: SimpleNamespace, without: np.ndarray | None = None) -
         algorithm = algorithm.model_copy(update={"loss": algorithm.loss.model_copy(update={"clip_cov": None})})
     values = batch.values if config.of_critic else None
     gap = batch.teacher - batch.new if algorithm.teacher else None
-    before = known(len(batch.rollouts.rewards))
+    each = np.ones(len(batch.rewards))
+    before = Baseline(0.4 * each, 3 * each, score_ratio=2.0)  # of earlier steps: the same of every prompt
     train = TrainBatch.build(batch.rollouts, config, baseline=before, values=values, teacher_gap=gap)
     old, new, entropy, expected = map(torch.from_numpy, (batch.old, batch.new, batch.entropy, batch.expected))
     found = SimpleNamespace(mini=np.zeros(len(train.advantages), np.int64), losses=[])
@@ -224,6 +196,19 @@ def penalised(batch: SimpleNamespace) -> np.ndarray:
     return batch.rewards + np.minimum(-(batch.lengths - (LENGTH - k)) / k * 0.5, 0.0)
 
 
+def ask_peers(folder: Path, cases: dict, **arrays: np.ndarray) -> dict[str, np.ndarray]:
+    """What peer_job.py answers."""
+    np.savez(folder / "in.npz", **arrays)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    files = [folder / name for name in ("cases.json", "in.npz", "out.npz")]
+    words = [PEERS_PYTHON, "-P", Path(__file__).with_name("peer_job.py"), *files]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    with (folder / "log").open("w") as log:
+        run = subprocess.run(words, stdout=log, stderr=log, env=environment, timeout=1500, check=False)
+    assert run.returncode == 0, (folder / "log").read_text()[-3000:]
+    return dict(np.load(folder / "out.npz"))
+
+
 class Compared(SimpleNamespace):
     def __repr__(self) -> str:  # of a failed test: the arrays would take minutes
         return "Compared()"
@@ -246,23 +231,16 @@ def compared(tmp_path_factory) -> Compared:
     for key in ("old", "new", "entropy", "collision", "values", "teacher"):
         arrays[key] = [padded(b, getattr(b, key), size) for b in batches]
     arrays["mask"] = [padded(b, np.ones_like(b.old), size) for b in batches]
-    for name in GIVEN["advantages"]:
+    for name in (name for name, case in CASES.items() if case["advantage"] is None):
         arrays[f"advantages/{name}"] = [padded(b, m.modulated, size) for b, m in zip(batches, mine[name], strict=False)]
-    for name in GIVEN["weights"]:
+    for name in WEIGHTS_GIVEN:
         arrays[f"weights/{name}"] = [padded(b, m.weights, size) for b, m in zip(batches, mine[name], strict=False)]
     arrays["selected/fork_tokens"] = [
         padded(b, m.selected, size) for b, m in zip(batches, mine["fork_tokens"], strict=False)
     ]
-    np.savez(folder / "in.npz", **{key: np.stack(value) for key, value in arrays.items()})
-    (folder / "cases.json").write_text(json.dumps({k: {**case, "batches": batches_of(k)} for k, case in CASES.items()}))
-    log = folder / "log.txt"
-    command = [PEERS_PYTHON, "-P", Path(__file__).with_name("peer_job.py")]
-    with log.open("w") as output:
-        words = [*command, folder / "cases.json", folder / "in.npz", folder / "out.npz"]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-        run = subprocess.run(words, stdout=output, stderr=output, env=environment, timeout=1500, check=False)
-    assert run.returncode == 0, log.read_text()[-3000:]
-    return Compared(batches=batches, mine=mine, theirs=dict(np.load(folder / "out.npz")))
+    cases = {name: {**case, "batches": batches_of(name)} for name, case in CASES.items()}
+    theirs = ask_peers(folder, cases, **{key: np.stack(value) for key, value in arrays.items()})
+    return Compared(batches=batches, mine=mine, theirs=theirs)
 
 
 def close(got, want, *what) -> None:

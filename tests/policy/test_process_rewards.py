@@ -4,27 +4,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from background_run import made_rollout
 
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import compose
 from dynamo_megatron.policy.batch import TrainBatch
-from dynamo_megatron.types import Rollout, RolloutBatch, TokenStats
+from dynamo_megatron.types import RolloutBatch, TokenStats
 
 METHODS = Path(__file__).parents[2] / "configs" / "methods"
 
 
-def rollouts(*rows: tuple[str, float, list[float | None]]) -> RolloutBatch:
-    """(group, outcome, the reward that ends at each token or None) of each."""
+def rollouts(*rows: tuple[float, list[float | None]]) -> RolloutBatch:
+    """(outcome, the reward that ends at each token or None) of each rollout of a group."""
     made = []
-    for i, (group, reward, rewards) in enumerate(rows):
+    for i, (reward, rewards) in enumerate(rows):
         steps = [(t, t + 1, r) for t, r in enumerate(rewards) if r is not None]
-        tokens, mask = [1, 2, *[3] * len(rewards)], [0, 0, *[1] * len(rewards)]
-        versions, logprobs = [(0, 0, len(rewards))], [-1.0] * len(rewards)
-        identity = (f"{group}-{i}", group, group, 1)
-        made.append(
-            Rollout(*identity, tokens, mask, logprobs, versions, "stop", reward, reward > 0, {}, step_rewards=steps)
-        )
+        fields = {"right": reward, "engine_logprobs": [-1.0] * len(rewards), "step_rewards": steps}
+        made.append(made_rollout(1, 0, i, "p", [1, 2], [3] * len(rewards), **fields))
     return RolloutBatch.from_rollouts(made)
 
 
@@ -39,15 +36,12 @@ def token_advantages(batch: TrainBatch, config: Config) -> np.ndarray:
     stats = TokenStats(*(torch.linspace(low, high, count) for low, high in ((-2, -1), (0.5, 1), (0, 0.1), (0.2, 0.3))))
     found = np.zeros(count, np.float32)
     for members in batch.mini_batches:
-        shaped = shape_tokens(
-            batch.rollouts, members, batch.advantages, batch.weights, stats, config.algorithm, seed=0,
-            process=batch.process,
-        )  # fmt: skip
-        found += shaped.advantages.numpy()
+        given = (batch.advantages, batch.weights, stats, config.algorithm)
+        found += shape_tokens(batch.rollouts, members, *given, seed=0, process=batch.process).advantages.numpy()
     return found
 
 
-PAIR = rollouts(("a", 1.0, [None, 0.5, 1.0]), ("a", 0.0, [-0.5, None]))
+PAIR = rollouts((1.0, [None, 0.5, 1.0]), (0.0, [-0.5, None]))
 
 
 def test_outcome_and_steps_by_hand():
@@ -68,7 +62,7 @@ def test_outcome_and_steps_by_hand():
 def test_prime_by_hand():
     """The advantage of arXiv 2502.01456, with beta .05: log-ratios (2, 4) and (-2, 0, -4), so rewards (.1, .2) and
     (-.1, 0, -.2) with the means .15 and -.1; outcomes 1 and 0."""
-    batch = rollouts(("a", 1.0, [None, None]), ("a", 0.0, [None, None, None]))
+    batch = rollouts((1.0, [None, None]), (0.0, [None, None, None]))
     implicit = 0.05 * np.array([2.0, 4.0, -2.0, 0.0, -4.0])
     config = configured("rloo")
     built = TrainBatch.build(batch, config, implicit_rewards=implicit)

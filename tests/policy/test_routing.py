@@ -6,38 +6,35 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from layout_cases import rollout_batch
 from rank_cases import run_cases, settings
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.policy.routing import ExpertRouting, Routing, load_digits
-from dynamo_megatron.types import Rollout, RolloutBatch
+from dynamo_megatron.types import RolloutBatch
 
 PROMPT, RESPONSES = 5, (21, 1, 30, 12, 17)
 
 
 def sampled(path) -> RolloutBatch:
     """Random rollouts with the routes and logprobs of the model in bfloat16, as a server has it."""
-    model, generator = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16),
-        torch.Generator().manual_seed(0),
-    )
-    chosen, made = [], []
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    generator, chosen, made = torch.Generator().manual_seed(0), [], []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
-    for k, length in enumerate(RESPONSES):
+    for length in RESPONSES:
         tokens = torch.randint(0, 100, (PROMPT + length,), generator=generator)
         chosen.clear()
         with torch.no_grad():
             logprobs = model(tokens[None]).logits[0].float().log_softmax(-1)
-        own = logprobs[PROMPT - 1 : -1].gather(1, tokens[PROMPT:, None])[:, 0].tolist()
-        routes = torch.stack(chosen, 1).numpy().astype(np.uint8)
-        routes = np.concatenate(
-            [np.full_like(routes[:1], 255), routes[:-1]]
-        )  # as rollouts have them, by the next token
-        identity, mask, spans = (f"g-{k}", "g", "p", 1), [0] * PROMPT + [1] * length, [(0, 0, length)]
-        made.append(Rollout(*identity, tokens.tolist(), mask, own, spans, "stop", 0.0, False, {}, routes=routes))
-    return RolloutBatch.from_rollouts(made)
+        own = logprobs[PROMPT - 1 : -1].gather(1, tokens[PROMPT:, None])[:, 0]
+        routes = torch.stack(chosen, 1).to(torch.uint8)
+        routes = torch.cat([torch.full_like(routes[:1], 255), routes[:-1]])  # as rollouts have them, by the next token
+        made.append((tokens, own, routes))
+    tokens, own, routes = (torch.cat(parts).numpy() for parts in zip(*made, strict=True))
+    fields, count = {"tokens": tokens, "engine_logprobs": own, "routes": routes}, len(RESPONSES)
+    return rollout_batch(["g"] * count, [PROMPT] * count, RESPONSES, np.zeros(count), **fields)
 
 
 def forced(path, batch: RolloutBatch) -> tuple[np.ndarray, list[torch.Tensor]]:

@@ -1,19 +1,13 @@
-"""Attention sinks: PackedAttention against a few lines in float64, forward and backward."""
+"""Attention sinks in one call on a GPU, against a few lines in float64. tests/bridge has GPT-OSS without that call."""
 
 import math
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from dynamo_megatron.policy import varlen
-from dynamo_megatron.policy.attention import PackedAttention, SegmentPlan, Segments
 
-LENGTHS = [5, 40, 1, 40, 17]
-WINDOW = 16
 SCALE = 1 / math.sqrt(8)
-ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
 def scores(q, k, window):
@@ -23,44 +17,13 @@ def scores(q, k, window):
     return (torch.einsum("qhd,khd->hqk", q, k) * SCALE).masked_fill((distance < 0) | (distance >= window), -math.inf)
 
 
-def check(output, given, upstream, lengths, window):
-    """`given`: q, k, v, sinks"""
-    expected = []
-    for q, k, v in zip(*(x.split(lengths) for x in given[:3]), strict=True):
-        sinks = given[3][:, None, None].expand(-1, len(q), 1)
-        probabilities = torch.cat([sinks, scores(q, k, window)], dim=-1).softmax(-1)[..., 1:]
-        expected.append(torch.einsum("hqk,khd->qhd", probabilities, v.repeat_interleave(3, dim=1)).flatten(1))
-    expected = torch.cat(expected)
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(result, given, upstream) for result in (output, expected)]
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-
-
-@pytest.fixture
-def given():
-    """[q, k, v, sinks], and a gradient of the output"""
-    tokens, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
-    shapes = ((tokens, 6, 8), (tokens, 2, 8), (tokens, 2, 8), (6,), (tokens, 48))
-    *inputs, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return [x.requires_grad_() for x in inputs], upstream
-
-
-@pytest.mark.parametrize(("layer", "window"), [(1, WINDOW), (2, math.inf)])
-def test_attention_with_sinks(given, layer, window):
-    config = {"attention_dropout": 0.0, "kv_channels": 8, "params_dtype": torch.float64, "num_attention_heads": 6}
-    config |= {"softmax_type": "learnable", "window_size": (WINDOW - 1, 0), "window_attn_skip_freq": 2}
-    groups = SimpleNamespace(cp=ALONE, tp=ALONE)
-    attention = PackedAttention(SimpleNamespace(**config), layer, pg_collection=groups)
-    packed = Segments(plan=SegmentPlan.of(np.array(LENGTHS), 0, 1, torch.device("cpu"), WINDOW))
-    (q, k, v, sinks), upstream = given
-    attention.softmax_offset.data.copy_(sinks)
-    output = attention(q, k, v, None, packed_seq_params=packed)
-    check(output, [q, k, v, attention.softmax_offset], upstream, LENGTHS, window)
-
-
-@pytest.mark.parametrize("window", [WINDOW, math.inf])
-def test_the_gpu_kernels_backward_pass_is_right_with_sinks(given, window, monkeypatch):
+@pytest.mark.parametrize("window", [16, math.inf])
+def test_the_gpu_kernels_backward_pass_is_right_with_sinks(window, monkeypatch):
     """The kernel's arithmetic, of one segment, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((40, 6, 8), (40, 2, 8), (40, 2, 8), (6,), (40, 48))
+    *given, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    q, k, v, sinks = (x.requires_grad_() for x in given)
 
     def forward(q, k, v, *_, return_aux, **__):
         s = scores(q, k, window)
@@ -76,6 +39,10 @@ def test_the_gpu_kernels_backward_pass_is_right_with_sinks(given, window, monkey
 
     monkeypatch.setattr(varlen, "varlen_attn", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    (q, k, v, sinks), upstream = given
-    output = varlen.attend(q, k, v, (torch.tensor([0, len(q)]), len(q)), SCALE, (-1, 0), sinks)
-    check(output.flatten(1), [q, k, v, sinks], upstream, [len(q)], window)
+    output = varlen.attend(q, k, v, (torch.tensor([0, len(q)]), len(q)), SCALE, (-1, 0), sinks).flatten(1)
+    of_sinks = sinks[:, None, None].expand(-1, len(q), 1)
+    probabilities = torch.cat([of_sinks, scores(q, k, window)], dim=-1).softmax(-1)[..., 1:]
+    expected = torch.einsum("hqk,khd->qhd", probabilities, v.repeat_interleave(3, dim=1)).flatten(1)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(result, [q, k, v, sinks], upstream) for result in (output, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)

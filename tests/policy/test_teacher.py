@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from layout_cases import make_models, rollouts
+from layout_cases import make_models, rollouts, transformers_logprobs
 from rank_cases import run_cases, settings
 
 WEIGHT, REWARD_WEIGHT = 0.3, 0.5
@@ -38,18 +38,11 @@ def test_the_gradient_is_that_of_the_reverse_kl_and_the_reward(tmp_path):
     policy, other = (AutoModelForCausalLM.from_pretrained(models[m], dtype=torch.float64) for m in ("qwen3", "other"))
     policy.get_input_embeddings().padding_idx = None  # a random token may be the padding's, whose row has a gradient
     source = rollouts(policy.config.vocab_size, 7, None)
-    gaps, loss = [], torch.zeros((), dtype=torch.float64)
-    for s, (start, end) in enumerate(zip(source.offsets[:-1], source.offsets[1:], strict=True)):
-        ids, before = torch.from_numpy(source.tokens[start:end]), int(source.prompt_lengths[s])
-        own, its = (
-            m(ids[None]).logits[0, before - 1 : -1].log_softmax(-1)[torch.arange(len(ids) - before), ids[before:]]
-            for m in (policy, other)
-        )
-        gap = (its - own).detach()
-        loss = loss - found["weights"][s] * ((found["advantages"][s] + WEIGHT * gap) * own).sum()
-        gaps += gap.tolist()
-    loss.backward()
+    own, its = (transformers_logprobs(model, source) for model in (policy, other))
+    advantages, weights = (torch.from_numpy(source.per_token(np.array(found[n]))) for n in ("advantages", "weights"))
+    gaps = (its - own).detach()
+    (-weights * (advantages + WEIGHT * gaps) * own).sum().backward()
     np.testing.assert_allclose(found["gap"], gaps, atol=1e-5)
-    assert 0 < max(map(abs, found["advantages"])) < 2.5 * REWARD_WEIGHT and max(map(abs, gaps)) > 0.1
+    assert 0 < max(map(abs, found["advantages"])) < 2.5 * REWARD_WEIGHT and gaps.abs().max() > 0.1
     norm = torch.stack([p.grad.norm() for p in policy.parameters() if p.grad is not None]).norm()
     assert found["norm"] == pytest.approx(norm.item(), rel=1e-5)

@@ -1,6 +1,5 @@
 """Each fault is found, in one line that names what, where and the mend."""
 
-import importlib.util
 import json
 import re
 import runpy
@@ -28,18 +27,12 @@ def test_all_is_well(check, keys):
         assert {level for level, _ in check(name, *keys)} == {"ok"}, check(name, *keys)
 
 
-@pytest.mark.parametrize(("name", "what"), [("disk", "3 checkpoints"), ("host memory", "gradients and optimizer")])
-def test_adapters_need_fewer_bytes_and_a_critic_more(check, name, what):
+def test_checkpoints_of_adapters_are_smaller_and_those_with_a_critic_larger(check):
     def needed(*keys: str) -> float:  # bytes
-        number, unit = re.search(rf"{what} (\S+) (kB|MB)", check(name, *keys)[0][1]).groups()
+        number, unit = re.search(r"3 checkpoints (\S+) (kB|MB)", check("disk", *keys)[0][1]).groups()
         return float(number) * {"kB": 1e3, "MB": 1e6}[unit]
 
     assert needed(LORA) < needed() / 3 and needed(CRITIC) == pytest.approx(2 * needed(), rel=0.01)
-
-
-def test_adapters_on_experts_are_refused(failure, model_of):
-    said = failure("layout", f"model.path={model_of('qwen3_moe')}", LORA)
-    assert said == "model.lora.targets: the MLPs of a mixture of experts have no adapters here; set it to [attention]"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +40,6 @@ def test_adapters_on_experts_are_refused(failure, model_of):
     [
         ("data", "data.max_prompt_length=3", "all of the first 4 prompts .* raise it, or lower rollout.max_new_tokens"),
         ("network", "rollout.host=ib99", "^rollout.host: 'ib99' is neither an address nor an interface of"),
-        ("network", "rollout.sync.transport=nccl", "rollout.sync.transport: nccl needs GPUs"),
         ("network", "rollout.python=/no/python", "rollout.python: there is no program /no/python here"),
         ("results", "tracking.backends=[json:Tracker]", "^tracking.backends: .json. .* has no .Tracker.$"),
     ],
@@ -61,10 +53,6 @@ def edit_json(file: Path, **changes) -> None:
 
 
 # -- the model's folder ------------------------------------------------------------------------------------------------
-def test_truncated_weights(base, failure):
-    file = base / "model" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    assert "model.safetensors: corrupt or truncated" in failure("weights")
 
 
 @pytest.mark.parametrize(
@@ -81,14 +69,9 @@ def test_truncated_weights_of_a_model_beside_the_policy(base, check, failure, ke
     assert said.startswith(f"{key}: ") and "model.safetensors: corrupt or truncated" in said
 
 
-def test_a_teacher_with_another_tokenizer(base, check, failure):
+def test_a_teacher_is_asked_and_its_tokenizer_compared(base, check, failure):
     shutil.copytree(base / "model", base / "other")
     assert [level for level, _ in check("vocabulary", "algorithm.teacher.path=other")] == ["ok", "ok"]
-    file = base / "other" / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 101, "content": "<think>"})
-    file.write_text(json.dumps(tokenizer))
-    assert "other has another tokenizer than the policy" in failure("vocabulary", "algorithm.teacher.path=other")
     assert "no answer" in failure("vocabulary", "algorithm.teacher.path='http://127.0.0.1:9'")
 
 
@@ -98,43 +81,31 @@ def test_a_model_of_bridge_without_bridge(failure, monkeypatch):
     assert said.startswith("model.source: bridge needs megatron-bridge 0.0, here: ")
 
 
-def test_a_window_that_sglang_ignores(base, failure):
-    windowed = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
-    edit_json(base / "model" / "config.json", **windowed)
-    assert "set model.max_length to 16 or less" in failure("model config")
-
-
 @pytest.mark.parametrize("added", [False, True])
-def test_another_models_tokenizer(base, failure, added):
-    """Its ids go beyond the embedding."""
+def test_a_tokenizer_whose_ids_go_beyond_the_embedding(base, failure, added):
     file = base / "model" / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["<think>"] = 400
     if added:
         tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 400, "content": "<think>"})
-        tokenizer["model"]["vocab"]["<think>"] = 400
-    else:
-        vocabulary = tokenizer["model"]["vocab"]
-        vocabulary |= {f"extra{i}": len(vocabulary) + i for i in range(300)}
     file.write_text(json.dumps(tokenizer))
     said = failure("vocabulary")
     assert "ids up to 400, the embedding 128 rows" in said and "copy the model's own tokenizer files" in said
 
 
-def test_an_end_token_beyond_the_embedding(base, failure):
-    edit_json(base / "model" / "generation_config.json", eos_token_id=[3, 151645])
-    said = failure("vocabulary")
-    assert "end token 151645" in said and "correct eos_token_id in generation_config.json" in said
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (151645, "the end token 151645 of .*; correct eos_token_id in generation_config.json"),
+        (120, "the end token 120 of .* is unknown to the tokenizer, whose ids end at 100; .* copy the model's own"),
+    ],
+)
+def test_an_end_token_that_the_tokenizer_or_the_embedding_lacks(base, failure, end, says):
+    edit_json(base / "model" / "generation_config.json", eos_token_id=[3, end])
+    assert re.search(says, failure("vocabulary"))
 
 
-def test_a_smaller_models_tokenizer(base, failure):
-    """Its ids all fit."""
-    edit_json(base / "model" / "generation_config.json", eos_token_id=[3, 120])
-    said = failure("vocabulary")
-    assert "the end token 120 of" in said and "is unknown to the tokenizer, whose ids end at 100" in said
-    assert "copy the model's own tokenizer files" in said
-
-
-def test_the_demo_passes(base, tmp_path, monkeypatch):
+def test_the_demo_passes(tmp_path, monkeypatch):
     """Its tokenizer knows little but its task, and transformers adds a token to it that the model has no row for."""
     root = Path(__file__).parents[2]
     rows = runpy.run_path(str(root / "tools" / "demo_task.py"))["sums"](0)
@@ -162,18 +133,11 @@ def test_rows_that_are_skipped_are_noted(base, check):
     assert "1 of 5 rows cannot be used and are skipped" in skipped and "problems.jsonl:5: the answer is null" in skipped
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("raise KeyError('no such entry')", "KeyError: 'no such entry' ("),
-        ("return float('nan')", "ValueError: returned nan; "),
-    ],
-)
-def test_a_reward_that_raises(base, failure, body, says):
-    (base / "own.py").write_text(f"def score(prompt, response):\n    {body}\n")
-    said = failure("reward", "reward.functions=[own:score]", "reward.workers=1")
-    assert "own:score failed on prompt 'p0' (" in said and "problems.jsonl:1): " in said
-    assert says in said and "mend it" in said
+def test_a_reward_that_raises(base, failure):
+    (base / "own.py").write_text("def score(prompt, response):\n    raise KeyError('no such entry')\n")
+    said = failure("reward", "reward.functions=[own:score]")
+    assert "own:score failed on prompt 'p0' (" in said and "problems.jsonl:1): KeyError: 'no such entry' (" in said
+    assert "mend it" in said
 
 
 def test_a_reward_that_hangs(base, failure):
@@ -189,35 +153,21 @@ def test_a_reward_that_cannot_tell_is_noted(base, check):
 
 
 def test_problems_that_are_trained_on_are_noted(base, check):
-    rows = [{"id": "e0", "problem": "What is 1 + 1?"}, {"id": "e1", "problem": "what is  2 + 1"}]
-    rows += [{"id": "e2", "problem": "What is 2 - 1?"}]  # an operator is no punctuation
-    (base / "eval.jsonl").write_text("".join(json.dumps({**row, "answer": "2"}) + "\n" for row in rows))
+    (base / "eval.jsonl").write_text('{"id": "e0", "problem": "What is 1 + 1?", "answer": "2"}\n')
     level, text = check("evaluation", "eval.data=eval.jsonl")[-1]
-    assert (
-        level == "note"
-        and "2 of 3 problems are in prompts of" in text
-        and "problems.jsonl too (the first, 'e0': in '" in text
-    )
+    assert level == "note" and "1 of 1 problems are in prompts of" in text and "too (the first, 'e0': in '" in text
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
 def test_a_folder_that_cannot_be_written(base, failure):
     assert "cannot be written" in failure("disk", "output_dir=config.yaml/run")
-    said = failure("results", f"output_dir={base / 'model'}")
-    assert f"output_dir: {base / 'model'} is a model's folder (config.json); name a new folder" in said
 
 
-def test_the_results_of_another_run(base, check, failure):
+def test_the_results_of_this_run(base, check):
     (base / "run").mkdir()
     OutputDir(compose([str(base / "config.yaml")], [])[0]).take_over(0)
     (base / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     assert check("results") == [("ok", f"{base / 'run'} holds this run, which would go on")]
-    assert failure("results", "seed=7").startswith(f"output_dir: {base / 'run'} holds a run with another ")
-
-
-def test_a_tracker_that_is_not_installed(failure, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert failure("results", "tracking.backends=[wandb]").startswith("tracking.backends: wandb is not installed")
 
 
 def test_a_port_in_use(failure, monkeypatch):
@@ -252,11 +202,6 @@ def test_the_job_s_memory_limit(tmp_path):
         (old / name).write_text(text)
     (tmp_path / "own").write_text("9:cpu,memory:/slurm/job_7/step_0\n1:name=systemd:/job\n0::/other\n")
     assert checks._cgroup_room(tmp_path, tmp_path / "own") == 600
-    (tmp_path / "own").write_text("9:memory:/host/name\n0::/job\n")  # a container, which sees its own as the root
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("300\n")
-    for name in ("memory.usage_in_bytes", "memory.stat"):
-        (tmp_path / "memory" / name).write_text((old / name).read_text())
-    assert checks._cgroup_room(tmp_path, tmp_path / "own") == 0
     (tmp_path / "own").write_text("12:pids:/job\n0::/other\n")
     assert checks._cgroup_room(tmp_path, tmp_path / "own") == float("inf")
 
@@ -270,15 +215,6 @@ def test_gpus_that_torch_does_not_see(check, failure, monkeypatch, name, value):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     assert check("devices") == [("ok", "no GPU: the ranks run on CPUs")]
-
-
-def test_an_optional_package_that_is_half_there(base, failure, monkeypatch):
-    (base / "transformer_engine").mkdir()
-    (base / "transformer_engine" / "__init__.py").write_text("raise FileNotFoundError('no shared object')")
-    monkeypatch.syspath_prepend(base)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    said = failure("model config")
-    assert said.startswith("transformer-engine is installed and cannot be imported (FileNotFoundError: no shared obj")
 
 
 @pytest.fixture
@@ -337,9 +273,6 @@ def test_what_a_server_lacks_on_a_machine_with_cuda(base, check, monkeypatch, tw
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------
-def test_a_full_disk(small_disk, failure):
-    said = failure("disk", f"output_dir={small_disk}/run")
-    assert "free, the run needs" in said and "checkpoint.keep_last" in said
 
 
 @pytest.mark.parametrize("answer", [None, ""])

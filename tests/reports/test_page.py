@@ -110,29 +110,6 @@ def test_the_load_of_experts(folders):
     assert (over_time["data"][0]["x"], over_time["data"][0]["z"]) == ([1, 3], [(5, 0), (4, 9), (6, 0), (4, 0)])
 
 
-CHARTED = {  # title: metrics
-    "Distinct answers": ["reward/unique_answers"],
-    "Distinct 4-grams": ["rollout/distinct_4grams"],
-    "GPU utilisation": ["resources/gpu_utilisation", "fleet/gpu_utilisation", "resources/gpu_utilisation_min"],
-    "GPU memory": ["resources/gpu_used_max", "fleet/gpu_memory_max"],
-}
-
-
-def test_answers_and_gpus_have_charts(folders):
-    folder = folders.run("run")
-    folders.step(folder, 1, **{key: 0.5 for keys in CHARTED.values() for key in keys})
-    lines = {f["title"]: len(f["data"]) for f in metric_figures(read_runs([folder]))}
-    assert {title: lines.get(title) for title in CHARTED} == {title: len(keys) for title, keys in CHARTED.items()}
-
-
-def test_the_phases_of_a_step_include_the_critic_s(folders):
-    for name, phases in (("plain", ["generate"]), ("ppo", ["generate", "values", "critic"])):
-        run = folders.run(name)
-        folders.step(run, 1, **{f"time/{phase}": 1.0 for phase in phases})
-        (chart,) = (f for f in metric_figures(read_runs([run])) if f["title"].startswith("Time of a step"))
-        assert [trace["name"] for trace in chart["data"]] == phases
-
-
 @pytest.mark.full
 def test_the_page_in_a_browser(run, folders, new_rollout, tmp_path):
     """Nothing is fetched, nothing complains, hostile texts do nothing, and tokens have the numbers of the files."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dynamo_megatron.reports.figures import allocation_figures, metric_figures, moving_average
+from dynamo_megatron.reports.figures import allocation_figures, moving_average
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run, read_runs
 from dynamo_megatron.reports.tables import sections
 
@@ -90,15 +90,6 @@ def test_findings_warn(tmp_path):
     assert found == [
         [name, said] for name, said in zip(runs, ("WARNING", "fine", "not measured"), strict=True) for _ in range(4)
     ]
-
-
-def test_the_network_chart_has_the_interfaces_that_moved_most(folders):
-    run = folders.run("run")
-    for step, late in ((1, 0.0), (2, 90.0)):
-        rates = {f"resources/network/{name}/sent": rate for name, rate in zip("abcde", (9, 1, 2, 3, late), strict=True)}
-        folders.step(run, step, **rates)
-    (chart,) = (figure for figure in metric_figures(read_runs([run])) if figure["title"] == "Network")
-    assert [trace["name"] for trace in chart["data"]] == ["e sent", "a sent", "d sent", "c sent"]
 
 
 def test_moving_average():

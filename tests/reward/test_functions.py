@@ -36,10 +36,8 @@ def of_steps(*steps):
         (math.nan, "returned nan"),
         ("1.0", "returned '1.0' of type str, not a number"),
         (1e30, "returned 1e.30, of more than 1e.18 in size"),
-        ({"reward": 1.0}, "not of the form"),
         ({"reward": 1.0, "steps": "abc"}, "not of the form"),
         (of_steps((0, 5)), r"returned \(0, 5\) as step 1"),
-        (of_steps((0, 11, 1.0)), "as step 1, .* characters are 0 to 10 at most"),
         (of_steps((4, 4, 1.0)), "as step 1"),
         (of_steps((0, 5, 1.0), (4, 6, 1.0)), "as step 2, .* characters are 5 to 10 at most"),
         (of_steps((0, 5.0, 1.0)), "as step 1"),
@@ -60,8 +58,7 @@ def given(response, **form):
 @pytest.mark.parametrize(
     ("response", "value"),
     [
-        ("<think>a\nb</think>\n<answer>1</answer>\n", 1.0),
-        ("<think>a < b, <b>bold</b></think> <answer>1</answer>", 1.0),
+        ("<think>a < b,\n<b>bold</b></think>\n<answer>1</answer>\n", 1.0),
         ("Well, <think>a</think><answer>1</answer>", 0.0),
         ("<answer>1</answer><think>a</think>", 0.0),
         ("<think>a</think><answer>1</answer><answer>2</answer>", 0.0),

@@ -15,10 +15,8 @@ def prompt(answer):
         ("The Eiffel Tower!", "eiffel tower", 1.0, 1.0),
         ("in Paris, France", "Paris", 0.0, 0.5),
         ("the cat sat on a mat", "a cat on the mat", 0.0, 6 / 7),
-        ("cat cat cat", "cat", 0.0, 0.5),
         ("Ph.D.", "phd", 1.0, 1.0),
         ("the", "a", 0.0, 0.0),  # the script: 1
-        ("1492", 1492, 1.0, 1.0),
         ("5", 5.0, 1.0, 1.0),
         ("5", [7.5, 5.0], 1.0, 1.0),
         ("nan", [float("nan"), "5"], 0.0, 0.0),
@@ -34,7 +32,7 @@ def test_values_of_squads_script(response, answer, exact, f1):
     assert qa_f1(prompt(answer), response) == pytest.approx(f1, abs=1e-12)
 
 
-@pytest.mark.parametrize("reference", ["A", "The", "+", "..."])
+@pytest.mark.parametrize("reference", ["The", "+"])
 def test_a_reference_of_an_article_or_signs_is_compared_as_it_is(reference):
     for reward in (qa_exact, qa_f1):
         assert reward(prompt(reference), f"<answer> {reference.upper()} </answer>") == 1.0
@@ -63,12 +61,10 @@ def test_the_best_of_several_references_counts(answer):
         "<answer>Paris</answer> I am sure.",
         r"It is \boxed{Paris}, not Rome.",
         "Rome?\nNo. So the answer is: Paris.",
-        "Let me think.\n\nParis\n\n",
         r"\boxed{Rome} <answer>Rome</answer> <answer>Paris</answer>",
         r"<answer>It is \boxed{\text{Paris}}</answer>",
         r"<think>\boxed{Rome} <answer>Rome</answer></think>Paris",
         r"\boxed{Rome}</think>It is \boxed{\mathrm{Paris}}.",
-        "Answer：Paris",
         "所以答案是Paris。",
     ],
 )
@@ -79,17 +75,14 @@ def test_the_answer_is_that_of_the_tag_the_box_or_the_last_line(response):
 @pytest.mark.parametrize(
     ("response", "sources", "value"),
     [
-        ("<answer>Paris</answer> [1] [3]", [1, 3], 1.0),
-        ("Paris [3, 1], as [3] says", ["1", 3], 1.0),
+        ("<answer>Paris</answer> [3, 1], as [3] says", ["1", 3], 1.0),
         ("Paris [1]", [1, 3], 2 / 3),
         ("Paris [1][2][3][4]", [2], 2 / 5),
-        ("Paris [2]", [1], 0.0),
         ("Paris", [1], 0.0),
         ("Paris", [], 1.0),
         ("Paris [1]", [], 0.0),
         ("[ Annual Report ]", ["annual report"], 1.0),
         ("<think>[2]</think> [1]", [1], 1.0),
-        ("<think>[1]", [1], 0.0),
         ("<think>[1]", [], 0.0),
         (" ", [], 0.0),
     ],
@@ -123,32 +116,23 @@ def test_a_row_without_a_reference_is_an_error(answer):
         (r"\boxed{(B)} or maybe C", "B"),
         (r"\boxed{B. A small dog}", "B"),
         (r"\boxed{A, B}", None),
-        (r"\boxed{A and B}", None),
-        (r"\boxed{A/B}", None),
         (r"\boxed{12}", None),
         (r"The energy is $\boxed{\langle H\rangle \ll \Delta E}$. **Answer: D**", "D"),
-        (r"**Answer: D**, since $\boxed{E = mc^2}$", "D"),
         (r"$\boxed{P(A)}$, so the answer is (C).", "C"),
-        (r"\boxed{H}. So the answer is D.", "D"),
         (r"Is the answer A? The answer is B. No: \boxed{C}", "C"),
         (r"The answer is $\boxed{\mathbf{B}}$", "B"),
-        (r"\boxed{\textbf{(C)}\ \frac{1}{2}}", "C"),
         (r"\boxed{\text{B. } E = mc^2}", "B"),
         (r"<think>\boxed{A}, the answer is A</think>The answer is B", "B"),
-        (r"I guess \boxed{A}</think>\boxed{B}", "B"),
         (r"<think>The answer is A. \boxed{A}", None),
         ("所以答案是（B）。", "B"),
-        ("The answer is (B).", "B"),
         ("The correct answer is option C, not A.", "C"),
         ("**Answer:** D", "D"),
         ("The answer is not A. I would say C", "C"),
         ("The answer is A. But wait, B fails.\nThe answer is C because B is odd.", "C"),
         ("The answer is A or B", None),
         ("Both B and D look right, I think it must be D", "D"),
-        ("B", "B"),
         ("I'd say it depends. A dog is a B", "B"),
         ("Option A is right", "A"),
-        ("no letter at all", None),
         ("Vitamin B12", None),
     ],
 )
@@ -156,18 +140,16 @@ def test_the_letter_that_a_response_chooses(response, letter):
     assert chosen(response) == letter
 
 
-@pytest.mark.parametrize("answer", ["B", "b", " (B) ", "B.", 1])
+@pytest.mark.parametrize("answer", ["b", " (B) ", "B.", 1])
 def test_forms_of_the_right_letter(answer):
-    prompt = Prompt("p", text="?", answer=answer)
-    assert choice_answer(prompt, "The answer is B") == 1.0
-    assert choice_answer(prompt, "The answer is C") == 0.0
-    assert choice_answer(prompt, "No idea") == 0.0
+    responses = ("The answer is B", "The answer is C", "No idea")
+    assert [choice_answer(prompt(answer), response) for response in responses] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("answer", [None, "Paris", "", "1", -1, 26, True, 1.0, ["A"]])
 def test_a_row_without_a_letter_is_an_error(answer):
     with pytest.raises(ValueError, match="needs a letter"):
-        choice_answer(Prompt("p", text="?", answer=answer), "A")
+        choice_answer(prompt(answer), "A")
 
 
 @pytest.mark.parametrize("part", ["A, ", "answer is ", "(((", "answer: * ", " , ", "A or "])

@@ -59,24 +59,13 @@ def test_samples_of_a_url_come_back_in_order_whatever_the_event_loop(serve, pool
 def test_what_a_url_is_sent(serve, pool):
     service = serve()
     messages = [{"role": "user", "content": "é?"}]
+    fields = {"prompt_id": "a", "answer": [1], "source": "s.jsonl", "thinking": "<think>\n"}
     meta = {"day": datetime.date(2026, 1, 2), "n": float("nan")}
     started = pool(service)
-    scored(
-        started,
-        "r",
-        prompt=Prompt("a", messages=messages, answer=[1], source="s.jsonl", meta=meta, thinking="<think>\n"),
-    )
+    scored(started, "r", prompt=Prompt(messages=messages, meta=meta, **fields))
     scored(started, "r", prompt=Prompt("b", text="plain", answer="2"))
     chat, plain = (request["samples"][0] for request in service.requests)
-    assert chat == {
-        "prompt_id": "a",
-        "prompt": messages,
-        "response": "r",
-        "answer": [1],
-        "source": "s.jsonl",
-        "meta": {"day": "2026-01-02", "n": None},
-        "thinking": "<think>\n",
-    }
+    assert chat == fields | {"prompt": messages, "response": "r", "meta": {"day": "2026-01-02", "n": None}}
     assert plain["prompt"] == "plain" and plain["meta"] == {}
 
 
@@ -120,21 +109,19 @@ def test_a_key_is_sent_and_must_be_there(start, monkeypatch, kind):
 
 # What becomes of answers
 
-JUDGED = [
-    *("Score: 2 at first sight. On reflection\nscore: **9**.", "**Score:** 9", "_Score_: 9", "score:9/10", "Score : 9"),
-    *(
-        "<think>Score: 2</think>Score: 9",
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Score: 2 at first sight. On reflection\nscore: **9**.",
+        "_Score_: 9/10",
+        "**Score:** +90e-1",
+        "<think>Score: 2</think>Score : 9",
         "Score: 2. Its <think> block is long. Score: 9",
-        "Score：9",
         "score：９",
-        "Score: +9.0",
-        "Score: 90e-1",
         '{"score": 9}',
-    ),
-]
-
-
-@pytest.mark.parametrize("text", JUDGED)
+    ],
+)
 def test_the_last_number_of_a_judge_counts(start, text):
     _, pool, _ = start("judge", lambda *_: completion(text))
     assert scored(pool, "x")[0].parts == {"judge": 0.9}
@@ -149,9 +136,7 @@ def test_the_output_of_a_reward_model_is_cut_off_and_scaled_to_a_range(start):
 WRONG = {
     "url": [
         (b"<html>\n", "the answer is not JSON but '<html>\\n'"),
-        ([1.0], "the answer is not {\"rewards\": [...]} with a reward a sample but '[1.0]'"),
         ({"rewards": [1.0, 2.0]}, 'the answer is not {"rewards": [...]} with a reward a sample but'),
-        (b'{"rewards": [NaN]}', "returned nan"),
         (b'{"rewards": [1%s]}' % (b"0" * 400), "int too large to convert to float"),
         ({"rewards": [{"reward": 2, "steps": [[1, 9, 0.25]]}]}, "returned [1, 9, 0.25] as step 1"),
     ],
@@ -164,12 +149,8 @@ WRONG = {
         ({"choices": []}, "the answer is no chat completion with a text but '{\"choices\": []}'"),
     ],
     "reward_model": [
-        (
-            [{"embedding": [1.0, 2.0]}],
-            "gave 2 numbers for a response; a reward model is a classifier with num_labels 1",
-        ),
+        ([{"embedding": [1.0, 2.0]}], "gave 2 numbers for a response; a reward model is a classifier with num_labels"),
         ([{"score": 1}], "returned None, not a number"),
-        ([{"embedding": [1e30]}], "returned 1e+30, of more than 1e+18 in size"),
     ],
 }
 
@@ -260,33 +241,17 @@ def test_no_more_requests_are_under_way_than_allowed(start):
     assert endpoint.most_under_way == 2 and len(endpoint.requests) == 24
 
 
-def test_connections_are_reused_until_the_pool_closes(start):
-    endpoint, pool, _ = start("judge", lambda *_: value()["judge"])
-
-    async def one_after_the_other():
-        for response in "abcdef":
-            await pool.score(PROMPT, response)
-        assert len(endpoint.requests) == 6 and len(endpoint.peers) == 1
-        pool.close()
-        async with asyncio.timeout(60):
-            while not pool._services[0]._session.closed:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(one_after_the_other())
-
-
 def test_a_folder_without_a_tokenizer_or_chat_template_stops_the_start(tiny_model, tmp_path):
-    def start(path):
-        model = {"path": str(path), "urls": ["http://unused"]}
-        RewardPool(RewardConfig(functions=["reward_model"], reward_model=model)).start()
-
+    pool = RewardPool(
+        RewardConfig(functions=["reward_model"], reward_model={"path": str(tmp_path), "urls": ["http://unused"]})
+    )
     with pytest.raises(ValueError, match=r"^reward.reward_model.path: .* has no tokenizer"):
-        start(tmp_path)
+        pool.start()
     tokenizer = load_tokenizer(tiny_model)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^reward.reward_model.path: the tokenizer of .* has no chat template$"):
-        start(tmp_path)
+        pool.start()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""A tokenizer with chat templates, and a model in a few lines whose probabilities depend on every token before."""
+"""Small tokenizers, one with chat templates, and a model whose probabilities depend on every token before."""
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,6 +35,17 @@ CHATML = """{%- for tool in tools or [] -%}
 {{ '<|im_end|>\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+
+def byte_level(*special: str, merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+    """A token a byte, one for each of `merges`, and the `special` ones at last."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
+    made = Tokenizer(models.BPE(vocabulary, list(merges)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(special))
+    return made
 
 
 def make_tokenizer(thinks: bool = False) -> PreTrainedTokenizerFast:

@@ -26,14 +26,13 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "generator_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
 
-    async def go(work, servers, rollout, reward, seed, samples, end, data, routes):
+    async def go(work, servers, rollout, reward, end, data, routes):
         async with contextlib.AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(listening(server)) for server in servers]
             config = external(urls, output=tmp_path, **rollout)
             own = {"functions": ["generator_rewards:slow"], "workers": 1, **reward}
             model = config.model.model_copy(update={"path": str(tiny_model)})
-            evaluation = config.eval.model_copy(update={"samples": samples})
-            update = {"reward": config.reward.model_copy(update=own), "model": model, "seed": seed, "eval": evaluation}
+            update = {"reward": config.reward.model_copy(update=own), "model": model}
             update["data"] = config.data.model_copy(update=data)
             decoder = decoder_of(load_tokenizer(str(tiny_model)))
             generator = Generator(config.model_copy(update=update), end, VOCABULARY, stack, decoder, routes)
@@ -46,7 +45,7 @@ def with_generator(tiny_model, tmp_path, monkeypatch):
 
     none = MappingProxyType({})
 
-    def run(work, *servers, reward=none, seed=0, samples=1, end=(), data=none, routes=None, **rollout):
-        return asyncio.run(go(work, servers, rollout, reward, seed, samples, end, data, routes))
+    def run(work, *servers, reward=none, end=(), data=none, routes=None, **rollout):
+        return asyncio.run(go(work, servers, rollout, reward, end, data, routes))
 
     return run

@@ -5,9 +5,18 @@ import asyncio
 from aiohttp import web
 from stand_ins import ABORTED, Server, name_of, reply
 
+from dynamo_megatron.types import Prompt
+
 PROMPT = 2  # tokens of every prompt
+PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]
+COUNTS = [2] * len(PROMPTS)
 FIRST = 40  # the token that version 0 makes; version 1 makes the next one, and so on
 VERSIONS = 80  # different tokens
+
+
+def length(prompt: list[int]) -> int:
+    """Of a response to one of PROMPTS: 4 to 39 tokens."""
+    return 7 * prompt[0] - 3
 
 
 class Engine(Server):
@@ -63,13 +72,13 @@ class Engine(Server):
         return sent
 
 
-async def run_steps(generator, engines, prompts, counts, steps: int, staleness: int, first: int = 1, ends=None):
-    """{step: its result}, of a loop as the trainer's, with `counts` rollouts of `prompts` in each step. The last one of
-    every later step is under way at the first push after its dispatch. `ends`: a step, and what the loop waits for in
-    it before it ends."""
-    results, dispatched = {}, first - 1
+def run_steps(engines, steps: int, staleness: int, first: int = 1, ends=None, prompts=PROMPTS):
+    """Work for `with_generator`, whose result is {step: its result}: a loop as the trainer's, with two rollouts of each
+    of `prompts` in each step. The last one of every later step is under way at the first push after its dispatch.
+    `ends`: a step, and what the loop waits for in it before it ends."""
+    counts = [2] * len(prompts)
 
-    async def pushed(version, held):
+    async def pushed(generator, version, held):
         while not held <= {name_of(rid)[:15] for engine in engines for rid, _ in engine.running}:
             await asyncio.sleep(0.001)
         for engine in engines:
@@ -80,18 +89,22 @@ async def run_steps(generator, engines, prompts, counts, steps: int, staleness: 
             engine.version = version
         await generator.end_sync(version, dict.fromkeys(endpoints))
 
-    await pushed(first - 1, set())
-    for step in range(first, steps + 1):
-        new = range(dispatched + 1, min(step + staleness, steps) + 1)
-        held = {f"{n:06d}-{len(prompts) - 1:04d}-{counts[-1] - 1:03d}" for n in new if n > step}
-        for engine in engines:
-            engine.holds = held
-        for dispatched in new:
-            await generator.dispatch(dispatched, prompts, counts)
-        if ends is not None and step == ends[0]:
-            while not ends[1]():
-                await asyncio.sleep(0.001)
-            return results
-        results[step] = await generator.collect(step)
-        await pushed(step, held)
-    return results
+    async def work(generator, push):
+        results, dispatched = {}, first - 1
+        await pushed(generator, first - 1, set())
+        for step in range(first, steps + 1):
+            new = range(dispatched + 1, min(step + staleness, steps) + 1)
+            held = {f"{n:06d}-{len(prompts) - 1:04d}-001" for n in new if n > step}
+            for engine in engines:
+                engine.holds = held
+            for dispatched in new:
+                await generator.dispatch(dispatched, prompts, counts)
+            if ends is not None and step == ends[0]:
+                while not ends[1]():
+                    await asyncio.sleep(0.001)
+                return results
+            results[step] = await generator.collect(step)
+            await pushed(generator, step, held)
+        return results
+
+    return work

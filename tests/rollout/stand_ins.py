@@ -57,6 +57,22 @@ def event(content) -> bytes:
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
+class Recorder:
+    """A Listener that writes down what it hears of servers."""
+
+    def __init__(self):
+        self.heard, self.uses = [], {}
+
+    def up(self, endpoint):
+        self.heard.append(("up", endpoint.name, endpoint.incarnation))
+
+    def down(self, name, why, final):
+        self.heard.append(("down", name, why, final))
+
+    def gpu_use(self, name, use):
+        self.uses[name] = use
+
+
 class Server:
     """`behaviour(request's name, number of the request)`: a reply, a response, or None for the usual one.
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from stand_ins import rollout
@@ -57,7 +56,6 @@ class Policy:
 
 
 def trainer(controller: Controller, policy: Policy) -> Trainer:
-    """The loop with one rank."""
     phases = SimpleNamespace(begin=lambda phase: None)
     run = SimpleNamespace(config=controller.config, policy=policy, phases=phases, on_rank_0=lambda what, make: make())
     return Trainer(run, Alone(), controller)
@@ -106,14 +104,7 @@ class Answering:
         return RolloutResult.from_rollouts(rollouts, seconds=1.0, notes=[])
 
 
-def make_controller(
-    output: Path,
-    prompts: int,
-    rollout: Any,
-    algorithm: dict[str, Any],
-    data: dict[str, Any] | None = None,
-    sampling: dict[str, Any] | None = None,
-) -> Controller:
+def make_controller(output: Path, prompts: int, rollout, algorithm, data=None, sampling=None) -> Controller:
     """Of a pool of `prompts`: p0, p1, ... `algorithm`, `data`, `sampling`: keys of the configuration's sections."""
     config = Config(
         model={"path": "none"},

@@ -9,7 +9,6 @@ from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.types import Prompt
 
 END = 1  # a token id of tools/tiny_model.py that ends an answer
-STEPS = 4
 AGENT = """
 async def agent(prompt, session):
     messages = list(prompt.messages)
@@ -53,10 +52,7 @@ def test_steps_train_on_the_episodes_dispatched_for_them(with_generator, tmp_pat
     (tmp_path / "ahead_agents.py").write_text(AGENT)
     asked_with: dict[tuple, int] = {}
     engines = [Turns(0.002, asked_with), Turns(0.005, asked_with)]
-
-    async def work(generator, push):
-        return await run_steps(generator, engines, PROMPTS, COUNTS, STEPS, 1)
-
+    work = run_steps(engines, 4, 1, prompts=PROMPTS)
     options = {"agent": "ahead_agents:agent", "agent_workers": 1, "max_new_tokens": 200, "concurrency": 5}
     options["health_timeout"] = 20.0  # a busy machine
     results = with_generator(work, *engines, end=(END,), max_staleness=1, at_sync=at_sync, **options)

@@ -31,20 +31,17 @@ def tokenizer(request):
 class Harness:
     """An episode whose answers come from `ToyModel`, and a record of all that was sampled."""
 
-    def __init__(self, tokenizer, seed: int = 0, rerendered: bool = False):
+    def __init__(self, tokenizer, seed: int = 0):
         self.tokenizer, self.random = tokenizer, random.Random(seed)
         self.end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.other_end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
         self.chat = ChatTokens(tokenizer, [self.end, self.other_end])
         self.model, self.episode = ToyModel(len(tokenizer)), Episode(self.chat)
         self.sampled: list[tuple[tuple[int, ...], int, int]] = []  # context, token, version
-        self.rerendered = rerendered
 
     def answer(self, place, tokens, finish="stop", text=None):
         """The message that the agent gets."""
         context = place.ids
-        if self.rerendered and place.messages is not None:
-            context = self.chat.whole(place.messages, place.tools)
         version = len(self.episode.turns) // 2
         for i, token in enumerate(tokens):
             self.sampled.append(((*context, *tokens[:i]), token, version))
@@ -150,10 +147,3 @@ def test_a_conversation_that_goes_on_is_one_segment(tokenizer):
         [*messages, {"role": "assistant", "content": "sum"}], tokenize=False
     ).removesuffix("\n")
     assert trained.sequence != harness.ids(text, end=False)  # which is why ids are kept
-
-
-def test_a_first_request_has_the_ids_of_a_rollout_without_an_agent(tokenizer):
-    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "größer?"}]
-    place = Harness(tokenizer).episode.place_chat(normalised(messages), None)
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    assert place.ids == list(rendered["input_ids"])

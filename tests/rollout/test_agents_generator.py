@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 
+import numpy as np
 import pytest
 from aiohttp import web
 from stand_ins import Server, generated, reply
 
+from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.store import read_rollouts, step_file
@@ -16,7 +18,7 @@ AGENTS = """
 import asyncio, os, time
 
 async def agent(prompt, session):
-    kind, messages = prompt.prompt_id, list(prompt.messages)
+    kind, messages = prompt.prompt_id.partition(" ")[0], list(prompt.messages)
     if kind == "raises":
         await session.chat(messages)
         raise RuntimeError("no way out")
@@ -43,7 +45,7 @@ async def agent(prompt, session):
         await asyncio.sleep(0.2)
     messages += [await session.chat(messages), {"role": "user", "content": prompt.answer}]
     messages += [await session.chat(messages)]
-    return None if kind == "scored" else 0.25
+    return None if kind in ("scored", "steps") else 0.25
 """
 END = 1  # a token id of tools/tiny_model.py that ends an answer
 
@@ -77,20 +79,24 @@ def episodes(with_generator, tmp_path):
 
 def test_an_episode_is_one_rollout_scored_once(episodes, tmp_path):
     async def work(generator, push):
-        return await generated(generator, 1, [prompt("scored"), prompt("rewarded"), prompt("edits")], [2, 1, 1], 0)
+        return await generated(generator, 1, list(map(prompt, ["scored", "rewarded", "edits", "steps"])), [2, 1, 1, 1])
 
     result = episodes(work, Server(says(3)))
     batch = result.batch
-    assert batch.rewards.tolist() == [1.0, 1.0, 0.25, 0.25] and batch.response_lengths.tolist() == [6, 6, 6, 12]
-    assert batch.successes.tolist() == [True, True, False, False]
-    assert batch.segment_starts.tolist()[:3] == batch.offsets.tolist()[:3] and len(batch.segment_starts) == 6
-    assert result.episodes == {"turns": 10, "segments": 6, "history": 1, "branched": 1} and not result.notes
+    assert batch.rewards.tolist() == [1.0, 1.0, 0.25, 0.25, 1.0]
+    assert batch.response_lengths.tolist() == [6, 6, 6, 12, 6]
+    assert batch.successes.tolist() == [True, True, False, False, True]
+    assert batch.segment_starts.tolist()[:3] == batch.offsets.tolist()[:3] and len(batch.segment_starts) == 7
+    assert result.episodes == {"turns": 12, "segments": 7, "history": 1, "branched": 1} and not result.notes
     stored = {r.rollout_id: r for r in read_rollouts(step_file(tmp_path, 1))}
-    assert len(stored) == 4
+    assert len(stored) == 5
     first = stored["000001-0000-000"]
     assert [m["role"] for m in first.episode.messages] == ["user", "assistant", "user", "assistant"]
     assert first.response_tokens == [7, 7, END] * 2 and first.reward_parts == {"generator_rewards:slow": 1.0}
     assert stored["000001-0001-000"].reward_parts == {"agent": 0.25}
+    steps = stored["000001-0003-000"]  # of the last answer: its tokens
+    assert len(steps.response) == 2 and steps.step_rewards == [(3, 4, 0.5), (4, 6, -0.25)]
+    np.testing.assert_array_equal(batch.step_rewards[-6:], [np.nan] * 3 + [0.5, np.nan, -0.25])
     for r in stored.values():
         answers = [i for turn in r.episode.turns for i in range(turn.start, turn.end)]
         assert sorted(answers) == [i for i, trained in enumerate(r.response_mask) if trained]
@@ -98,23 +104,10 @@ def test_an_episode_is_one_rollout_scored_once(episodes, tmp_path):
         assert all(0 <= asked < answered for asked, answered in times) and times == sorted(times)
 
 
-def test_steps_of_the_last_answer_are_its_tokens(episodes, tmp_path):
-    (tmp_path / "of_steps.py").write_text(
-        "def two(prompt, response):\n    return {'reward': 1, 'steps': [(0, 1, 0.5), (1, len(response), -1)]}\n"
-    )
-
-    async def work(generator, push):
-        return await generated(generator, 1, [prompt("scored")], [1], 0)
-
-    batch = episodes(work, Server(says(3)), reward={"functions": ["of_steps:two"]}).batch
-    (stored,) = read_rollouts(step_file(tmp_path, 1))
-    assert len(stored.response) == 2 and stored.step_rewards == [(3, 4, 0.5), (4, 6, -1.0)]
-    assert batch.step_rewards.tolist()[3:5:2] == [0.5] and batch.step_rewards.tolist()[5] == -1.0
-
-
 def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path):
-    kinds = ["raises", "silent", "endless", "rewarded", "ends", "leaves"]
+    kinds = ["raises", "silent", "endless", "endless without", "endless empty", "rewarded", "ends", "leaves"]
     prompts = [prompt(kind, file=str(tmp_path / "ended"), url=str(tmp_path / "url")) for kind in kinds]
+    prompts[3:5] = [dataclasses.replace(prompts[3], answer=None), dataclasses.replace(prompts[4], answer="")]
 
     async def work(generator, push):
         result = await generated(generator, 1, prompts, [1] * len(prompts), 0)
@@ -127,29 +120,23 @@ def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path):
         "raises": "failed",
         "silent": "failed",
         "endless": "truncated",  # it is scored with what it has
+        "endless without": "failed",  # nothing can score it
+        "endless empty": "failed",
         "rewarded": "completed",
         "ends": "completed",  # once its process was replaced
         "leaves": "completed",
     }
-    assert status == 404 and result.episodes["limit_turns"] == 1 and result.episodes["restarts"] >= 1
+    assert status == 404 and result.episodes["limit_turns"] == 3 and result.episodes["restarts"] >= 1
     (note,) = [n for n in result.notes if "rollouts failed" in n]
-    assert "2 of 6 rollouts failed" in note
+    assert "4 of 8 rollouts failed" in note
     stored = {r.prompt_id: r for r in read_rollouts(step_file(tmp_path, 1))}
     assert "no way out" in stored["raises"].episode.reason
     assert "asked for no answer" in stored["silent"].episode.reason and stored["rewarded"].episode.reason == ""
-    assert {k for k, r in stored.items() if r.status == "failed"} == {"raises", "silent"}
+    for kind in ("endless without", "endless empty"):
+        assert "limit of turns; then the agent raised, and the row has no answer" in stored[kind].episode.reason
+    assert [k for k in kinds if stored[k].status == "failed"] == [k for k in kinds if outcome[k] == "failed"]
     assert stored["ends"].episode.counts["restarts"] == 1
     assert stored["endless"].reward == 1.0 and stored["endless"].finish_reason == "length"
-
-
-@pytest.mark.parametrize("answer", [None, ""])
-def test_at_a_limit_an_agent_that_raises_fails_without_an_answer_to_score_with(episodes, tmp_path, answer):
-    async def work(generator, push):
-        return await generated(generator, 1, [dataclasses.replace(prompt("endless"), answer=answer)], [1], 0)
-
-    assert episodes(work, Server(says(3)), agent_turns=2).counts["failed"] == 1
-    (stored,) = read_rollouts(step_file(tmp_path, 1))
-    assert "limit of turns; then the agent raised, and the row has no answer" in stored.episode.reason
 
 
 def test_an_episode_that_does_not_end_is_aborted(episodes, tmp_path, monkeypatch):
@@ -164,8 +151,6 @@ def test_an_episode_that_does_not_end_is_aborted(episodes, tmp_path, monkeypatch
 
 
 def test_an_episode_of_one_turn_is_the_rollout_without_an_agent(episodes, with_generator, tmp_path, tiny_model):
-    from dynamo_megatron.data.templates import load_tokenizer
-
     (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}{{ ending }}")
     data = {"chat_template": str(tmp_path / "own.jinja"), "template_args": {"ending": "=?"}}
     tokens = load_tokenizer(str(tiny_model)).encode("2+2=?")

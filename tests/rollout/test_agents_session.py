@@ -1,7 +1,6 @@
 """A session's endpoint: what agents' clients send, and what they get."""
 
 import asyncio
-import contextlib
 import re
 
 import aiohttp
@@ -19,18 +18,13 @@ from dynamo_megatron.rollout.agents.worker import Session as AgentSession
 from dynamo_megatron.rollout.client import Response
 
 
-@contextlib.asynccontextmanager
-async def served(scripted):
-    """An OpenAI client and the agent's own handle of the session."""
-    async with endpoint(scripted) as url, openai.AsyncOpenAI(base_url=url, api_key="any") as client:
-        yield client, AgentSession(url)
-
-
 def run(work, *texts, **limits):
+    """`work` with an OpenAI client, the agent's own handle of the session, and what answers."""
+
     async def go():
         scripted = Scripted(*texts, **limits)
-        async with served(scripted) as (client, own):
-            return await work(client, own, scripted)
+        async with endpoint(scripted) as url, openai.AsyncOpenAI(base_url=url, api_key="any") as client:
+            return await work(client, AgentSession(url), scripted)
 
     return asyncio.run(go())
 
@@ -180,14 +174,6 @@ def test_a_template_without_an_end_repeats_no_token_that_ended_an_answer():
     assert tokenizer.decode(added) == f"user\n{QUESTION[0]['content']}<|im_start|>assistant\n"
 
 
-def test_an_answer_that_is_cut_at_the_limit_which_was_asked_for():
-    async def cut(client, own, scripted):
-        await client.chat.completions.create(model="m", messages=QUESTION, max_tokens=8)
-        return scripted.session
-
-    assert run(cut, "a much longer answer than that", tokens=8).counts["limit_tokens"] == 1
-
-
 def test_tokens_and_context_are_limits_of_the_episode():
     async def tokens(client, own, scripted):
         messages = [*QUESTION, await own.chat(QUESTION), *QUESTION]
@@ -196,15 +182,19 @@ def test_tokens_and_context_are_limits_of_the_episode():
             await own.chat([*messages, cut, *QUESTION])
         return scripted.session
 
-    session = run(tokens, "seven", "a much longer answer than that", tokens=8)
-    assert sum(len(turn.response.tokens) for turn in session.episode.turns) == 8
-    assert session.counts["limit_tokens"] == 1 and session.episode.turns[1].response.finish_reason == "length"
+    async def as_asked_for(client, own, scripted):
+        await own.chat(QUESTION, max_tokens=8)
+        return scripted.session
 
     async def context(client, own, scripted):
         with pytest.raises(ChatError, match="tokens, of at most 10"):
             await own.chat(QUESTION)
         return scripted.session
 
+    session = run(tokens, "seven", "a much longer answer than that", tokens=8)
+    assert sum(len(turn.response.tokens) for turn in session.episode.turns) == 8
+    assert session.counts["limit_tokens"] == 1 and session.episode.turns[1].response.finish_reason == "length"
+    assert run(as_asked_for, "a much longer answer than that", tokens=8).counts["limit_tokens"] == 1
     assert run(context, length=10).counts == {"turns": 0, "segments": 0, "limit_context": 1}
 
 

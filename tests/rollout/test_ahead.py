@@ -2,19 +2,10 @@
 
 import numpy as np
 import pytest
-from engine_stand_in import FIRST, VERSIONS, Engine, run_steps
+from engine_stand_in import COUNTS, FIRST, PROMPTS, VERSIONS, Engine, length, run_steps
 
 from dynamo_megatron.rollout.store import RolloutStore, read_lines, read_rollouts, step_file
-from dynamo_megatron.types import Prompt, Rollout
-
-PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]
-COUNTS = [2] * len(PROMPTS)
-SMALL = {"max_new_tokens": 40, "concurrency": 5}
-
-
-def length(prompt: list[int]) -> int:
-    """4 to 39 tokens."""
-    return 7 * prompt[0] - 3
+from dynamo_megatron.types import Rollout
 
 
 def names(step: int) -> list[str]:
@@ -33,12 +24,9 @@ def response_of(batch) -> np.ndarray:
 
 @pytest.mark.parametrize(("staleness", "at_sync"), [(1, "drain"), (3, "partial")])
 def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(with_generator, tmp_path, staleness, at_sync):
-    engines, steps = [Engine(length, 0.004), Engine(length, 0.009)], 6
-
-    async def work(generator, push):
-        return await run_steps(generator, engines, PROMPTS, COUNTS, steps, staleness)
-
-    results = with_generator(work, *engines, max_staleness=staleness, at_sync=at_sync, **SMALL)
+    engines = [Engine(length, 0.004), Engine(length, 0.009)]
+    options = {"max_staleness": staleness, "at_sync": at_sync, "max_new_tokens": 40, "concurrency": 5}
+    results = with_generator(run_steps(engines, 6, staleness), *engines, **options)
     oldest, mixed = [], 0
     for step, result in results.items():
         batch = result.batch
@@ -76,24 +64,14 @@ def test_servers_are_asked_for_a_step_once_those_before_it_have_been_asked_for(w
 
 def test_a_killed_run_generates_nothing_again_that_its_checkpoint_s_weights_finished(with_generator, tmp_path):
     """The run ends in step 4, whose checkpoint was of step 2: what versions up to 2 have sampled is kept."""
-    engine = Engine(length, 0.02)
-
-    async def first(generator, push):
-        ends = 4, lambda: all(step_file(tmp_path, n).exists() for n in (4, 5))
-        await run_steps(generator, [engine], PROMPTS, COUNTS, 8, 2, ends=ends)
-
-    with_generator(first, engine, max_staleness=2, max_new_tokens=40)
+    engine, again = Engine(length, 0.02), Engine(length, 0.005)
+    ends = 4, lambda: all(step_file(tmp_path, n).exists() for n in (4, 5))
+    with_generator(run_steps([engine], 8, 2, ends=ends), engine, max_staleness=2, max_new_tokens=40)
     left = [r for step in (3, 4, 5) for r in read_lines(step_file(tmp_path, step))]
     newest = {r.rollout_id: max(version for version, _, _ in r.weight_versions) for r in left}
     finished = {name for name, version in newest.items() if version <= 2}
     assert finished
-
-    again = Engine(length, 0.005)
-
-    async def second(generator, push):
-        return await run_steps(generator, [again], PROMPTS, COUNTS, 5, 2, first=3)
-
-    results = with_generator(second, again, max_staleness=2, max_new_tokens=40)
+    results = with_generator(run_steps([again], 5, 2, first=3), again, max_staleness=2, max_new_tokens=40)
     asked = {name[:15] for name in again.asked}
     assert not finished & asked, "a finished rollout was generated again"
     assert newest.keys() - finished <= asked, "weights after the checkpoint's do not come again"

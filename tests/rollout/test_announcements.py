@@ -5,6 +5,7 @@ import json
 import stat
 
 import pytest
+from stand_ins import Recorder
 
 from dynamo_megatron.rollout.servers import announcements
 from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide, _Watched, servers_folder
@@ -12,23 +13,11 @@ from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.runtime.gpu_usage import GpuUse
 
 NAMES = ["server-0", "server-1"]
-HALF, FULL = GpuUse(1, 40, 0.5), GpuUse(1, 80, 1.0)
+HALF = GpuUse(1, 40, 0.5)
 
 
-class Recorder:
-    """A fleet, or a node's supervisor, that writes down what it hears."""
-
-    def __init__(self):
-        self.heard = []
-
-    def up(self, endpoint):
-        self.heard.append(("up", endpoint.name, endpoint.incarnation))
-
-    def down(self, name, why, final):
-        self.heard.append(("down", name, why, final))
-
-    def gpu_use(self, name, use):
-        self.heard.append((name, use))
+class Node(Recorder):
+    """A node's supervisor that writes down what the run says."""
 
     def allow_starts(self, allowed):
         self.starts = allowed
@@ -57,7 +46,7 @@ def fast(monkeypatch):
 
 def test_servers_come_and_go_and_are_restarted(tmp_path):
     async def work():
-        fleet, supervisor = Recorder(), Recorder()
+        fleet, supervisor = Recorder(), Node()
         run = Announced(tmp_path, NAMES, fleet)
         side = NodeSide(tmp_path, NAMES)
         running = asyncio.create_task(run.run())
@@ -67,7 +56,8 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
         await until(lambda: fleet.heard)
         side.up(endpoint("server-0", 2))
         side.up(endpoint("server-1", 1))
-        await until(lambda: len(fleet.heard) == 3)
+        side.gpu_use("server-1", HALF)
+        await until(lambda: len(fleet.heard) == 3 and fleet.uses == {"server-1": HALF})
         file = servers_folder(tmp_path) / "server-0.json"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and "key-2" in file.read_text()
         assert supervisor.starts
@@ -99,24 +89,6 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
     asyncio.run(work())
 
 
-def test_what_the_gpus_of_a_node_do_reaches_the_run(tmp_path):
-    async def work():
-        fleet, side = Recorder(), NodeSide(tmp_path, NAMES)
-        running = asyncio.create_task(Announced(tmp_path, NAMES, fleet).run())
-        await side.join(60)
-        serving = asyncio.create_task(side.run(Recorder()))
-        side.up(endpoint("server-0", 1))
-        for use in (HALF, FULL):
-            side.gpu_use("server-0", use)
-            await until(lambda use=use: ("server-0", use) in fleet.heard)
-        side.down("server-0", "hung", False)
-        assert "gpu" not in side._said["server-0"]
-        for task in (serving, running):
-            task.cancel()
-
-    asyncio.run(work())
-
-
 def test_an_older_runs_files_are_not_taken(tmp_path):
     folder = servers_folder(tmp_path)
     folder.mkdir()
@@ -132,7 +104,7 @@ def test_an_older_runs_files_are_not_taken(tmp_path):
         side = NodeSide(tmp_path, NAMES)
         await side.join(60)
         side.up(endpoint("server-1", 1))
-        serving = asyncio.create_task(side.run(Recorder()))
+        serving = asyncio.create_task(side.run(Node()))
         await until(lambda: fleet.heard)
         assert fleet.heard == [("up", "server-1", 1)]
         for task in (running, serving):
@@ -150,7 +122,7 @@ def test_a_killed_run_ends_its_nodes(tmp_path):
         run.cancel()
         await asyncio.wait([run])
         (servers_folder(tmp_path) / "run.json").write_text(content)  # kill -9 leaves it there
-        await asyncio.wait_for(side.run(Recorder()), 60)
+        await asyncio.wait_for(side.run(Node()), 60)
 
     asyncio.run(work())
 

@@ -1,6 +1,7 @@
 """Requests that share an HTTP request: each is answered when it is finished, and fails alone."""
 
 import asyncio
+import json
 import math
 
 import pytest
@@ -137,14 +138,40 @@ NONSENSE = {
     "a gap": {"weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 2, "end": 3}]},
     "short": {"weight_versions": [{"version": "3", "start": 0, "end": 2}]},
     "unknown": {"finish_reason": {"type": "tool"}},
+    "another end token": {"finish_reason": {"type": "stop", "matched": 8}},
     "of another request": {"id": "b;"},
 }
 
 
-@pytest.mark.parametrize("changes", NONSENSE.values(), ids=NONSENSE.keys())
-def test_a_reply_that_is_no_sample_is_nonsense_of_its_server(changes):
-    def behaviour(name, number):
-        return web.json_response({"meta_info": reply("a;")["meta_info"] | changes})
+OTHERS = {"a page": "<html>", "not json": "{", "no meta_info": '{"text": "!"}'}
 
-    (error,) = run(Server(behaviour), lambda client: ask(client, "a"), max_new_tokens=4)
+
+def altered(changes: dict) -> str:
+    return json.dumps({"meta_info": reply("a;")["meta_info"] | changes})
+
+
+def one_reply(text: str, most: int = 4):
+    """What a client makes of a server's answer to request "a" for so many tokens."""
+    kind = "text/html" if text == OTHERS["a page"] else "application/json"
+    server = Server(lambda name, number: web.Response(text=text, content_type=kind))
+    (found,) = run(server, lambda client: ask(client, "a"), max_new_tokens=most)
+    return found
+
+
+@pytest.mark.parametrize("text", [*map(altered, NONSENSE.values()), *OTHERS.values()], ids=[*NONSENSE, *OTHERS])
+def test_a_reply_that_is_no_sample_is_nonsense_of_its_server(text):
+    error = one_reply(text)
     assert isinstance(error, ServerLost) and "answers with nonsense: " in str(error) and "\n" not in str(error)
+
+
+# What SGLang types as int | list[int] | str, and others leave out.
+@pytest.mark.parametrize("matched", [7, [7], [3, 7], None])
+def test_what_stopped_a_response_is_its_last_token_or_the_end_of_several(matched):
+    response = one_reply(altered({"finish_reason": {"type": "stop", "matched": matched}}))
+    assert response.error == "" and response.tokens == [7] * 3
+
+
+@pytest.mark.parametrize(("most", "error"), [(5, ""), (6, "the server ended it after 3 of 6 tokens: its KV cache")])
+def test_a_response_that_its_server_cuts_short_fails(most, error):
+    response = one_reply(altered({"finish_reason": {"type": "length", "length": 3}}), most)
+    assert error in response.error and len(response.tokens) == (0 if error else 3)

@@ -10,7 +10,7 @@ from stand_ins import ABORTED, Server, generated, reply
 from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
-from dynamo_megatron.rollout.servers.supervisor import External
+from dynamo_megatron.rollout.servers.fleet import Fleet
 from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.types import Prompt
 
@@ -110,13 +110,11 @@ def test_a_server_of_rejected_rollouts_is_restarted(with_generator, tmp_path):
     async def work(generator, push):
         await push(0)
         result = await generated(generator, 1, PROMPTS, [8, 8, 1], 0)
-        by_server = {
-            name: [rollout for rollout, o in result.outcomes.items() if o.server == name]
-            for name in ("server-0", "server-1")
-        }
-        await generator.reject(1, [*by_server["server-1"], by_server["server-0"][0]])
-        rejected = {r.rollout_id for r in read_rollouts(step_file(tmp_path, 1)) if r.status == "rejected"}
-        assert rejected == {*by_server["server-1"], by_server["server-0"][0]}
+        first, *_ = (name for name, o in result.outcomes.items() if o.server == "server-0")
+        rejected = [first, *(name for name, o in result.outcomes.items() if o.server == "server-1")]
+        await generator.reject(1, rejected)
+        stored = {r.rollout_id for r in read_rollouts(step_file(tmp_path, 1)) if r.status == "rejected"}
+        assert stored == set(rejected)
         result = await generated(generator, 2, PROMPTS, [2, 2, 0], 0)
         assert {o.server for o in result.outcomes.values()} == {"server-0"}
         assert "step 2: server-1 left the rotation: 100% of its rollouts were rejected" in result.notes
@@ -125,15 +123,11 @@ def test_a_server_of_rejected_rollouts_is_restarted(with_generator, tmp_path):
 
 
 def test_a_fleet_that_nobody_looks_after_ends_the_command(with_generator, monkeypatch):
-    keep = External.run
-
-    async def run(self):
-        keeping = asyncio.create_task(keep(self))
+    async def watch(self):
         await failing.wait()
-        keeping.cancel()
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(External, "run", run)
+    monkeypatch.setattr(Fleet, "_watch", watch)
     failing = asyncio.Event()
 
     async def work(generator, push):

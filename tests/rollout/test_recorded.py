@@ -29,11 +29,8 @@ def folder(tmp_path):
 
 
 def generate(folder, request, step=5):
-    return sampled(source(folder), step, [PROMPTS[name] for name, _ in request], [n for _, n in request])
-
-
-def source(folder):
-    return RecordedRollouts(folder, 100)
+    prompts, counts = [PROMPTS[name] for name, _ in request], [n for _, n in request]
+    return sampled(RecordedRollouts(folder, 100), step, prompts, counts)
 
 
 def test_unequal_groups_and_a_prompt_twice(folder):

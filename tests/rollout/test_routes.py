@@ -7,27 +7,20 @@ import math
 import numpy as np
 import pytest
 from aiohttp import web
-from engine_stand_in import Engine, run_steps
+from engine_stand_in import COUNTS, PROMPTS, Engine, length, run_steps
 from stand_ins import rollout
 
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.store import read_rollouts, step_file
-from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.runtime.routes import RouteShape
-from dynamo_megatron.types import Prompt, Rollout
+from dynamo_megatron.types import Rollout
 
 SHAPE = RouteShape(layers=2, topk=3, experts=8)
-PROMPTS = [Prompt(f"q{i}", text="?", tokens=[1 + i, 30]) for i in range(6)]
-COUNTS = [2] * len(PROMPTS)
 
 
 def route(version: int, position: int) -> np.ndarray:
     """[layers, topk]: what weights of this version choose there; each version something else."""
     return (np.array([[0, 1, 2], [0, 2, 3]]) + 3 * version + position) % SHAPE.experts
-
-
-def length(prompt: list[int]) -> int:
-    return 7 * prompt[0] - 3
 
 
 class Routed(Engine):
@@ -70,11 +63,8 @@ def check(batch) -> int:
 
 def test_a_route_is_that_of_the_weights_that_sampled_its_token(with_generator, tmp_path):
     engines = [Routed(length, 0.004), Routed(length, 0.009)]
-
-    async def work(generator, push):
-        return await run_steps(generator, engines, PROMPTS, COUNTS, 5, 2)
-
-    results = with_generator(work, *engines, routes=SHAPE, max_staleness=2, max_new_tokens=40, concurrency=5)
+    options = {"routes": SHAPE, "max_staleness": 2, "max_new_tokens": 40, "concurrency": 5}
+    results = with_generator(run_steps(engines, 5, 2), *engines, **options)
     assert sum(check(result.batch) for result in results.values()) > 0
     for step, result in results.items():
         stored = {r.rollout_id: r for r in read_rollouts(step_file(tmp_path, step))}
@@ -84,24 +74,16 @@ def test_a_route_is_that_of_the_weights_that_sampled_its_token(with_generator, t
 
 
 def test_a_killed_run_continues_with_the_routes_of_what_it_has_begun(with_generator):
-    async def first(generator, push):
-        await run_steps(generator, [engine], PROMPTS, COUNTS, 8, 2, ends=(4, lambda: True))
-
-    async def second(generator, push):
-        return await run_steps(generator, [again], PROMPTS, COUNTS, 5, 2, first=3)
-
     engine, again = Routed(length, 0.02), Routed(length, 0.005)
-    with_generator(first, engine, routes=SHAPE, max_staleness=2, max_new_tokens=40)
-    results = with_generator(second, again, routes=SHAPE, max_staleness=2, max_new_tokens=40)
+    options = {"routes": SHAPE, "max_staleness": 2, "max_new_tokens": 40}
+    with_generator(run_steps([engine], 8, 2, ends=(4, lambda: True)), engine, **options)
+    results = with_generator(run_steps([again], 5, 2, first=3), again, **options)
     assert any(again.begun.values()) and sum(check(result.batch) for result in results.values()) > 0
 
 
 def test_what_is_sampled_after_an_abort_without_routes_keeps_its_own(with_generator):
-    async def work(generator, push):
-        return await run_steps(generator, [engine], PROMPTS, COUNTS, 4, 2)
-
     engine, known = Routed(length, 0.004, retracts=True), []
-    results = with_generator(work, engine, routes=SHAPE, max_staleness=2, max_new_tokens=40)
+    results = with_generator(run_steps([engine], 4, 2), engine, routes=SHAPE, max_staleness=2, max_new_tokens=40)
     for result in results.values():
         assert not any("routed experts" in note for note in result.notes)
         versions = np.split(result.batch.weight_versions, result.batch.response_offsets[1:-1])
@@ -115,15 +97,7 @@ def test_what_is_sampled_after_an_abort_without_routes_keeps_its_own(with_genera
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"shape": [4, 4]},
-        {"shape": [1 << 40]},
-        {"shape": [4, 3, 1]},
-        {"shape": [24, 1, 1]},
-        {"bytes": 8},
-        {"data": "?"},
-        {"data": None},
-    ],
+    [*({"shape": s} for s in ([4, 4], [1 << 40], [4, 3, 1], [24, 1, 1])), {"bytes": 8}, {"data": "?"}, {"data": None}],
 )
 def test_damaged_routes_in_a_file_are_refused(change):
     for shape in ((4, 2, 3), (2, 2, 3)):
@@ -133,17 +107,6 @@ def test_damaged_routes_in_a_file_are_refused(change):
         assert Rollout.from_json(json.dumps(line), routes=False).routes is None
         with pytest.raises(InputError, match="not a rollout: routes"):
             Rollout.from_json(json.dumps(line | {"routes": line["routes"] | change}))
-
-
-def test_the_bytes_of_a_route_on_disk():
-    """Of Qwen3-30B-A3B's, where all experts are alike, and where some are chosen far more often."""
-    draw, tokens = np.random.default_rng(0), 300
-    for skew in (0.0, 2.0):
-        scores = draw.gumbel(size=(tokens, 48, 128)) + skew * draw.normal(size=(48, 128))
-        routes = scores.argsort()[..., :-9:-1].astype(np.uint8)
-        lines = (rollout("000001-0000-000", range(tokens - 2), routes=r).to_json().encode() for r in (routes, None))
-        beside, alone = (len(compressed(line)) for line in lines)
-        assert 330 <= (beside - alone) / tokens <= 340
 
 
 def one_rollout(with_generator, engine, **options):

@@ -1,7 +1,6 @@
 """What becomes of requests when servers misbehave."""
 
 import asyncio
-from types import MappingProxyType
 
 import pytest
 from aiohttp import web
@@ -12,9 +11,9 @@ from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.sampling import Sampling
 
 
-def sample(*servers: Server, requests: int = 40, pushed: bool = False, limits=MappingProxyType({}), **rollout):
-    """(outcomes by request: (response, server), the fleet) of so many requests in groups of four.
-    `limits`: of requests, monotonic seconds."""
+def sample(*servers: Server, requests: int = 40, pushed: bool = False, late: str = "", **rollout):
+    """(outcomes by request: (response, server), the fleet) of so many requests in groups of four. `late`: a request
+    whose time is over."""
 
     async def work():
         outcomes = {}
@@ -28,9 +27,8 @@ def sample(*servers: Server, requests: int = 40, pushed: bool = False, limits=Ma
                 endpoints = await fleet.begin_sync(0)
                 await fleet.end_sync(0, dict.fromkeys(endpoints))
             names = [(f"r{i}", i // 4) for i in range(requests)]
-            asked = [Request(r, f"g{i}", f"p{i}", [1, 2], limit=limits.get(r)) for r, i in names]
-            sampling = Sampling(fleet, asked, take)
-            await sampling.run()
+            asked = [Request(r, f"g{i}", f"p{i}", [1, 2], limit=1.0 if r == late else None) for r, i in names]
+            await Sampling(fleet, asked, take).run()
             assert len(outcomes) == requests and not any(m.requests for m in fleet.serving().values())
             return outcomes, fleet
 
@@ -50,65 +48,8 @@ def test_groups_stay_together_and_no_server_has_more_than_its_share():
     assert all(len(servers) == 1 for servers in by_group.values())
 
 
-NONSENSE = {
-    "no meta_info": {"text": "!"},
-    "an unheard-of end": {"meta_info": {**reply("r")["meta_info"], "finish_reason": {"type": "tired"}}},
-}
-
-
-def one_token(token, logprob=-1.0) -> dict:
-    return {"output_token_logprobs": [[-1.0, 7, None], [logprob, token, None], [-1.0, 7, None]]}
-
-
-# What SGLang types as int | list[int] | str, and others leave out.
-@pytest.mark.parametrize("matched", [7, [7], [3, 7], None])
-def test_what_stopped_a_response_is_its_last_token_or_the_end_of_several(matched):
-    def stops(rid, number):
-        return web.json_response(reply(f"{rid};", finish={"type": "stop", "matched": matched}))
-
-    outcomes, fleet = sample(Server(stops), requests=4, max_new_tokens=6)
-    assert len(outcomes) == 4 and not any(r.error for r, _ in outcomes.values())
-    assert fleet.uses["server-0"].retries == 0
-
-
-@pytest.mark.parametrize(("most", "error"), [(5, ""), (6, "the server ended it after 3 of 6 tokens: its KV cache")])
-def test_a_response_that_its_server_cuts_short_fails(most, error):
-    def cuts(rid, number):
-        return web.json_response(reply(f"{rid};", finish={"type": "length", "length": 3}))
-
-    outcomes, _ = sample(Server(cuts), requests=1, max_new_tokens=most)
-    ((response, _),) = outcomes.values()
-    assert error in response.error and len(response.tokens) == (0 if error else 3)
-
-
-# Of the reply that the server otherwise sends, these keys.
-GARBAGE = {
-    "an id beyond the vocabulary": one_token(10_000_000),
-    "a logprob above 0": one_token(7, 0.5),
-    "a gap": {"weight_versions": [{"version": "0", "start": 1, "end": 3}]},
-    "another end token": {"finish_reason": {"type": "stop", "matched": 8}},
-    "another's response": {"id": "another;"},
-}
-
-
-@pytest.mark.parametrize("status", [503, "not json", "a page", "no meta_info", "an unheard-of end", *GARBAGE], ids=str)
-def test_a_server_that_serves_nobody_costs_no_rollout(status):
-    def misbehave(rid, number):
-        if status == "a page":
-            return web.Response(text="<html>", content_type="text/html")
-        if status in GARBAGE:
-            return web.json_response({"meta_info": reply(f"{rid};")["meta_info"] | GARBAGE[status]})
-        if status in NONSENSE:
-            return web.json_response(NONSENSE[status])
-        if status == "not json":
-            return web.Response(text="{", content_type="application/json")
-        return web.json_response({"error": {"message": "no"}}, status=status)
-
-    servers = Server(misbehave), Server()
-    outcomes, fleet = sample(*servers, requests=80, max_new_tokens=6)
-    assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
-    assert fleet.uses["server-0"].retries > 0
-    assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
+def unavailable(rid, number):
+    return web.json_response({}, status=503)
 
 
 class Closing(Server):
@@ -131,10 +72,11 @@ def test_broken_connections_are_no_fault_of_a_healthy_server():
     assert fleet.notes == [] and set(fleet.serving()) == {"server-0"}
 
 
-def test_a_server_that_breaks_every_connection_is_restarted():
-    servers = Closing(1_000_000), Server()
-    outcomes, fleet = sample(*servers, requests=80, concurrency=2)
+@pytest.mark.parametrize("server", [lambda: Server(unavailable), lambda: Closing(1_000_000)])
+def test_a_server_that_serves_nobody_costs_no_rollout_and_is_restarted(server):
+    outcomes, fleet = sample(server(), Server(), requests=80, concurrency=2)
     assert served_by(outcomes) == {"server-1"} and not any(r.error for r, _ in outcomes.values())
+    assert fleet.uses["server-0"].retries > 0
     assert any("server-0 left the rotation: it took none of 16 requests in a row" in note for note in fleet.notes)
 
 
@@ -151,28 +93,26 @@ def test_a_silent_server_leaves_and_its_requests_go_elsewhere():
 
 def test_a_response_that_never_ends_is_aborted():
     server = Server(lambda rid, number: asyncio.Event().wait() if rid == "r3" else None)
-    outcomes, *_ = sample(server, limits={"r3": 1.0})  # which is long ago
+    outcomes, *_ = sample(server, late="r3")
     assert outcomes["r3"][0].finish_reason == "abort" and server.aborted == ["r3"]
     assert outcomes["r3"][0].error == "no response to r3 within rollout.timeout"
     assert sum(bool(r.error) for r, _ in outcomes.values()) == 1
 
 
 def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_one_for_patience():
-    def refuse(rid, number):
-        return web.json_response({}, status=503)
-
     def garbage(token):
-        return lambda rid, _: web.json_response({"meta_info": reply(f"{rid};")["meta_info"] | one_token(token)})
+        tokens = {"output_token_logprobs": [[-1.0, 7, None], [-1.0, token, None], [-1.0, 7, None]]}
+        return lambda rid, _: web.json_response({"meta_info": reply(f"{rid};")["meta_info"] | tokens})
 
     why = "no server has the weights of step 0: server-0: it took none of 16 requests in a row; the last: "
     with pytest.raises(SyncNeeded, match=why):
-        sample(Server(refuse), pushed=True)
+        sample(Server(unavailable), pushed=True)
     for token in (10_000_000, -3):
         nonsense = rf".* answers with nonsense: token id {token} is not in the vocabulary \(0 to 127\); does it serve"
         with pytest.raises(SyncNeeded, match=why + nonsense):
             sample(Server(garbage(token)), pushed=True)
     # Not pushed to, a server that is back has the weights that it had.
-    outcomes, *_ = sample(Server(refuse), requests=8)
+    outcomes, *_ = sample(Server(unavailable), requests=8)
     assert all("lost with server-0, server-0" in r.error for r, _ in outcomes.values())
 
 

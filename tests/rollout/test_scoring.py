@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from agents_chat import byte_level
+from tokenizers import Tokenizer
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardPool
@@ -12,15 +13,6 @@ from dynamo_megatron.rollout.scoring import Scoring
 from dynamo_megatron.types import Prompt
 
 GPT_OSS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>")
-
-
-def tokenizer(*special: str) -> Tokenizer:
-    """A token a byte, and the `special` ones."""
-    made = Tokenizer(models.BPE({token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +46,7 @@ def scored():
     ],
 )
 def test_thinking_that_the_prompt_has_begun(scored, prompt, response, right, formed):
-    assert scored(tokenizer("<end>"), prompt, f"{response}<end>") == (response, right, formed)
+    assert scored(byte_level("<end>"), prompt, f"{response}<end>") == (response, right, formed)
 
 
 @pytest.mark.parametrize(
@@ -72,4 +64,4 @@ def test_thinking_that_the_prompt_has_begun(scored, prompt, response, right, for
     ],
 )
 def test_markers_that_are_special_tokens(scored, special, response, text, right):
-    assert scored(tokenizer(*special), "User: 5+7\nAssistant:", response)[:2] == (text, right)
+    assert scored(byte_level(*special), "User: 5+7\nAssistant:", response)[:2] == (text, right)

@@ -3,7 +3,6 @@
 import asyncio
 import runpy
 
-import pytest
 import torch
 
 from dynamo_megatron.config import RolloutConfig
@@ -12,12 +11,6 @@ from dynamo_megatron.rollout.servers.server import CPU_STAND_INS
 
 PROMPTS = [[20 + i, 30, 40, 50] for i in range(4)]
 REQUESTS = 16
-
-
-@pytest.fixture(scope="module")
-def plugin():
-    """The names in the plugin that the server loads."""
-    return runpy.run_path(str(CPU_STAND_INS / "seeded_sampling.py"))
 
 
 def test_a_seeded_response_is_the_same_whatever_is_sampled_beside_it(sglang_server):
@@ -51,7 +44,8 @@ def test_a_seeded_response_is_the_same_whatever_is_sampled_beside_it(sglang_serv
     assert others == [first, first]
 
 
-def test_tokens_are_drawn_by_their_probability(plugin):
+def test_tokens_are_drawn_by_their_probability():
+    plugin = runpy.run_path(str(CPU_STAND_INS / "seeded_sampling.py"))
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
     n = 40_000
     seeds, positions = torch.arange(n) * 7919 + 2**62, torch.arange(n) % 17

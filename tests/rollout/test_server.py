@@ -1,5 +1,4 @@
 import asyncio
-import errno
 import json
 import os
 import stat
@@ -8,10 +7,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
-from living_processes import living
+import torch
+from transformers import AutoModelForCausalLM
 
 from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.config.rollout import FP8_CONFIG
@@ -20,7 +21,6 @@ from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import server as server_module
 from dynamo_megatron.rollout.servers.server import LONGER_CONTEXT, SGLangServer, check_reachable, library_path
 from dynamo_megatron.rollout.servers.server_api import call
-from dynamo_megatron.runtime import guard
 
 END = 3  # <|im_end|>
 
@@ -32,50 +32,6 @@ def test_servers_beside_ranks_of_several_hosts_are_not_each_hosts_own(host):
     check_reachable(RolloutConfig(host=host), ["node-a", "node-a"])  # virtual nodes of one machine
     check_reachable(RolloutConfig(host=host, placement="split"), ["node-a", "node-b"])
     check_reachable(RolloutConfig(host="192.0.2.7"), ["node-a", "node-b"])
-
-
-def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):
-    """One of the folders would have the server's key."""
-    places = [tmp_path / "temporary", tmp_path / "shared"]
-    for place in places:
-        place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(places[0]))
-    monkeypatch.setattr(guard, "SHARED_MEMORY", str(places[1]))
-    monkeypatch.setattr(server_module.subprocess, "Popen", no_process)
-    server = SGLangServer(RolloutConfig(), ModelConfig(path="unused"), tmp_path / "sglang.log")
-    with pytest.raises(OSError):
-        server.start()
-    assert [*places[0].iterdir(), *places[1].iterdir()] == []
-
-
-def no_process(*arguments, **options):
-    raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-
-@pytest.mark.full
-def test_a_server_that_dies_early_says_why(tmp_path):
-    log = tmp_path / "logs" / "sglang.log"
-    log.parent.mkdir()
-    log.write_text("OldError: of an earlier start\n")
-    config = RolloutConfig(server_args=["--no-such-option"], start_timeout=120)
-    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), log)
-    server.start()
-    try:
-        with pytest.raises(RolloutError, match=r"ended \(exit code 2\): .*unrecognized arguments: --no-such-option"):
-            asyncio.run(server.wait_ready())
-    finally:
-        server.stop()
-
-
-def test_a_silent_server_times_out(tmp_path):
-    config = RolloutConfig(python=program(tmp_path, "#!/bin/sh\nexec sleep 100\n"), start_timeout=1.0)
-    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
-    server.start()
-    try:
-        with pytest.raises(RolloutError, match=r"did not answer within rollout.start_timeout \(1 s\)"):
-            asyncio.run(server.wait_ready())
-    finally:
-        server.stop()
 
 
 def program(folder: Path, text: str) -> str:
@@ -103,21 +59,14 @@ def started_with(folder, model, **config) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("max_length", "given", "context", "longer"),
-    [
-        (None, [], "2054", "1"),
-        (2044, [], "2050", "1"),
-        (1024, [], None, ""),
-        (None, ["--context-length=512"], None, ""),
-    ],
+    ("longest", "given", "context"),
+    [(None, [], "2054"), (2044, [], "2050"), (1024, [], None), (None, ["--context-length=512"], None)],
 )
-def test_a_server_has_room_for_sequences_of_the_models_length(
-    tmp_path, monkeypatch, max_length, given, context, longer
-):
+def test_a_server_has_room_for_sequences_of_the_models_length(tmp_path, monkeypatch, longest, given, context):
     monkeypatch.delenv(LONGER_CONTEXT, raising=False)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
-    words = started_with(tmp_path, ModelConfig(path=str(tmp_path), max_length=max_length), server_args=given)
-    assert f"longer={longer}" in words and set(given) <= set(words)
+    words = started_with(tmp_path, ModelConfig(path=str(tmp_path), max_length=longest), server_args=given)
+    assert f"longer={'1' if context else ''}" in words and set(given) <= set(words)
     assert (words[words.index("--context-length") + 1] if "--context-length" in words else None) == context
 
 
@@ -135,10 +84,15 @@ def test_a_server_runs_without_megatron(tmp_path):
     assert "ImportError: a server runs without Megatron" in tried.stderr
 
 
-def test_the_key_of_a_server_whose_guard_was_killed_goes(tmp_path, monkeypatch):
+def test_the_key_of_a_server_that_never_started_or_whose_guard_was_killed_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config = RolloutConfig(python=program(tmp_path, "#!/bin/sh\nexec sleep 100\n"))
     server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(server_module.subprocess, "Popen", Mock(side_effect=OSError))
+        server.start()
+    left, server._folders = [Path(folder) for folder in server._folders], []
+    assert len(left) == 2 and not any(folder.exists() for folder in left)
     server.start()
     folders = [Path(folder) for folder in server._folders]
     assert (folders[0] / "server.yaml").stat().st_mode & 0o777 == 0o600
@@ -158,7 +112,7 @@ def test_the_cuda_runtime_of_pip_is_found(tmp_path, monkeypatch):
     assert folders[0] == str(library.parent) and folders[-1] == "/own"
 
 
-FALLS = """#!{python}
+FALLS = f"""#!{sys.executable}
 import http.server, json, os, sys
 word = lambda name: sys.argv[sys.argv.index(name) + 1]
 class Falls(http.server.BaseHTTPRequestHandler):
@@ -173,19 +127,25 @@ class Falls(http.server.BaseHTTPRequestHandler):
         os._exit(9)
 http.server.HTTPServer((word("--host"), int(word("--port"))), Falls).serve_forever()
 """
+BAD_OPTION = "#!/bin/sh\necho 'launch_server.py: error: unrecognized arguments: --no'\necho bye\nexit 2\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("text", "timeout", "why"),
     [
-        ('word("--served-model-name")', "does not answer"),  # it falls in its first request
-        ('"server-0"', "answered by another server"),  # somebody else's at the port: needs no key, answers anything
+        (BAD_OPTION, 120, r"ended \(exit code 2\): .*unrecognized arguments: --no;"),
+        ("#!/bin/sh\nexec sleep 100\n", 1, r"did not answer within rollout.start_timeout \(1 s\)"),
+        (FALLS, 120, "does not answer"),  # it falls in its first request
+        # somebody else's at the port: needs no key, answers anything
+        (FALLS.replace('word("--served-model-name")', '"server-0"'), 120, "answered by another server"),
     ],
+    ids=["ends", "silent", "falls", "another"],
 )
-def test_a_start_that_failed_is_an_error_after_which_another_follows(tmp_path, name, why):
-    text = FALLS.format(python=sys.executable).replace('word("--served-model-name")', name)
-    config = RolloutConfig(python=program(tmp_path, text))
-    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), tmp_path / "sglang.log")
+def test_a_start_that_failed_is_an_error_after_which_another_follows(tmp_path, text, timeout, why):
+    log = tmp_path / "sglang.log"
+    log.write_text("OldError: of an earlier start\n")
+    config = RolloutConfig(python=program(tmp_path, text), start_timeout=timeout)
+    server = SGLangServer(config, ModelConfig(path=str(tmp_path)), log)
     server.start()
     try:
         with pytest.raises(RolloutError, match=why):
@@ -209,7 +169,7 @@ def test_a_server_freezes_its_heap_after_its_first_request(sglang_server):
 
 
 @pytest.mark.full
-def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path, monkeypatch):
+def test_the_logits_of_a_bfloat16_server_are_float32(make_tiny_model, tmp_path, monkeypatch):
     for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)  # as under torchrun
     model = make_tiny_model(tmp_path / "model", family="qwen3", dtype="bfloat16", seed=5)
@@ -219,28 +179,17 @@ def test_bfloat16_starts_generates_and_leaves_nothing(make_tiny_model, tmp_path,
     async def respond():
         await server.wait_ready()
         async with open_session() as session:
-            client = SGLangClient(session, server.endpoint, config, [END])
-            response = await client.generate("one", [20, 30, 40])
-            sampling = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
-            payload = {"input_ids": [20], "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}
-            reply = await asyncio.to_thread(call, server.endpoint, "/generate", payload, 60.0)
-            return response, reply["meta_info"]["output_top_logprobs"]
+            response = await SGLangClient(session, server.endpoint, config, [END]).generate("one", [20, 30, 40])
+        sampling = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+        payload = {"input_ids": [20], "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}
+        reply = await asyncio.to_thread(call, server.endpoint, "/generate", payload, 60.0)
+        return response, reply["meta_info"]["output_top_logprobs"]
 
-    before = {child.pid for child in psutil.Process().children()}
     server.start()
     try:
         response, top_logprobs = asyncio.run(respond())
-        main = next(child for child in psutil.Process().children() if child.pid not in before)
-        processes = [main, *main.children(recursive=True)]
     finally:
         server.stop()
-    assert len(processes) >= 3  # the HTTP server, scheduler, detokenizer
-    psutil.wait_procs(processes, timeout=60)
-    assert living(processes) == []
-
-    import torch
-    from transformers import AutoModelForCausalLM
-
     assert len(response.tokens) == len(response.logprobs) > 0
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     tokens = torch.tensor([[20, 30, 40, *response.tokens]])

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from living_processes import living
 
-from dynamo_megatron.config import Config, ModelConfig, RolloutConfig
-from dynamo_megatron.config.files import to_plain
+from dynamo_megatron.config import ModelConfig, RolloutConfig
 from dynamo_megatron.rollout.servers.server import SGLangServer
 from dynamo_megatron.runtime.process_signals import ASK_TO_STOP, keeping
 
@@ -90,22 +88,13 @@ def test_the_processes_that_a_server_starts_block_what_asks_the_ranks_to_stop(sa
 
 
 def test_a_node_of_servers_goes_on_when_the_ranks_are_asked_to_stop(said, tmp_path):
-    config = Config(
-        model={"path": str(tmp_path)},
-        data={"source": "unused"},
-        output_dir=str(tmp_path / "run"),
-        rollout={"placement": "split"},
-        reward={"functions": ["math"]},
-    )
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
-    log = tmp_path / "node.log"
-    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "serve", "config.yaml", "--nodes", "1", "--node", "0"]
-    run = [sys.executable, "-P", "-c", RUN, config.output_dir]
+    python, output, log = [sys.executable, "-P"], tmp_path / "run", tmp_path / "node.log"
+    keys = [f"model.path={tmp_path}", "data.source=unused", f"output_dir={output}", "rollout.placement=split"]
+    command = ["-m", "dynamo_megatron.cli", "serve", *keys, "--nodes", "1", "--node", "0"]
     with log.open("w") as file:
-        run = subprocess.Popen(run, stdout=file, stderr=file)
-        node = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=file)
+        run = subprocess.Popen([*python, "-c", RUN, str(output)], stdout=file, stderr=file)
+        node = subprocess.Popen([*python, *command], cwd=tmp_path, stdout=file, stderr=file)
     try:
-        pids(said, log)
         family = [psutil.Process(pid) for pid in (node.pid, *pids(said, log))]
         assert [signal.SIGUSR1 in signals(process.pid, "SigIgn") for process in family] == [True] * 4
         node.terminate()

@@ -12,21 +12,9 @@ from stand_ins import rollout
 from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.rollout import store as store_module
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.store import RolloutStore, read_groups, read_rollouts, step_file
+from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.runtime.line_files import compressed
 from dynamo_megatron.types import EpisodeRecord
-
-
-def test_what_was_appended_is_read_back(tmp_path):
-    store = RolloutStore(tmp_path)
-    written = [rollout("000003-0000-000"), rollout("000003-0000-001")]
-    for r in written:
-        store.append(r)
-        assert read_rollouts(step_file(tmp_path, 3))[-1] == r  # on disk when append returns
-    store.append(rollout("000004-0000-000"))
-    assert read_rollouts(step_file(tmp_path, 3)) == written
-    assert len(read_rollouts(step_file(tmp_path, 4))) == 1
-    assert list(store.lines(3)) == written and list(store.lines(5)) == []
 
 
 def test_a_file_is_read_once_for_its_end_and_old_ones_are_closed(tmp_path, monkeypatch):
@@ -84,18 +72,6 @@ def test_damage_within_the_file_is_named_and_never_read_as_a_rollout(tmp_path):
             assert found == written[: len(found)] and len(found) >= place // size
 
 
-def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
-    store = RolloutStore(tmp_path)
-    for name in ("000003-0002-001", "000003-0000-010", "000003-0002-000", "000003-0000-009"):
-        store.append(rollout(name))
-    store.append(dataclasses.replace(rollout("000003-0001-000"), prompt_id="another"))
-    groups = read_groups(step_file(tmp_path, 3))
-    assert {i: [[r.rollout_id[7:] for r in group] for group in its] for i, its in groups.items()} == {
-        "é": [["0000-009", "0000-010"], ["0002-000", "0002-001"]],
-        "another": [["0001-000"]],
-    }
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -105,10 +81,7 @@ def test_groups_are_in_the_order_of_their_ids_whatever_came_first(tmp_path):
         ({"response_mask": [0, 0, 1, 2]}, "mask, tokens, logprobs and weight_versions disagree in length"),
         ({"engine_logprobs": [-0.5]}, "mask, tokens, logprobs and weight_versions disagree in length"),
         ({"weight_versions": [(2, 0, 3)]}, "mask, tokens, logprobs and weight_versions disagree in length"),
-        (
-            {"episode": EpisodeRecord([0], {"turns": "3"})},
-            "not a rollout: episode.counts.turns: Input should be a valid",
-        ),
+        ({"episode": EpisodeRecord([0], {"turns": "3"})}, "not a rollout: episode.counts.turns: Input should be"),
     ],
 )
 def test_a_line_that_is_no_rollout_of_a_step_is_named(tmp_path, changes, why):

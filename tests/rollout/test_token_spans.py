@@ -6,10 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+from agents_chat import byte_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_ins import Server, generated, rollout, sampled
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from dynamo_megatron.rollout.recorded import RecordedRollouts
 from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
@@ -17,19 +18,7 @@ from dynamo_megatron.rollout.store import RolloutStore, read_rollouts, step_file
 from dynamo_megatron.rollout.token_spans import character_ends, token_spans
 from dynamo_megatron.types import EpisodeRecord, Prompt, RolloutBatch
 
-
-def byte_level(*merges: tuple[str, str]) -> Tokenizer:
-    """A token a byte, and one for each of `merges`; the last one is an end token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
-    made = Tokenizer(models.BPE(vocabulary, list(merges)))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<end>"])
-    return made
-
-
-BYTES = byte_level()
+BYTES = byte_level("<end>")
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -37,7 +26,7 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def test_by_hand():
-    tokenizer, text = byte_level(("=", "4")), "2+2=4 é\n🙂."
+    tokenizer, text = byte_level("<end>", merges=[("=", "4")]), "2+2=4 é\n🙂."
     tokens = [*encoded(tokenizer, text), tokenizer.token_to_id("<end>")]
     # 2, +, 2, =4, blank, é (2 bytes), line end, 🙂 (4 bytes), ., end
     assert character_ends(tokens, tokenizer.decode) == [1, 2, 3, 5, 6, 6, 7, 8, 8, 8, 8, 9, 10, 10]

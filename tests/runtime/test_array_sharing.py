@@ -9,18 +9,16 @@ import numpy as np
 
 from dynamo_megatron.runtime.array_sharing import concatenate, receive, send
 
-LARGE = 2 * 300_000 * 8  # bytes of the two arrays that are apart from the message
 LOCAL_RANKS = [0, 1, 0]  # of ranks of a node of two and a node of one
 
 
-def test_a_node_has_one_copy_and_tensors_go_between_nodes(run_script, tmp_path):
+def test_a_node_has_one_copy(run_script, tmp_path):
     case = {"local_ranks": LOCAL_RANKS, "out": str(tmp_path / "out")}
     run_script(Path(__file__).with_name("array_sharing_runs.py"), case, tmp_path, 240)
     seen = [json.loads((tmp_path / "out" / f"rank{rank}.json").read_text()) for rank in range(len(LOCAL_RANKS))]
     assert [(r["node"], r["leaders"]) for r in seen] == [([0, 1], [0, 2]), ([0, 1], None), ([2], [0, 2])]
-    assert [r["tensors"] for r in seen] == [LARGE, 0, LARGE]
     for rank in seen:
-        assert rank["message"] < 30_000 and rank["open"] == 0 and rank["stop"] == "SIGTERM"
+        assert rank["open"] == 0 and rank["stop"] == "SIGTERM"
         assert rank["memory"].startswith("p ") and "/memfd:dynamo-megatron-" in rank["memory"]
     assert seen[0]["memory"] == seen[1]["memory"] != seen[2]["memory"]
 

@@ -67,13 +67,9 @@ coordinator.end_step()
 def test_a_step_that_takes_too_long_ends_all_ranks(store, step, ranks):
     where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     where["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    command, environment = [sys.executable, "-P", "-c", STEPS, step], {**os.environ, **where}
     started = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", STEPS, step],
-            env={**os.environ, **where, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(ranks)
     ]
     said = [process.communicate(timeout=300)[1] for process in started]

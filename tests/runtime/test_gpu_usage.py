@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -73,18 +72,6 @@ def test_readings_are_added_up_until_they_are_taken(nvml, monkeypatch):
     assert use.samples >= 4 and use.memory == 3 and use.utilisation == pytest.approx(0.2)
 
 
-def test_a_later_reading_that_fails_is_one_line(nvml, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_usage, "EVERY", 0.001)
-    monitor = GpuMonitor([0])
-    nvml.fails = {"nvmlDeviceGetMemoryInfo"}
-    deadline, said = time.monotonic() + 60, ""
-    while not said.endswith("\n") and time.monotonic() < deadline:
-        time.sleep(0.01)
-        said += capsys.readouterr().out
-    monitor.close()
-    assert said == "no GPU utilisation is measured any more: NVML: nvmlDeviceGetMemoryInfo\n"
-
-
 @pytest.mark.parametrize("why", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUtilizationRates"])
 def test_what_nvml_refuses_is_one_line(nvml, why):
     nvml.fails = {why}
@@ -92,9 +79,8 @@ def test_what_nvml_refuses_is_one_line(nvml, why):
     assert monitor.lacks == f"no GPU utilisation is measured: NVML: {why}" and monitor.take().samples == 0
 
 
-@pytest.mark.parametrize("visible", ["", "0"])
-def test_a_gpu_that_is_not_there_is_one_line(nvml, monkeypatch, visible):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_a_gpu_that_is_not_there_is_one_line(nvml, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert GpuMonitor([1]).lacks.startswith("no GPU utilisation is measured: NVML: ")
 
 
@@ -102,9 +88,3 @@ def test_without_the_package_there_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert GpuMonitor([0]).lacks == "no GPU utilisation is measured: pip install nvidia-ml-py"
     assert GpuMonitor([]).lacks == ""
-
-
-def test_the_package_has_what_is_called():
-    pynvml = pytest.importorskip("pynvml")
-    fields = {field for each in (pynvml.c_nvmlMemory_t, pynvml.c_nvmlUtilization_t) for field, _ in each._fields_}
-    assert {"used", "gpu"} <= fields and callable(pynvml.nvmlDeviceGetHandleByUUID)

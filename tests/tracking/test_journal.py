@@ -1,6 +1,4 @@
-"""The last line of a run, what its trackers say at its end, and its statistics of tokens."""
-
-from pathlib import Path
+"""The last line of a run, and what a resume does with its statistics and scores."""
 
 import pytest
 
@@ -37,27 +35,6 @@ def test_without_an_export_the_checkpoint_is_named_with_its_conversion(tmp_path,
     write_manifest(folder, {"step": 64, "model": {}, "dtype": "bfloat16", "layout": None})
     assert last_line(config, 64) == f"model: {folder} (Megatron checkpoint, for `dynamo-megatron convert mcore2hf`)"
     assert "(Megatron checkpoint of step 64; later ones are not saved, for" in last_line(config, 80)
-
-
-class Fails:
-    def __init__(self, config, start):
-        pass
-
-    def write(self, row):
-        pass
-
-    def close(self):
-        raise RuntimeError("late")
-
-
-def test_the_last_line_of_a_run_stands_after_its_trackers_warnings(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    journal = Journal(made(tmp_path, "final", "hf", tracking={"backends": ["test_journal:Fails"]}))
-    journal.open(0)
-    journal.ended(48)
-    journal.close()
-    warning, last = capsys.readouterr().out.splitlines()
-    assert warning.startswith("warning: test_journal:Fails failed (RuntimeError: late)") and last.startswith("model: ")
 
 
 ROW = {"rollout_id": "a", "entropy": [0.5]}

@@ -19,11 +19,8 @@ MB = 1_000_000
 def test_the_largest_rank_the_node_that_moves_most_and_the_disk_of_the_output_count(tmp_path):
     one = {"host_memory": 5, "gpu_memory": 9, "gpu": GpuUse(2, 70, 1.8), "network": {("eth0", "sent"): 100.0}}
     two = {"host_memory": 7, "gpu_memory": 8, "gpu": GpuUse(1, 80, 0.6), "network": {}}
-    three = {
-        **two,
-        "gpu": GpuUse(),
-        "network": {("eth0", "sent"): 20.0, ("eth0", "received"): 50.0},
-    }  # NVML fails there
+    network = {("eth0", "sent"): 20.0, ("eth0", "received"): 50.0}
+    three = {**two, "gpu": GpuUse(), "network": network}  # NVML fails there
     metrics = resource_metrics([one, two, three], tmp_path)
     assert (metrics["resources/host_memory_max"], metrics["resources/gpu_memory_max"]) == (7, 9)
     assert (metrics["resources/gpu_utilisation"], metrics["resources/gpu_utilisation_min"]) == (0.75, 0.6)

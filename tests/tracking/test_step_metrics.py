@@ -70,11 +70,7 @@ def metrics(
     ]
     origins = [np.array(positions) for _, positions in rounds]
     config = Config(
-        model={"path": "m"},
-        data={"source": "d"},
-        output_dir="o",
-        rollout={"max_new_tokens": 8},
-        algorithm=algorithm,
+        model={"path": "m"}, data={"source": "d"}, output_dir="o", rollout={"max_new_tokens": 8}, algorithm=algorithm
     )
     update = {"loss": 0.5, "grad_norm": 2.0, "skipped": 0.0, "selected": 3.0, "kl": 1.0}
     return step_metrics(

@@ -12,11 +12,7 @@ from dynamo_megatron.verification.checks import verify_step
 FAULTS = {  # -> (family, tensor-parallel ranks, what the table says of it)
     "lost_micro_batch": ("llama", 1, "rollouts are missing"),
     "double_counted_gradient": ("qwen2", 1, "model.norm.weight: 2 times what is expected"),
-    "swapped_slices": (
-        "qwen3",
-        2,
-        "self_attn.o_proj.weight: the slices of tensor-parallel ranks 0 and 1 are exchanged",
-    ),
+    "swapped_slices": ("qwen3", 2, "o_proj.weight: the slices of tensor-parallel ranks 0 and 1 are exchanged"),
     "stale_server": ("llama", 1, "stale"),
     "wrong_divisor": ("qwen2", 1, "every rollout counts 3 times"),
     "new_optimizer": ("qwen3", 1, "the optimizer began anew"),

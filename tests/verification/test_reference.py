@@ -98,8 +98,9 @@ def test_loss_and_slopes_are_the_trainers(seen, name):
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-4, atol=1e-7)
 
 
-def test_what_no_file_has_is_not_covered():
-    """Rollouts of earlier rounds that are not trained on, and what the baselines of later rounds were made with."""
+def test_what_is_not_covered(tmp_path):
+    """Rollouts of earlier rounds that are not trained on, what the baselines of later rounds were made with, adapters,
+    and experts."""
     assert not_covered(config("dynamo", "algorithm.dynamic_sampling={}")) == "algorithm.dynamic_sampling"
     assert not_covered(config("grpo", "algorithm.dynamic_sampling={}")) is None
     sampled = SimpleNamespace(step_rewards=None, response_offsets=[0, 100])
@@ -107,9 +108,6 @@ def test_what_no_file_has_is_not_covered():
         record = StepRecord(Path("run"), 1, config(method), SimpleNamespace(num_experts=8), {}, sampled)
         first = next(_checks(record))
         assert (first.what, first.found) == ("response tokens", "")
-
-
-def test_adapters_and_experts_are_not_covered(tmp_path):
     assert not_covered(config("grpo", "model.lora={}")) == "model.lora"
     record = StepRecord(tmp_path, 3, config("grpo"), SimpleNamespace(num_experts=8), {}, None)
     assert record.saved(3) == "the reference does not cover a mixture of experts"

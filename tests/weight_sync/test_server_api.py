@@ -46,9 +46,8 @@ def called(heads) -> list[str]:
     return [head[0].split("?")[0].split(" HTTP")[0] for head in heads]
 
 
-@pytest.mark.parametrize("status", [200, 500])
-def test_a_reply_that_breaks_off(odd, status):
-    endpoint, _ = odd((status, '{"ranks": [', 50))
+def test_a_reply_that_breaks_off(odd):
+    endpoint, _ = odd((200, '{"ranks": [', 50))
     with pytest.raises(ServerError, match="/weights_checker: no answer"):
         mismatch(endpoint, NOTHING, 60)
 
@@ -56,10 +55,7 @@ def test_a_reply_that_breaks_off(odd, status):
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"error": "no such thing"}'])
 def test_a_reply_of_another_kind(odd, body):
     endpoint, _ = odd((200, body, 0))
-    asked = {
-        "ranks": lambda: mismatch(endpoint, NOTHING, 60),
-        "weight_version": lambda: check_version(endpoint, 1),
-    }
+    asked = {"ranks": lambda: mismatch(endpoint, NOTHING, 60), "weight_version": lambda: check_version(endpoint, 1)}
     for name, ask in asked.items():
         with pytest.raises(ServerError, match=f"said nothing of {name}"):
             ask()
