@@ -87,13 +87,11 @@ class World:
         server.ended, server.aborted = asyncio.Event(), asyncio.Event()
         self.fleet.up(Endpoint(server.name, server.incarnation, f"http://{server.name}", 1, ""))
 
-    # -- a Starter --------------------------------------------------------------------------------------------------
     def restart(self, name: str, incarnation: int, why: str) -> None:
         server = self.servers[name]
         server.ended.set()
         asyncio.get_running_loop().call_later(self.rng.uniform(5, 60), self._up, server)
 
-    # -- what hurts ------------------------------------------------------------------------------------------------
     async def _hurt(self) -> None:
         while True:
             await asyncio.sleep(self.rng.expovariate(1 / 30))
@@ -109,7 +107,6 @@ class World:
                 case "held up":  # this process: all that was due meanwhile is due at once
                     asyncio.get_running_loop()._now += 2 * self.fleet.config.rollout.health_timeout
 
-    # -- the loop --------------------------------------------------------------------------------------------------
     async def _train(self, steps: int) -> None:
         ahead: dict[int, Sampling] = {}
         await self._push(0, ahead)

@@ -94,8 +94,7 @@ def test_rollouts_and_evaluated_problems_are_stored_with_their_texts(with_genera
 
     async def work(generator, push):
         await generated(generator, 1, [prompt], [1], 0)
-        (result,) = await generator.evaluate([prompt])
-        return [result]
+        return await generator.evaluate([prompt])
 
     (result,) = with_generator(work, Server())
     (stored,) = read_rollouts(step_file(tmp_path, 1))
