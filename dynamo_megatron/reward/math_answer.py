@@ -60,7 +60,7 @@ REFUSED_BEFORE = re.compile(
 )
 HARMLESS = "and|at|by|of|the|to|or|more|less|per(?! ?(?:cent|mil))|(?:thous|mill|bill|trill)(?:and|ion)|hundred|dozen"
 REFUSED_AFTER = re.compile(
-    rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b|(?!(?:{HARMLESS})\b)(?:{NO_UNIT.pattern})\b)",
+    rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b|(?!(?:{HARMLESS})\b|times\W*\Z)(?:{NO_UNIT.pattern})\b)",
     re.IGNORECASE,
 )
 UNSURE = re.compile(
@@ -91,7 +91,7 @@ AFTER_RESULT = re.compile(
 )
 STATED = re.compile(r"\*\*[^*\n]{0,40}\d[^*\n]{0,40}(?<!:)\*\*(?!:)")
 GIVEN = re.compile(
-    r"\b(?:(?<!left )with|the|th[eo]se|this|his|her|their|its|of|at|each|from|in|after|by|per|to|than|every)\W*\Z",
+    r"\b(?:(?<!left )with|the|th[eo]se|this|his|her|their|its|(?<!total )of|at|each|from|in|after|by|per|to|than|every)\W*\Z",
     re.IGNORECASE,
 )
 EQUALS = re.compile(r"=\s*(\$?\d[\d,]*+(?:\.\d+)?+)(?!\s*[-+*/×÷=])")
@@ -120,7 +120,7 @@ CHECK = re.compile(
 CONCLUDES = re.compile(r"(?:^|[.!?\n])\s{0,9}(?:so|thus|hence|therefore|total)\b[^.\n]{0,200}\d", re.IGNORECASE)
 CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops|hmm+|actually|correction|sorry)\b", re.IGNORECASE)
 RETRACTED = re.compile(
-    r"(?:\bnot|n['’]t) (?:right|correct)\b|(?<!can['’]t be )\b(?:wrong|incorrect|forgot|should be"
+    r"\A\W{0,9}no\b|(?:\bnot|n['’]t) (?:right|correct)\b|(?<!can['’]t be )\b(?:wrong|incorrect|forgot|should be"
     r"|(?:made|was|is|my|['’]s|see|found) (?:(?:a|an|my|the)(?: \w+)? )?(?:mistake|error))\b",
     re.IGNORECASE,
 )
@@ -227,7 +227,7 @@ def final_answers(response: str, words: bool = False) -> list[str]:
     if marked:
         return [marked[-1][1]]
     if tagged:
-        if words or _parsed(normal_form(text)) is not None:
+        if words or _parsed(form := normal_form(text)) is not None or label_of(form)[0]:
             return _readings(text)
         if len(NUMBERS.findall(text)) > 1 or HEDGED.search(text):  # a sentence with one number
             return [text]
