@@ -156,13 +156,8 @@ def _advantages(
     else:
         if advantage.kind == "reinforce":
             _check_rewards(rollouts, rewards, "kind=reinforce", "choose another kind")
-        return group_advantages(
-            rewards,
-            rollouts.group_ids,
-            advantage.kind,
-            singleton=advantage.singleton,
-            eps=advantage.eps,
-            positive_weight=advantage.positive_weight,
+        advantages = group_advantages(
+            rewards, rollouts.group_ids, advantage.kind, singleton=advantage.singleton, eps=advantage.eps
         )
     return weighted(advantages, advantage.positive_weight)
 

@@ -60,7 +60,8 @@ REFUSED_BEFORE = re.compile(
 )
 HARMLESS = "and|at|by|of|the|to|or|more|less|per(?! ?(?:cent|mil))|(?:thous|mill|bill|trill)(?:and|ion)|hundred|dozen"
 REFUSED_AFTER = re.compile(
-    rf"[\s$]{{0,3}}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b|(?!(?:{HARMLESS})\b|times\W*\Z)(?:{NO_UNIT.pattern})\b)",
+    r"[\s$]{0,3}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b"
+    rf"|(?!(?:{HARMLESS})\b|times\W*\Z)(?:{NO_UNIT.pattern})\b)",
     re.IGNORECASE,
 )
 UNSURE = re.compile(
@@ -91,7 +92,8 @@ AFTER_RESULT = re.compile(
 )
 STATED = re.compile(r"\*\*[^*\n]{0,40}\d[^*\n]{0,40}(?<!:)\*\*(?!:)")
 GIVEN = re.compile(
-    r"\b(?:(?<!left )with|the|th[eo]se|this|his|her|their|its|(?<!total )of|at|each|from|in|after|by|per|to|than|every)\W*\Z",
+    r"\b(?:(?<!left )with|the|th[eo]se|this|his|her|their|its|(?<!total )of|at|each|from|in|after|by|per|to|than|every)"
+    r"\W*\Z",
     re.IGNORECASE,
 )
 EQUALS = re.compile(r"=\s*(\$?\d[\d,]*+(?:\.\d+)?+)(?!\s*[-+*/×÷=])")
