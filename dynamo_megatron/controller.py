@@ -228,17 +228,12 @@ class Controller:
         lost = evaluation is not None and evaluation.under_way is not None and not self._end_evaluation()
         due = evaluation is not None and (lost or evaluation.due(step))
         evaluated = due and journal.evaluated(step)
-        if due and not evaluated and self._evaluates_beside(step):
+        # The next step may train meanwhile, unless this is the first or last evaluation, or an export depends on it.
+        between, needed = 0 < step < self.config.trainer.steps, self.config.checkpoint.export_hf == "best"
+        if due and not evaluated and between and self.config.rollout.max_staleness > 0 and not needed:
             evaluation.begin(step, self._coordinator.check_stop)
             due = False
         return StepEnd(due and not evaluated, evaluated and journal.best(step))
-
-    def _evaluates_beside(self, step: int) -> bool:
-        """Whether the next step may train while this one is evaluated: this is neither the first nor the last
-        evaluation of the run, and no export depends on it."""
-        config = self.config
-        between, needed = 0 < step < config.trainer.steps, config.checkpoint.export_hf == "best"
-        return between and config.rollout.max_staleness > 0 and not needed
 
     def _end_evaluation(self) -> bool:
         """Records the evaluation under way. Returns False if its servers were lost."""

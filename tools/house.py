@@ -16,7 +16,7 @@ CODE = r"\.(py|js|css|html|sh)$"
 # what is counted: (the most, unit, pattern of a path)
 BUDGETS = {
     "product": (37_100, "lines", rf"^(dynamo_megatron|kernels|launcher|tools)/.*{CODE}"),
-    "tests": (27_700, "lines", r"^tests/.*\.py$"),
+    "tests": (27_900, "lines", r"^tests/.*\.py$"),
     "benchmarks": (4_050, "lines", r"^benchmarks/.*\.py$"),
     "docs": (38_000, "words", r"^(docs/.*|README|CONTRIBUTING|CHANGELOG)\.md$|^(README|CONTRIBUTING|CHANGELOG)\.md$"),
 }

@@ -91,7 +91,9 @@ def _with_manifest(contents: Contents) -> Contents:
             contents.kind = "converted model"
         else:
             facts["step"] = str(manifest["step"])
-            facts["saved by"] = ", ".join(f"{name} {size}" for name, size in manifest["layout"].items())
+            facts["saved by"] = ", ".join(
+                f"{name} {size}" for name, size in manifest["layout"].items() if size is not None
+            )
         if "lora" in manifest:  # the base is in no checkpoint
             facts["adapters"] = ", ".join(f"{name} {value}" for name, value in manifest["lora"].items())
         contents.tensors = TorchDistReader(folder)  # shown as far as they can be read

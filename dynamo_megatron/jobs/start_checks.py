@@ -110,7 +110,7 @@ def describe_layout(config: Config, spec: ModelSpec, ranks: int) -> dict[str, An
     """The derived values that every job shows."""
     p = config.parallel
     sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "dp": ranks // p.model_ranks}
-    extra = {"chunks a stage": p.vpp, "expert-parallel": p.ep}
+    extra = {"chunks a stage": p.vpp, "layers in the last stage": p.last_stage_layers or 0, "expert-parallel": p.ep}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "cp")
     layout += "".join(f", {name} {size}" for name, size in extra.items() if size > 1)
     experts = ""

@@ -104,6 +104,13 @@ class ModelSpec:
         here = self.num_experts // ep_size
         return range(ep_rank * here, (ep_rank + 1) * here)
 
+    def last_stages(self, pp: int, vpp: int = 1) -> list[int]:
+        """The numbers of layers that the last of pp stages can have while the others have equal ones, all of them in
+        vpp equal chunks; next to an equal share first."""
+        step = (pp - 1) * vpp
+        fits = [n for n in range(vpp, self.num_layers, vpp) if pp > 1 and (self.num_layers - n) % step == 0]
+        return sorted(fits, key=lambda n: abs(n * pp - self.num_layers))
+
     def check_parallel(self, p: ParallelConfig) -> None:
         """Raises ValueError if the model cannot be cut into tp tensor shards, pp stages of vpp chunks and ep shares of
         the experts (each expert is whole on its rank)."""
@@ -111,15 +118,14 @@ class ModelSpec:
             ("tp", p.tp, self.num_attention_heads, "(attention heads)"),
             ("tp", p.tp, self.num_query_groups, "(key/value heads)"),
         ]
-        # of the last stage, so that the others have equal numbers of layers; next to an equal share first
-        fits = [n for n in range(1, self.num_layers) if p.pp > 1 and (self.num_layers - n) % (p.pp - 1) == 0]
-        fits.sort(key=lambda n: abs(n * p.pp - self.num_layers))
+        fits = self.last_stages(p.pp, p.vpp)
         if p.last_stage_layers is None or not fits:
             cuts.append(("pp", p.pp, self.num_layers, "layers"))
         elif p.last_stage_layers not in fits:
             raise InputError(
                 f"parallel.last_stage_layers: {p.last_stage_layers} leaves {self.num_layers - p.last_stage_layers} of "
-                f"{self.num_layers} layers for {p.pp - 1} equal stages; use {', '.join(map(str, fits[:3]))}"
+                f"{self.num_layers} layers for {p.pp - 1} equal stages of {p.vpp} equal chunks; use one of "
+                f"{', '.join(map(str, fits[:3]))}"
             )
         cuts += [("vpp", p.vpp, layers, "layers of a stage") for layers in p.stage_layers(self.num_layers)]
         if self.num_experts:

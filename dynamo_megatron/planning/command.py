@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -187,7 +188,8 @@ def _layouts(config: Config, spec: ModelSpec, cluster: Cluster) -> Iterator[Para
     ):
         if vpp > 1 and pp == 1:
             continue
-        parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep)
+        last = next(iter(spec.last_stages(pp, vpp)), None) if spec.num_layers % pp else None
+        parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, last_stage_layers=last, cp=cp, ep=ep)
         try:
             check_ranks(config.model_copy(update={"parallel": parallel}), spec, cluster.gpus)
         except InputError:
@@ -214,9 +216,7 @@ def search_table(plans: list[Plan], spec: ModelSpec, cluster: Cluster, origin: s
     ]
     if fitting:
         best = plans[0].config
-        words = [
-            f"parallel.{key}={str(value).lower()}" for key, value in best.parallel.model_dump(exclude_none=True).items()
-        ]
+        words = [f"parallel.{key}={json.dumps(value)}" for key, value in best.parallel.model_dump().items()]
         words += [f"rollout.tp={best.rollout.tp}", f"rollout.servers={best.rollout.servers}"]
         words.append(f"trainer.recompute={best.trainer.recompute}")
         lines.append(f"the first: {' '.join(words)}")

@@ -353,6 +353,7 @@ def training_seconds(
     products = 2 * SequenceCost.of_model(spec).linear * config.rollout_budget * length
     attention = forward_flops(spec, [(config.rollout_budget, length)]) - products
     forward = (products / rate("products", gpu) + attention / rate("attention", gpu)) / cluster.gpus
+    forward *= layers * p.pp / spec.num_layers  # the fullest stage's share
     forward += rate("passing") * layers * own * layer_activations(spec, p, dtype) / rate("copies", gpu)
     # One forward pass of log-probs (2N), three of an update (6N), four with full recomputation (8N); [N]. Gradients are
     # zeroed and their norm is read. The products of adapters are not counted.

@@ -61,7 +61,7 @@ REFUSED_BEFORE = re.compile(
 HARMLESS = "and|at|by|of|the|to|or|more|less|per(?! ?(?:cent|mil))|(?:thous|mill|bill|trill)(?:and|ion)|hundred|dozen"
 REFUSED_AFTER = re.compile(
     r"[\s$]{0,3}(?:(?:is|are) (?:not|no|wrong|incorrect|false)\b"
-    rf"|(?!(?:{HARMLESS})\b|times\W*\Z)(?:{NO_UNIT.pattern})\b)",
+    rf"|(?!(?:{HARMLESS})\b|times[!*)\s]*\.?[*\s]*\Z)(?:{NO_UNIT.pattern})\b)",
     re.IGNORECASE,
 )
 UNSURE = re.compile(
@@ -92,10 +92,10 @@ AFTER_RESULT = re.compile(
 )
 STATED = re.compile(r"\*\*[^*\n]{0,40}\d[^*\n]{0,40}(?<!:)\*\*(?!:)")
 GIVEN = re.compile(
-    r"\b(?:(?<!left )with|the|th[eo]se|this|his|her|their|its|(?<!total )of|at|each|from|in|after|by|per|to|than|every)"
-    r"\W*\Z",
+    r"\b(?:(?<!left )with|the|th[eo]se|this|his|her|their|its|of|at|each|from|in|after|by|per|to|than|every)\W*\Z",
     re.IGNORECASE,
 )
+TOTAL = re.compile(r"\btotal of\W*\Z", re.IGNORECASE)
 EQUALS = re.compile(r"=\s*(\$?\d[\d,]*+(?:\.\d+)?+)(?!\s*[-+*/×÷=])")
 CLOCK = re.compile(r"(\d{1,2}:\d\d)\s?[ap]\.?m\b\.?", re.IGNORECASE)
 # Before a number: "5 hours and" 30 minutes
@@ -122,7 +122,8 @@ CHECK = re.compile(
 CONCLUDES = re.compile(r"(?:^|[.!?\n])\s{0,9}(?:so|thus|hence|therefore|total)\b[^.\n]{0,200}\d", re.IGNORECASE)
 CORRECTION = re.compile(r"(?:^|[.!?\n])\W{0,9}(?:wait|hold on|oops|hmm+|actually|correction|sorry)\b", re.IGNORECASE)
 RETRACTED = re.compile(
-    r"\A\W{0,9}no\b|(?:\bnot|n['’]t) (?:right|correct)\b|(?<!can['’]t be )\b(?:wrong|incorrect|forgot|should be"
+    r"\A\W{0,9}no[,.:;—–](?!\s+(?:that|it|this)\b.{0,9}\b(?:right|correct|fine))"
+    r"|(?:\bnot|n['’]t) (?:right|correct)\b|(?<!can['’]t be )\b(?:wrong|incorrect|forgot|should be"
     r"|(?:made|was|is|my|['’]s|see|found) (?:(?:a|an|my|the)(?: \w+)? )?(?:mistake|error))\b",
     re.IGNORECASE,
 )
@@ -229,7 +230,7 @@ def final_answers(response: str, words: bool = False) -> list[str]:
     if marked:
         return [marked[-1][1]]
     if tagged:
-        if words or _parsed(form := normal_form(text)) is not None or label_of(form)[0]:
+        if words or _parsed(normal_form(text)) is not None:
             return _readings(text)
         if len(NUMBERS.findall(text)) > 1 or HEDGED.search(text):  # a sentence with one number
             return [text]
@@ -324,12 +325,13 @@ def _until_stated(text: str) -> str:
     result = [_digits(found) for found in EQUALS.findall(text, 0, start)[-1:]]
     same = [number for number in numbers[:-1] if [_digits(number[0])] == result]
     new = [number for number in numbers if not GIVEN.search(text[start : number.start()][-20:])]
+    totals = [number for number in same if TOTAL.search(text[start : number.start()][-20:])]
     first = numbers[:1] if ADJUNCT.match(text, numbers[0].end()) else []
     for stated in (bold, money, same, new, first):
         if len(stated) == 1:
             end = stated[0].end()
             told = stated is first or stated is new or AFTER_RESULT.match(text, end, numbers[-1].start())
-            return text[:end] if told and stated[0] in [*bold, *new] and not SIGN.match(text, end) else text
+            return text[:end] if told and stated[0] in [*bold, *new, *totals] and not SIGN.match(text, end) else text
     return text
 
 

@@ -167,7 +167,8 @@ class SGLangClient:
                 f"the rollout server {self.url} answers with nonsense: {self._own_words(error)}"
             ) from error
         except TimeoutError:
-            await self._abort(request.id)
+            with contextlib.suppress(ServerError):  # nobody waits for it any more
+                await self._control(call, "/abort_request", {"rid": request.id}, CONTROL_TIMEOUT)
             return Response(finish_reason="abort", error=f"no response to {request_id} within rollout.timeout")
         if status in ITS_OWN_FAULT:
             return Response(error=f"{request_id}: the server refused it: {self._own_words(reply)}")
@@ -202,11 +203,6 @@ class SGLangClient:
     async def rest(self) -> None:
         """Ends all requests under way and drops cached prefixes. Raises RolloutError."""
         await self._control(rest)
-
-    async def _abort(self, rid: str) -> None:
-        """Ends a request that nobody waits for any more."""
-        with contextlib.suppress(ServerError):
-            await self._control(call, "/abort_request", {"rid": rid}, CONTROL_TIMEOUT)
 
     async def _control(self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of a function of server_api.py for this server. It runs in a thread of its own."""

@@ -45,12 +45,14 @@ class UserFunction:
         function = load_callable(spec, key)
         try:
             signature = inspect.signature(function)
-            signature.bind(*arguments)
-        except ValueError:  # some functions written in C have no signature
-            pass
-        except TypeError:
-            called = f"({', '.join(arguments)})"
-            raise UserCodeError(f"{key}: {spec!r} takes {signature}, and is called with {called}") from None
+        except ValueError:  # some functions written in C have none
+            signature = None
+        if signature is not None:
+            try:
+                signature.bind(*arguments)
+            except TypeError:
+                called = f"({', '.join(arguments)})"
+                raise UserCodeError(f"{key}: {spec!r} takes {signature}, and is called with {called}") from None
         return cls(function, f"{key}: {spec}")
 
     @contextlib.contextmanager

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -142,8 +141,8 @@ def _tensors(spec: ModelSpec, itemsize: int, quantization: str | None) -> dict[s
 def stage_of(name: str, spec: ModelSpec, parallel: ParallelConfig) -> int:
     """The pipeline stage that sends parameter `name`; a tied head is the embedding."""
     if layer := LAYER.fullmatch(name):
-        ends = np.cumsum(parallel.stage_layers(spec.num_layers)) // parallel.vpp  # of the stages' first chunks
-        return int(np.searchsorted(ends, int(layer[1]) % ends[-1], side="right"))
+        first = parallel.stage_layers(spec.num_layers)[0] // parallel.vpp  # layers of a chunk of any stage but the last
+        return min(int(layer[1]) % (spec.num_layers // parallel.vpp) // first, parallel.pp - 1)
     return 0 if name == EMBEDDING else parallel.pp - 1
 
 

@@ -7,6 +7,7 @@ import device
 import live_steps
 import pytest
 import torch
+import training_beside_peers
 import training_steps
 from training_steps import TINY
 
@@ -36,6 +37,13 @@ def test_a_part_that_fails_hangs_or_lacks_something_stops_no_other(monkeypatch, 
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"device.json", "logs.txt", "events.json.gz"}
     monkeypatch.setattr(sys, "argv", [*words, "syncs", "--tiny", "--resume"])
     assert device.main() == 0 and "syncs: " not in capsys.readouterr().out
+
+
+def test_peers_must_have_our_loss():
+    for dtype, off, said in (("float32", 2e-5, ["trl"]), ("float32", 5e-6, []), ("bfloat16", 1.0, [])):
+        ours, theirs = ({"loss": [0.0], "gradient norm": [norm]} for norm in (2.0, 2.0 + 2 * off))
+        lines = training_beside_peers.wrong_with({"ours": ours, "trl": theirs, "verl": {"skipped": "none"}}, dtype)
+        assert [line.partition(":")[0] for line in lines] == said
 
 
 def test_flops_are_those_of_the_products():

@@ -58,6 +58,7 @@ def test_checks_across_sections_report_all_they_find():
         ("a: 1\n\tb: 2\n", ":2: not YAML (found character '\\t' that cannot start any token)"),
         ("model: {path: m}\ndata: {source: d}\nmodel: {path: n}\n", ":3: not YAML (model is there twice)"),
         ("data: {template: {{prompt}}}\n", ":1: not YAML (found unhashable key"),
+        ("seed: 2026-99-99\n", ": not YAML (month must be in 1..12"),
         ("seed: !!python/object:os.system x\n", ":1: not YAML (could not determine a constructor"),
         ("tracking: {name: 7}\n", ": tracking.name: Input should be a valid string, got 7; put a string"),
         ('"a\\e[31mb": 1\n', ": unknown key a b; --print-config shows all keys"),
@@ -176,6 +177,7 @@ def test_the_shipped_configs_are_listed_and_printed(tmp_path, monkeypatch, capsy
     [
         "reward.functions=[http://u:hunter22@h/score]",
         "reward.functions=[math,'http://h/?api_key=hunter22']",
+        "data.source=datasets:private?split=train&token=hunter22",
         "data.source=datasets:private?AccountKey=hunter22",
         "rollout.server_args=[--model-loader=s3://u:hunter22@h/m]",
     ],

@@ -57,6 +57,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(recorded, workspace, start_r
     assert [row["step"] for row in step_lines(output)] == list(range(1, done + 2))
 
 
+@pytest.mark.timeout(1200)
 def test_all_that_listens_is_on_loopback_and_ctrl_c_stops_the_servers_too(workspace, start_run, step_lines, tmp_path):
     keys = ("trainer.steps=500", "rollout.servers=2", "rollout.sync.transport=gloo", f"output_dir={tmp_path / 'run'}")
     run = start_run(workspace, workspace / "config.yaml", *keys)

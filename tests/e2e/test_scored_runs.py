@@ -54,7 +54,7 @@ def test_a_run_trains_on_the_scores_of_a_reward_model_and_of_a_judge_that_is_dow
         return completion(f"Score: {zlib.crc32(asked) % 11}")
 
     keys = [f"output_dir={output}", f"trainer.steps={STEPS}", f"reward.functions=[{OWN}, judge, reward_model]"]
-    keys += ["reward.on_error=zero", "reward.judge.model=m", "reward.judge.api_key_env=JUDGE_KEY", "reward.deadline=60"]
+    keys += ["reward.on_error=zero", "reward.judge.model=m", "reward.judge.api_key_env=JUDGE_KEY", "reward.deadline=20"]
     keys += [f"reward.reward_model.path={tiny_reward_model}", f"reward.reward_model.urls=[{classifier.url}]"]
     keys += ["reward.reward_model.api_key_env=MODEL_KEY"]
     environment = {"JUDGE_KEY": "hunter22", "MODEL_KEY": classifier.api_key}

@@ -67,6 +67,7 @@ LIVE = ("rollout.engine=sglang", "rollout.recorded=null", "rollout.servers=2", "
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_a_live_run_goes_on_after_usr1_and_what_cancelling_leaves(cluster, launched, rows, run_folder):
     """A server a node, with the node's rank; the rollout process and the reward workers are rank 0's.
 

@@ -248,7 +248,11 @@ def test_missing_folder_and_file(tmp_path):
         (QWEN2, {"pp": 3}, "parallel.pp: 3 does not divide the 28 layers; use one of 1, 2, 4, 7, 14, 28, or "),
         (QWEN2, {"pp": 3}, "parallel.last_stage_layers=10"),
         (QWEN2, {"pp": 3, "last_stage_layers": 8, "vpp": 2}, None),
-        (QWEN2, {"pp": 3, "last_stage_layers": 9}, "9 leaves 19 of 28 layers for 2 equal stages; use 10, 8, 12"),
+        (
+            QWEN2,
+            {"pp": 3, "last_stage_layers": 9},
+            "9 leaves 19 of 28 layers for 2 equal stages of 1 equal chunks; use",
+        ),
         (QWEN2, {"pp": 4, "last_stage_layers": 1, "vpp": 3}, "vpp: 3 does not divide the 1 layers of a stage"),
         (QWEN2, {"pp": 4, "vpp": 2}, "parallel.vpp: 2 does not divide the 7 layers of a stage; use one of 1, 7"),
         (QWEN2, {"ep": 2}, "has no experts"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from layout_cases import rollout_batch
 
+from dynamo_megatron.algorithm.selection import random_keys
 from dynamo_megatron.algorithm.shaping import shape_tokens
 from dynamo_megatron.algorithm.success import Baseline
 from dynamo_megatron.config.files import compose
@@ -45,6 +46,7 @@ def stats(rollouts) -> SimpleNamespace:
         "new": old + rng.normal(0, 0.2, count),
         "entropy": rng.exponential(0.8, count),
         "expected": rng.normal(0, 0.1, count),
+        "collision": np.exp(2 * old) + 0.3 * (1 - np.exp(old)) ** 2,
     }
     return SimpleNamespace(**{name: torch.tensor(x, dtype=torch.float32) for name, x in columns.items()})
 
@@ -59,10 +61,10 @@ def run(name: str, rollouts: RolloutBatch, stats: SimpleNamespace, *overrides: s
     known = Baseline(0.4 * each, 3 * each, score_ratio=2.0)
     batch, nothing = TrainBatch.build(rollouts, config, baseline=known), torch.zeros_like(stats.new)
     (members,) = batch.mini_batches
-    old = TokenStats(stats.old, stats.entropy, stats.expected, nothing)
+    old = TokenStats(stats.old, stats.entropy, stats.expected, stats.collision)
     shaped = shape_tokens(rollouts, members, batch.advantages, batch.weights, old, config.algorithm, seed=config.seed)
     new = Statistics(nothing, nothing, stats.new, stats.entropy, stats.expected, nothing)
-    tokens = Tokens(shaped.advantages, shaped.weights, stats.old, None, None, None)
+    tokens = Tokens(shaped.advantages, shaped.weights, stats.old, None, shaped.old_kl_coef, None)
     terms = loss_terms(config.policy_loss(), new, tokens, stats.expected, shaped.ranges)
     loss, *_ = summed_loss(config.policy_loss(), stats.new, stats.entropy, tokens, stats.expected, shaped.ranges)
     fields = {
@@ -116,6 +118,51 @@ def test_fork_tokens_is_dapo_on_the_fifth_of_highest_entropy_divided_by_their_nu
     assert (got.selected == chosen).all()
     loss = clipped(dapo.advantages, ratio(stats), high=0.28, c=10.0)
     expect(got, dapo.advantages, np.where(chosen, 1 / count, 0.0), *loss)
+
+
+def covariances(grpo, stats):
+    logprobs = stats.old.double().numpy()
+    return (grpo.advantages - grpo.advantages.mean()) * (logprobs - logprobs.mean())
+
+
+def test_clip_cov_takes_the_gradient_off_a_few_tokens_of_the_band(rollouts, stats, grpo):
+    got, other = (run("clip_cov", rollouts, stats, "algorithm.loss.clip_cov.ratio=0.01", f"seed={s}") for s in (5, 6))
+    inside = [i for i, c in enumerate(covariances(grpo, stats)) if 1 < c < 5]
+    keys = random_keys(rollouts.rollout_ids, rollouts.response_lengths, seed=5)
+    chosen = sorted(inside, key=lambda i: keys[i])[: int(0.01 * len(keys))]
+    assert len(inside) > len(chosen) > 3 and set(np.flatnonzero(got.selected)) == set(chosen)
+    assert set(np.flatnonzero(other.selected)) != set(chosen)
+    advantages = grpo.advantages.copy()
+    advantages[chosen] = 0
+    expect(got, advantages, grpo.weights, *clipped(advantages, ratio(stats), 1.0, 1.0))
+    assert run("clip_cov", rollouts, stats).selected.sum() == 1  # 0.02 % of 900 tokens, at least one
+
+
+def test_kl_cov_holds_the_largest_covariances_to_the_old_policy_in_place_of_the_clip(rollouts, stats, grpo):
+    got = run("kl_cov", rollouts, stats, "algorithm.loss.kl_cov.ratio=0.01")
+    order = np.argsort(-covariances(grpo, stats), kind="stable")
+    chosen = np.zeros(len(order), bool)
+    chosen[order[: int(0.01 * len(order))]] = True
+    assert (got.selected == chosen).all() and chosen.sum() > 3
+    d = (stats.new - stats.old).double().numpy()
+    held, slope = np.sqrt(d**2 + 1e-6) - 1e-3, d / np.sqrt(d**2 + 1e-6)
+    r, a = ratio(stats), grpo.advantages
+    expect(got, a, grpo.weights, -a * r + chosen * held, -a * r + chosen * slope)
+
+
+def test_otb_has_a_baseline_for_every_token(rollouts, stats):
+    got = run("otb", rollouts, stats)
+    energy = (1 - 2 * stats.old.double().exp() + stats.collision.double()).numpy()
+    bounds, lengths = rollouts.response_offsets, rollouts.response_lengths
+    expected = np.zeros(len(energy))
+    for s, group in enumerate(rollouts.group_ids):
+        for t in range(lengths[s]):
+            there = [i for i, g in enumerate(rollouts.group_ids) if g == group and lengths[i] > t]
+            so_far = [energy[bounds[i] : bounds[i] + t + 1].sum() for i in there]
+            baseline = np.average(rollouts.rewards[there], weights=so_far) if len(there) > 1 else 0.0
+            expected[bounds[s] + t] = rollouts.rewards[s] - (rollouts.rewards[s] if SIZES[group] == 1 else baseline)
+    weights = np.full(len(energy), 1 / len(energy))
+    expect(got, expected, weights, *clipped(expected, ratio(stats)))
 
 
 def against_history(rollouts) -> np.ndarray:

@@ -81,6 +81,12 @@ def test_a_model_of_bridge_without_bridge(failure, monkeypatch):
     assert said.startswith("model.source: bridge needs megatron-bridge 0.0, here: ")
 
 
+def test_a_window_that_sglang_ignores(base, failure):
+    windowed = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
+    edit_json(base / "model" / "config.json", **windowed)
+    assert "set model.max_length to 16 or less" in failure("model config")
+
+
 @pytest.mark.parametrize("added", [False, True])
 def test_a_tokenizer_whose_ids_go_beyond_the_embedding(base, failure, added):
     file = base / "model" / "tokenizer.json"
@@ -163,11 +169,12 @@ def test_a_folder_that_cannot_be_written(base, failure):
     assert "cannot be written" in failure("disk", "output_dir=config.yaml/run")
 
 
-def test_the_results_of_this_run(base, check):
+def test_the_results_of_this_run_and_of_another(base, check, failure):
     (base / "run").mkdir()
     OutputDir(compose([str(base / "config.yaml")], [])[0]).take_over(0)
     (base / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     assert check("results") == [("ok", f"{base / 'run'} holds this run, which would go on")]
+    assert failure("results", "seed=7").startswith(f"output_dir: {base / 'run'} holds a run with another ")
 
 
 def test_a_port_in_use(failure, monkeypatch):
@@ -270,9 +277,6 @@ def test_what_a_server_lacks_on_a_machine_with_cuda(base, check, monkeypatch, tw
     assert [level for level, _ in check("gpu server")] == ["ok"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert [level for level, _ in check("gpu server", graphs)] == ["skipped"]
-
-
-# -- the disk ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answer", [None, ""])

@@ -13,6 +13,7 @@ from scoring_endpoint import scored
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward import RewardError, RewardPool, Score
+from dynamo_megatron.reward.pool import processes
 from dynamo_megatron.types import Prompt
 
 FUNCTIONS = """
@@ -23,7 +24,7 @@ def by_text(prompt, response):
         while True: pass
     if response == "sleep": time.sleep(300)
     if response.startswith("daemon"):
-        daemon = "trap '' HUP INT TERM; echo $$ > daemon.part; mv daemon.part daemon; sleep 600; true"
+        daemon = "trap '' HUP INT TERM; sleep 600 & echo $$ $! > daemon.part; mv daemon.part daemon; wait"
         subprocess.run(["setsid", "--fork", "sh", "-c", daemon], env={}, check=True)
         while not os.path.exists("daemon"): time.sleep(0.01)
         if response == "daemon, stuck": time.sleep(600)
@@ -176,17 +177,17 @@ def test_an_error_counts_before_a_timeout(started, serve):
 
 @pytest.mark.parametrize("how", ["late", "killed", "fine"])
 def test_a_daemon_of_a_function_ends_with_its_worker(started, folder, how):
-    """It has a session of its own, no parent and no environment, and ignores signals."""
+    """It has a session of its own, no parent, no environment and a child, and ignores signals."""
     p = started()
     (score,) = scored(p, f"daemon, {how}")
-    daemon = int((folder / "daemon").read_text())
+    daemons = [int(pid) for pid in (folder / "daemon").read_text().split()]
     assert score.status == ("reward_error" if how == "killed" else "ok")
-    assert how == "killed" or alive(daemon)
+    assert how == "killed" or all(map(alive, daemons))
     if how == "late":
         assert late(p).status == "reward_timeout"
     if how == "fine":
         p.close()
-    wait_until_gone(daemon)
+    wait_until_gone(*daemons)
 
 
 def test_a_failure_shows_the_users_own_frames_the_row_and_the_response(started, folder):
@@ -234,6 +235,12 @@ def test_a_function_that_cannot_be_loaded_stops_the_start(folder, function, word
         p.start()
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not any(alive(worker.process.pid) for worker in p._workers.workers)
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 2), (64, 16), (256, 32)])
+def test_the_default_number_of_workers(cores, count, monkeypatch):
+    monkeypatch.setattr("dynamo_megatron.reward.pool.usable_cores", lambda: cores)
+    assert processes(RewardConfig()) == count and processes(RewardConfig(workers=3)) == 3
 
 
 def test_workers_import_no_torch(started):
@@ -289,6 +296,6 @@ def test_workers_and_what_they_started_die_with_a_killed_parent(folder):
     command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 3 and all(alive(pid) for pid in pids)
+        assert len(pids) == 4 and all(alive(pid) for pid in pids)
         parent.kill()
     wait_until_gone(*pids)

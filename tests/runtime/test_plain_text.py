@@ -1,6 +1,9 @@
 """What others wrote reaches a terminal, or a log that is read in one, as text."""
 
 import io
+import subprocess
+import sys
+import textwrap
 
 from dynamo_megatron.runtime.plain_text import PrintableStream, on_one_line, printable, show
 
@@ -27,3 +30,17 @@ def test_a_stream_shows_whatever_a_process_prints():
         print(HOSTILE, file=stream)
         show(HOSTILE, stream)
         assert tame(written.getvalue().decode()) and written.getvalue().count(b"\n") == 2
+
+
+def test_a_traceback_of_a_command_is_text():
+    script = """
+        import sys
+        from dynamo_megatron import cli
+        from dynamo_megatron.cli import commands
+        def fails(*_): raise RuntimeError(sys.argv[1] + chr(27) + "[2J")
+        commands._COMMANDS["configs"] = fails
+        cli.main(["configs"])
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script), HOSTILE.replace("\x00", "").replace("\ud800", "")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "clip" in done.stderr and "Traceback" in done.stderr and tame(done.stderr)

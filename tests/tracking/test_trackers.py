@@ -29,6 +29,19 @@ class Listed:
         self._rows.append("closed")
 
 
+class NotStarted(Listed):
+    def __init__(self, config, start):
+        raise RuntimeError("no such service")
+
+
+class NotClosed(Listed):
+    def write(self, row):
+        pass
+
+    def close(self):
+        raise RuntimeError("no such service")
+
+
 def config(output: Path, *backends: str) -> Config:
     output.mkdir(exist_ok=True)
     tracking = {"backends": ["jsonl", *backends]}
@@ -87,6 +100,10 @@ def test_a_tracker_of_the_user_s_that_fails_is_told_once_and_gets_no_more(tmp_pa
     assert {str(tmp_path): [1, 1, 2]} == module.ROWS
     assert said == [f"warning: {name} failed (RuntimeError: no such service); metrics.jsonl has all metrics"]
     assert len(of_tensorboard(tmp_path)[0]) == 5  # the others go on
+    for name in ("test_trackers:NotStarted", "test_trackers:NotClosed"):
+        said.clear()
+        track(config(tmp_path, name), 0, range(1, 6), 0.5, said.append)
+        assert said == [f"warning: {name} failed (RuntimeError: no such service); metrics.jsonl has all metrics"]
     with pytest.raises(ValueError, match=r"^tracking\.backends: .* has no 'Missing'$"):
         check_trackers(config(tmp_path, "test_trackers:Missing"))
 

@@ -211,7 +211,24 @@ def run_kill(job: dict, case: dict) -> None:
     ranks.finish()
 
 
-RUNS = {"layout": run_layout, "kill": run_kill}
+def run_withheld(job: dict, case: dict) -> None:
+    """One tensor is not sent, unnoticed by the sender."""
+    ranks = Ranks(job, case)
+    (transport,) = job["transports"]
+    weight_sync = ranks.weight_sync(transport)
+    stage = weight_sync._transport.stage
+
+    def stage_less(number, tensors):
+        return stage(number, {name: tensor for name, tensor in tensors.items() if name != job["withheld"]})
+
+    with mock.patch.object(weight_sync._transport, "stage", stage_less):
+        ranks.sync(weight_sync, transport)
+    ranks.sync(weight_sync, transport)
+    weight_sync.close()
+    ranks.finish()
+
+
+RUNS = {"layout": run_layout, "kill": run_kill, "withheld": run_withheld}
 
 
 def main() -> None:

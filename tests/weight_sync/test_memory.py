@@ -1,11 +1,14 @@
-"""What becomes of a server that does not release or resume its memory. e2e/test_memory_turns.py has those that do."""
+"""The calls of memory release and resume, to a server on a CPU that frees nothing by them."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import call
+from dynamo_megatron.runtime.threads import Call
 from dynamo_megatron.weight_sync.memory import DeviceMemory
 
 
@@ -21,6 +24,25 @@ def turns(tmp_path):
     turns._offloads = [SimpleNamespace(release=lambda parts: 10, resume=lambda parts: 7)]
     yield turns, lost
     dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_a_server_goes_through_all_phases_with_requests_under_way(sglang_server, turns):
+    """An abort returns before the requests have ended; SGLang dies of a release then."""
+    turns, lost = turns
+    asyncio.run(sglang_server.release_caches())  # as after its start
+    turns.set_servers([sglang_server.endpoint])
+    sampling = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+    request = {"input_ids": [10, 20, 30], "sampling_params": sampling}
+    turns.enter("generate")
+    before = call(sglang_server.endpoint, "/generate", request, 60)["output_ids"]
+    running = [Call(call, sglang_server.endpoint, "/generate", request, 60) for _ in range(8)]
+    for phase in ("update", "weight sync", "generate", "save", "generate"):
+        turns.enter(phase)
+        lacking = turns._released[sglang_server.endpoint]
+        assert ("weights" in lacking) == (phase == "update") and ("kv_cache" in lacking) == (phase != "generate")
+    assert all(one.result()["meta_info"]["finish_reason"]["type"] in ("abort", "length") for one in running)
+    assert call(sglang_server.endpoint, "/generate", request, 60)["output_ids"] == before and lost == {}
 
 
 def test_a_server_that_is_gone_is_restarted_and_a_new_one_lacks_its_caches(turns):

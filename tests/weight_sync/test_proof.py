@@ -1,6 +1,11 @@
 """The checksums of weights: what differs is named, whichever ranks sent the parts; running servers report the same."""
 
 import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,8 +96,26 @@ def test_experts_of_several_ranks_are_one_parameter(model, device):
 
 
 # -- the two hashes ----------------------------------------------------------------------------------------------------
-SAID = {  # by SGLang 0.5.23's hash_tiles32_kernel_blocked, add_tree_reduce_u64_kernel and _final_splitmix64 (seed
-    # 0x243F6A88, tiles of 8192 words) on torch.arange(n) of a dtype
+# SGLang 0.5.23's own kernel, in Triton's interpreter, on torch.arange(n) of a dtype
+KERNEL = """
+import importlib.util, sys, torch, triton
+spec = importlib.util.spec_from_file_location("theirs", sys.argv[1])
+theirs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(theirs)
+seed, mask = 0x243F6A88, 0xFFFFFFFF
+for n, dtype in ((10, "bfloat16"), (20001, "bfloat16"), (50000, "float32")):
+    raw = torch.arange(n).to(getattr(torch, dtype)).view(torch.uint8)
+    words = torch.cat([raw, raw.new_zeros(-len(raw) % 4)]).view(torch.uint32)
+    tiles = torch.empty(triton.cdiv(len(words), 8192), dtype=torch.uint64)
+    theirs.hash_tiles32_kernel_blocked[(len(tiles),)](
+        words, tiles, len(words), seed1=seed, seed2=((seed * 0x9E3779B1) ^ 0xDEADBEEF) & mask,
+        FM_C1=theirs.FMIX32_C1, FM_C2=theirs.FMIX32_C2, POS_A=theirs.POS_C1, POS_B=theirs.POS_C2,
+        TILE=8192, BLOCK=256, USE_CG=True)
+    total = torch.empty(1, dtype=torch.uint64)
+    theirs.add_tree_reduce_u64_kernel[(1,)](tiles, total, len(tiles), CHUNK=1024)
+    print(n, dtype, theirs._final_splitmix64(int(total.item())))
+"""
+SAID = {  # by KERNEL
     (10, "bfloat16"): 4084968716711240478,
     (20001, "bfloat16"): 14274851831382151356,
     (50000, "float32"): 11675425441195361721,
@@ -111,6 +134,16 @@ def hashed(kind, values: torch.Tensor, cuts: list[int]) -> str:
 def test_a_gpu_servers_hash(n, dtype):
     values = torch.arange(n).to(getattr(torch, dtype))
     assert hashed(TileHash, values, []) == hashed(TileHash, values, [2, n // 3 // 2 * 2]) == f"{SAID[n, dtype]:016x}"
+
+
+@pytest.mark.full
+def test_its_kernel_says_the_same(interpreter):
+    package = Path(importlib.util.find_spec("sglang").origin).parent
+    source = package / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py"
+    command, environment = [sys.executable, "-P", "-c", KERNEL, str(source)], {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=True)
+    lines = (line.split() for line in done.stdout.splitlines())
+    assert {(int(n), dtype): int(said) for n, dtype, said in lines} == SAID
 
 
 @pytest.mark.parametrize("kind", [Sha256, TileHash])

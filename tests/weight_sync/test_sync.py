@@ -127,3 +127,12 @@ def test_servers_with_fp8_weights(make_tiny_model, start_servers, run_syncs, tmp
     job = {"model": model, "dtype": "bfloat16", "quantization": "fp8", "servers": servers}
     job["layouts"] = {"tp2": (2, {"tp": 2})}
     check(run_syncs(tmp_path / "job", transports=TRANSPORTS, syncs=1, **job)["tp2"], 1, servers)
+    # A scale that does not arrive is noticed as its weight.
+    withheld = "model.layers.1.self_attn.k_proj.weight_scale_inv"
+    job |= {"run": "withheld", "withheld": withheld, "transports": ("tensor",)}
+    first, second = run_syncs(tmp_path / "withheld", **job)["tp2"]
+    assert (
+        "1 parameters are not those that were sent: model.layers.1.self_attn.qkv_proj.weight"
+        in first["outcomes"]["server-0"]
+    )
+    proved(second, "server-0")
