@@ -338,8 +338,7 @@ def training_seconds(
     """
     p, dtype, gpu = config.parallel, config.model.dtype, cluster.gpu
     layers = max(p.stage_layers(spec.num_layers))
-    # The passes of log-probs run through the micro-batches of all updates without a stop.
-    w, updates = WIDTH[dtype], config.algorithm.loss.mini_batches
+    w, updates = WIDTH[dtype], config.algorithm.loss.mini_batches  # log-probs run through all without a stop
     own = config.rollout_budget * length * p.model_ranks / cluster.gpus / p.cp
     reduces = 1 if spec.num_experts else 2
     hidden = layers * reduces * 2 * (p.tp - 1) / p.tp * w * spec.hidden_size * own / cluster.link(p.tp)
