@@ -65,7 +65,7 @@ def test_an_episode_has_a_reward_or_says_why_it_has_none(verifiers_python, tmp_p
         def run(name, row, source):
             given = {"prompt_id": row["id"], "messages": [], "source": source, "meta": {"task": row["task"]}}
             url = f"http://127.0.0.1:{runner.addresses[0][1]}/{name}/v1"
-            return pool.run(name, given, url, time.monotonic() + 60)
+            return pool.run(name, given, url, time.monotonic() + 600)
 
         try:
             await pool.start()

@@ -151,7 +151,7 @@ def altered(changes: dict) -> str:
 
 
 def one_reply(text: str, most: int = 4):
-    """What a client makes of a server's answer to request "a" for so many tokens."""
+    """What a client makes of the answer `text` to request "a", which asks for at most `most` tokens."""
     kind = "text/html" if text == OTHERS["a page"] else "application/json"
     server = Server(lambda name, number: web.Response(text=text, content_type=kind))
     (found,) = run(server, lambda client: ask(client, "a"), max_new_tokens=most)

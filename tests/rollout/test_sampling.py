@@ -12,7 +12,7 @@ from dynamo_megatron.rollout.sampling import Sampling
 
 
 def sample(*servers: Server, requests: int = 40, pushed: bool = False, late: str = "", **rollout):
-    """(outcomes by request: (response, server), the fleet) of so many requests in groups of four. `late`: a request
+    """(outcomes by request: (response, server), the fleet) of `requests` in groups of four. `late`: the request
     whose time is over."""
 
     async def work():
