@@ -36,7 +36,7 @@ class StepEnd(NamedTuple):
     """What comes after a step."""
 
     evaluate: bool
-    is_best: bool  # the best of all steps evaluated so far
+    is_best: bool  # better than the step that output_dir/hf has
 
 
 class Controller:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import shlex
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def recipe(
     commands: dict[str, list[str]] = {}
     there: dict[str, str] = {}
     if convert:
-        converted = output / "mcore"
+        model = os.path.abspath(config.model.path)
+        converted = output / f"mcore-{zlib.crc32(model.encode()):08x}"  # not another model's
         commands["convert"] = program(python, "convert", ["hf2mcore", config.model.path, str(converted)])
         words.append(f"model.path={converted}")
         there["convert"] = skip.format(shlex.quote(str(converted)))

@@ -30,6 +30,10 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     limit = _seconds(options.time) if options.time else None
     if options.stop_before is None:
         options.stop_before = 1800 if limit is None else min(1800, limit // 4)
+    elif limit is not None and options.stop_before >= limit:
+        raise ConfigError(f"--stop-before: {options.stop_before} s is the whole of --time ({limit} s), or more")
+    if not options.gpus_per_node and any(re.match("--(gres=gpu|gpus)", option) for option in own):
+        raise ConfigError("--sbatch: GPUs; name them with --gpus-per-node, which gives each a rank")
     if wrong := [option for option in own + options.srun if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
         raise ConfigError(f"--sbatch, --srun: {wrong[0]!r} is no --option or --option=value")
     return options

@@ -33,7 +33,9 @@ def gym_agent(
                 environment.close()
 
     async def play(environment: Any, prompt: Any, session: Any) -> float:
-        seed = prompt.meta.get("seed", zlib.crc32(prompt.prompt_id.encode()))
+        seed = prompt.meta.get("seed")
+        if seed is None:
+            seed = zlib.crc32(prompt.prompt_id.encode())
         observation, _ = environment.reset(seed=seed, options=prompt.meta.get("options"))
         opening = _opening(prompt.messages, show(observation))
         messages, total, ended = [*opening], 0.0, False

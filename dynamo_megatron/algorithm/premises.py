@@ -50,5 +50,10 @@ def premise_warnings(config: Config) -> list[str]:
             f"algorithm.allocation.variance={allocation.variance} goes by whether a rollout succeeded, but the reward "
             f"is the {config.reward.fusion} of {functions} functions; set algorithm.allocation.variance=empirical",
         ),
+        (
+            algorithm.kl.coef > 0 and algorithm.kl.kind == "k1" and algorithm.kl.where == "loss",
+            "algorithm.kl.kind=k1: as a term of the loss its gradient is noise, 0 on average; set "
+            "algorithm.kl.kind=k2, whose gradient is the KL's",
+        ),
     ]
     return [line for applies, line in found if applies]

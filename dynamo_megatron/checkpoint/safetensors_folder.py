@@ -7,12 +7,10 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from dynamo_megatron.checkpoint.folder import MANIFEST_FILE
-from dynamo_megatron.config import Config
 from dynamo_megatron.config.files import ConfigError
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD, huggingface_shapes
@@ -60,11 +58,11 @@ def companion_files(folder: Path) -> list[Path]:
 
 
 def set_dtype(folder: Path, dtype: str, quantization: Mapping[str, object] | None = None) -> None:
-    """In config.json, under the key that it has for it, and `quantization` as quantization_config. Raises ValueError as
+    """In config.json, under each key that it has for it; `quantization` as quantization_config. Raises ValueError as
     `plain_json.read_object`."""
     file = folder / "config.json"
     config = plain_json.read_object(file)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    config |= dict.fromkeys({"torch_dtype", "dtype"} & config.keys() or ["dtype"], dtype)
     if quantization is not None:
         config["quantization_config"] = quantization
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -204,8 +202,3 @@ def exported_step(folder: Path) -> int | None:
         return plain_json.read_object(file)["step"]
     except (ValueError, KeyError):
         raise ConfigError(f"{file}: names no step; delete {folder}, and the run exports its model again") from None
-
-
-def best_step(evaluations: Sequence[Mapping[str, Any]], config: Config) -> int:
-    """The step of the evaluation with the highest pass@k for the first `eval.k`; of equal ones the first."""
-    return max(evaluations, key=lambda e: e.get(f"eval/pass@{config.eval.k[0]}", -1.0))["step"]  # of another eval.k: -1

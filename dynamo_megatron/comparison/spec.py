@@ -6,22 +6,19 @@ import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
 from dynamo_megatron.config import Config, shipped
-from dynamo_megatron.config.files import ConfigError, compose, identity, read_yaml, to_plain
+from dynamo_megatron.config.files import ConfigError, compose, identity, read_yaml, scored_by, to_plain
 from dynamo_megatron.config.method import Section
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.whole_files import replacing
 
 SET_BY_RUN = {"seed": "seeds", "optimizer.lr": "learning_rates", "output_dir": "output_dir"}  # run's key -> spec's key
-# Scores are comparable only where these keys are equal.
-SHARED = ("model.path", *(f"eval.{key}" for key in ("data", "limit", "samples", "k", "temperature", "max_new_tokens")))
 # These keys depend on the servers and the machine that a run uses, or change no more than rounding.
 SERVERS = ("placement", "urls", "api_key_env", "port", "servers", "memory_fraction")
 ADDRESS = (*(f"rollout.{key}" for key in SERVERS), "reward.workers", "parallel.sequence_parallel")
@@ -132,12 +129,13 @@ def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[PlannedRun]:
     the folder of one of the runs.
     """
     configs = {arm: _compose(spec, arm) for arm in spec.arms}
-    reference = configs[spec.control]
-    for arm, config in configs.items():
-        for key in SHARED:
-            here, there = attrgetter(key)(config), attrgetter(key)(reference)
-            if here != there:
-                raise ConfigError(f"arms.{arm}: {key} is {here}, of {spec.control} {there}; compare scores of one task")
+    # Scores are comparable only where these are equal.
+    tasks = {a: {**scored_by(c), "model.path": c.model.path, "eval.k": c.eval.k} for a, c in configs.items()}
+    reference = tasks[spec.control]
+    for arm, task in tasks.items():
+        if (key := next((key for key in reference if task.get(key) != reference[key]), None)) is not None:
+            here, there = task.get(key), reference[key]
+            raise ConfigError(f"arms.{arm}: {key} is {here}, of {spec.control} {there}; compare scores of one task")
     runs = []
     for seed in spec.seeds:
         for arm, config in configs.items():

@@ -27,7 +27,7 @@ Curves = Mapping[PlannedRun, Sequence[Mapping[str, Any]]]
 
 
 def write_comparison(spec: Spec, runs: Sequence[PlannedRun]) -> int:
-    """Writes curves.jsonl of all runs, and comparison.md of the seeds whose runs have all ended; prints the
+    """Writes curves.jsonl of all runs that have ended, and comparison.md of the seeds whose runs all have; prints the
     tables. Where the runs' folders are gone, the tables are those of curves.jsonl.
 
     Returns 0, or 1 where a run has failed that might not fail again. Raises InputError where files are broken, or no
@@ -40,7 +40,8 @@ def write_comparison(spec: Spec, runs: Sequence[PlannedRun]) -> int:
     else:
         outcomes, curves = {run: read_outcome(run) for run in runs}, {run: read_curve(run) for run in runs}
         output.mkdir(parents=True, exist_ok=True)
-        _write(file, "".join(f"{json.dumps(row)}\n" for rows in curves.values() for row in rows))
+        ended = (rows for run, rows in curves.items() if outcomes[run] is not None)
+        _write(file, "".join(f"{json.dumps(row)}\n" for rows in ended for row in rows))
     missing = {run.seed for run, outcome in outcomes.items() if outcome is None}
     if not (seeds := [seed for seed in spec.seeds if seed not in missing]):
         raise InputError(f"{output}: no seed has runs that have all ended; start it without --table")

@@ -417,7 +417,9 @@ class Config(Section):
         if "servers" in rollout.model_fields_set or rollout.placement != "colocated":
             return self
         servers = nodes * max(1, ranks // nodes // rollout.tp)
-        return self.model_copy(update={"rollout": rollout.model_copy(update={"servers": servers})})
+        rollout = rollout.model_copy(update={"servers": servers})
+        rollout.model_fields_set.remove("servers")
+        return self.model_copy(update={"rollout": rollout})
 
     def policy_loss(self) -> PolicyLossConfig:
         """Of the built-in losses; `kind` says nothing where the loss is a function of the user's."""

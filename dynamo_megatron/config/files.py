@@ -14,9 +14,11 @@ from urllib.parse import unquote
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from dynamo_megatron.config import Config, shipped
 from dynamo_megatron.config.peer_keys import PREFIX, ours
+from dynamo_megatron.config.reward import WITH_SETTINGS
 from dynamo_megatron.errors import ConfigError
 from dynamo_megatron.runtime.plain_text import on_one_line
 
@@ -30,11 +32,11 @@ SECRET_PARAMETER = re.compile(  # by their whole names: max_token, cache_key and
 )
 
 
-def _sections(kind: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """The path of each section, and its names; `kind`: a section, or Section | None."""
+def _sections(kind: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, FieldInfo]]]:
+    """The path of each section, and its keys; `kind`: a section, or Section | None."""
     fields = getattr(kind, "__pydantic_fields__", {})  # of a model or a pydantic dataclass
     if fields:
-        yield at, [field.alias or name for name, field in fields.items()]
+        yield at, {field.alias or name: field for name, field in fields.items()}
     for name, field in fields.items():
         yield from _sections(field.annotation, (*at, field.alias or name))
     for option in typing.get_args(kind):
@@ -43,6 +45,11 @@ def _sections(kind: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 SECTIONS = dict(_sections(Config))
 KEYS = [(*at, name) for at, names in SECTIONS.items() for name in names]
+FROM_GPUS = ("servers", "memory_fraction")  # keys of `rollout` that follow from the machine where nobody sets them
+
+
+class _Part(dict):
+    """Of a dotted key on the command line, which sets one entry of a mapping."""
 
 
 def compose(
@@ -94,8 +101,20 @@ def _merge(
             into[name] = into[name] if isinstance(into.get(name), dict) else {}
             yield from _merge(into[name], value, path, origin, origins)
         else:
-            into[name] = value
+            field = SECTIONS[at][name]
+            if isinstance(value, bool) and bool not in (kinds := {*_kinds(field.annotation)}) and kinds & {int, float}:
+                yield f"{origin}: {'.'.join(path)}: needs a number, got {str(value).lower()}"
+                continue
+            if isinstance(value, _Part) and isinstance(there := into.get(name, field.default), Mapping):
+                value = {**there, **value}
+            into[name] = os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
             origins[".".join(path)] = origin
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _kinds(inner)
 
 
 def _peer(path: tuple[str, ...]) -> str | None:
@@ -188,8 +207,10 @@ def _override(word: str) -> list[Layer]:
     if not text.strip():
         raise ConfigError(f"{word}: no value; give {key}=VALUE, {key}=null for none or {key}='\"\"' for no text")
     nested = _parse(text, word)
+    if isinstance(nested, str) and text.lstrip()[0] not in "\"'|>":
+        nested = text.strip()  # YAML would end it at a #, and join its lines
     for part in reversed(key.split(".")):
-        nested = {part: nested}
+        nested = _Part({part: nested})
     return [("the command line", nested)]
 
 
@@ -257,8 +278,10 @@ def _key(loc: Sequence[str | int]) -> str:
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """The config as plain data, as `config.yaml` holds it."""
-    return config.model_dump(mode="json")
+    """The config as plain data, as `config.yaml` holds it: without keys of FROM_GPUS that nobody has set."""
+    plain, given = config.model_dump(mode="json"), config.rollout.model_fields_set
+    plain["rollout"] = {key: value for key, value in plain["rollout"].items() if key not in FROM_GPUS or key in given}
+    return plain
 
 
 def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, Any]) -> str:
@@ -275,14 +298,13 @@ def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, A
                 text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip().removesuffix("\n...")
                 lines.append(f"{indent}{name}: {text}  # {origins.get('.'.join(path), 'default')}")
 
-    walk(to_plain(config), ())
+    walk(config.model_dump(mode="json"), ())
     lines.append("# derived")
     lines.extend(f"#   {name}: {value}" for name, value in derived.items())
     return "\n".join(lines)
 
 
 # What makes a run the same run: everything but steps, learning rate, layout, servers and logging.
-_REWARDS_WITH_SETTINGS = ("format", "length", "code", "prime", "judge", "reward_model")  # in sections of their names
 _IDENTITY = (
     *("model", "data", "seed", "algorithm", "dpo", "critic.path", "critic.value_clip", "critic.warmup_steps"),
     *("reward.functions", "reward.fusion", "reward.success_threshold"),
@@ -291,6 +313,28 @@ _IDENTITY = (
     *(f"reward.judge.{name}" for name in ("model", "template", "pattern", "range", "request")),
     *(f"rollout.{name}" for name in ("agent", "temperature", "max_new_tokens", "max_staleness", "stop")),
 )
+_SCORED = (
+    *(f"data.{name}" for name in ("prompt_key", "answer_key", "id_key", "template", "chat_template", "template_args")),
+    *("data.system_prompt", "data.few_shot", "rollout.stop", "rollout.agent", "rollout.agent_turns"),
+    *("eval.limit", "eval.samples"),
+    *(key for key in _IDENTITY if key.startswith("reward.") and key != "reward.fusion"),
+)
+
+
+def scored_by(config: Config) -> dict[str, Any]:
+    """dotted key -> value of all that pass@k depends on besides the model, the seed and k."""
+    plain, own, rollout = to_plain(config), config.eval, config.rollout
+    plain["reward"]["functions"] = config.reward.functions[:1]  # which says whether a response is right
+    found = identity(plain, _SCORED) | {
+        "eval.data": own.data or config.data.source,
+        "eval.temperature": rollout.temperature if own.temperature is None else own.temperature,
+        "eval.max_new_tokens": own.max_new_tokens or rollout.max_new_tokens,
+    }
+    if rollout.agent is not None:  # what its requests and their answers depend on
+        longest = config.model.max_length
+        found |= {"rollout.tool_parser": rollout.tool_parser, "model.max_length": longest}
+        found["rollout.agent_tokens"] = rollout.agent_tokens or max(config.trainer.micro_batch_tokens, longest or 0)
+    return found
 
 
 def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:
@@ -303,7 +347,7 @@ def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[
             node = node.get(part) if isinstance(node, Mapping) else None
         found |= {".".join(path): value for path, value in _leaves(node, (key,))}
     if isinstance(functions := found.get("reward.functions"), list):
-        unused = tuple(f"reward.{name}." for name in _REWARDS_WITH_SETTINGS if name not in functions)
+        unused = tuple(f"reward.{name}." for name in WITH_SETTINGS if name not in functions)
         found = {key: value for key, value in found.items() if not key.startswith(unused)}
     for name in ("old_logprobs", "teacher.api_key_env"):  # these change nothing
         found.pop(f"algorithm.{name}", None)

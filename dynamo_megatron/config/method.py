@@ -104,6 +104,9 @@ class AdvantageConfig(Section):
         if self.kind == "otb":
             of_rollouts = ("positive_weight", "normalise", "diversity")
             yield from self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
+        if self.normalise == "batch":
+            why = "normalise batch takes the batch's mean away after it, so that wrong rollouts could gain"
+            yield from self.unused(["positive_weight"], why)
         if self.kind == "gae":
             yield from self.unused(
                 ["positive_weight", "diversity"], "is of a rollout's advantage, and those of kind gae are of tokens"

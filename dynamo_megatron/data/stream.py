@@ -132,7 +132,7 @@ def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
     change of tokenizer or template."""
     digest = hashlib.sha256(repr(first).encode())
     for p in prompts:
-        columns = json.dumps(sorted(p.meta.items()), default=_text, skipkeys=True)
-        row = repr((p.prompt_id, p.messages, p.text, p.answer, columns))
+        columns = json.dumps([p.answer, sorted(p.meta.items())], default=_text, skipkeys=True)
+        row = repr((p.prompt_id, p.messages, p.text, columns))
         digest.update(row.encode("utf-8", "backslashreplace"))
     return digest.hexdigest()

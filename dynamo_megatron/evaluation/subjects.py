@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,21 +11,13 @@ from typing import Any
 
 from dynamo_megatron.checkpoint.convert import find_checkpoint, run_config
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, compose, to_plain
+from dynamo_megatron.config.files import FROM_GPUS, ConfigError, compose, scored_by, to_plain
 from dynamo_megatron.config.method import EVALUATION
 from dynamo_megatron.config.reward import PrimeConfig
 from dynamo_megatron.runtime import plain_json
 
+log = logging.getLogger(__name__)
 LONGEST_NAME = 60  # characters of a file's name; file systems allow 255 bytes
-# The settings that responses and scores depend on, apart from the model.
-SETTINGS = {
-    "data": [
-        *("prompt_key", "answer_key", "id_key"),
-        *("template", "chat_template", "template_args", "system_prompt", "few_shot"),
-    ],
-    "rollout": ["stop", "agent", "agent_turns"],
-    "eval": ["data", "limit", "samples", "k"],
-}
 
 
 @dataclass(frozen=True)
@@ -71,36 +64,16 @@ def file_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text)[-LONGEST_NAME:].strip("-.") or "unnamed"
 
 
-def sampling(config: Config) -> dict[str, Any]:
-    """Of an evaluation: eval.* where it is set, else as in training."""
-    given = config.eval
-    return {
-        "temperature": config.rollout.temperature if given.temperature is None else given.temperature,
-        "max_new_tokens": given.max_new_tokens or config.rollout.max_new_tokens,
-    }
-
-
 def _check_comparable(configs: Mapping[str, Config]) -> None:
     """Raises ConfigError where the configs differ in settings that responses or scores depend on."""
-    (first, base), *others = ((name, _settings(config)) for name, config in configs.items())
+    asked = {name: scored_by(c) | {"eval.k": c.eval.k, "seed": c.seed} for name, c in configs.items()}
+    (first, base), *others = asked.items()
     for name, settings in others:
         for key, value in base.items():
             if settings[key] != value:
                 raise ConfigError(
                     f"{key}: {value!r} for {first}, {settings[key]!r} for {name}; give one for all: {key}=VALUE"
                 )
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    """Dotted key -> value."""
-    plain = to_plain(config)
-    keys = {**SETTINGS, "reward": [name for name in plain["reward"] if name != "workers"]}
-    found = {f"{section}.{name}": plain[section][name] for section, names in keys.items() for name in names}
-    if config.rollout.agent is not None:  # what an agent's requests and their answers depend on besides
-        found |= {"rollout.tool_parser": config.rollout.tool_parser, "model.max_length": config.model.max_length}
-        least = max(config.trainer.micro_batch_tokens, config.model.max_length or 0)  # as of Agents
-        found["rollout.agent_tokens"] = config.rollout.agent_tokens or least
-    return found | {f"eval.{name}": value for name, value in sampling(config).items()} | {"seed": config.seed}
 
 
 def _config(
@@ -111,7 +84,8 @@ def _config(
     defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
     if checkpoint is not None:
         defaults = to_plain(_without_prime(run_config(checkpoint)))
-        del defaults["rollout"]["servers"], defaults["rollout"]["memory_fraction"]  # they belong to the run's machine
+        for key in FROM_GPUS:  # the run's
+            defaults["rollout"].pop(key, None)
     elif model is not None and "://" in model:
         defaults["model"] = {"path": ""}
     elif model is not None:
@@ -125,6 +99,8 @@ def _config(
         raise ConfigError("model.path: missing; name the folder with the tokenizer of the server's model")
     if model is not None and "://" not in model:
         config = with_model(config, checkpoint or model)
+    if checkpoint is not None and config.eval.data is None and config.data.source == defaults["data"]["source"]:
+        log.warning("eval.data: not set, so %s is evaluated on what it was trained on", model)
     # The logs of the servers and the rollout process go to the evaluation's folder.
     return _without_prime(config.model_copy(update={"output_dir": str(out)}))
 

@@ -21,13 +21,13 @@ from dynamo_megatron.checkpoint.convert import mcore2hf
 from dynamo_megatron.checkpoint.folder import is_torch_dist
 from dynamo_megatron.checkpoint.weights import open_weights
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, to_plain
+from dynamo_megatron.config.files import ConfigError, scored_by, to_plain
 from dynamo_megatron.config.rollout import ALONE
 from dynamo_megatron.data.templates import decoder_of, encode_prompt, end_token_ids, load_tokenizer, max_prompt_length
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.evaluation.problems import greedy_warnings, read_problems, tokenized
 from dynamo_megatron.evaluation.results import SetScores, suite_sets, suite_summary, suite_table, write_results
-from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, sampling, with_model
+from dynamo_megatron.evaluation.subjects import Subject, file_name, find_subjects, with_model
 from dynamo_megatron.models import load_model_config
 from dynamo_megatron.models.server_layout import check_served
 from dynamo_megatron.reward import RewardError
@@ -124,11 +124,11 @@ def _sample(subjects: Mapping[str, Subject], suite: str | None, out: Path) -> It
 
 def _write(config: Config, scores: Mapping[str, Mapping[str, SetScores]], warnings: Sequence[str], out: Path) -> None:
     """Writes the figures. Raises OSError."""
-    summary, how = suite_summary(scores, config.eval.k), sampling(config)
-    temperature = f"temperature {how['temperature']:g}" if how["temperature"] else "greedy"
+    summary, how = suite_summary(scores, config.eval.k), scored_by(config)
+    temperature = f"temperature {how['eval.temperature']:g}" if how["eval.temperature"] else "greedy"
     text = (
-        f"{config.eval.data or config.data.source}: {config.eval.samples} a problem, {temperature}, at most "
-        f"{how['max_new_tokens']} tokens"
+        f"{how['eval.data']}: {config.eval.samples} a problem, {temperature}, at most "
+        f"{how['eval.max_new_tokens']} tokens"
     )
     text = "\n\n".join([text, suite_table(summary, config.eval.k), *(f"warning: {warning}" for warning in warnings)])
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

@@ -200,7 +200,7 @@ class TrainingRun:
             self._under_way = None
 
     def export_best(self) -> None:
-        """To be called when the step reached is the best so far. It is saved first, so that no step is lost if the
+        """To be called when the step reached is better than the one exported. It is saved first: no step is lost if the
         export fails."""
         if self.config.checkpoint.export_hf == "best":
             self.save()

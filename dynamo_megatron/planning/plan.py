@@ -136,6 +136,11 @@ class Plan:
     def assumed(self) -> list[str]:
         """A line if the rewards of a step decide how many rollouts it samples."""
         (least, most), budget = self.config.rollout_range, self.config.rollout_budget
+        if (dynamic := self.config.algorithm.dynamic_sampling) is not None:
+            return [
+                f"algorithm.dynamic_sampling: a step samples up to {dynamic.rounds} times more for groups of equal "
+                "rewards; the plan is for a step without"
+            ]
         if least == most:
             return []
         return [

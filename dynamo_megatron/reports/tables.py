@@ -48,6 +48,7 @@ def _held_out(runs: Mapping[str, RunRecord]) -> Section:
     title = "Held-out problems"
     if not (k := sorted({k for run in runs.values() for k in run.k})):
         return Section(title, "There is no evaluation (`eval.data` and `eval.every` in the config ask for them).")
+    steps = ""
     if len(runs) == 1:
         (run,) = runs.values()
         alike = [row for row in run.evaluations if row.get("eval/of") == run.evaluations[-1].get("eval/of")]
@@ -55,6 +56,7 @@ def _held_out(runs: Mapping[str, RunRecord]) -> Section:
         sides = {f"step {evaluation['step']}": (run, evaluation) for evaluation in ends}
     else:
         sides = {name: (run, run.evaluations[-1]) for name, run in runs.items() if run.evaluations}
+        steps = "The evaluations are of these steps: " + ", ".join(f"{n} {e['step']}" for n, (_, e) in sides.items())
     first, *others = sides
     head = ["%", first]
     for name in others:
@@ -67,8 +69,8 @@ def _held_out(runs: Mapping[str, RunRecord]) -> Section:
         rows.append([f"pass@{each}", *cells])
     text = (
         "pass@k is the chance that at least one of k responses is right, with its 95 % interval over the problems; a "
-        "difference is of the same problems and sampling, - where the two evaluations have others. An interval does "
-        "not cover what another seed would change."
+        "difference is of the same problems, prompts, sampling and reward, - where the two evaluations have others. An "
+        f"interval does not cover what another seed would change. {steps}"
     )
     return Section(title, text, rows)
 

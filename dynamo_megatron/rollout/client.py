@@ -243,8 +243,12 @@ class SGLangClient:
         return response
 
     def _until_aborted(self, request: GenerateRequest, response: Response, why: str) -> Response:
-        """The engine samples one more token before it aborts, without a check whether this token ends the response."""
-        if response.tokens[-1] in self._sampling["stop_token_ids"]:
+        """The engine samples one more token before it aborts, several where it speculates, without a check whether one
+        of them ends the response."""
+        ends = set(self._sampling["stop_token_ids"])
+        if not ends.isdisjoint(response.tokens[:-1]):
+            return Response(finish_reason="abort", error=why)
+        if response.tokens[-1] in ends:
             return replace(response, finish_reason="stop")
         if len(response.tokens) == request.sampling["max_new_tokens"]:
             return response

@@ -55,7 +55,8 @@ class Sampling:
     async def _one(self, request: Request) -> None:
         try:
             response, server = await self._answer(request)
-        except NoServer:  # `run` waits for one
+        except NoServer:  # `run` waits for one, which takes nothing of the request's time
+            request.limit = None
             return
         del self._left[request]
         await self._take(request, response, server)
@@ -116,7 +117,8 @@ async def _outcome(fleet: Fleet, request: Request, server: Server) -> Response |
         for name in request.refused:
             fleet.refused(name, f"it refused {request.name}, which {server.name} answered")
     if response.error:
-        return replace(response, tokens=[], logprobs=[], weight_versions=[], routes=None)
+        ended = "abort" if response.finish_reason == "abort" else "error"  # also where it was cut short
+        return replace(response, tokens=[], logprobs=[], weight_versions=[], finish_reason=ended, routes=None)
     return response if request.begun is None else request.begun.continued(response)
 
 

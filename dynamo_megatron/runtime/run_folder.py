@@ -16,7 +16,7 @@ FAILED_STEPS, PASS_FILE = "nonfinite", "pass.pt"  # of steps that ended in NaN o
 _OF_A_RUN = (
     *("config.yaml", "*.tmp", "metrics.jsonl", "allocation.jsonl", "evaluations.jsonl", "eval", "tokens"),
     *("checkpoints", "rollouts", "logs", "hf", "hf-step-*", "tensorboard", "wandb", "wandb-id", "servers", "push"),
-    *("mcore", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
+    *("mcore*", "scores", "chat_template.jinja", "report*", "replay*", "train.sbatch", "*.log", "*.out", "*.err", ".*"),
     *(FAILED_STEPS, ENDED_FILE, "profile", "mlflow-id", "mlflow.db*"),
 )
 

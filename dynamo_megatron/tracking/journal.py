@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.checkpoint.folder import latest_checkpoint
-from dynamo_megatron.checkpoint.safetensors_folder import best_step, every_export, exported_step
+from dynamo_megatron.checkpoint.safetensors_folder import every_export, exported_step
 from dynamo_megatron.config import Config
+from dynamo_megatron.config.files import scored_by
 from dynamo_megatron.rollout.store import step_files, tokens_file
 from dynamo_megatron.tracking.metrics import STEP_LOGS, StepLog, read_rows
 from dynamo_megatron.tracking.progress import Progress
@@ -36,12 +37,8 @@ class Journal:
         self.progress = Progress(config.trainer.steps)
         self._trackers: Trackers | None = None
         self._last_line: str | None = None  # of a run that is complete
-        # Scores of other problems or another sampling, from before a resume, cannot be compared.
-        asked, rollout = config.eval, config.rollout
-        temperature = rollout.temperature if asked.temperature is None else asked.temperature
-        length = asked.max_new_tokens or rollout.max_new_tokens
-        of = (asked.data or config.data.source, asked.limit, asked.samples, temperature, length)
-        self._of = hashlib.sha256(repr(of).encode()).hexdigest()[:8]
+        # Scores of other problems, prompts or another sampling, from before a resume, cannot be compared.
+        self._of = hashlib.sha256(repr(scored_by(config)).encode()).hexdigest()[:8]
 
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines and statistics of later steps are dropped."""
@@ -72,7 +69,10 @@ class Journal:
         return any(e["step"] == step for e in self._evaluations)
 
     def best(self, step: int) -> bool:
-        return best_step(self._evaluations, self._config) == step
+        """Whether `step` has a higher pass@k, for the first `eval.k`, than the step that output_dir/hf has."""
+        key, exported = f"eval/pass@{self._config.eval.k[0]}", exported_step(self._folder / "hf")
+        scores = {e["step"]: e.get(key, -1.0) for e in self._evaluations}  # -1: of another eval.k
+        return exported not in scores or scores[step] > scores[exported]
 
     def evaluation(self, summary: Mapping[str, Any]) -> None:
         summary = {**summary, "eval/of": self._of}

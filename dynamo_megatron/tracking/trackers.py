@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, identity, to_plain
+from dynamo_megatron.config.files import ConfigError, identity
 from dynamo_megatron.runtime.user_code import load_callable
 from dynamo_megatron.runtime.whole_files import replacing
 
@@ -53,7 +53,7 @@ class WandbTracker:
             id=kept_id(config, "wandb"),
             resume="allow",
             dir=config.output_dir,
-            config=to_plain(config),
+            config=config.model_dump(mode="json"),
             allow_val_change=True,
             settings=wandb.Settings(console="off", quiet=True),
         )
@@ -84,7 +84,7 @@ class MlflowTracker:
             mlflow.start_run(known)
             return
         keep_id(config, "mlflow", mlflow.start_run(run_name=run_name(config)).info.run_id)
-        plain = to_plain(config)
+        plain = config.model_dump(mode="json")
         mlflow.log_params({key: str(value)[:LONGEST_PARAM] for key, value in identity(plain, list(plain)).items()})
 
     def write(self, row: Row) -> None:

@@ -63,6 +63,8 @@ def test_a_run_that_has_ended_is_finished_unless_more_is_asked(tmp_path, now, sa
     before.take_over(0)
     assert before.finished() is None
     before.end(4)
+    assert before.finished() is None, "its export is gone"
+    (tmp_path / "hf").mkdir()
     said = OutputDir(settings(tmp_path, **{**sections, **now})).finished()
     assert said == (says and f"{tmp_path}: {says}")
     before.take_over(4)

@@ -67,6 +67,8 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
         side.down("server-0", "hung", False)
         side.up(endpoint("server-0", 3))  # before the run may have looked
         await until(lambda: ("up", "server-0", 3) in fleet.heard)
+        # a `serve` that is started anew would else restart its servers
+        await until(lambda: json.loads((file.parent / "run.json").read_text())["restarts"] == {})
         serving.cancel()  # the node is gone
         await until(lambda: fleet.heard[-1][0] == "down" and fleet.heard[-2][0] == "down")
         assert {h[1] for h in fleet.heard[-2:]} == set(NAMES) and "no sign of life" in fleet.heard[-1][2]

@@ -57,6 +57,21 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
     with_generator(work, server, concurrency=2)
 
 
+def test_a_response_that_its_server_cuts_short_fails_alone(with_generator):
+    def cut(rid, number):
+        ended = {"type": "length", "length": 1}
+        return web.json_response(reply(f"{rid};", 1, ended)) if rid == "000001-0000-000" else None
+
+    async def work(generator, push):
+        await push(0)
+        result = await generated(generator, 1, PROMPTS[:1], [3], 0)
+        result.check_accounts(3)
+        assert result.counts["failed"] == 1 and result.counts["completed"] == 2
+        assert any("the server ended it after 1 of" in note for note in result.notes)
+
+    with_generator(work, Server(cut))
+
+
 def test_a_step_that_samples_anew_takes_the_rollouts_of_later_steps_away(with_generator, tmp_path):
     """They are of weights that the step will not give again."""
 

@@ -66,7 +66,14 @@ def test_scores_of_other_problems_are_not_compared(tmp_path):
     journal = opened(limit=4)
     journal.evaluation(summary(8, 0.6))
     journal.close()
-    assert opened(limit=4).best(8)
+    journal = opened(limit=4)
+    journal.evaluation(summary(16, 0.5))
+    assert journal.best(8) and journal.best(16), "nothing is exported"
+    (tmp_path / "run" / "hf").mkdir()
+    for exported, step, better in ((16, 8, True), (8, 16, False)):
+        (tmp_path / "run" / "hf" / EXPORT_FILE).write_text(f'{{"step": {exported}}}')
+        assert journal.best(step) == better
+    journal.close()
     journal = opened(limit=5)
     assert not journal.evaluated(8)
     journal.evaluation(summary(16, 0.3))

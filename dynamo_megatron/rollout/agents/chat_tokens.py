@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from dynamo_megatron.reward.extraction import response_decoder
+from dynamo_megatron.reward.extraction import FINAL, THINKING, response_decoder
 from dynamo_megatron.rollout.agents.messages import MALFORMED, BadRequest, Message
 from dynamo_megatron.runtime.plain_text import error_line
 
@@ -51,10 +51,13 @@ class ChatTokens:
         """
         before = self._text(held, tools, False)
         whole = self._text(held + new, tools, True)
-        end = self._turn_end
-        if end is None or not whole.startswith(before):
+        end, answer = self._turn_end, held[-1].get("content") or ""
+        thoughts = THINKING.sub("", answer[: found.start()]) if (found := FINAL.search(answer)) else ""
+        if end is None or not whole.startswith(before) or thoughts.strip() not in before:
             return None
         ids = end + self._encode(whole[len(before) :])
+        if last_token in self._ends and last_token in end:  # DeepSeek-Coder's template puts a new line before it
+            return ids[end.index(last_token) + 1 :]
         # GLM-4 ends an answer with the token that begins the next message.
         return ids[last_token in self._ends and ids[:1] == [last_token] :]
 

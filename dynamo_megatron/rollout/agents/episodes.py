@@ -71,10 +71,11 @@ class Agents:
         BadRequest where no server parses any."""
         error = "no rollout server is up to parse tool calls"
         for client in self.fleet.clients(first):
-            try:
-                return tool_calls(await client.parse_tool_calls(text, tools, self.config.rollout.tool_parser))
-            except RolloutError as failed:
-                error = str(failed)
+            for _ in range(2):
+                try:
+                    return tool_calls(await client.parse_tool_calls(text, tools, self.config.rollout.tool_parser))
+                except RolloutError as failed:
+                    error = str(failed)
             with contextlib.suppress(RolloutError):
                 await client.parse_tool_calls("", tools, self.config.rollout.tool_parser)
                 return text, []

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_megatron.reward.extraction import FINAL
 from dynamo_megatron.rollout.agents.episode import Episode, Place
 from dynamo_megatron.rollout.agents.messages import BadRequest, LimitReached, Message, checked_tools, normalised
 from dynamo_megatron.rollout.client import Response
@@ -74,13 +75,15 @@ class Session:
             text = _before_stop(chat.text_of(response.tokens, tools is not None), response, stop)
             message: Message = {"role": "assistant", "content": text}
             if tools and request.get("tool_choice") != "none":
+                thoughts = max((found.end() for found in FINAL.finditer(text)), default=0)
                 try:
-                    text, calls = await self.parse_tools(text, tools)
+                    said, calls = await self.parse_tools(text[thoughts:], tools)  # no call that is only thought of
                 except BadRequest as error:  # the answer was sampled, and the agent does not get it
                     self.failure = self.failure or str(error)
                     raise
                 if calls:
-                    message = {"role": "assistant", "content": text or None, "tool_calls": calls}
+                    said = text[:thoughts] + said
+                    message = {"role": "assistant", "content": said or None, "tool_calls": calls}
             self.episode.record(place, response, [*messages, *normalised([message])], times)
             if tools is None:
                 self.texts.append(_before_stop(chat.scored_text_of(response.tokens), response, stop))
@@ -210,7 +213,7 @@ def tool_calls(parsed: Mapping[str, Any]) -> tuple[str, list[Message]]:
     """SGLang's parsed answer as text and tool calls in OpenAI's form."""
     calls = [
         {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "id": uuid.uuid4().hex[:9],  # Mistral's templates take no longer one
             "type": "function",
             "function": {"name": call["name"], "arguments": call["parameters"] or "{}"},
         }

@@ -79,6 +79,8 @@ class Announced:
                         continue
                     heard[name] = now
                     if now[1]:
+                        if self._restarts.get(name, (0,))[0] != now[0]:  # it has been restarted
+                            self._restarts.pop(name, None)
                         self._listener.up(Endpoint(**said["endpoint"]))
                     else:
                         silent = f"its node has given no sign of life for {SILENCE * BEAT_EVERY:g} s ({file.path})"
