@@ -197,7 +197,7 @@ def _of_policy(
     loss = config.algorithm.loss
     of = {f"{name}_share": counted for name, counted in SHARES.items()} if loss.function is None else {}
     of |= {"selected_share": "selected"} if loss.selects else {}
-    of |= {"kl": "kl"} if any("kl" in u for u in updates) else {}  # a skipped update has none
+    of |= {"kl": "kl"} if config.algorithm.kl.coef and any("kl" in u for u in updates) else {}  # not of skipped ones
     return {
         "policy/loss": _mean([u["loss"] for u in with_gradient]),
         "policy/entropy": float(stats.entropy.double().mean()) if tokens else 0.0,

@@ -1,6 +1,7 @@
 """Environments with `reset` and `step` as agents."""
 
 import asyncio
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,11 @@ def test_an_episode_ends_with_the_environment_and_adds_up_its_rewards():
     assert play(session, seed=7, options={"a": 1}) == 2.0
     assert [text for _, text in said(session)] == ["Count.\nseed 7, options {'a': 1}", "1", "1", "2", "2"]
     assert Count.closed == before + 1
+
+
+def test_rollouts_of_a_row_without_a_seed_play_the_same_episode():
+    seeds = [said(session)[0] for session in (Session("9"), Session("9")) if play(session, seed=None) == 1.0]
+    assert seeds == [("user", f"Count.\nseed {zlib.crc32(b'p')}, options None")] * 2
 
 
 def test_an_answer_that_is_no_action_gets_the_reason():

@@ -40,6 +40,11 @@ def test_one_run_for_each_arm_seed_and_rate(spec):
         ({"arms": {"grpo": ["seed=1"], "b": []}}, "arms: grpo: seed=1: it differs from run to run and comes from"),
         ({"arms": {"grpo": [], "b": ["methods/gropo"]}}, "arms.b: methods/gropo: no such config file"),
         ({"arms": {"grpo": [], "b": ["model.path=x"]}}, "arms.b: model.path is x, of grpo models/tiny; compare"),
+        (
+            {"arms": {"grpo": [], "b": ["rollout.temperature=0.5"]}},
+            "arms.b: eval.temperature is 0.5, of grpo 1.0; c",
+        ),
+        ({"arms": {"grpo": [], "b": ["data.system_prompt=Think."]}}, "arms.b: data.system_prompt is Think., of grpo N"),
         ({"arms": {"grpo": [], "b": ["eval.every=null"]}}, "arms.b: eval.every: scores come from evaluations during"),
         ({"seeds": [1, 1]}, "seeds: a seed stands there twice"),
         ({"learning_rates": []}, "learning_rates: []: give distinct rates above 0"),

@@ -145,7 +145,7 @@ def test_content_ids_do_not_depend_on_place_and_repeats_are_dropped(tmp_path, ca
     assert load(write(tmp_path / "c.jsonl", {"problem": "0+1?", "answer": "1"}))[0].prompt_id != first["0+1?"]
     numbered = [{"problem": "q", "answer": 1, "index": i} for i in range(3)]
     (kept,) = load(write(tmp_path / "d.jsonl", *numbered))
-    assert kept.meta == {"index": 0}
+    assert kept.meta == {"index": 0} and "dropped 2 rows that repeat another one; 2 of them have other" in caplog.text
     assert "is taken by" in refused(write(tmp_path / "e.jsonl", *({"id": "a"} | row for row in numbered)))
 
 
@@ -171,6 +171,7 @@ def test_the_users_iterator(tmp_path, monkeypatch):
         "    yield {'problem': '1+1?', 'answer': 2}\n"
         "    yield Prompt('p', text='2+2?', answer=4)\n"
         "def bad_rows():\n    return [{'problem': 'q', 'answer': 1}, {'problem': ''}, {'problem': ''}]\n"
+        "def numbered():\n    return [Prompt(n, text=str(n), answer=n) for n in range(3)]\n"
         "def none():\n    return None\n"
         "def fails():\n    yield {'problem': 'q', 'answer': 1}\n    yield {}['absent']\n"
         "def again():\n    while True:\n        yield {'problem': 'q', 'answer': 1}\n        yield {'problem': ''}\n"
@@ -179,6 +180,7 @@ def test_the_users_iterator(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     assert [p.text for p in load("my_data_c1:rows")] == ["1+1?", "2+2?"]
+    assert "my_data_c1:numbered row 1: the id 0 is no text" in refused("my_data_c1:numbered")
     assert "my_data_c1:bad_rows row 2: no 'answer'" in refused("my_data_c1:bad_rows")
     assert "my_data_c1:fails after row 1: KeyError: 'absent' (" in refused("my_data_c1:fails")
     assert [p.answer for p in load("my_data_c1:endless", limit=3)] == [0, 1, 2]

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from collections import Counter
 
@@ -68,6 +69,8 @@ def test_resume_refuses_other_data(other):
 def test_an_object_of_the_users_is_the_same_data_in_the_next_process():
     state = stream(prompts(4, image=object())).state_dict()
     stream(prompts(4, image=object())).load_state_dict(state)
+    several = [[dataclasses.replace(p, answer={str(n), "x"}) for p in prompts(4)] for n in range(2)]
+    stream(several[0]).load_state_dict(stream(several[1]).state_dict())  # in another order in each process
 
 
 def test_long_prompts_are_skipped_and_counted_once():

@@ -44,6 +44,7 @@ def test_runs_side_by_side(folders):
     assert list(both) == ["a", "b"]
     assert table(both, "Held-out problems")[1][3].startswith("+100.0 (")
     assert table(both, "Settings that differ")[1:] == [["data.shuffle_seed", "0", "1"], ["seed", "0", "1"]]
+    assert "are of these steps: a 1, b 1" in sections(both)[1].text
     folders.evaluation(runs[1], 2, [True] * 3, of="other sampling")
     assert table(read_runs(runs), "Held-out problems")[1][3] == "-"
     with pytest.raises(ValueError, match="named twice"):

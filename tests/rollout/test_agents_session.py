@@ -8,7 +8,7 @@ import numpy as np
 import openai
 import pytest
 from agents_chat import make_tokenizer
-from agents_scripted import CALL, QUESTION, TOKENIZER, TOOLS, Scripted, endpoint
+from agents_scripted import CALL, END, QUESTION, TOKENIZER, TOOLS, Scripted, endpoint
 
 from dynamo_megatron.reward import extraction
 from dynamo_megatron.rollout.agents.chat_tokens import ChatTokens
@@ -62,6 +62,17 @@ def test_an_openai_client_runs_a_tool_loop_whose_ids_go_on():
     assert scripted.asked[1][0][: len(episode.turns[0].ids)] == episode.turns[0].ids
     assert scripted.session.texts == ["use it", "it is 7"] and set(scripted.session.ignored) == {"temperature"}
     assert scripted.session.counts == {"turns": 2, "segments": 1}
+
+
+def test_a_tool_call_that_is_only_thought_of_is_none():
+    async def work(client, own, scripted):
+        return [await own.chat(QUESTION, tools=TOOLS) for _ in range(2)]
+
+    thoughts = f"<think>\n{CALL}?\n</think>\n\n"
+    first, second = run(work, thoughts + "it is 7", thoughts + "use it " + CALL)
+    assert first["content"] == thoughts + "it is 7" and "tool_calls" not in first
+    assert second["content"] == thoughts + "use it" and len(second["tool_calls"]) == 1
+    assert re.fullmatch("[0-9a-z]{9}", second["tool_calls"][0]["id"]), "Mistral's templates take no other"
 
 
 def test_a_stream_has_the_same_answer_and_goes_on():
@@ -172,6 +183,22 @@ def test_a_template_without_an_end_repeats_no_token_that_ended_an_answer():
     held = [*QUESTION, {"role": "assistant", "content": "seven"}]
     added = ChatTokens(tokenizer, [start]).added(held, QUESTION, None, start)
     assert tokenizer.decode(added) == f"user\n{QUESTION[0]['content']}<|im_start|>assistant\n"
+
+
+def test_what_follows_an_answer_is_what_the_template_says_of_it():
+    """DeepSeek-R1 drops thoughts at once; DeepSeek-Coder puts a new line before the token that ends an answer."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.content.split('</think>')[-1] + '\n<|im_end|>' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>' }}{%- endif -%}"
+    )
+    chat = ChatTokens(tokenizer, [END])
+    seven, thought = (
+        [*QUESTION, {"role": "assistant", "content": text}] for text in ("seven", "I add them</think>seven")
+    )
+    added = tokenizer.decode(chat.added(seven, QUESTION, None, END))
+    assert added == f"<|im_start|>{QUESTION[0]['content']}\n<|im_end|><|im_start|>"
+    assert chat.added(thought, QUESTION, None, END) is None
 
 
 def test_tokens_and_context_are_limits_of_the_episode():

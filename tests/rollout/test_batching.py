@@ -6,19 +6,21 @@ import math
 
 import pytest
 from aiohttp import web
-from stand_ins import Server, event, listening, open_stream, reply
+from stand_ins import ABORTED, Server, event, listening, open_stream, reply
 
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.client import LARGEST, ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.runtime.routes import RouteShape
 
+END = 5  # the token that ends a response
+
 
 def run(server: Server, work, **options):
     async def with_client():
         async with listening(server) as url, open_session() as session:
             async with asyncio.timeout(120):
-                return await work(SGLangClient(session, Endpoint("s", 1, url, 1, ""), RolloutConfig(**options), []))
+                return await work(SGLangClient(session, Endpoint("s", 1, url, 1, ""), RolloutConfig(**options), [END]))
 
     return asyncio.run(with_client())
 
@@ -150,11 +152,11 @@ def altered(changes: dict) -> str:
     return json.dumps({"meta_info": reply("a;")["meta_info"] | changes})
 
 
-def one_reply(text: str, most: int = 4):
+def one_reply(text: str, most: int = 4, **options):
     """What a client makes of the answer `text` to request "a", which asks for at most `most` tokens."""
     kind = "text/html" if text == OTHERS["a page"] else "application/json"
     server = Server(lambda name, number: web.Response(text=text, content_type=kind))
-    (found,) = run(server, lambda client: ask(client, "a"), max_new_tokens=most)
+    (found,) = run(server, lambda client: ask(client, "a"), max_new_tokens=most, **options)
     return found
 
 
@@ -175,3 +177,13 @@ def test_what_stopped_a_response_is_its_last_token_or_the_end_of_several(matched
 def test_a_response_that_its_server_cuts_short_fails(most, error):
     response = one_reply(altered({"finish_reason": {"type": "length", "length": 3}}), most)
     assert error in response.error and len(response.tokens) == (0 if error else 3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "left"), [([7, 7, 7], ("abort", 3)), ([7, 7, END], ("stop", 3)), ([7, END, 7], ("abort", 0))]
+)
+def test_what_is_left_of_a_response_that_a_weight_sync_aborts(tokens, left):
+    """With speculation several tokens come at once, and the response may have ended before the last of them."""
+    sampled = [[-1.0, token, None] for token in tokens]
+    response = one_reply(altered({"finish_reason": ABORTED, "output_token_logprobs": sampled}), max_staleness=1)
+    assert (response.finish_reason, len(response.tokens)) == left

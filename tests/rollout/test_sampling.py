@@ -1,14 +1,17 @@
 """What becomes of requests when servers misbehave."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
 from stand_ins import Server, fleet_of, reply
 
+from dynamo_megatron.rollout.client import Response
 from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import RolloutError, SyncNeeded
 from dynamo_megatron.rollout.sampling import Sampling
+from dynamo_megatron.rollout.servers.fleet import NoServer
 
 
 def sample(*servers: Server, requests: int = 40, pushed: bool = False, late: str = "", **rollout):
@@ -114,6 +117,22 @@ def test_without_a_server_the_caller_is_asked_for_a_push_and_before_the_first_on
     # Not pushed to, a server that is back has the weights that it had.
     outcomes, *_ = sample(Server(unavailable), requests=8)
     assert all("lost with server-0, server-0" in r.error for r, _ in outcomes.values())
+
+
+def test_the_time_without_any_server_is_not_a_requests():
+    async def answer(request):
+        limits.append(request.limit)
+        if len(limits) == 1:
+            raise NoServer
+        return Response([7], [-1.0], [(0, 0, 1)]), "server-0"
+
+    async def work():
+        async with fleet_of(Server()) as fleet:
+            await Sampling(fleet, [Request("r", "g", "p", [1, 2], limit=1.0)], AsyncMock(), answer=answer).run()
+
+    limits = []
+    asyncio.run(work())
+    assert limits == [1.0, None]
 
 
 def test_servers_that_are_lost_for_good_end_the_run_with_one_message():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections import Counter
@@ -75,15 +76,15 @@ class Session:
             text = _before_stop(chat.text_of(response.tokens, tools is not None), response, stop)
             message: Message = {"role": "assistant", "content": text}
             if tools and request.get("tool_choice") != "none":
-                thoughts = max((found.end() for found in FINAL.finditer(text)), default=0)
+                *_, said = re.split(rf"(?:{FINAL.pattern})\s*", text)  # a call in thoughts is only thought of
+                thoughts = text[: len(text) - len(said)]
                 try:
-                    said, calls = await self.parse_tools(text[thoughts:], tools)  # no call that is only thought of
+                    said, calls = await self.parse_tools(said, tools)
                 except BadRequest as error:  # the answer was sampled, and the agent does not get it
                     self.failure = self.failure or str(error)
                     raise
                 if calls:
-                    said = text[:thoughts] + said
-                    message = {"role": "assistant", "content": said or None, "tool_calls": calls}
+                    message = {"role": "assistant", "content": thoughts + said or None, "tool_calls": calls}
             self.episode.record(place, response, [*messages, *normalised([message])], times)
             if tools is None:
                 self.texts.append(_before_stop(chat.scored_text_of(response.tokens), response, stop))
