@@ -107,10 +107,13 @@ def test_curves_of_arms_that_are_evaluated_less_often(made, tmp_path, capsys):
     assert "| half | 0 of 10 | 1e-06 | 60.0 (60.0 to 60.0) | +0.0 (+0.0 to +0.0) |" in capsys.readouterr().out
 
 
-def test_a_seed_with_an_unfinished_run_is_left_out_and_four_seeds_give_no_ratio(made, capsys):
+def test_a_seed_with_an_unfinished_run_is_left_out_and_four_seeds_give_no_ratio(made, tmp_path, capsys):
     made([1, 2, 3, 4, 5], lambda run: None if (run.arm, run.seed) == ("half", 4) else usual(run))
     assert main(["compare", "spec.yaml", "--table"]) == 0
     text = capsys.readouterr().out
     assert "- 28 of 30 runs have ended; left out: seeds 4" in text
     assert "No differences and no ratios: 4 seeds of the 5 that an interval over seeds needs at least" in text
+    shutil.rmtree(tmp_path / "out" / "runs")
+    main(["compare", "spec.yaml", "--table"])
+    assert "- 28 of 30 runs have ended; left out: seeds 4" in capsys.readouterr().out, "from curves.jsonl"
     assert "| half | 0 of 8 | 1e-06 | 60.0 | - |" in text and "| 10 at 1e-06 | - | 70 at 1e-06 | - |" in text

@@ -170,29 +170,21 @@ def test_a_mapping_is_set_and_shown_as_a_whole():
     assert to_plain(config)["data"]["template_args"] == {"a": {"b": 1}, "c": False}
 
 
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
-        ("Think, then write #### and the number.", None),
-        ("Line one.\nLine two.\n\n Line four.", None),
-        ("'Quoted # text'", "Quoted # text"),
-        ('"a\\nb"', "a\nb"),
-    ],
-)
-def test_a_text_on_the_command_line_is_kept_as_it_is(given, read):
-    assert compose([], [f"data.system_prompt={given}"], NEEDED)[0].data.system_prompt == (read or given)
+def test_a_text_on_the_command_line_is_kept_as_it_is(monkeypatch):
+    def read(text: str) -> str:
+        return compose([], [f"data.system_prompt={text}"], NEEDED)[0].data.system_prompt
 
-
-def test_a_path_of_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert compose([], ["output_dir=~/run"], NEEDED)[0].output_dir == "/home/me/run"
+    for text in ("Think, then write #### and the number.", "Line one.\nLine two.\n\n Line four."):
+        assert read(text) == text
+    assert (read("'a # b'"), read('"a\\nb"'), read("~/b")) == ("a # b", "a\nb", "/home/me/b")
 
 
 def test_what_follows_from_the_machine_is_not_written():
     config = compose([], [], NEEDED)[0]
     assert not {"servers", "memory_fraction"} & to_plain(config.with_servers(8, 1))["rollout"].keys()
-    given = to_plain(compose([], ["rollout={servers: 2, memory_fraction: 0.3}"], NEEDED)[0])["rollout"]
-    assert (given["servers"], given["memory_fraction"]) == (2, 0.3)
+    given = {"servers": 2, "memory_fraction": 0.3}
+    assert given.items() <= to_plain(compose([], [f"rollout={given}"], NEEDED)[0])["rollout"].items()
 
 
 def test_the_shipped_configs_are_listed_and_printed(tmp_path, monkeypatch, capsys):

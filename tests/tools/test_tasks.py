@@ -1,4 +1,4 @@
-"""The tasks of configs/ (calculator, treasure): their agents, and what a small model reads and writes."""
+"""The task of configs/calculator: its agent, and what a small model reads and writes."""
 
 import json
 import random
@@ -11,7 +11,6 @@ from dynamo_megatron.data.templates import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CALCULATOR = runpy.run_path(str(ROOT / "configs" / "calculator" / "agent.py"))
-GAME = runpy.run_path(str(ROOT / "configs" / "treasure" / "agent.py"))
 SUMS = runpy.run_path(str(ROOT / "tools" / "calculator_task.py"))
 
 
@@ -40,10 +39,3 @@ def test_warm_up_examples_are_what_the_template_makes_of_an_episode(tmp_path):
         example = SUMS["example"](number, 37, 24, random.Random(0))
         assert example["problem"] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert tokenizer.decode(tokenizer.encode(example["problem"])) == example["problem"]
-
-
-def test_the_rules_of_the_treasure_game():
-    game = GAME["Treasure"]()
-    game.reset(seed=0, options={"start": "a1", "treasure": "b3"})
-    steps = [game.step(move) for move in "wsxnn"]
-    assert [step[0] for step in steps] == ["a1", "a1", "a1", "a2", "a3"] and steps[-1][1:4] == (0.0, False, True)
