@@ -30,10 +30,10 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     limit = _seconds(options.time) if options.time else None
     if options.stop_before is None:
         options.stop_before = 1800 if limit is None else min(1800, limit // 4)
-    elif limit is not None and options.stop_before >= limit:
-        raise ConfigError(f"--stop-before: {options.stop_before} s is the whole of --time ({limit} s), or more")
+    elif limit and options.stop_before >= limit:
+        raise ConfigError(f"--stop-before: {options.stop_before} s must be below --time ({limit} s)")
     if not options.gpus_per_node and any(re.match("--(gres=gpu|gpus)", option) for option in own):
-        raise ConfigError("--sbatch: GPUs; name them with --gpus-per-node, which gives each a rank")
+        raise ConfigError("--sbatch: request GPUs with --gpus-per-node, one rank each")
     if wrong := [option for option in own + options.srun if not re.fullmatch(r"--[a-z][a-z-]*(=[^\n]*)?", option)]:
         raise ConfigError(f"--sbatch, --srun: {wrong[0]!r} is no --option or --option=value")
     return options
@@ -157,7 +157,7 @@ def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
         raise ConfigError(
             f"rollout.servers: {rollout.servers} servers are not an equal share for each of {server_nodes} nodes"
         )
-    if nodes > 1 and "host" not in rollout.model_fields_set:
+    if nodes > 1 and rollout.host == type(rollout).model_fields["host"].default:  # which a run's config.yaml has, too
         raise ConfigError(
             f"rollout.host: its default, {rollout.host}, is out of the other nodes' reach, and there are {nodes}; name "
             "a network interface of all of them, as in rollout.host=ib0"

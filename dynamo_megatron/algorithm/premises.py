@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dynamo_megatron.config import Config
+from dynamo_megatron.config.reward import WITH_SETTINGS
 
 BY_ROLLOUT = ("token_mean", "sequence_mean", "sequence_sum", "constant_length")
 
 
 def premise_warnings(config: Config) -> list[str]:
     """Returns the warnings, one line each; none if the parts fit together. Shown once, at the start of a run."""
-    algorithm, functions = config.algorithm, len(config.reward.outcomes)
+    algorithm, reward, functions = config.algorithm, config.reward, len(config.reward.outcomes)
     allocation, advantage, loss = algorithm.allocation, algorithm.advantage, algorithm.loss
     uneven = allocation.kind != "uniform"
     one_update, clips = loss.mini_batches == 1, loss.clip_ratio_high != loss.clip_ratio_low
@@ -53,7 +54,14 @@ def premise_warnings(config: Config) -> list[str]:
         (
             algorithm.kl.coef > 0 and algorithm.kl.kind == "k1" and algorithm.kl.where == "loss",
             "algorithm.kl.kind=k1: as a term of the loss its gradient is noise, 0 on average; set "
-            "algorithm.kl.kind=k2, whose gradient is the KL's",
+            "algorithm.kl.kind=k2, whose gradient is that of the KL divergence",
+        ),
+        *(
+            (
+                name not in reward.functions and getattr(reward, name) != type(reward).model_fields[name].default,
+                f"reward.{name}: settings of a reward that reward.functions lacks; set it there if it is to count",
+            )
+            for name in WITH_SETTINGS
         ),
     ]
     return [line for applies, line in found if applies]

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, model_validator
 
 from dynamo_megatron.config import Config, shipped
-from dynamo_megatron.config.files import ConfigError, compose, identity, read_yaml, scored_by, to_plain
+from dynamo_megatron.config.files import ConfigError, compose, differing, identity, read_yaml, scored_by, to_plain
 from dynamo_megatron.config.method import Section
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -133,9 +133,11 @@ def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[PlannedRun]:
     tasks = {a: {**scored_by(c), "model.path": c.model.path, "eval.k": c.eval.k} for a, c in configs.items()}
     reference = tasks[spec.control]
     for arm, task in tasks.items():
-        if (key := next((key for key in reference if task.get(key) != reference[key]), None)) is not None:
-            here, there = task.get(key), reference[key]
-            raise ConfigError(f"arms.{arm}: {key} is {here}, of {spec.control} {there}; compare scores of one task")
+        if differ := differing(reference, task):
+            here, there = task.get(differ[0]), reference.get(differ[0])
+            raise ConfigError(
+                f"arms.{arm}: {differ[0]} is {here}, of {spec.control} {there}; compare scores of one task"
+            )
     runs = []
     for seed in spec.seeds:
         for arm, config in configs.items():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import reprlib
+import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,13 +45,31 @@ def _sections(kind: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield from _sections(option, at)
 
 
+def _is_text(kind: Any) -> bool:
+    """Whether a key of this annotation is a text, or None."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return _is_text(typing.get_args(kind)[0])
+    options = [option for option in typing.get_args(kind) if option is not type(None)]
+    return kind is str or (isinstance(kind, types.UnionType) and all(map(_is_text, options)))
+
+
 SECTIONS = dict(_sections(Config))
 KEYS = [(*at, name) for at, names in SECTIONS.items() for name in names]
+TEXTS = {(*at, name) for at, fields in SECTIONS.items() for name, field in fields.items() if _is_text(field.annotation)}
 FROM_GPUS = ("servers", "memory_fraction")  # keys of `rollout` that follow from the machine where nobody sets them
 
 
 class _Part(dict):
     """Of a dotted key on the command line, which sets one entry of a mapping."""
+
+    def within(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
+        """`mapping` with this entry."""
+        ((name, value),) = self.items()
+        there = mapping.get(name)
+        return {
+            **mapping,
+            name: value.within(there if isinstance(there, Mapping) else {}) if isinstance(value, _Part) else value,
+        }
 
 
 def compose(
@@ -106,7 +126,7 @@ def _merge(
                 yield f"{origin}: {'.'.join(path)}: needs a number, got {str(value).lower()}"
                 continue
             if isinstance(value, _Part) and isinstance(there := into.get(name, field.default), Mapping):
-                value = {**there, **value}
+                value = value.within(there)
             into[name] = os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
             origins[".".join(path)] = origin
 
@@ -202,16 +222,25 @@ def read_yaml(path: Path, name: str) -> dict[str, Any]:
 def _override(word: str) -> list[Layer]:
     """`a.b=text` as {"a": {"b": value}}. Raises ConfigError."""
     key, equals, text = word.partition("=")
+    key = key.strip()
     if not equals or not all(key.split(".")):
         raise ConfigError(f"{word!r}: neither a file nor key=value")
     if not text.strip():
         raise ConfigError(f"{word}: no value; give {key}=VALUE, {key}=null for none or {key}='\"\"' for no text")
-    nested = _parse(text, word)
-    if isinstance(nested, str) and text.lstrip()[0] not in "\"'|>":
-        nested = text.strip()  # YAML would end it at a #, and join its lines
+    nested = _text(text.strip()) if tuple(key.split(".")) in TEXTS else _parse(text, word)
     for part in reversed(key.split(".")):
         nested = _Part({part: nested})
     return [("the command line", nested)]
+
+
+def _text(text: str) -> str | None:
+    """The value of an option that is a text: without quotes around it; else as it is, where YAML may see a number, a
+    mapping or a comment."""
+    if text[0] in "\"'":
+        with contextlib.suppress(yaml.YAMLError):
+            if isinstance(quoted := yaml.load(text, _Loader), str):
+                return quoted
+    return None if text == "null" else text
 
 
 class _Loader(yaml.SafeLoader):
@@ -258,8 +287,10 @@ def _lines(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
             continue
         message = " or ".join([fault["msg"], *(other["msg"] for other in others)]).removeprefix("Value error, ")
         given = "" if fault["type"] == "value_error" else f", got {reprlib.repr(fault['input'])}"
+        if fault["type"] in ("list_type", "tuple_type"):
+            given += f"; give a list, as in {key}=[...]"
         if fault["type"] == "string_type" and fault["input"] is not None:
-            given += f"; put a string that YAML takes for something else in quotes, as in {key}='\"...\"'"
+            given += "; put a text that YAML takes for something else in quotes"
         for one in message.split("\n"):  # a check across keys may have found several faults
             named = one.partition(":")[0]  # by a check across keys
             at = (key, key.rpartition(".")[0], f"{key}.{named}", named)
@@ -316,7 +347,7 @@ _IDENTITY = (
 _SCORED = (
     *(f"data.{name}" for name in ("prompt_key", "answer_key", "id_key", "template", "chat_template", "template_args")),
     *("data.system_prompt", "data.few_shot", "rollout.stop", "rollout.agent", "rollout.agent_turns"),
-    *("eval.limit", "eval.samples"),
+    *("eval.limit", "eval.samples", "reward.deadline", "reward.on_error", "reward.code"),
     *(key for key in _IDENTITY if key.startswith("reward.") and key != "reward.fusion"),
 )
 
@@ -325,7 +356,7 @@ def scored_by(config: Config) -> dict[str, Any]:
     """dotted key -> value of all that pass@k depends on besides the model, the seed and k."""
     plain, own, rollout = to_plain(config), config.eval, config.rollout
     plain["reward"]["functions"] = config.reward.functions[:1]  # which says whether a response is right
-    found = identity(plain, _SCORED) | {
+    found = identity(plain, (*_SCORED, *(["data.limit"] if own.data is None else []))) | {
         "eval.data": own.data or config.data.source,
         "eval.temperature": rollout.temperature if own.temperature is None else own.temperature,
         "eval.max_new_tokens": own.max_new_tokens or rollout.max_new_tokens,
@@ -335,6 +366,11 @@ def scored_by(config: Config) -> dict[str, Any]:
         found |= {"rollout.tool_parser": rollout.tool_parser, "model.max_length": longest}
         found["rollout.agent_tokens"] = rollout.agent_tokens or max(config.trainer.micro_batch_tokens, longest or 0)
     return found
+
+
+def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, in order; a key that one of the two lacks has None."""
+    return [key for key in dict.fromkeys([*here, *there]) if here.get(key) != there.get(key)]
 
 
 def identity(plain: Mapping[str, Any], keys: Sequence[str] = _IDENTITY) -> dict[str, Any]:

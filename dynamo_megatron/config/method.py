@@ -104,8 +104,8 @@ class AdvantageConfig(Section):
         if self.kind == "otb":
             of_rollouts = ("positive_weight", "normalise", "diversity")
             yield from self.unused(of_rollouts, "is of a rollout's advantage, and those of kind otb are of tokens")
-        if self.normalise == "batch":
-            why = "normalise batch takes the batch's mean away after it, so that wrong rollouts could gain"
+        if self.normalise == "batch" and self.kind not in ("otb", "gae"):
+            why = "normalise batch subtracts the batch mean afterwards: a wrong rollout may get a positive advantage"
             yield from self.unused(["positive_weight"], why)
         if self.kind == "gae":
             yield from self.unused(

@@ -193,9 +193,8 @@ class RewardConfig(Section):
             )
         if self.implicit and self.prime.model is None:
             yield "prime.model: name the folder of the implicit process reward model (docs/rewards.md)"
-        for name in WITH_SETTINGS if training else ():
-            if name not in self.functions and getattr(self, name) != type(self).model_fields[name].default:
-                yield f"{name}: is about the reward {name}, which functions does not have; add it, or leave this out"
+        if not self.implicit and self.prime != PrimeConfig():
+            yield "prime: is about the reward prime; put it into functions, such as [math, prime]"
         if "judge" in self.functions and (self.judge.url is None or self.judge.model is None):
             yield "judge: name the endpoint's url and the model that it is asked for"
         model, used = self.reward_model, "reward_model" in self.functions

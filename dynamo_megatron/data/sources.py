@@ -79,7 +79,7 @@ def load_prompts(
             if len(first) == config.limit:
                 break
         elif _content_digest(known) == _content_digest(prompt):  # NaN, which a column may hold, does not equal itself
-            repeated, differ = repeated + 1, differ + (known.meta != prompt.meta)
+            repeated, differ = repeated + 1, differ + (repr(known.meta) != repr(prompt.meta))
         else:
             raise InputError(
                 f"{where}: the id {prompt.prompt_id!r:.80} is taken by {known.where} with other content; "
@@ -93,7 +93,7 @@ def load_prompts(
     if not first:
         raise InputError(f"data.source: {config.source} has no prompts")
     if repeated:
-        but = f"; {differ} of them have other columns: if these make another problem, give the rows ids"
+        but = f"; {differ} of them have other columns: if these distinguish problems, give the rows ids"
         say(f"data.source: {config.source}: dropped {repeated} rows that repeat another one{but if differ else ''}")
     return list(first.values())
 
@@ -218,7 +218,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _check_content(prompt: Prompt, where: str, needs_answer: bool) -> None:
     if not isinstance(prompt.prompt_id, str):
-        raise InputError(f"{where}: the id {prompt.prompt_id!r:.80} is no text; files hold it as text")
+        raise InputError(f"{where}: the id {prompt.prompt_id!r:.80} must be a str")
     if needs_answer and is_empty(prompt.answer):
         said = "null" if prompt.answer is None else repr(prompt.answer)
         raise InputError(f"{where}: the answer is {said}; there must be one to compare with or to train on")

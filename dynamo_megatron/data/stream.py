@@ -132,7 +132,9 @@ def _fingerprint(prompts: Sequence[Prompt], first: list[int]) -> str:
     change of tokenizer or template."""
     digest = hashlib.sha256(repr(first).encode())
     for p in prompts:
-        columns = json.dumps([p.answer, sorted(p.meta.items())], default=_text, skipkeys=True)
-        row = repr((p.prompt_id, p.messages, p.text, columns))
+        columns = json.dumps(sorted(p.meta.items()), default=_text, skipkeys=True)
+        plain = p.answer is None or isinstance(p.answer, str | int | float)
+        answer = p.answer if plain else json.dumps(p.answer, default=_text, skipkeys=True)
+        row = repr((p.prompt_id, p.messages, p.text, answer, columns))
         digest.update(row.encode("utf-8", "backslashreplace"))
     return digest.hexdigest()

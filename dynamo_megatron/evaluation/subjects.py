@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.checkpoint.convert import find_checkpoint, run_config
+from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import FROM_GPUS, ConfigError, compose, scored_by, to_plain
+from dynamo_megatron.config.files import FROM_GPUS, ConfigError, compose, differing, scored_by, to_plain
 from dynamo_megatron.config.method import EVALUATION
 from dynamo_megatron.config.reward import PrimeConfig
 from dynamo_megatron.runtime import plain_json
@@ -51,6 +52,8 @@ def find_subjects(
             )
         url = model if model.startswith(("http://", "https://")) else None
         checkpoint = None
+        if (run := Path(model).parent / "config.yaml").is_file() and (Path(model) / EXPORT_FILE).is_file():
+            log.warning("%s: evaluated with the given settings; --model %s has those of its run", model, run.parent)
         if url is None and not (Path(model) / "config.json").is_file():
             _, checkpoint = find_checkpoint(model)
         subjects[name] = Subject(_config(files, overrides, model, checkpoint, out), url)
@@ -69,11 +72,10 @@ def _check_comparable(configs: Mapping[str, Config]) -> None:
     asked = {name: scored_by(c) | {"eval.k": c.eval.k, "seed": c.seed} for name, c in configs.items()}
     (first, base), *others = asked.items()
     for name, settings in others:
-        for key, value in base.items():
-            if settings[key] != value:
-                raise ConfigError(
-                    f"{key}: {value!r} for {first}, {settings[key]!r} for {name}; give one for all: {key}=VALUE"
-                )
+        differ = ((key, base.get(key), settings.get(key)) for key in differing(base, settings))
+        lines = [f"{key}: {a!r} for {first}, {b!r} for {name}; give one for all: {key}=VALUE" for key, a, b in differ]
+        if lines:
+            raise ConfigError("\n".join(lines))
 
 
 def _config(

@@ -42,8 +42,8 @@ class OutputDir:
         """Says so where the run in the folder has ended, export included, and is asked for nothing else. Raises
         ConfigError as `check`."""
         self.check()
-        exports = self.config.checkpoint.export_hf in ("final", "best")
-        if not self._ended.is_file() or (exports and not (self.path / "hf").is_dir()):
+        gone = self.config.checkpoint.export_hf == "final" and not (self.path / "hf").is_dir()
+        if not self._ended.is_file() or gone:
             return None
         ended = plain_json.read_object(self._ended)
         return f"{self.path}: {ended['said']}" if ended["asked"] == self._asked() else None

@@ -138,8 +138,8 @@ class Plan:
         (least, most), budget = self.config.rollout_range, self.config.rollout_budget
         if (dynamic := self.config.algorithm.dynamic_sampling) is not None:
             return [
-                f"algorithm.dynamic_sampling: a step samples up to {dynamic.rounds} times more for groups of equal "
-                "rewards; the plan is for a step without"
+                f"algorithm.dynamic_sampling: a step may sample in up to {dynamic.rounds} further rounds; the plan is "
+                "for none"
             ]
         if least == most:
             return []

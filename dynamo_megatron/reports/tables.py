@@ -56,7 +56,8 @@ def _held_out(runs: Mapping[str, RunRecord]) -> Section:
         sides = {f"step {evaluation['step']}": (run, evaluation) for evaluation in ends}
     else:
         sides = {name: (run, run.evaluations[-1]) for name, run in runs.items() if run.evaluations}
-        steps = "The evaluations are of these steps: " + ", ".join(f"{n} {e['step']}" for n, (_, e) in sides.items())
+        steps = ", ".join(f"{name} {evaluation['step']}" for name, (_, evaluation) in sides.items())
+        steps = f"The evaluations are of these steps: {steps}."
     first, *others = sides
     head = ["%", first]
     for name in others:

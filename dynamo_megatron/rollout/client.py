@@ -61,6 +61,13 @@ class Response:
     error: str = ""
     routes: np.ndarray | None = field(default=None, compare=False)
 
+    def until(self, end: int) -> Response:
+        """Its first `end` tokens."""
+        spans = [(version, first, min(last, end)) for version, first, last in self.weight_versions if first < end]
+        known = None if self.routes is None else self.routes[: len(self.routes) + end - len(self.tokens)]
+        cut = {"tokens": self.tokens[:end], "logprobs": self.logprobs[:end], "routes": known}
+        return replace(self, **cut, weight_versions=spans)
+
     def continued(self, rest: Response) -> Response:
         """This response and then `rest`, which was sampled after it."""
         spans, start = list(self.weight_versions), len(self.tokens)
@@ -246,10 +253,8 @@ class SGLangClient:
         """The engine samples one more token before it aborts, several where it speculates, without a check whether one
         of them ends the response."""
         ends = set(self._sampling["stop_token_ids"])
-        if not ends.isdisjoint(response.tokens[:-1]):
-            return Response(finish_reason="abort", error=why)
-        if response.tokens[-1] in ends:
-            return replace(response, finish_reason="stop")
+        if (end := next((i for i, token in enumerate(response.tokens, 1) if token in ends), None)) is not None:
+            return replace(response.until(end), finish_reason="stop")
         if len(response.tokens) == request.sampling["max_new_tokens"]:
             return response
         return replace(response, finish_reason="abort", error=why)

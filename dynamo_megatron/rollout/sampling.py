@@ -55,7 +55,7 @@ class Sampling:
     async def _one(self, request: Request) -> None:
         try:
             response, server = await self._answer(request)
-        except NoServer:  # `run` waits for one, which takes nothing of the request's time
+        except NoServer:  # `run` waits for one, where the request's time begins anew
             request.limit = None
             return
         del self._left[request]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Journal:
         self._trackers: Trackers | None = None
         self._last_line: str | None = None  # of a run that is complete
         # Scores of other problems, prompts or another sampling, from before a resume, cannot be compared.
-        self._of = hashlib.sha256(repr(scored_by(config)).encode()).hexdigest()[:8]
+        self._of = hashlib.sha256(json.dumps(scored_by(config), sort_keys=True).encode()).hexdigest()[:8]
 
     def open(self, start: int) -> None:
         """The run goes on after step `start`: lines and statistics of later steps are dropped."""
@@ -70,9 +71,14 @@ class Journal:
 
     def best(self, step: int) -> bool:
         """Whether `step` has a higher pass@k, for the first `eval.k`, than the step that output_dir/hf has."""
-        key, exported = f"eval/pass@{self._config.eval.k[0]}", exported_step(self._folder / "hf")
-        scores = {e["step"]: e.get(key, -1.0) for e in self._evaluations}  # -1: of another eval.k
+        exported, scores = exported_step(self._folder / "hf"), self._scores
         return exported not in scores or scores[step] > scores[exported]
+
+    @property
+    def _scores(self) -> dict[int, float]:
+        """step -> pass@k for the first `eval.k`; -1: of another eval.k."""
+        key = f"eval/pass@{self._config.eval.k[0]}"
+        return {e["step"]: e.get(key, -1.0) for e in self._evaluations}
 
     def evaluation(self, summary: Mapping[str, Any]) -> None:
         summary = {**summary, "eval/of": self._of}
@@ -91,7 +97,10 @@ class Journal:
 
     def ended(self, step: int) -> None:
         """The run is complete, with its model of `step`: `close` prints the last line."""
-        self._last_line = last_line(self._config, step)
+        self._last_line, scores = last_line(self._config, step), self._scores
+        exported = exported_step(self._folder / "hf") if self._config.checkpoint.export_hf == "best" else None
+        if exported in scores and scores[best := max(scores, key=scores.get)] > scores[exported]:
+            self._last_line += f"; step {best} was better, before checkpoint.export_hf was best"
 
     def say(self, line: str) -> None:
         self.progress.say(line)

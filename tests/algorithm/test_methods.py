@@ -207,7 +207,7 @@ def test_ppo_s_critic_has_trl_s_clip_and_is_of_gae_alone():
         ("grpo", ["critic.path=other"], "critic: only algorithm.advantage.kind gae has one, and it is grpo; leave it"),
         ("grpo", ["algorithm.advantage.lambda=0.5"], "lambda: no option of kind grpo; set it to 0.95"),
         ("ppo", ["model.lora={}"], "model.lora: adapters of the policy beside a whole critic"),
-        ("spo", ["algorithm.advantage.positive_weight=0.1"], "positive_weight: normalise batch takes the batch's mean"),
+        ("spo", ["algorithm.advantage.positive_weight=0.1"], "positive_weight: normalise batch subtracts"),
         ("ppo", ["algorithm.advantage.positive_weight=0.1"], "positive_weight: is of a rollout's advantage"),
         ("ppo", ["algorithm.advantage.process.gamma=0.9"], "process.gamma: kind gae discounts by its own gamma"),
     ):

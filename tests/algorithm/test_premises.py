@@ -27,6 +27,7 @@ UNIFORM, GAE = {"kind": "uniform"}, {"kind": "gae"}
         ({"advantage": {"kind": "reinforce"}}, {}, ["advantage.kind=reinforce"]),
         ({"allocation": UNIFORM, "advantage": {"kind": "reinforce"}, "dynamic_sampling": {}}, {}, ["dynamic_sampling"]),
         ({"advantage": {"kind": "history"}}, {}, []),
+        ({}, {"reward": {"functions": ["math"], "reward_model": {"path": "m"}}}, ["reward.reward_model"]),
         ({"kl": {"coef": 0.1, "kind": "k1"}}, {}, ["kl.kind=k1"]),
         ({}, {"optimizer": {"lr": 0}}, ["optimizer.lr=0"]),
     ],

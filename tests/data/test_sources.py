@@ -180,7 +180,7 @@ def test_the_users_iterator(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     assert [p.text for p in load("my_data_c1:rows")] == ["1+1?", "2+2?"]
-    assert "my_data_c1:numbered row 1: the id 0 is no text" in refused("my_data_c1:numbered")
+    assert "my_data_c1:numbered row 1: the id 0 must be a str" in refused("my_data_c1:numbered")
     assert "my_data_c1:bad_rows row 2: no 'answer'" in refused("my_data_c1:bad_rows")
     assert "my_data_c1:fails after row 1: KeyError: 'absent' (" in refused("my_data_c1:fails")
     assert [p.answer for p in load("my_data_c1:endless", limit=3)] == [0, 1, 2]

@@ -86,8 +86,8 @@ def test_what_sbatch_is_asked(job):
     ("words", "message"),
     [
         (("--time", "soon"), "--time: 'soon' is none of"),
-        (("--time", "10", "--stop-before", "600"), "--stop-before: 600 s is the whole of --time (600 s), or more"),
-        (("--sbatch=--gres=gpu:8",), "--sbatch: GPUs; name them with --gpus-per-node"),
+        (("--time", "10", "--stop-before", "600"), "--stop-before: 600 s must be below --time (600 s)"),
+        (("--sbatch=--gres=gpu:8",), "--sbatch: request GPUs with --gpus-per-node"),
         (("--sbatch=qos",), "--sbatch, --srun: 'qos' is no --option"),
         (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
         (("rollout.servers=3", "--nodes", "2"), "rollout.servers: 3 servers are not an equal share for each of 2"),

@@ -66,13 +66,15 @@ def test_an_openai_client_runs_a_tool_loop_whose_ids_go_on():
 
 def test_a_tool_call_that_is_only_thought_of_is_none():
     async def work(client, own, scripted):
-        return [await own.chat(QUESTION, tools=TOOLS) for _ in range(2)]
+        return [await own.chat(QUESTION, tools=TOOLS) for _ in range(len(texts))]
 
     thoughts = f"<think>\n{CALL}?\n</think>\n\n"
-    first, second = run(work, thoughts + "it is 7", thoughts + "use it " + CALL)
-    assert first["content"] == thoughts + "it is 7" and "tool_calls" not in first
-    assert second["content"] == thoughts + "use it" and len(second["tool_calls"]) == 1
-    assert re.fullmatch("[0-9a-z]{9}", second["tool_calls"][0]["id"]), "Mistral's templates take no other"
+    texts = [thoughts + "it is 7", thoughts[:9], thoughts + "use it " + CALL, CALL + "</think>"]
+    *without, called, with_marker = run(work, *texts)
+    assert [answer["content"] for answer in without] == texts[:2] and not any("tool_calls" in a for a in without)
+    assert called["content"] == thoughts + "use it" and len(called["tool_calls"]) == 1
+    assert re.fullmatch("[0-9a-z]{9}", called["tool_calls"][0]["id"]), "Mistral's templates take no other"
+    assert len(with_marker["tool_calls"]) == 1, "an answer that does not begin with thoughts has none"
 
 
 def test_a_stream_has_the_same_answer_and_goes_on():
@@ -193,11 +195,12 @@ def test_what_follows_an_answer_is_what_the_template_says_of_it():
         "{%- if add_generation_prompt -%}{{ '<|im_start|>' }}{%- endif -%}"
     )
     chat = ChatTokens(tokenizer, [END])
+    tokenizer.chat_template += "{{ '<think>' if add_generation_prompt }}"
     seven, thought = (
         [*QUESTION, {"role": "assistant", "content": text}] for text in ("seven", "I add them</think>seven")
     )
     added = tokenizer.decode(chat.added(seven, QUESTION, None, END))
-    assert added == f"<|im_start|>{QUESTION[0]['content']}\n<|im_end|><|im_start|>"
+    assert added == f"<|im_start|>{QUESTION[0]['content']}\n<|im_end|><|im_start|><think>"
     assert chat.added(thought, QUESTION, None, END) is None
 
 

@@ -180,10 +180,9 @@ def test_a_response_that_its_server_cuts_short_fails(most, error):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "left"), [([7, 7, 7], ("abort", 3)), ([7, 7, END], ("stop", 3)), ([7, END, 7], ("abort", 0))]
+    ("tokens", "left"), [([7, 7, 7], ("abort", 3)), ([7, 7, END], ("stop", 3)), ([7, END, 7], ("stop", 2))]
 )
 def test_what_is_left_of_a_response_that_a_weight_sync_aborts(tokens, left):
-    """With speculation several tokens come at once, and the response may have ended before the last of them."""
     sampled = [[-1.0, token, None] for token in tokens]
     response = one_reply(altered({"finish_reason": ABORTED, "output_token_logprobs": sampled}), max_staleness=1)
     assert (response.finish_reason, len(response.tokens)) == left

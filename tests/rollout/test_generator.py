@@ -59,8 +59,8 @@ def test_outcomes_are_final_where_the_servers_are_lost_in_a_step(with_generator,
 
 def test_a_response_that_its_server_cuts_short_fails_alone(with_generator):
     def cut(rid, number):
-        ended = {"type": "length", "length": 1}
-        return web.json_response(reply(f"{rid};", 1, ended)) if rid == "000001-0000-000" else None
+        ended = reply(f"{rid};", 1, {"type": "length", "length": 1})
+        return web.json_response(ended) if rid == "000001-0000-000" else None
 
     async def work(generator, push):
         await push(0)

@@ -73,7 +73,6 @@ def test_scores_of_other_problems_are_not_compared(tmp_path):
     for exported, step, better in ((16, 8, True), (8, 16, False)):
         (tmp_path / "run" / "hf" / EXPORT_FILE).write_text(f'{{"step": {exported}}}')
         assert journal.best(step) == better
-    journal.close()
     journal = opened(limit=5)
     assert not journal.evaluated(8)
     journal.evaluation(summary(16, 0.3))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from dynamo_megatron.reward.extraction import FINAL, THINKING, response_decoder
+from dynamo_megatron.reward.extraction import FINAL, MARKER, THINKING, opened_thinking, response_decoder
 from dynamo_megatron.rollout.agents.messages import MALFORMED, BadRequest, Message
 from dynamo_megatron.runtime.plain_text import error_line
 
@@ -52,8 +53,8 @@ class ChatTokens:
         before = self._text(held, tools, False)
         whole = self._text(held + new, tools, True)
         end, answer = self._turn_end, held[-1].get("content") or ""
-        thoughts = THINKING.sub("", answer[: found.start()]) if (found := FINAL.search(answer)) else ""
-        if end is None or not whole.startswith(before) or thoughts.strip() not in before:
+        thoughts = MARKER.sub("", answer[: self.thoughts_end(answer)]).strip()
+        if end is None or not whole.startswith(before) or thoughts not in before:
             return None
         ids = end + self._encode(whole[len(before) :])
         if last_token in self._ends and last_token in end:  # DeepSeek-Coder's template puts a new line before it
@@ -93,6 +94,19 @@ class ChatTokens:
         """As `text_of`, for reward functions: with the special tokens that mark thinking, which a chat template may not
         take in an answer."""
         return self._decode_response(tokens[:-1] if tokens[-1] in self._ends else tokens)
+
+    def thoughts_end(self, text: str) -> int:
+        """Returns where the thoughts that an answer begins with end, with the white space after them: 0 where it begins
+        with none, its length where they are unfinished."""
+        if not self._opens_thoughts and not THINKING.match(text.lstrip()):
+            return 0
+        found = re.search(rf"(?:{FINAL.pattern})\s*", text)
+        return len(text) if found is None else found.end()
+
+    @cached_property
+    def _opens_thoughts(self) -> bool:
+        """Whether the template begins an answer with them."""
+        return bool(opened_thinking(self._text([{"role": "user", "content": "a"}], None, True)))
 
     @cached_property
     def _decode_response(self) -> Callable[[Sequence[int]], str]:

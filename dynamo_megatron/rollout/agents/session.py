@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import uuid
 from collections import Counter
@@ -11,7 +10,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_megatron.reward.extraction import FINAL
 from dynamo_megatron.rollout.agents.episode import Episode, Place
 from dynamo_megatron.rollout.agents.messages import BadRequest, LimitReached, Message, checked_tools, normalised
 from dynamo_megatron.rollout.client import Response
@@ -76,15 +74,14 @@ class Session:
             text = _before_stop(chat.text_of(response.tokens, tools is not None), response, stop)
             message: Message = {"role": "assistant", "content": text}
             if tools and request.get("tool_choice") != "none":
-                *_, said = re.split(rf"(?:{FINAL.pattern})\s*", text)  # a call in thoughts is only thought of
-                thoughts = text[: len(text) - len(said)]
+                end = chat.thoughts_end(text)  # calls within thoughts are not executed
                 try:
-                    said, calls = await self.parse_tools(said, tools)
+                    said, calls = await self.parse_tools(text[end:], tools)
                 except BadRequest as error:  # the answer was sampled, and the agent does not get it
                     self.failure = self.failure or str(error)
                     raise
                 if calls:
-                    message = {"role": "assistant", "content": thoughts + said or None, "tool_calls": calls}
+                    message = {"role": "assistant", "content": text[:end] + said or None, "tool_calls": calls}
             self.episode.record(place, response, [*messages, *normalised([message])], times)
             if tools is None:
                 self.texts.append(_before_stop(chat.scored_text_of(response.tokens), response, stop))
@@ -214,7 +211,7 @@ def tool_calls(parsed: Mapping[str, Any]) -> tuple[str, list[Message]]:
     """SGLang's parsed answer as text and tool calls in OpenAI's form."""
     calls = [
         {
-            "id": uuid.uuid4().hex[:9],  # Mistral's templates take no longer one
+            "id": uuid.uuid4().hex[:9],  # Mistral's templates need exactly 9 characters
             "type": "function",
             "function": {"name": call["name"], "arguments": call["parameters"] or "{}"},
         }

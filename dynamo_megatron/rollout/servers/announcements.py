@@ -69,6 +69,7 @@ class Announced:
                     said = file.read()
                     if said is None and heard.get(name, (0, False))[1]:
                         heard[name] = heard[name][0], False
+                        self._restarts.pop(name, None)
                         self._listener.down(name, f"its node has ended ({file.path} is gone)", False)
                     if said is None or said["token"] != self._token:
                         continue
@@ -78,9 +79,8 @@ class Announced:
                     if now == heard.get(name):
                         continue
                     heard[name] = now
+                    self._restarts.pop(name, None)  # it is down, or has been restarted
                     if now[1]:
-                        if self._restarts.get(name, (0,))[0] != now[0]:  # it has been restarted
-                            self._restarts.pop(name, None)
                         self._listener.up(Endpoint(**said["endpoint"]))
                     else:
                         silent = f"its node has given no sign of life for {SILENCE * BEAT_EVERY:g} s ({file.path})"
@@ -135,7 +135,7 @@ class NodeSide:
                 return
             supervisor.allow_starts(said["starts"])
             for name, (incarnation, why) in said["restarts"].items():
-                if name in self._incarnations:
+                if incarnation <= self._incarnations.get(name, 0):  # not of an earlier process of this node
                     supervisor.restart(name, incarnation, why)
             for name, what in self._said.items():
                 _write(self._folder / f"{name}.json", what)
