@@ -227,7 +227,7 @@ def _override(word: str) -> list[Layer]:
         raise ConfigError(f"{word!r}: neither a file nor key=value")
     if not text.strip():
         raise ConfigError(f"{word}: no value; give {key}=VALUE, {key}=null for none or {key}='\"\"' for no text")
-    nested = _text(text.strip()) if tuple(key.split(".")) in TEXTS else _parse(text, word)
+    nested: Any = _text(text.strip()) if tuple(key.split(".")) in TEXTS else _parse(text, word)
     for part in reversed(key.split(".")):
         nested = _Part({part: nested})
     return [("the command line", nested)]
