@@ -27,10 +27,10 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     options.ranks = options.nodes * options.ranks_per_node
     given = not options.gpus_per_node or any(option.startswith("--cpus-per-") for option in own)
     options.cpus_per_task = None if given else CORES
-    limit = _seconds(options.time) if options.time else None
+    limit = (_seconds(options.time) or None) if options.time else None  # 0: none
     if options.stop_before is None:
         options.stop_before = 1800 if limit is None else min(1800, limit // 4)
-    elif limit and options.stop_before >= limit:
+    elif limit is not None and options.stop_before >= limit:
         raise ConfigError(f"--stop-before: {options.stop_before} s must be below --time ({limit} s)")
     if not options.gpus_per_node and any(re.match("--(gres=gpu|gpus)", option) for option in own):
         raise ConfigError("--sbatch: request GPUs with --gpus-per-node, one rank each")
@@ -157,7 +157,7 @@ def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
         raise ConfigError(
             f"rollout.servers: {rollout.servers} servers are not an equal share for each of {server_nodes} nodes"
         )
-    if nodes > 1 and rollout.host == type(rollout).model_fields["host"].default:  # which a run's config.yaml has, too
+    if nodes > 1 and "host" not in rollout.model_fields_set:
         raise ConfigError(
             f"rollout.host: its default, {rollout.host}, is out of the other nodes' reach, and there are {nodes}; name "
             "a network interface of all of them, as in rollout.host=ib0"

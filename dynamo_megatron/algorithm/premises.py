@@ -59,7 +59,7 @@ def premise_warnings(config: Config) -> list[str]:
         *(
             (
                 name not in reward.functions and getattr(reward, name) != type(reward).model_fields[name].default,
-                f"reward.{name}: settings of a reward that reward.functions lacks; set it there if it is to count",
+                f"reward.{name}: settings of a reward that reward.functions lacks; set reward.functions to use it",
             )
             for name in WITH_SETTINGS
         ),

@@ -50,13 +50,13 @@ def _is_text(kind: Any) -> bool:
     if typing.get_origin(kind) is typing.Annotated:
         return _is_text(typing.get_args(kind)[0])
     options = [option for option in typing.get_args(kind) if option is not type(None)]
-    return kind is str or (isinstance(kind, types.UnionType) and all(map(_is_text, options)))
+    return kind is str or (typing.get_origin(kind) in (typing.Union, types.UnionType) and all(map(_is_text, options)))
 
 
 SECTIONS = dict(_sections(Config))
 KEYS = [(*at, name) for at, names in SECTIONS.items() for name in names]
 TEXTS = {(*at, name) for at, fields in SECTIONS.items() for name, field in fields.items() if _is_text(field.annotation)}
-FROM_GPUS = ("servers", "memory_fraction")  # keys of `rollout` that follow from the machine where nobody sets them
+OF_MACHINE = ("servers", "memory_fraction", "host")  # keys of `rollout` that depend on the machine where unset
 
 
 class _Part(dict):
@@ -222,12 +222,14 @@ def read_yaml(path: Path, name: str) -> dict[str, Any]:
 def _override(word: str) -> list[Layer]:
     """`a.b=text` as {"a": {"b": value}}. Raises ConfigError."""
     key, equals, text = word.partition("=")
-    key = key.strip()
     if not equals or not all(key.split(".")):
         raise ConfigError(f"{word!r}: neither a file nor key=value")
     if not text.strip():
         raise ConfigError(f"{word}: no value; give {key}=VALUE, {key}=null for none or {key}='\"\"' for no text")
-    nested: Any = _text(text.strip()) if tuple(key.split(".")) in TEXTS else _parse(text, word)
+    if tuple(key.split(".")) in TEXTS:
+        nested: Any = _text(text.strip())
+    elif isinstance(nested := _parse(text, word), str) and text.lstrip()[0] not in "\"'|>!&":
+        nested = text.strip()  # YAML would end it at a #, and join its lines
     for part in reversed(key.split(".")):
         nested = _Part({part: nested})
     return [("the command line", nested)]
@@ -237,7 +239,7 @@ def _text(text: str) -> str | None:
     """The value of an option that is a text: without quotes around it; else as it is, where YAML may see a number, a
     mapping or a comment."""
     if text[0] in "\"'":
-        with contextlib.suppress(yaml.YAMLError):
+        with contextlib.suppress(yaml.YAMLError, ValueError):
             if isinstance(quoted := yaml.load(text, _Loader), str):
                 return quoted
     return None if text == "null" else text
@@ -309,9 +311,9 @@ def _key(loc: Sequence[str | int]) -> str:
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """The config as plain data, as `config.yaml` holds it: without keys of FROM_GPUS that nobody has set."""
+    """The config as plain data, as `config.yaml` holds it: without unset keys of OF_MACHINE."""
     plain, given = config.model_dump(mode="json"), config.rollout.model_fields_set
-    plain["rollout"] = {key: value for key, value in plain["rollout"].items() if key not in FROM_GPUS or key in given}
+    plain["rollout"] = {key: value for key, value in plain["rollout"].items() if key not in OF_MACHINE or key in given}
     return plain
 
 

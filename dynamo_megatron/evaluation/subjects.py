@@ -12,7 +12,7 @@ from typing import Any
 from dynamo_megatron.checkpoint.convert import find_checkpoint, run_config
 from dynamo_megatron.checkpoint.safetensors_folder import EXPORT_FILE
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import FROM_GPUS, ConfigError, compose, differing, scored_by, to_plain
+from dynamo_megatron.config.files import OF_MACHINE, ConfigError, compose, differing, scored_by, to_plain
 from dynamo_megatron.config.method import EVALUATION
 from dynamo_megatron.config.reward import PrimeConfig
 from dynamo_megatron.runtime import plain_json
@@ -52,8 +52,9 @@ def find_subjects(
             )
         url = model if model.startswith(("http://", "https://")) else None
         checkpoint = None
-        if (run := Path(model).parent / "config.yaml").is_file() and (Path(model) / EXPORT_FILE).is_file():
-            log.warning("%s: evaluated with the given settings; --model %s has those of its run", model, run.parent)
+        run = Path(model).parent / "config.yaml"
+        if not files and run.is_file() and (Path(model) / EXPORT_FILE).is_file():
+            log.warning("%s: evaluated with default settings; give %s for those of its run", model, run)
         if url is None and not (Path(model) / "config.json").is_file():
             _, checkpoint = find_checkpoint(model)
         subjects[name] = Subject(_config(files, overrides, model, checkpoint, out), url)
@@ -86,7 +87,7 @@ def _config(
     defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
     if checkpoint is not None:
         defaults = to_plain(_without_prime(run_config(checkpoint)))
-        for key in FROM_GPUS:  # the run's
+        for key in OF_MACHINE:  # the run's
             defaults["rollout"].pop(key, None)
     elif model is not None and "://" in model:
         defaults["model"] = {"path": ""}

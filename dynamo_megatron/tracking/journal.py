@@ -100,7 +100,7 @@ class Journal:
         self._last_line, scores = last_line(self._config, step), self._scores
         exported = exported_step(self._folder / "hf") if self._config.checkpoint.export_hf == "best" else None
         if exported in scores and scores[best := max(scores, key=scores.get)] > scores[exported]:
-            self._last_line += f"; step {best} was better, before checkpoint.export_hf was best"
+            self._last_line += f"; step {best} has a higher score, but is not exported"
 
     def say(self, line: str) -> None:
         self.progress.say(line)

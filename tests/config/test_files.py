@@ -163,10 +163,10 @@ def test_a_mapping_is_set_and_shown_as_a_whole():
     config, origins = compose([], [*judged, "reward.judge.request={seed: 1}"], NEEDED)
     assert config.reward.judge.request == {"seed": 1}
     assert "    request: {seed: 1}  # the command line\n" in describe(config, origins, {})
-    words = ["reward.judge.request.seed=2", *(f"data.template_args.{key}" for key in ("a.b=1", "a.d=2", "c=false"))]
+    words = ["reward.judge.request.seed=2", *(f"data.template_args.{key}" for key in ("a.b=1", "a.d=x #y", "c=false"))]
     config, _ = compose([], [*judged, *words], NEEDED)  # a dotted key sets one entry
     assert config.reward.judge.request == {"max_tokens": 1024, "temperature": 0.0, "seed": 2}
-    assert to_plain(config)["data"]["template_args"] == {"a": {"b": 1, "d": 2}, "c": False}
+    assert to_plain(config)["data"]["template_args"] == {"a": {"b": 1, "d": "x #y"}, "c": False}
 
 
 def test_a_text_on_the_command_line_is_kept_as_it_is(monkeypatch):
@@ -182,7 +182,7 @@ def test_a_text_on_the_command_line_is_kept_as_it_is(monkeypatch):
 
 def test_what_follows_from_the_machine_is_not_written():
     config = compose([], [], NEEDED)[0]
-    assert not {"servers", "memory_fraction"} & to_plain(config.with_servers(8, 1))["rollout"].keys()
+    assert not {"servers", "memory_fraction", "host"} & to_plain(config.with_servers(8, 1))["rollout"].keys()
     given = {"servers": 2, "memory_fraction": 0.3}
     assert given.items() <= to_plain(compose([], [f"rollout={given}"], NEEDED)[0])["rollout"].items()
 

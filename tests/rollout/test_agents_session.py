@@ -69,7 +69,7 @@ def test_a_tool_call_that_is_only_thought_of_is_none():
         return [await own.chat(QUESTION, tools=TOOLS) for _ in range(len(texts))]
 
     thoughts = f"<think>\n{CALL}?\n</think>\n\n"
-    texts = [thoughts + "it is 7", thoughts[:9], thoughts + "use it " + CALL, CALL + "</think>"]
+    texts = [thoughts + "it is 7", f"<think>\n{CALL}", thoughts + "use it " + CALL, CALL + "</think>"]
     *without, called, with_marker = run(work, *texts)
     assert [answer["content"] for answer in without] == texts[:2] and not any("tool_calls" in a for a in without)
     assert called["content"] == thoughts + "use it" and len(called["tool_calls"]) == 1
@@ -195,13 +195,13 @@ def test_what_follows_an_answer_is_what_the_template_says_of_it():
         "{%- if add_generation_prompt -%}{{ '<|im_start|>' }}{%- endif -%}"
     )
     chat = ChatTokens(tokenizer, [END])
-    tokenizer.chat_template += "{{ '<think>' if add_generation_prompt }}"
     seven, thought = (
         [*QUESTION, {"role": "assistant", "content": text}] for text in ("seven", "I add them</think>seven")
     )
     added = tokenizer.decode(chat.added(seven, QUESTION, None, END))
-    assert added == f"<|im_start|>{QUESTION[0]['content']}\n<|im_end|><|im_start|><think>"
+    assert added == f"<|im_start|>{QUESTION[0]['content']}\n<|im_end|><|im_start|>"
     assert chat.added(thought, QUESTION, None, END) is None
+    assert chat.thoughts_end(tokenizer.encode("sum? <think>\n"), "a</think> b") == 10
 
 
 def test_tokens_and_context_are_limits_of_the_episode():

@@ -69,6 +69,7 @@ def test_servers_come_and_go_and_are_restarted(tmp_path):
         await until(lambda: ("up", "server-0", 3) in fleet.heard)
         # a `serve` that is started anew would else restart its servers
         await until(lambda: json.loads((file.parent / "run.json").read_text())["restarts"] == {})
+        run.restart("server-0", 4, "of an earlier process of this node")
         serving.cancel()  # the node is gone
         await until(lambda: fleet.heard[-1][0] == "down" and fleet.heard[-2][0] == "down")
         assert {h[1] for h in fleet.heard[-2:]} == set(NAMES) and "no sign of life" in fleet.heard[-1][2]

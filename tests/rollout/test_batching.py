@@ -185,4 +185,4 @@ def test_a_response_that_its_server_cuts_short_fails(most, error):
 def test_what_is_left_of_a_response_that_a_weight_sync_aborts(tokens, left):
     sampled = [[-1.0, token, None] for token in tokens]
     response = one_reply(altered({"finish_reason": ABORTED, "output_token_logprobs": sampled}), max_staleness=1)
-    assert (response.finish_reason, len(response.tokens)) == left
+    assert (response.finish_reason, len(response.tokens)) == left and response.weight_versions == [(0, 0, left[1])]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from dynamo_megatron.reward.extraction import FINAL, MARKER, THINKING, opened_thinking, response_decoder
+from dynamo_megatron.reward.extraction import FINAL, THINKING, opened_thinking, response_decoder
 from dynamo_megatron.rollout.agents.messages import MALFORMED, BadRequest, Message
 from dynamo_megatron.runtime.plain_text import error_line
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the field's name in Qwen3, OpenRouter, gpt-oss
+MARKER_TOKENS = 32  # that a marker of thinking and the white space after it have at most
 ANSWER = "An-answer-that-no-template-changes"  # to see what a template puts after an answer
 
 
@@ -53,8 +54,8 @@ class ChatTokens:
         before = self._text(held, tools, False)
         whole = self._text(held + new, tools, True)
         end, answer = self._turn_end, held[-1].get("content") or ""
-        thoughts = MARKER.sub("", answer[: self.thoughts_end(answer)]).strip()
-        if end is None or not whole.startswith(before) or thoughts not in before:
+        thoughts = THINKING.sub("", answer[: found.start()]) if (found := FINAL.search(answer)) else ""
+        if end is None or not whole.startswith(before) or thoughts.strip() not in before:
             return None
         ids = end + self._encode(whole[len(before) :])
         if last_token in self._ends and last_token in end:  # DeepSeek-Coder's template puts a new line before it
@@ -95,18 +96,13 @@ class ChatTokens:
         take in an answer."""
         return self._decode_response(tokens[:-1] if tokens[-1] in self._ends else tokens)
 
-    def thoughts_end(self, text: str) -> int:
-        """Returns where the thoughts that an answer begins with end, with the white space after them: 0 where it begins
-        with none, its length where they are unfinished."""
-        if not self._opens_thoughts and not THINKING.match(text.lstrip()):
+    def thoughts_end(self, context: Sequence[int], text: str) -> int:
+        """Returns where the thoughts that an answer after `context` begins with end, with the white space after them: 0
+        where it begins with none, its length where they are unfinished."""
+        if not opened_thinking(self._tokenizer.decode(context[-MARKER_TOKENS:])) and not THINKING.match(text.lstrip()):
             return 0
         found = re.search(rf"(?:{FINAL.pattern})\s*", text)
         return len(text) if found is None else found.end()
-
-    @cached_property
-    def _opens_thoughts(self) -> bool:
-        """Whether the template begins an answer with them."""
-        return bool(opened_thinking(self._text([{"role": "user", "content": "a"}], None, True)))
 
     @cached_property
     def _decode_response(self) -> Callable[[Sequence[int]], str]:

@@ -74,7 +74,7 @@ class Session:
             text = _before_stop(chat.text_of(response.tokens, tools is not None), response, stop)
             message: Message = {"role": "assistant", "content": text}
             if tools and request.get("tool_choice") != "none":
-                end = chat.thoughts_end(text)  # calls within thoughts are not executed
+                end = chat.thoughts_end(place.ids, text)  # calls within thoughts are not executed
                 try:
                     said, calls = await self.parse_tools(text[end:], tools)
                 except BadRequest as error:  # the answer was sampled, and the agent does not get it

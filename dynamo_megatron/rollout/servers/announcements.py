@@ -79,7 +79,8 @@ class Announced:
                     if now == heard.get(name):
                         continue
                     heard[name] = now
-                    self._restarts.pop(name, None)  # it is down, or has been restarted
+                    if self._restarts.get(name, (0, ""))[0] != now[0]:
+                        self._restarts.pop(name, None)  # it has been restarted
                     if now[1]:
                         self._listener.up(Endpoint(**said["endpoint"]))
                     else:
