@@ -65,11 +65,10 @@ class _Part(dict):
     def within(self, mapping: Mapping[str, Any]) -> dict[str, Any]:
         """`mapping` with this entry."""
         ((name, value),) = self.items()
-        there = mapping.get(name)
-        return {
-            **mapping,
-            name: value.within(there if isinstance(there, Mapping) else {}) if isinstance(value, _Part) else value,
-        }
+        if isinstance(value, _Part):
+            there = mapping.get(name)
+            value = value.within(there if isinstance(there, Mapping) else {})
+        return {**mapping, name: value}
 
 
 def compose(
