@@ -46,7 +46,7 @@ def _sections(kind: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a key of this annotation is a text, or None."""
+    """Whether an annotation is str or an optional str."""
     if typing.get_origin(kind) is typing.Annotated:
         return _is_text(typing.get_args(kind)[0])
     options = [option for option in typing.get_args(kind) if option is not type(None)]
@@ -235,8 +235,8 @@ def _override(word: str) -> list[Layer]:
 
 
 def _text(text: str) -> str | None:
-    """The value of an option that is a text: without quotes around it; else as it is, where YAML may see a number, a
-    mapping or a comment."""
+    """The value of a text option: quotes around it are removed, and everything else is kept, even if YAML would read it
+    as a number, a mapping or a comment."""
     if text[0] in "\"'":
         with contextlib.suppress(yaml.YAMLError, ValueError):
             if isinstance(quoted := yaml.load(text, _Loader), str):

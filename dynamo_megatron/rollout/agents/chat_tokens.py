@@ -97,8 +97,8 @@ class ChatTokens:
         return self._decode_response(tokens[:-1] if tokens[-1] in self._ends else tokens)
 
     def thoughts_end(self, context: Sequence[int], text: str) -> int:
-        """Returns where the thoughts that an answer after `context` begins with end, with the white space after them: 0
-        where it begins with none, its length where they are unfinished."""
+        """Returns the number of characters of the thoughts at the beginning of an answer, white space after them
+        included: 0 without thoughts, all of `text` if they are unfinished. `context`: the tokens before the answer."""
         if not opened_thinking(self._tokenizer.decode(context[-MARKER_TOKENS:])) and not THINKING.match(text.lstrip()):
             return 0
         found = re.search(rf"(?:{FINAL.pattern})\s*", text)
