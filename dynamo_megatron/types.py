@@ -93,7 +93,8 @@ class EpisodeRecord:
 
     `starts`: where its segments begin in the rollout's `tokens`; a segment is one sequence in training. `counts`:
     turns, segments, why segments began, limits that were reached. `messages`: the conversation with the last answer,
-    in OpenAI's format, for people; None where the agent sent no messages. `tools`: those that it was offered there.
+    in OpenAI's format; None where the agent sent no messages. An answer that was cut short has "finish_reason":
+    "length". `tools`: those that it was offered there.
     `turns`: in the order in which the answers came. `reason`: why the episode failed; "" where it did not, and in files
     of earlier versions.
     """

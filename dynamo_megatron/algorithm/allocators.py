@@ -18,8 +18,8 @@ from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.user_code import load_callable
 
-# The published priority of solved prompts, those with at least this success rate, is this variance.
-SOLVED_RATE, SOLVED_VARIANCE = 0.85, 0.01
+# Of the published priority: prompts with at least this success rate have the least; those with fewer rollouts, none.
+SOLVED_RATE, LEAST_VARIANCE, KNOWN_ROLLOUTS = 0.85, 0.01, 4
 GVM_ALPHA, GVM_BETA = 1e-3, 2.0  # as in the published run_em.sh
 
 
@@ -74,11 +74,11 @@ class Waterfill(Allocator):
     forgets = False
 
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
-        """The priority, float64 [N]."""
-        # Fewer than two rollouts have no variance: the priority is 0, and `initial_budget` provides rollouts.
-        variance = np.nan_to_num(success_variance(prompts.successes, prompts.trials))
-        solved = prompts.successes / np.maximum(prompts.trials, 1) >= SOLVED_RATE
-        priority = np.where(solved, SOLVED_VARIANCE, variance)
+        """The priority, float64 [N]; 0 for prompts with few rollouts, which `initial_budget` provides."""
+        rate = prompts.successes / np.maximum(prompts.trials, 1)
+        variance = success_variance(prompts.successes, prompts.trials) + 1e-6 * (1 - rate)  # of equal ones the harder
+        priority = np.where(rate >= SOLVED_RATE, LEAST_VARIANCE, np.maximum(variance, LEAST_VARIANCE))
+        priority = np.where(prompts.trials >= KNOWN_ROLLOUTS, priority, 0.0)
         return np.sqrt(priority) if self.config.power == "sigma" else priority
 
     def counts(self, prompts: Statistics, variance: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:

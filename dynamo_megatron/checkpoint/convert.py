@@ -26,7 +26,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import (
     CHAT_TEMPLATE_FILE,
     SINGLE_FILE,
     SafetensorsFolder,
-    companion_files,
+    copy_companions,
     nbytes,
     set_dtype,
     write_file,
@@ -134,8 +134,7 @@ def hf2mcore(source: Path, out: Path) -> None:
         stored = ", ".join(sorted({str(folder.dtype(name)).removeprefix("torch.") for name in folder.names}))
         contents = {"step": None, "model": spec.dimensions(), "dtype": stored, "layout": None}
         write_manifest(unfinished, contents)
-        for file in companion_files(source):  # not in the manifest: users edit them
-            shutil.copy(file, unfinished / file.name)
+        copy_companions(source, unfinished)  # not in the manifest: users edit them
 
 
 def mcore2hf(source: str | Path, out: Path, model: Path | None = None) -> None:
@@ -153,14 +152,13 @@ def mcore2hf(source: str | Path, out: Path, model: Path | None = None) -> None:
             file_of |= dict.fromkeys(names, file)
         if len(files) > 1:
             write_index(unfinished, file_of, sum(sizes.values()))
-        for file in companion_files(model):
-            shutil.copy(file, unfinished / file.name)
+        parent = _located(folder.path).parent
+        template = parent.parent / CHAT_TEMPLATE_FILE  # the run trained with it
+        trained = parent.name == "checkpoints" and template.is_file()
+        copy_companions(model, unfinished, template if trained else None)
         dtypes = {str(dtype).removeprefix("torch.") for dtype, _ in tensors.values()}
         if len(dtypes) == 1:
             set_dtype(unfinished, dtypes.pop())
-        parent = _located(folder.path).parent
-        if parent.name == "checkpoints" and (template := parent.parent / CHAT_TEMPLATE_FILE).is_file():
-            shutil.copy(template, unfinished / CHAT_TEMPLATE_FILE)  # the run trained with it
 
 
 def mcore2peft(source: str | Path, out: Path, model: Path | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ FLOATING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "floa
 DTYPE_NAMES = {f"torch.{dtype}": name for name, dtype in FLOATING.items()} | {"torch.float8_e4m3fn": "F8_E4M3"}
 EXPORT_FILE = "export.json"  # in a folder that a run exported: {"step": N}
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # of a model or a run; transformers prefers it to tokenizer_config.json's
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder, of models with several
 NOT_COMPANIONS = ("metadata.json", MANIFEST_FILE, EXPORT_FILE)  # say what weights are there
 LISTED = 3  # tensors named in an error, of those it is about
 
@@ -44,17 +46,20 @@ def check_tensors(
         raise InputError(f"{path}: not the tensors of this config.json's model: {'; '.join(said)}")
 
 
-def companion_files(folder: Path) -> list[Path]:
-    """What a model's folder holds besides weights: config.json, tokenizer, generation config, licence."""
+def copy_companions(source: Path, folder: Path, chat_template: Path | None = None) -> None:
+    """Copies what a model's folder `source` holds besides weights into `folder`: config.json, tokenizer, chat
+    templates, generation config, licence. `chat_template`: takes the place of the model's. Raises OSError."""
     weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp")
-    return sorted(
-        file
-        for file in folder.iterdir()
-        if file.is_file()
-        and file.suffix not in weights
-        and not file.name.startswith((".", "model"))
-        and file.name not in NOT_COMPANIONS
-    )
+    for file in source.iterdir():
+        other = file.suffix in weights or file.name.startswith((".", "model")) or file.name in NOT_COMPANIONS
+        if file.is_file() and not other:
+            shutil.copyfile(file, folder / file.name)  # without its mode: the copy of a read-only file is written to
+    if chat_template is not None:
+        shutil.copyfile(chat_template, folder / CHAT_TEMPLATE_FILE)
+    elif (source / NAMED_TEMPLATES).is_dir():
+        (folder / NAMED_TEMPLATES).mkdir()
+        for file in (source / NAMED_TEMPLATES).glob("*.jinja"):
+            shutil.copyfile(file, folder / NAMED_TEMPLATES / file.name)
 
 
 def set_dtype(folder: Path, dtype: str, quantization: Mapping[str, object] | None = None) -> None:

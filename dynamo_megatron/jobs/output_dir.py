@@ -45,14 +45,15 @@ class OutputDir:
         gone = self.config.checkpoint.export_hf == "final" and not (self.path / "hf").is_dir()
         if not self._ended.is_file() or gone:
             return None
-        ended = plain_json.read_object(self._ended)
-        return f"{self.path}: {ended['said']}" if ended["asked"] == self._asked() else None
+        ended, last = plain_json.read_object(self._ended), self._last()
+        deleted = last is not None and last[0] < ended.get("step", 0) and self.config.checkpoint.every
+        return f"{self.path}: {ended['said']}" if ended["asked"] == self._asked() and not deleted else None
 
     def end(self, step: int) -> None:
         """The run has ended after `step`."""
         said = f"already at step {step} of {self.config.trainer.steps}"
         with replacing(self._ended) as file:
-            file.write(json.dumps({"said": said, "asked": self._asked()}).encode())
+            file.write(json.dumps({"said": said, "step": step, "asked": self._asked()}).encode())
 
     def _asked(self) -> dict[str, Any]:
         return identity(to_plain(self.config), ("trainer.steps", "eval", "checkpoint.export_hf"))
@@ -77,7 +78,8 @@ class OutputDir:
         if has_results(self.path):
             changes = self._changes([key for key in to_plain(self.config) if key != "output_dir"])
             told = ", ".join(f"{key} {_shown(now)} instead of {_shown(old)}" for key, (now, old) in changes.items())
-            print(f"{self.path}: the run there goes on{told and f', with {told}'}", flush=True)
+            goes_on = "goes on" if self._last() else "has no checkpoint and begins again"
+            print(f"{self.path}: the run there {goes_on}{told and f', with {told}'}", flush=True)
 
     def _changes(self, *keys: Sequence[str]) -> dict[str, tuple[Any, Any]]:
         """Each key of `identity` that differs from config.yaml -> its new and its old value. Raises ConfigError."""

@@ -3,9 +3,10 @@
 An example is a prompt (`data.prompt_key`, rendered as for rollouts) and its completion (`data.answer_key`, a text); or
 a conversation that ends with an assistant's message, of which all of the assistant's messages are trained on, and a
 column `tools` has what was offered. Each answer follows the ids that the policy would be given for it, and is tokenized
-as it would be sampled: its text and the token that ends it (the chat template's, else the tokenizer's). So the ids of a
-conversation are those of an agent's episode (rollout/agents/chat_tokens.py). An update takes `data.batch_prompts`
-examples; every trained token has the same weight.
+as it would be sampled: its text and the token that ends it (the chat template's if the model's end tokens have it, else
+the tokenizer's). So the ids of a conversation are those of an agent's episode (rollout/agents/chat_tokens.py), where an
+answer that was cut short has "finish_reason": "length" and no end token that is trained. An update takes
+`data.batch_prompts` examples; every trained token has the same weight.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class SFTJob(Job):
             raise InputError(f"model.path: the tokenizer of {config.model.path} has no end token to train on")
         ends = end_token_ids(config.model.path, self._tokenizer)
         self._answers = Answers(self._tokenizer, config.data, ends)
+        if note := self._answers.other_end():
+            self.journal.say(f"warning: {note} in {config.model.path}/generation_config.json")
         longest = config.model.max_length or spec.max_positions
         progress.phase("loading data", unit="problems")
         before = self.output.stream_state()
@@ -193,7 +196,7 @@ class Answers:
     """Answers in rows of the data, as the policy would sample them. `ends`: the tokens that end a sampled answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, ends: Collection[int]) -> None:
-        self._tokenizer, self._config = tokenizer, config
+        self._tokenizer, self._config, self._ends = tokenizer, config, ends
         self._chat = ChatTokens(tokenizer, ends, template_variables(config))
 
     def examples(self, prompt: Prompt) -> list[Example]:
@@ -218,11 +221,24 @@ class Answers:
     def sampled(self, text: str) -> list[int]:
         """The tokens of an answer: its text, and the token with which the chat template ends an answer, or else the
         tokenizer's end token."""
-        end = self._chat.end_token if self._config.template == "chat" else None
+        end = self._chat.end_token
         return [
             *self._tokenizer.encode(text, add_special_tokens=False),
             self._tokenizer.eos_token_id if end is None else end,
         ]
+
+    def other_end(self) -> str | None:
+        """What to know and to do where the chat template ends an answer with a special token that would not end a
+        sampled one."""
+        end, name = self._chat.closing_token, self._tokenizer.convert_ids_to_tokens
+        added = self._tokenizer.added_tokens_decoder.get(end)
+        if self._config.template != "chat" or end in self._ends or added is None or not added.special:
+            return None
+        return (
+            f"the chat template ends an answer with {name(end)}, which is no end token of the model: answers are "
+            f"trained to end with {name(self._tokenizer.eos_token_id)}; to end them with {name(end)}, add {end} to "
+            "eos_token_id"
+        )
 
     def text_of(self, prompt: Prompt, before: list[Message], message: Message) -> str:
         """The text of the assistant's `message` after `before`, its tool calls and thoughts included. Raises
@@ -242,7 +258,7 @@ class Answers:
         try:
             messages = [_readable(message) for message in chat_messages(prompt, self._config.system_prompt)]
             for number, message in enumerate(messages):
-                if message["role"] != "assistant":
+                if message["role"] != "assistant" or number == 0:  # a greeting answers nothing
                     continue
                 before, context = messages[:number], None
                 if held:
@@ -253,10 +269,14 @@ class Answers:
                     beginning = replace(prompt, messages=before)
                     context = encode_prompt(beginning, self._tokenizer, self._config, tools)
                 examples[-1].add(context, False)
-                examples[-1].add(self.sampled(self.text_of(prompt, before, message)), True)
+                *text, end = self.sampled(self.text_of(prompt, before, message))
+                examples[-1].add(text, True)
+                examples[-1].add([end], message.get("finish_reason") != "length")
                 held = number + 1
         except BadRequest as error:
             raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from None
+        if not examples:
+            raise InputError(f"prompt {prompt.prompt_id!r}: nothing comes before the assistant's message")
         return examples
 
 

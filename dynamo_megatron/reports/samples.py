@@ -77,7 +77,7 @@ def pairs_of(rollouts: Iterable[Rollout]) -> Iterator[dict[str, str]]:
     responses are left out."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
-        whole = rollout.finish_reason == "stop" and rollout.episode is None  # the end token was sampled
+        whole = rollout.finish_reason == "stop" and rollout.episode is None
         if rollout.status == "ok" and whole and None not in (rollout.prompt, rollout.response):
             groups.setdefault(rollout.group_id, []).append(rollout)
     for name, group in groups.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import sys
@@ -51,8 +52,13 @@ def show_exception(kind: type[BaseException], error: BaseException, trace: Trace
 
 class PrintableStream(io.TextIOWrapper):
     """The output of a process that writes to a log or runs the user's functions: all that it prints, logs or raises is
-    made printable."""
+    made printable. What a full disk does not take is lost: printing does not fail."""
 
     def write(self, text: str) -> int:
-        super().write(printable(text))
+        with contextlib.suppress(OSError):
+            super().write(printable(text))
         return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dynamo_megatron.checkpoint.safetensors_folder import (
     CHAT_TEMPLATE_FILE,
     EXPORT_FILE,
-    companion_files,
+    copy_companions,
     set_dtype,
     write_file,
     write_index,
@@ -87,10 +87,9 @@ def write_companions(policy: Policy, folder: Path, schedule: SendSchedule) -> No
     """The index and what is not weights: from the model's folder, but for what config.json says of the weights."""
     file_of = {name: _file(bucket.number) for bucket in schedule.buckets for name in bucket.names}
     write_index(folder, file_of, schedule.nbytes)
-    for file in companion_files(Path(policy.config.model.path)):
-        shutil.copy(file, folder / file.name)
-    if policy.config.data.chat_template is not None:
-        shutil.copy(Path(policy.config.output_dir) / CHAT_TEMPLATE_FILE, folder / CHAT_TEMPLATE_FILE)
+    own = Path(policy.config.output_dir) / CHAT_TEMPLATE_FILE
+    template = None if policy.config.data.chat_template is None else own
+    copy_companions(Path(policy.config.model.path), folder, template)
     set_dtype(folder, policy.config.model.dtype, FP8_CONFIG if schedule.quantization else None)
 
 

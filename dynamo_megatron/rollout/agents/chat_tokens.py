@@ -76,14 +76,19 @@ class ChatTokens:
         return text
 
     @property
-    def end_token(self) -> int | None:
-        """The token with which the template ends an answer; None where no sampled answer ends with it, or the template
-        renders no short conversation."""
+    def closing_token(self) -> int | None:
+        """The first token that the template puts after an answer; None where there is none, or the template renders no
+        short conversation."""
         try:
             end = self._turn_end
         except BadRequest:
             return None
-        return end[0] if end and end[0] in self._ends else None
+        return end[0] if end else None
+
+    @property
+    def end_token(self) -> int | None:
+        """`closing_token`; None where no sampled answer ends with it."""
+        return end if (end := self.closing_token) in self._ends else None
 
     def text_of(self, tokens: Sequence[int], specials: bool) -> str:
         """Returns the text of a sampled answer, without the token that ended it. `specials`: keep the other special

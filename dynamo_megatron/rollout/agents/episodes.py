@@ -176,9 +176,16 @@ class _Attempt:
 
     @property
     def _said(self) -> tuple[list[Message] | None, list[Message] | None]:
-        """`messages` and `tools` of the record: any text may be in them."""
-        last = next((turn for turn in reversed(self._session.episode.turns) if turn.messages), None)
-        return (None, None) if last is None else (plain_data(last.messages), plain_data(last.place.tools))
+        """`messages` and `tools` of the record: any text may be in them. Answers that were cut short say so."""
+        turns = [turn for turn in self._session.episode.turns if turn.messages]
+        if not turns:
+            return None, None
+        messages = list(turns[-1].messages)
+        for turn in turns:
+            until = len(turn.messages)
+            if turn.response.finish_reason == "length" and turns[-1].messages[:until] == turn.messages:
+                messages[until - 1] = {**messages[until - 1], "finish_reason": "length"}
+        return plain_data(messages), plain_data(turns[-1].place.tools)
 
     def _given(self) -> dict:
         prompt = self._prompt
