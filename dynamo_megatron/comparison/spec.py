@@ -131,6 +131,9 @@ def planned_runs(spec: Spec, options: Sequence[str] = ()) -> list[PlannedRun]:
     configs = {arm: _compose(spec, arm) for arm in spec.arms}
     # Scores are comparable only where these are equal.
     tasks = {a: {**scored_by(c), "model.path": c.model.path, "eval.k": c.eval.k} for a, c in configs.items()}
+    if spec.metric == "eval/reward":  # of all functions; pass@k goes by the first one
+        for arm, config in configs.items():
+            tasks[arm] |= {key: v for key, v in identity(to_plain(config)).items() if key.startswith("reward.")}
     reference = tasks[spec.control]
     for arm, task in tasks.items():
         if differ := differing(reference, task):

@@ -445,13 +445,13 @@ class Config(Section):
         return 0.0 if step <= self.critic.warmup_steps else 1.0
 
     def learning_rate(self, step: int) -> float:
-        """Of training step `step` (from 1): linear warm-up, then the schedule, down to 0 at the last step. The policy's
-        begin after the steps in which its critic alone is trained."""
+        """Of training step `step` (from 1): linear warm-up, then the schedule, which would reach 0 after the last step.
+        The policy's begin after the steps in which its critic alone is trained."""
         o, alone = self.optimizer, 0 if self.of_critic is None else self.critic.warmup_steps
         step, steps = max(1, step - alone), self.trainer.steps - alone
         if step <= o.warmup_steps:
             return o.lr * step / o.warmup_steps
         if o.schedule == "constant":
             return o.lr
-        done = (step - o.warmup_steps) / max(1, steps - o.warmup_steps)
+        done = (step - 1 - o.warmup_steps) / (steps - o.warmup_steps)
         return o.lr * (1 - done if o.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))

@@ -305,10 +305,6 @@ class AllocationConfig(Section):
     on_shortfall: Literal["error", "clip", "scale"] = "error"  # a budget outside [N min, N max]
 
     def faults(self, *, training: bool) -> Iterator[str]:
-        if ":" not in self.kind:  # an allocator of the user's may derive from any of ours
-            of_kinds = {"power": "waterfill", "initial_budget": "waterfill", "variance_floor": "neyman"}
-            others = [name for name, kind in of_kinds.items() if kind != self.kind]
-            yield from self.unused(others, f"no option of kind {self.kind}")
         if self.rollout_n_min > self.rollout_n_max:
             yield f"rollout_n_min: {self.rollout_n_min} is above rollout_n_max {self.rollout_n_max}"
 

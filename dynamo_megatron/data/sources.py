@@ -277,16 +277,22 @@ def dataset_rows(source: str) -> Iterator[dict[str, Any]]:
     the options. Raises ValueError (one line) where the package is missing.
     """
     name, options = name_and_options(source.removeprefix(DATASETS), source)
-    options = {"split": "train", **options}
     try:
         import datasets
     except ModuleNotFoundError as error:
         raise InputError(f"data.source: {source}: {error}; pip install 'dynamo-megatron[datasets]'") from None
     if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
         dataset = datasets.load_from_disk(name)
-        yield from dataset[options["split"]] if isinstance(dataset, dict) else dataset
+        alone = not isinstance(dataset, dict)
+        splits = dict.fromkeys(["train", str(dataset.split or "train")], dataset) if alone else dataset
+        split = options.pop("split", "train")
+        if options or split not in splits:
+            raise InputError(
+                f"data.source: {source}: a saved dataset takes no option but split, and {name} has {', '.join(splits)}"
+            )
+        yield from splits[split]
     else:
-        yield from datasets.load_dataset(name, **options)
+        yield from datasets.load_dataset(name, **{"split": "train", **options})
 
 
 def name_and_options(spec: str, source: str) -> tuple[str, dict[str, Any]]:

@@ -65,7 +65,7 @@ def code_reward(config: RewardConfig) -> Callable[[Prompt, str], float]:
         """The share of the problem's tests that the program in `response` passes; with `score: all` 1.0 for all of
         them, else 0.0. No expected output enters a sandbox that has the program. Raises ValueError for tests that
         cannot be parsed (`problem_tests`)."""
-        tests = problem_tests(prompt)[: code.tests]
+        tests = problem_tests(prompt, packages=code.python is not None)[: code.tests]
         found = fenced(after_thinking(response) or "", PYTHON)
         if found is None:
             return Graded(0.0, "")
@@ -99,9 +99,9 @@ def _outcome(sandbox: Sandbox, program: bytes, test: StreamTest | CallTest | Ass
             return result.ok, result.late
 
 
-def problem_tests(prompt: Prompt) -> list[StreamTest | CallTest | AssertTest]:
-    """The tests in `prompt.answer`, in a form of docs/rewards.md. Raises ValueError for anything else, and for tests
-    that run nothing."""
+def problem_tests(prompt: Prompt, packages: bool = False) -> list[StreamTest | CallTest | AssertTest]:
+    """The tests in `prompt.answer`, in a form of docs/rewards.md. Raises ValueError for anything else, for tests that
+    run nothing, and unless the sandbox has `packages` for those that import one."""
     given = prompt.answer
     if isinstance(given, str):
         try:
@@ -113,7 +113,7 @@ def problem_tests(prompt: Prompt) -> list[StreamTest | CallTest | AssertTest]:
     if not isinstance(given, list) or not given:
         raise ValueError(f"the code reward needs tests as the answer, not {prompt.answer!r:.200}")
     if all(isinstance(test, str) for test in given):
-        return [_assertions(test, prompt.meta) for test in given]
+        return [_assertions(test, prompt.meta, packages) for test in given]
     if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in given):
         return [_case(test, prompt.meta) for test in given]
     raise ValueError(f"the code reward's tests are neither all text nor all with input and output: {given!r:.200}")
@@ -199,7 +199,7 @@ def _text(stream: Any) -> str:
     return "\n".join(map(str, stream)) if isinstance(stream, list) else str(stream)
 
 
-def _assertions(test: str, meta: Mapping[str, Any]) -> AssertTest:
+def _assertions(test: str, meta: Mapping[str, Any], packages: bool) -> AssertTest:
     imports = meta.get("test_imports")
     before = [*(imports if isinstance(imports, list) else []), str(meta.get("test_setup_code") or "")]
     after = []
@@ -207,12 +207,25 @@ def _assertions(test: str, meta: Mapping[str, Any]) -> AssertTest:
         after = [f"check({meta['entry_point']})"]
     source = "\n".join([*map(str, before), test, *after])
     try:
-        statements = ast.parse(source).body
+        statements = [each for each in ast.parse(source).body if not _of_program(each)]
+        source = ast.unparse(statements)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the code reward cannot read a test as Python ({error}): {test!r:.200}") from None
     if not any(isinstance(each, RUNNING) or _is_call(each) for each in statements):
         raise ValueError(f"the code reward's test asserts nothing when it is run: {test!r:.200}")
+    imported = [each.module or "" for each in statements if isinstance(each, ast.ImportFrom)]
+    imported += [name.name for each in statements if isinstance(each, ast.Import) for name in each.names]
+    if not packages and (roots := {name.partition(".")[0] for name in imported} - sys.stdlib_module_names):
+        raise ValueError(
+            f"a test imports {', '.join(sorted(roots))}, which the sandbox's Python lacks; name one that has it as "
+            "reward.code.python"
+        )
     return AssertTest(source)
+
+
+def _of_program(statement: ast.stmt) -> bool:
+    """KodCode's tests import from the program, whose names tests have anyway."""
+    return isinstance(statement, ast.ImportFrom) and statement.module == "solution"
 
 
 def _is_call(statement: ast.stmt) -> bool:

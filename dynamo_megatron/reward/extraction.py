@@ -37,6 +37,7 @@ FACTOR_AFTER = re.compile(
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*(?:\banswer\b(?:\s+is\b)?|答案[是为為]?))[\s:：]*", re.IGNORECASE)
+IS_ANSWER = re.compile(r"[\s,;]+(?:(?:and|that|this|which)\s+)*(?:is|was)\s+(?:the|my|our)\s.*", re.IGNORECASE)
 MARKUP = re.compile(r"\\(?:text|math|bold)[a-z]*\b")
 LONGEST = 200  # characters of an answer that is kept as it is
 
@@ -136,9 +137,11 @@ def tagged(text: str) -> str | None:
 
 
 def last_line(text: str) -> str:
-    """The last non-empty line, without "the answer is" and anything before it; "" where there is no such line."""
-    lines = text.strip().splitlines()
-    return ANSWER_IS.sub("", lines[-1]) if lines else ""
+    """The last non-empty line, without "the answer is" and anything before it, or "is the answer" and anything after
+    it; "" where there is no such line."""
+    line = (text.strip().splitlines() or [""])[-1]
+    after = ANSWER_IS.sub("", line)
+    return after if any(map(str.isalnum, after)) else IS_ANSWER.sub("", line)
 
 
 def final_answer(text: str) -> str:

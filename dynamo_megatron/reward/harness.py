@@ -13,6 +13,7 @@ verdict.
 
 import ast
 import builtins
+import collections
 import os
 import resource
 import sys
@@ -30,6 +31,7 @@ from heapq import *
 from bisect import *
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
 """
+LISTS = (range, collections.deque, *(type(view()) for view in ({}.keys, {}.values, {}.items)))  # are sent as lists
 SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 
 
@@ -199,6 +201,8 @@ def encoded(value, kept=None):
     index there is sent."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, LISTS):
+        value = list(value)
     for name, kind in SEQUENCES.items():
         if isinstance(value, kind):
             return {name: [encoded(item, kept) for item in value]}

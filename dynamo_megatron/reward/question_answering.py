@@ -31,6 +31,7 @@ STATED = re.compile(
 # What a box begins with that chooses a letter: "(B) 12", "B. 12", but not "H \ll E".
 CHOICE = re.compile(rf"[\W_]*{LETTER.pattern}(?:[\W_]*$|[\s}}*]*[)\].:]|(?={ANOTHER.pattern}))")
 ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+MARKED = re.compile(r"(?<![\w'’])(?:\(([A-Z])\)|([A-Z])[.)])[*_]*\s+\S")  # "(B) 12", "B. 12", "**B)** 12"
 SMALL = re.compile(r"\s*\(?([a-z])(?:[.)]\s|[.)]?\s*$)")  # a response that is or begins with "b" or "b. 4"
 FORMULA = re.compile(r"\\[A-Za-z]|[=<>+^_]|[A-Za-z]\(")
 
@@ -117,9 +118,9 @@ def choice_answer(prompt: Prompt, response: str) -> float:
 
 def chosen(response: str) -> str | None:
     r"""The letter in the last `<answer>` tag, else in an "answer is X" or "Answer: X" after the last `\boxed{}`, else
-    in this box, else in the last "answer is X", else the last capital letter by itself. None where there is no letter,
-    where one of these places has several, and where a box holds no choice and nothing states the answer. Only the text
-    `after_thinking` is searched.
+    in this box, else in the last "answer is X", else of the only "B. 12" if a line begins with it, else the last
+    capital letter by itself. None where there is no letter, where one of these places has several, and where a box
+    holds no choice and nothing states the answer. Only the text `after_thinking` is searched.
     """
     text = after_thinking(response)
     if text is None:
@@ -131,6 +132,9 @@ def chosen(response: str) -> str | None:
         stated, letters = _stated(text), LETTER.findall(text)
         if not stated and (small := SMALL.match(text)):
             return small[1].upper()
+        marked = [*MARKED.finditer(text)]
+        if not stated and len(marked) == 1 and not text[: marked[0].start()].rpartition("\n")[2].strip(" \t*_"):
+            return marked[0][1] or marked[0][2]
         return _letter(stated) if stated else (letters[-1] if letters else None)
     content = MARKUP.sub("", box)
     if stated := _stated(text[max(text.rfind("\\boxed"), text.rfind("\\fbox")) :]):

@@ -62,13 +62,13 @@ def not_covered(config: Config) -> str | None:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Linear warm-up to `optimizer.lr`, then constant, or down to 0 at the last step linearly or as half a cosine.
+    """Linear warm-up to `optimizer.lr`, then constant, or down to 0 after the last step linearly or as half a cosine.
     Steps in which the critic alone learns do not count."""
     o, alone = config.optimizer, config.critic.warmup_steps
     step, last = max(1, step - alone), config.trainer.steps - alone
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
-    left = (last - step) / max(1, last - o.warmup_steps)
+    left = (last - step + 1) / (last - o.warmup_steps)
     return o.lr * {"constant": 1.0, "linear": left, "cosine": math.sin(left * math.pi / 2) ** 2}[o.schedule]
 
 

@@ -85,17 +85,17 @@ def test_forgetting_halves_an_observation_after_its_half_life():
 
 
 def test_waterfill_uses_the_published_priority():
-    outcomes = {"solved": (17, 20), "mixed": (8, 16), "rare": (1, 16)}
+    outcomes = {"solved": (17, 20), "mixed": (8, 16), "rare": (1, 16), "never": (0, 16), "few": (1, 3)}
     k, g = np.array(list(outcomes.values())).T
     for power, exponent in (("sigma2", 1.0), ("sigma", 0.5)):
         allocator = RolloutAllocator({"kind": "waterfill", "power": power, "half_life": 1, "rollout_n_min": 4})
         observe(allocator, {"rare": (0, 8)})
         observe(allocator, {**outcomes, "rare": (1, 8)})  # 1 of 16 in two visits: nothing is forgotten
-        n = allocator.allocate(["solved", "new", "mixed", "rare"], 40, step=2)
-        priority = np.insert(success_variance(k, g), 1, 0.0)
-        priority[0] = 0.01
-        assert n.tolist() == waterfill(np.insert(g, 1, 0), priority**exponent, 40, 4, 24, 8).tolist()
-        assert n[1] == 8
+        n = allocator.allocate([*outcomes, "new"], 64, step=2)
+        priority = np.append(success_variance(k, g) + 1e-6 * (1 - k / g), 0.0)
+        priority[[0, 3, 4]] = 0.01, 0.01, 0  # solved, never solved, 3 rollouts
+        assert n.tolist() == waterfill(np.append(g, 0), priority**exponent, 64, 4, 24, 8).tolist()
+        assert n[5] == 8
 
 
 def test_empirical_variance_is_shrunk_to_the_pool():

@@ -198,7 +198,7 @@ def test_ppo_s_critic_has_trl_s_clip_and_is_of_gae_alone():
     assert (own.model.path, own.optimizer.lr, own.frozen_models) == ("other", 1e-5, {})
     late = load("ppo", "critic.warmup_steps=3", "trainer.steps=7", "optimizer={warmup_steps: 2, schedule: linear}")
     rates = [late.learning_rate(step) / late.optimizer.lr for step in range(1, 8)]
-    assert rates == [0.5, 0.5, 0.5, 0.5, 1, 0.5, 0]  # the policy is trained from step 4 on
+    assert rates == [0.5, 0.5, 0.5, 0.5, 1, 1, 0.5]  # the policy is trained from step 4 on
     assert late.of_critic.learning_rate(4) == 0.4 * late.critic.optimizer.lr  # 4 of its 10
     offloaded = load("ppo", "optimizer.cpu_offload=true").of_critic.optimizer
     assert offloaded == config.optimizer.model_copy(update={"lr": 1e-5, "cpu_offload": True})

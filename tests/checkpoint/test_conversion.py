@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from dynamo_megatron.checkpoint import convert as conversion
 from dynamo_megatron.checkpoint.convert import hf2mcore, mcore2hf
 from dynamo_megatron.checkpoint.folder import read_manifest, write_manifest
-from dynamo_megatron.checkpoint.safetensors_folder import companion_files, write_file
+from dynamo_megatron.checkpoint.safetensors_folder import write_file
 from dynamo_megatron.checkpoint.weights import model_digest, open_weights
 from dynamo_megatron.models import FAMILIES, load_model_config
 from dynamo_megatron.models.mapping import huggingface_shapes
@@ -60,14 +60,18 @@ def mcore(converted, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_bit_equal(model_of, tmp_path, monkeypatch, family, dtype, tied):
     monkeypatch.setattr(conversion, "FILE_BYTES", 20_000)  # several files, as a large model has
-    folder = model_of(family, dtype=dtype, tied=tied)
+    folder = shutil.copytree(model_of(family, dtype=dtype, tied=tied), tmp_path / "model")
+    (folder / "config.json").chmod(0o444)  # as in a store that many share
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("x")
     hf2mcore(folder, tmp_path / "mcore")
     mcore2hf(tmp_path / "mcore", tmp_path / "hf")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     assert same(weights(tmp_path / "hf"), weights(folder))
-    for file in folder.iterdir():
-        if file.suffix != ".safetensors" and file.name != "config.json":
-            assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes()
+    for file in folder.rglob("*.j*"):
+        if file.name != "config.json":
+            assert (tmp_path / "hf" / file.relative_to(folder)).read_bytes() == file.read_bytes()
+    assert (tmp_path / "hf" / "config.json").stat().st_mode & 0o200
     opened = open_weights(tmp_path / "hf", load_model_config(tmp_path / "hf"))
     assert set(opened.names) == set(weights(folder))  # the index agrees
     digests = {model_digest(path, load_model_config(folder)) for path in (folder, tmp_path / "mcore", tmp_path / "hf")}
@@ -85,7 +89,7 @@ def test_a_flipped_bit_is_refused(mcore, refused, convert, flip, tmp_path):
 
 
 def test_config_and_tokenizer_of_a_converted_folder_may_be_edited(mcore, convert, tmp_path):
-    for file in companion_files(mcore):
+    for file in (mcore / name for name in ("config.json", "tokenizer.json", "generation_config.json")):
         file.write_bytes(file.read_bytes() + b"\n")
     assert convert("mcore2hf", mcore, tmp_path / "out") == (0, "")
 
@@ -183,7 +187,7 @@ def run_folder(converted, changed, tmp_path, monkeypatch):
         folder = tmp_path / "start" / "run" / "checkpoints" / f"step-{step:06d}"
         hf2mcore(model, folder)
         manifest = read_manifest(folder)
-        for file in (*companion_files(folder), folder / "manifest.json"):
+        for file in {*folder.glob("*.j*"), folder / "manifest.json"} - {folder / "metadata.json"}:
             file.unlink()
         write_manifest(folder, {"step": step, **{key: manifest[key] for key in ("model", "dtype", "layout")}})
     (tmp_path / "start" / "run" / "config.yaml").write_text(yaml.safe_dump(settings))

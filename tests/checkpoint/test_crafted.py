@@ -41,6 +41,7 @@ def pickles(command: str, protocol: int = 4) -> dict[str, bytes]:
     metadata = text("torch.distributed.checkpoint.metadata") + text("Metadata") + b"\x93"
     return {
         "a call": pickle.dumps([Calls(os.system, command)], protocol),
+        "an attribute": pickle.dumps([Calls(getattr, torch.Size, "__class__")], protocol),
         "a dotted name": by_hand(text("torch.serialization"), text("os.system"), b"\x93", text(command), b"\x85R"),
         "a state that is a method": by_hand(
             metadata, b")\x81}", text("__setstate__"), text("posix"), text("system"), b"\x93sb"
@@ -77,6 +78,15 @@ def refusal(call, *arguments) -> str:
     return str(error.value)
 
 
+def test_members_of_enumerations_may_be_pickled_by_name(folder, monkeypatch):
+    """As Python 3.11.2 does."""
+    kind = type(torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda member, _: (getattr, (kind, member.name)))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert b"getattr" in (folder / ".metadata").read_bytes() and TorchDistReader(folder).names == ["w"]
+
+
 @pytest.mark.parametrize("kind", pickles(""))
 def test_a_crafted_pickle_runs_nothing(folder, tmp_path, kind, capsys):
     """As `.metadata`, and among the tensors."""
@@ -86,7 +96,7 @@ def test_a_crafted_pickle_runs_nothing(folder, tmp_path, kind, capsys):
     (folder / ".metadata").write_bytes(crafted)
     said = refusal(TorchDistReader, folder)
     assert said.startswith(f"{folder / '.metadata'}: cannot be read (")
-    assert "names posix.system, " in said or kind == "a dotted name"
+    assert "names posix.system, " in said or kind in ("an attribute", "a dotted name")
     assert said.endswith("; copy or convert the model again")
     assert main(["inspect", str(folder)]) == 2 and "cannot be read" in capsys.readouterr().err
     metadata, data = pickle.loads(whole), torch_file(pickles(f"touch {ran}", 2)[kind])

@@ -46,6 +46,10 @@ def test_one_run_for_each_arm_seed_and_rate(spec):
         ),
         ({"arms": {"grpo": [], "b": ["data.system_prompt=Think."]}}, "arms.b: data.system_prompt is Think., of grpo N"),
         ({"arms": {"grpo": [], "b": ["eval.every=null"]}}, "arms.b: eval.every: scores come from evaluations during"),
+        (
+            {"metric": "eval/reward", "arms": {"grpo": [], "b": ["reward.functions=[math,length]"]}},
+            "arms.b: reward.functions is ['math', 'length'], of grpo ['math']; compare",
+        ),
         ({"seeds": [1, 1]}, "seeds: a seed stands there twice"),
         ({"learning_rates": []}, "learning_rates: []: give distinct rates above 0"),
         ({"learning_rates": {"grpo": [1e-6], "wild": [1]}}, "learning_rates: wide: give a list for all arms"),

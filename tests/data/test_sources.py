@@ -284,6 +284,14 @@ def test_folders_of_save_to_disk(tmp_path):
     assert prompt.source == f"datasets:{tmp_path}/both?split=test"
     assert len(load(f"datasets:{tmp_path}/both?split=no")) == 1  # Norwegian, not YAML's False
     assert [p.answer for p in load(f"datasets:{tmp_path}/one")] == ["1", "2", "3"]
+    for option, has in (
+        ("one?split=test", "train"),
+        ("both?split=train[:5]", "train, test, no"),
+        ("both?x=1", "train"),
+    ):
+        assert f"takes no option but split, and {tmp_path}/{option[:4].rstrip('?')} has {has}" in refused(
+            f"datasets:{tmp_path}/{option}"
+        )
 
 
 def test_what_load_dataset_takes(tmp_path):

@@ -67,6 +67,9 @@ def test_a_run_that_has_ended_is_finished_unless_more_is_asked(tmp_path, now, sa
     (tmp_path / "hf").mkdir()
     said = OutputDir(settings(tmp_path, **{**sections, **now})).finished()
     assert said == (says and f"{tmp_path}: {says}")
+    (deleted := tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    write_manifest(deleted, {"step": 2, "model": {}, "dtype": "bfloat16", "layout": None})
+    assert before.finished() is None, "the checkpoint of step 4 is gone"
     before.take_over(4)
     assert before.finished() is None, "it goes on"
 
@@ -90,7 +93,7 @@ def test_a_resume_says_what_it_changes(tmp_path, capsys, sections, says):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     OutputDir(settings(tmp_path)).take_over(0)
     OutputDir(settings(tmp_path, **sections)).claim()
-    assert capsys.readouterr().out.startswith(f"{tmp_path}: the run there goes on{says}")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}: the run there has no checkpoint and begins again{says}")
 
 
 def test_the_seed_and_the_method_of_a_run_may_not_change(tmp_path):

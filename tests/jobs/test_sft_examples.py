@@ -32,9 +32,9 @@ def trained(example, tokenizer=TOKENIZER) -> str:
 
 def test_all_answers_of_a_conversation_are_trained():
     messages = [said("system", "s"), said("user", "1"), said("assistant", "größer"), said("user", "2")]
-    messages.append(said("assistant", "the sum"))
+    messages += [said("assistant", "and", finish_reason="length"), said("user", "3"), said("assistant", "the sum")]
     (example,) = examples_of(Prompt("p", messages), TOKENIZER, DATA, ENDS)
-    assert trained(example) == "größer<|im_end|>the sum<|im_end|>"
+    assert trained(example) == "größer<|im_end|>andthe sum<|im_end|>"
     whole = TOKENIZER.apply_chat_template(messages, tokenize=False)
     assert TOKENIZER.decode(example.tokens) + "\n" == whole
 
@@ -67,9 +67,17 @@ def test_the_template_s_own_end_is_trained_where_the_tokenizer_has_another_one()
     assert trained(example, tokenizer) == "a<|im_end|>b<|im_end|>"
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokenizer.decode(example.tokens) == whole.removesuffix("\n")
+    (example,) = examples_of(Prompt("p", [said("assistant", "hello"), *messages]), tokenizer, DATA, ends)
+    assert trained(example, tokenizer) == "a<|im_end|>b<|im_end|>"
     for known, end in ((ends, "<|im_end|>"), (ends[:1], "<|endoftext|>")):
         (example,) = examples_of(Prompt("p", messages[:1], answer="7"), tokenizer, DATA, known)
         assert trained(example, tokenizer) == f"7{end}"
+        plain = DataConfig(source="x", template="{prompt}")  # of `samples --pairs`
+        (example,) = examples_of(Prompt("p", text="1", answer="7"), tokenizer, plain, known)
+        assert trained(example, tokenizer) == f"7{end}"
+        assert (Answers(tokenizer, DATA, known).other_end() is None) == (known == ends)
+    with pytest.raises(InputError, match="nothing comes before the assistant's message"):
+        examples_of(Prompt("p", [said("assistant", "hello")]), tokenizer, DATA, ends)
 
 
 def test_messages_of_a_preference_are_rendered_as_those_of_a_conversation():

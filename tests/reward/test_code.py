@@ -196,6 +196,7 @@ class Pair:
 def longest(pairs): return max(pairs, key=Pair.total)
 def plain(x): return x, {1: {2, 3}, "k": b"b"}, frozenset([1j]), None, float("inf")
 def lazily(n): return (i for i in range(n))
+def lists(d): return range(2), __import__("collections").deque([3]), d.keys(), d.values(), d.items()
 def fails(): raise KeyError("k")
 def sum(a, b): return a - b
 def merge(a, b): return [3]
@@ -206,6 +207,7 @@ def own():
     tests = [
         "assert longest([Pair(1, 2), Pair(3, 4)]).first == 3 and Pair(1, 2).total() == 3",
         "assert plain((1, [2])) == ((1, [2]), {1: {2, 3}, 'k': b'b'}, frozenset([1j]), None, float('inf'))",
+        "from solution import lists\nassert lists({1: 2}) == ([0, 1], [3], [1], [2], [(1, 2)])",
         "assert list(lazily(3)) == [0, 1, 2] and lazily(0) != []",
         "try:\n    fails()\nexcept KeyError: pass\nelse: assert False",
         "try:\n    own()\nexcept RuntimeError as error: assert str(error) == 'o'",
@@ -305,6 +307,7 @@ def test_only_layouts_that_wrap_results_take_a_list_of_one_for_the_value_in_it()
         ([{"input": "1", "output": "2", "testtype": "functional"}], "needs the function's name"),
         ({"fn_name": "f", "inputs": ["not JSON"], "outputs": [1]}, "as JSON"),
         ("(" * 10_000, "cannot read a test as Python"),
+        ("import math, numpy.linalg\nassert f()", "imports numpy, which the sandbox's Python lacks"),
     ],
 )
 def test_tests_that_cannot_be_read_are_an_error_of_the_row(answer, words):

@@ -68,6 +68,7 @@ def test_the_best_of_several_references_counts(answer):
         r"<think>\boxed{Rome} <answer>Rome</answer></think>Paris",
         r"\boxed{Rome}</think>It is \boxed{\mathrm{Paris}}.",
         "所以答案是Paris。",
+        "Paris, that is the answer.",
     ],
 )
 def test_the_answer_is_that_of_the_tag_the_box_or_the_last_line(response):
@@ -138,6 +139,8 @@ def test_a_row_without_a_reference_is_an_error(answer):
         ("I'd say it depends. A dog is a B", "B"),
         ("Option A is right", "A"),
         ("Vitamin B12", None),
+        ("No doubt:\n**C) X-ray**", "C"),
+        ("(A) is odd, (C) is a X", "X"),
     ],
 )
 def test_the_letter_that_a_response_chooses(response, letter):

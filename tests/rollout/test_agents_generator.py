@@ -139,6 +139,18 @@ def test_each_failure_has_its_reason_and_the_step_goes_on(episodes, tmp_path):
     assert stored["endless"].reward == 1.0 and stored["endless"].finish_reason == "length"
 
 
+def test_the_conversation_says_which_answers_were_cut_short(episodes, tmp_path):
+    async def work(generator, push):
+        return await generated(generator, 1, [prompt("rewarded")], [1], 0)
+
+    def cut(name, number):
+        return says(3)(name, number) if number == 1 else web.json_response(reply(f"{name};", 37, {"type": "length"}))
+
+    episodes(work, Server(cut))
+    (stored,) = read_rollouts(step_file(tmp_path, 1))
+    assert [m.get("finish_reason") for m in stored.episode.messages] == [None, None, None, "length"]
+
+
 def test_an_episode_that_does_not_end_is_aborted(episodes, tmp_path, monkeypatch):
     monkeypatch.setattr("dynamo_megatron.rollout.agents.pool.REACT_WITHIN", 0.5)
 

@@ -30,6 +30,8 @@ def test_a_stream_shows_whatever_a_process_prints():
         print(HOSTILE, file=stream)
         show(HOSTILE, stream)
         assert tame(written.getvalue().decode()) and written.getvalue().count(b"\n") == 2
+    with open("/dev/full", "wb", buffering=0) as full:
+        print("lost", file=PrintableStream(full, "utf-8", line_buffering=True), flush=True)
 
 
 def test_a_traceback_of_a_command_is_text():
