@@ -1,9 +1,8 @@
 """The numbers of a report: tables, findings, figures, and what prompts had shown before a visit."""
 
-import numpy as np
 import pytest
 
-from dynamo_megatron.reports.figures import allocation_figures, moving_average
+from dynamo_megatron.reports.figures import allocation_figures
 from dynamo_megatron.reports.run_record import RunRecord, read_revisits, read_run, read_runs
 from dynamo_megatron.reports.tables import sections
 
@@ -91,11 +90,6 @@ def test_findings_warn(tmp_path):
     assert found == [
         [name, said] for name, said in zip(runs, ("WARNING", "fine", "not measured"), strict=True) for _ in range(4)
     ]
-
-
-def test_moving_average():
-    assert moving_average(np.array([1.0, 3.0, 5.0, 10.0]), 3).tolist() == [2, 3, 6, 7.5]
-    np.testing.assert_equal(moving_average(np.array([1.0, np.nan, 5.0]), 11), [3, np.nan, 3])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dynamo_megatron.runtime import listening as addresses
 from dynamo_megatron.runtime.coordination import connect_store
-from dynamo_megatron.runtime.listening import address_of, interface_of, store_address
+from dynamo_megatron.runtime.listening import address_of, store_address
 
 
 def listening() -> set[str]:
@@ -73,7 +73,3 @@ def test_loopback_is_for_ranks_of_one_host(node0, host, local, ranks, address):
     if local is not None:
         node0.setenv("LOCAL_WORLD_SIZE", local)
     assert store_address() == address
-
-
-def test_the_interface_of_an_address():
-    assert interface_of("127.0.0.2") == interface_of("127.0.0.1") and interface_of("198.51.100.7") is None

@@ -1,32 +1,13 @@
-"""The task of configs/calculator: its agent, and what a small model reads and writes."""
+"""The task of configs/calculator: what a small model reads and writes."""
 
-import json
 import random
 import runpy
 from pathlib import Path
 
-import pytest
-
 from dynamo_megatron.data.templates import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
-CALCULATOR = runpy.run_path(str(ROOT / "configs" / "calculator" / "agent.py"))
 SUMS = runpy.run_path(str(ROOT / "tools" / "calculator_task.py"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "value"),
-    [
-        ({"expression": "37*24"}, "888"),
-        ({"expression": "1 + 2*3 - 4"}, "3"),
-        ({"expression": "2**9"}, "error"),
-        ({"expression": "f(1)"}, "error"),
-        ({"expression": 3}, "error"),
-        ([], "error"),
-    ],
-)
-def test_the_calculator_computes_whole_numbers_alone(arguments, value):
-    assert CALCULATOR["calculate"](json.dumps(arguments)) == value
 
 
 def test_warm_up_examples_are_what_the_template_makes_of_an_episode(tmp_path):

@@ -10,8 +10,7 @@ import torch
 
 from dynamo_megatron.config import Config
 from dynamo_megatron.runtime.gpu_usage import GpuUse
-from dynamo_megatron.tracking import resources
-from dynamo_megatron.tracking.resources import RankResources, StepProfiler, resource_metrics
+from dynamo_megatron.tracking.resources import StepProfiler, resource_metrics
 
 MB = 1_000_000
 
@@ -29,25 +28,6 @@ def test_the_largest_rank_the_node_that_moves_most_and_the_disk_of_the_output_co
     disk = os.statvfs(tmp_path)
     assert metrics["resources/disk_free"] == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.01)
     assert not any("gpu_u" in key for key in resource_metrics([three], tmp_path))
-
-
-def test_a_rank_s_readings_are_of_the_time_since_the_last_ones(monkeypatch):
-    now, moved = [100.0], {"eth0": (0, 0), "veth1": (0, 0), "ib0": (0, 0)}
-
-    def counters(pernic):
-        return {name: SimpleNamespace(bytes_sent=sent, bytes_recv=got) for name, (sent, got) in moved.items()}
-
-    monkeypatch.setattr(resources.psutil, "net_io_counters", counters)
-    monkeypatch.setattr(resources.time, "monotonic", lambda: now[0])
-    use = GpuUse(2, 9, 1.5)
-    monkeypatch.setattr(resources, "GpuMonitor", lambda gpus: SimpleNamespace(lacks="", take=lambda: use))
-    first, second = RankResources(0), RankResources(1)
-    now[0] += 4
-    moved |= {"eth0": (800, 40), "veth1": (800, 40), "late0": (5, 5)}
-    found = first.take()
-    assert found["gpu"] == use and found["host_memory"] > 0
-    assert found["network"] == {("eth0", "sent"): 200.0, ("eth0", "received"): 10.0}
-    assert (first.take()["network"], second.take()["network"]) == ({}, {})
 
 
 @pytest.mark.parametrize("replica", [0, 1])
