@@ -141,6 +141,7 @@ def test_a_row_without_a_reference_is_an_error(answer):
         ("Vitamin B12", None),
         ("No doubt:\n**C) X-ray**", "C"),
         ("(A) is odd, (C) is a X", "X"),
+        ("I'd choose C, since A and B are wrong", "C"),
     ],
 )
 def test_the_letter_that_a_response_chooses(response, letter):
