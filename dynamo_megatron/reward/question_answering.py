@@ -25,7 +25,8 @@ LETTER = re.compile(
 )
 ANOTHER = re.compile(r"[^\w\n,/&]*(?:,|/|&|\bor\b|\band\b)[^\w\n]*(?:and\b|or\b)?[^\w\n]*" + LETTER.pattern)
 STATED = re.compile(
-    r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])|\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
+    r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
+    r"|\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
     r"|答案(?:[是为為]|[ \t*]*[:：]))([^\n]{0,200})",
     re.IGNORECASE,
 )
