@@ -73,7 +73,7 @@ def _check(files: Sequence[str], keys: Sequence[str], executor: run.Executor) ->
         config = checked_config(files, keys, ranks, requeued=True)
         if executor.gpus_per_node:
             config = config.with_servers(ranks, executor.nodes)
-        check_servers(config, executor.nodes, executor.nodes)
+        check_servers(config, executor.nodes, executor.nodes, executor.gpus_per_node)
 
 
 @contextlib.contextmanager

@@ -134,18 +134,14 @@ def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int, *, req
     OutputDir(config).check()
     if requeued and config.trainer.resume == "never":
         raise ConfigError("trainer.resume: never: the job could not go on once it is requeued; set auto")
-    p = config.parallel
-    if ranks % p.model_ranks:
-        raise ConfigError(
-            f"parallel: {ranks} ranks can't be cut into tp {p.tp} x pp {p.pp} x cp {p.cp} = {p.model_ranks}; "
-            "change --nodes, --ranks-per-node or the layout"
-        )
+    if misfit := config.parallel.misfit(ranks):
+        raise ConfigError(misfit)
     return config
 
 
-def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
-    """Raises ConfigError where the run's own servers are not an equal share for each of `server_nodes`, or cannot be
-    reached from the other ones of all its `nodes`."""
+def check_servers(config: Config, nodes: int, server_nodes: int, gpus_per_node: int | None = None) -> None:
+    """Raises ConfigError where the run's own servers are not an equal share for each of `server_nodes`, do not fit on
+    its GPUs (None: their number is not known), or cannot be reached from the other ones of all its `nodes`."""
     rollout = config.rollout
     if rollout.engine == "recorded" or rollout.placement == "external":
         return
@@ -156,6 +152,11 @@ def check_servers(config: Config, nodes: int, server_nodes: int) -> None:
     if rollout.servers % server_nodes:
         raise ConfigError(
             f"rollout.servers: {rollout.servers} servers are not an equal share for each of {server_nodes} nodes"
+        )
+    here = rollout.servers // server_nodes
+    if gpus_per_node and here * rollout.tp > gpus_per_node:
+        raise ConfigError(
+            f"rollout.servers: {here} x rollout.tp {rollout.tp} do not fit on the {gpus_per_node} GPUs of a node"
         )
     if nodes > 1 and "host" not in rollout.model_fields_set:
         raise ConfigError(

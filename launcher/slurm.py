@@ -27,7 +27,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
         config = config.with_servers(job.ranks, job.nodes)
     if (config.rollout.placement == "split") != (job.rollout_nodes > 0):
         raise ConfigError("--rollout-nodes: goes with rollout.placement=split, which needs at least one of them")
-    check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes)
+    check_servers(config, job.nodes + job.rollout_nodes, job.rollout_nodes or job.nodes, job.gpus_per_node)
     output = Path(config.output_dir).absolute()
     script = render(job, files, keys, output)
     if job.dry_run:

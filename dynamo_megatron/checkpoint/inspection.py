@@ -144,10 +144,15 @@ def _name(dtype: torch.dtype | str) -> str:
 
 def differences(a: Contents, b: Contents) -> Iterator[str]:
     """Yields one line for each tensor that differs; nothing where all tensors are bit-identical. Raises ValueError
-    where the tensors of a checkpoint cannot be read."""
+    where the tensors of a checkpoint cannot be read, or none of `a` has the name of one of `b`."""
     for contents in (a, b):
         if contents.tensors is None:
             raise InputError(contents.problem)
+    if set(a.tensors.names).isdisjoint(b.tensors.names):
+        raise InputError(
+            f"--diff: {a.folder} and {b.folder} name their tensors differently; `convert mcore2hf` writes a checkpoint "
+            "in Hugging Face's form"
+        )
     first, second = set(a.tensors.names), set(b.tensors.names)
     for name in sorted(first | second):
         if name not in first & second:

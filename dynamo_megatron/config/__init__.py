@@ -83,6 +83,16 @@ class ParallelConfig(Section):
         """Ranks that hold one replica of the model and work on the same sequences."""
         return self.tp * self.pp * self.cp
 
+    def misfit(self, ranks: int) -> str | None:
+        """Why this number of ranks does not fit the layout; None where it does."""
+        if ranks % self.model_ranks:
+            cut = f"tp {self.tp} x pp {self.pp} x cp {self.cp} = {self.model_ranks}"
+            return f"parallel: {ranks} ranks can't be cut into {cut}; change the layout, or start a multiple of that"
+        if (of_stage := ranks // self.pp) % self.ep:
+            why = f"does not divide the {of_stage} ranks of a pipeline stage ({ranks} ranks, pp {self.pp})"
+            return f"parallel.ep: {self.ep} {why}"
+        return None
+
     def stage_layers(self, num_layers: int) -> list[int]:
         """The number of layers of each pipeline stage."""
         if self.last_stage_layers is None:

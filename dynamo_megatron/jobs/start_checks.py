@@ -55,16 +55,8 @@ def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool 
     """Raises InputError where the layout fits the model or not the number of ranks. `gpus`: it is for a machine that
     has some."""
     p = config.parallel
-    if world_size % p.model_ranks:
-        raise InputError(
-            f"parallel: {world_size} ranks can't be cut into tp {p.tp} x pp {p.pp} x cp {p.cp} = {p.model_ranks}; "
-            "start a multiple of that"
-        )
-    if (world_size // p.pp) % p.ep:
-        raise InputError(
-            f"parallel.ep: {p.ep} does not divide the {world_size // p.pp} ranks of a pipeline stage "
-            f"({world_size} ranks, pp {p.pp})"
-        )
+    if misfit := p.misfit(world_size):
+        raise InputError(misfit)
     spec.check_parallel(p)
     if config.model.lora is not None:
         check_lora(config.model.lora, spec)

@@ -65,6 +65,11 @@ class StageMemory:
     def peak(self) -> float:
         return max(_total(self.training), *self.others.values(), 0.0)
 
+    @property
+    def generates_most(self) -> bool:
+        """Whether no phase needs more than the generation."""
+        return self.others.get("generate", 0.0) == self.peak
+
 
 @dataclass(frozen=True)
 class Servers:
@@ -113,8 +118,10 @@ class Plan:
         if (over := self.peak - most) > 0:
             optimizer = max(stage.state.optimizer for stage in self.stages)
             mend = f"; optimizer.cpu_offload keeps {optimizer / GIB:.1f} in host memory" if optimizer > over else ""
-            if any(total > most for stage in self.stages for total in stage.others.values()):
-                mend = "; lower rollout.memory_fraction"  # a server is there then
+            fullest = max(self.stages, key=lambda stage: stage.peak)
+            in_turn = shares_memory(self.config.rollout, gpus=True)  # the KV cache is there while a server generates
+            if fullest.generates_most if in_turn else any(total > most for total in fullest.others.values()):
+                mend = "; lower rollout.memory_fraction"
             if self.config.model.max_length is None and self.work.longest > self.config.trainer.micro_batch_tokens:
                 mend += f"; a sequence may have {self.work.longest:,} tokens: set model.max_length"
             return f"does not fit: {over / GIB:.1f} GiB too much on the fullest rank{mend}"
@@ -265,7 +272,7 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
     # Servers on GPUs of their own may have more than the ranks of a part of a node.
     if here * rollout.tp > cluster.gpus_per_node and (colocated or cluster.nodes > 1):
         raise ConfigError(
-            f"rollout.servers: {here} servers of {rollout.tp} GPUs do not fit on the {cluster.gpus_per_node} of a node"
+            f"rollout.servers: {here} x rollout.tp {rollout.tp} do not fit on the {cluster.gpus_per_node} GPUs of a node"
         )
     weights = formulas.server_bytes(spec, rollout.tp, dtype, rollout.quantization)
     pool = max(0.0, rollout.memory_fraction * gpu.memory - weights)

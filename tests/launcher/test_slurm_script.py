@@ -90,6 +90,11 @@ def test_what_sbatch_is_asked(job):
         (("--sbatch=--gres=gpu:8",), "--sbatch: request GPUs with --gpus-per-node"),
         (("--sbatch=qos",), "--sbatch, --srun: 'qos' is no --option"),
         (("parallel.tp=3", "--nodes", "2"), "parallel: 2 ranks can't be cut into tp 3"),
+        (("parallel.ep=3", "--nodes", "2"), "parallel.ep: 3 does not divide the 2 ranks of a pipeline stage"),
+        (
+            ("rollout.tp=4", "--gpus-per-node", "2"),
+            "rollout.servers: 1 x rollout.tp 4 do not fit on the 2 GPUs of a node",
+        ),
         (("rollout.servers=3", "--nodes", "2"), "rollout.servers: 3 servers are not an equal share for each of 2"),
         (("rollout.servers=2", "--nodes", "2"), "rollout.host: its default, 127.0.0.1, is out of"),
         (("--rollout-nodes", "1"), "--rollout-nodes: goes with rollout.placement=split"),
