@@ -104,8 +104,10 @@ def adopt_rank(environment: MutableMapping[str, str]) -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where this process is a task of an srun step and no
     launcher has set them. The script sets MASTER_ADDR; a step of one task without it is a shell, not a rank.
 
-    Raises ConfigError for several tasks without a MASTER_ADDR.
+    Raises ConfigError for several tasks without a MASTER_ADDR, and for a RANK without a WORLD_SIZE.
     """
+    if "RANK" in environment and "WORLD_SIZE" not in environment:
+        raise ConfigError("RANK: set without WORLD_SIZE; set both, as torchrun does, or unset RANK")
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")

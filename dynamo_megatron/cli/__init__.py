@@ -6,9 +6,11 @@ import os
 import select
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+SOCKETS = 60  # characters of a temporary folder; its sockets have 47 more
 HELP = {"-h", "--help", "--version"}
 
 
@@ -16,6 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
     # When one rank ends before the others, torch's store would print 30 lines of C++ frames on each of the others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "TMPDIR" in os.environ:
+        # Python does without a folder that is not there, torch's shared memory does not. Unix sockets have short names.
+        usable = tempfile.gettempdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = usable if len(usable) <= SOCKETS else "/tmp"
+    _open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
@@ -41,6 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that were closed are /dev/null here and in the processes that are started."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  it takes the stream's own descriptor
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _interrupted(_number: int, _frame: Any) -> None:

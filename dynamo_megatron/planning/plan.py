@@ -271,9 +271,8 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
     here = rollout.servers // cluster.nodes if colocated else 1
     # Servers on GPUs of their own may have more than the ranks of a part of a node.
     if here * rollout.tp > cluster.gpus_per_node and (colocated or cluster.nodes > 1):
-        raise ConfigError(
-            f"rollout.servers: {here} x rollout.tp {rollout.tp} do not fit on the {cluster.gpus_per_node} GPUs of a node"
-        )
+        on = f"the {cluster.gpus_per_node} GPUs of a node"
+        raise ConfigError(f"rollout.servers: {here} x rollout.tp {rollout.tp} do not fit on {on}")
     weights = formulas.server_bytes(spec, rollout.tp, dtype, rollout.quantization)
     pool = max(0.0, rollout.memory_fraction * gpu.memory - weights)
     a_token = formulas.kv_bytes_a_token(spec, rollout.tp, dtype)

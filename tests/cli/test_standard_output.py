@@ -1,4 +1,4 @@
-"""A reader of standard output that ends early, such as a pager, ends a command without a traceback."""
+"""A reader of standard output that ends early, such as a pager, or a closed one ends a command without a traceback."""
 
 import os
 import subprocess
@@ -24,3 +24,8 @@ def test_a_reader_that_has_ended_is_no_traceback(words, code):
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_closed_streams_are_no_fault():
+    command = f"{sys.executable} -P -m dynamo_megatron.cli configs <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, timeout=120).returncode == 0

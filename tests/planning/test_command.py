@@ -127,7 +127,7 @@ FP8 = ["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"]
         (["parallel.tp=3"], "parallel: 16 ranks can't be cut into tp 3"),
         (["rollout.servers=1"], "rollout.servers: 1 servers can't be spread evenly over 2 nodes; give a multiple of 2"),
         (["rollout.tp=3", "rollout.servers=2"], "rollout.tp: 3 server ranks cannot be proved to hold a model of 40"),
-        (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 4 servers of 4 GPUs do not fit on the 8 of a node"),
+        (["rollout.tp=4", "rollout.servers=8"], "rollout.servers: 4 x rollout.tp 4 do not fit on the 8 GPUs of a node"),
         ([*FP8, "rollout.tp=8", "rollout.servers=2"], "and with rollout.tp 8 a server rank has an MLP width"),
         ([*FP8, "--gpu", "b200-180"], "SGLang takes no fp8 weights in a sync on b200-180; leave it out"),
         (["--response-tokens", "9000"], "--response-tokens: 9000 is above rollout.max_new_tokens 8192"),

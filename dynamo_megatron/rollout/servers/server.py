@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import ipaddress
 import json
 import os
@@ -156,6 +157,14 @@ def with_override(arguments: Sequence[str], fields: Mapping[str, Any]) -> list[s
     return [*others, OVERRIDE, json.dumps({**given, **fields})]
 
 
+def _has_home() -> bool:
+    """Whether packages can keep what they compile in this user's home."""
+    caches = os.path.expanduser("~/.cache")
+    with contextlib.suppress(OSError):
+        os.makedirs(caches, exist_ok=True)
+    return os.path.isabs(caches) and os.access(caches, os.W_OK)
+
+
 class SGLangServer:
     """Starts, watches and stops one `sglang.launch_server` with the weights of `model.path`.
 
@@ -301,7 +310,7 @@ class SGLangServer:
             *(["--fork"] if on_cpu and not config.python else []),
         ]
         command += ["sglang.launch_server"]
-        command += ["--model-path", self._model.path, "--dtype", self._model.dtype, "--enable-fp32-lm-head"]
+        command += ["--model-path", self._model_path(), "--dtype", self._model.dtype, "--enable-fp32-lm-head"]
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
         command += ["--served-model-name", self._served_name]
@@ -330,6 +339,14 @@ class SGLangServer:
                 command += ["--enable-memory-saver"]
         return [*command, *self._context(), *arguments]
 
+    def _model_path(self) -> str:
+        """`model.path`, or a link to it where SGLang would take its name for a pattern of files."""
+        path = self._model.path
+        if glob.has_magic(path):
+            path = os.path.join(self._folders[0], "model")
+            os.symlink(os.path.abspath(self._model.path), path)
+        return path
+
     def _context(self) -> list[str]:
         """Arguments by which a sequence may have all of `model.max_length`, wherever a weight sync interrupts it; []
         where it may without them. No position beyond the model's is ever computed: prompt and response are limited by
@@ -347,6 +364,9 @@ class SGLangServer:
     def _environment(self, on_cpu: bool) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if not FOREIGN_VARIABLES.fullmatch(key)}
         environment["TMPDIR"] = self._folders[0]
+        if not _has_home():
+            environment.setdefault("SGLANG_CACHE_DIR", f"{self._folders[0]}/caches")
+            environment.setdefault("TRITON_HOME", self._folders[0])
         if not any(argument.startswith(SEVERAL_GROUPS) for argument in self._config.server_args):
             # Its ranks meet in a file: torch's store at a port would listen on every interface.
             environment.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folders[1]}/ranks")
