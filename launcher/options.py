@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_megatron.errors import ConfigError
+from dynamo_megatron.runtime.run_folder import refuse_foreign
 
 if TYPE_CHECKING:  # `--help` does without pydantic
     from dynamo_megatron.config import Config
@@ -124,14 +125,13 @@ def checked_config(files: Sequence[str], keys: Sequence[str], ranks: int, *, req
     """Returns the composed config; errors in it are found now and not after hours in a queue. Needs neither torch nor
     the model.
 
-    Raises ConfigError as `compose` does, for an output_dir that the run may not use, for a number of ranks that the
-    layout does not divide, and for a job that may be `requeued` and must not resume.
+    Raises ConfigError as `compose` does, for an output_dir with files that are not of a run, for a number of ranks
+    that the layout does not divide, and for a job that may be `requeued` and must not resume.
     """
     from dynamo_megatron.config.files import compose
-    from dynamo_megatron.jobs.output_dir import OutputDir
 
     config, _ = compose(files, keys)
-    OutputDir(config).check()
+    refuse_foreign(Path(config.output_dir))
     if requeued and config.trainer.resume == "never":
         raise ConfigError("trainer.resume: never: the job could not go on once it is requeued; set auto")
     if misfit := config.parallel.misfit(ranks):

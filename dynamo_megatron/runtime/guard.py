@@ -27,7 +27,7 @@ NAME = "dynamo_megatron.runtime.guard"
 STDIN = 0
 LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: a process that has ended maps none
 KILL_EVERY = 0.02  # seconds
-KILLS = 400  # 8 s for killed processes to end; one in an uninterruptible system call may not
+KILLS = 1500  # 30 s for killed processes to end; one in an uninterruptible system call may not
 SHARED_MEMORY = "/dev/shm/"
 
 

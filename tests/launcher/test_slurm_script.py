@@ -121,7 +121,7 @@ def test_a_rank_takes_its_place_from_srun():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert [environment[name] for name in names] == ["9", "16", "1", "8"]
     others = [
-        {**task, "RANK": "3"},  # torchrun, Ray
+        {**task, "RANK": "3", "WORLD_SIZE": "4"},  # torchrun, Ray
         {name: value for name, value in task.items() if name != "SLURM_STEP_ID"},  # the batch shell
         {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
         {},
@@ -133,6 +133,8 @@ def test_a_rank_takes_its_place_from_srun():
     del task["MASTER_ADDR"]
     with pytest.raises(ConfigError, match="MASTER_ADDR: not set in this srun step of 16 tasks"):
         adopt_rank(task)
+    with pytest.raises(ConfigError, match="RANK: set without WORLD_SIZE"):
+        adopt_rank({"RANK": "0"})
 
 
 def test_defaults_of_the_options(job):

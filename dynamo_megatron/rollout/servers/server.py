@@ -37,7 +37,7 @@ from dynamo_megatron.runtime.listening import GLOO_INTERFACE, check_port, free_p
 from dynamo_megatron.runtime.log_files import mark, open_log, text_since
 from dynamo_megatron.runtime.plain_text import on_one_line
 
-STOP_GRACE = 10.0  # seconds that the guard has to end the server and clear away what it leaves
+STOP_GRACE = 40.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
 ALONE = Path(__file__).parent / "sglang_alone"
 FP8_PLUGINS = Path(__file__).parent / "sglang_fp8"
