@@ -230,7 +230,7 @@ def policy_loss(
     else:
         logprobs, entropy = _Logprobs.apply(hidden, weight, head, stats)
         _, advantages, sums = summed_loss(config, logprobs, entropy, tokens, expected, ranges)
-        loss = sums[0]
+        loss = sums[0].clone()  # Megatron's pipelines free it after the last stage's forward pass, and free no view
     metrics = {"tokens": torch.full((), float(head.count), device=hidden.device)}
     metrics |= dict(zip(METRICS, sums.detach().float(), strict=True))
     return PolicyLossOutput(loss, _token_stats(head, stats), head.scatter(advantages), metrics)

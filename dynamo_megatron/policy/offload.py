@@ -6,6 +6,7 @@ distributed optimizer) stays valid. The tests have CPU tensors alone: host memor
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.runtime.threads import Call
 
 PARTS = ("weights", "optimizer", "gradients")
+RELEASES = 100  # times 0.1 s that all ranks of a server have to release their memory
 MOMENTS = 2  # of each parameter of the optimizer, from the first update on
 
 
@@ -64,7 +66,7 @@ class Offload:
         taken = 0
         for part in parts:
             for storage, size, host in self._held.pop(part, []):
-                storage.resize_(size)
+                _grow(storage, size)
                 if host is not None:
                     _bytes_of(storage).copy_(host, non_blocking=True)
                 taken += size
@@ -127,6 +129,17 @@ def _allocate(due: Iterable[tuple[int, Future[torch.Tensor]]]) -> None:
 
 def _host_memory(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def _grow(storage: torch.UntypedStorage, size: int) -> None:
+    """SGLang answers a release when its first rank has released; its other ranks may take a moment longer."""
+    for _ in range(RELEASES):
+        try:
+            storage.resize_(size)
+            return
+        except torch.OutOfMemoryError:
+            time.sleep(0.1)
+    storage.resize_(size)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

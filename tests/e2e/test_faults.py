@@ -15,7 +15,7 @@ from dynamo_megatron.rollout.store import read_rollouts, step_file
 from dynamo_megatron.runtime.guard import shared_memory_of
 
 pytestmark = pytest.mark.full
-STEPS = FAULTS = 6
+STEPS, FAULTS = 30, 6
 BUDGET = 24
 OUTCOMES = ("truncated", "aborted", "failed", "rejected")
 

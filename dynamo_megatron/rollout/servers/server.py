@@ -372,6 +372,8 @@ class SGLangServer:
             environment.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folders[1]}/ranks")
         if (interface := interface_of(self._host)) is not None:
             environment.setdefault(GLOO_INTERFACE, interface)
+        # Of a restart, beside ranks of different sizes.
+        environment.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
         if shares_memory(self._config):
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else it cannot release them, and says nothing
             if not on_cpu and (folders := library_path(self._config.python or sys.executable)) is not None:
