@@ -422,16 +422,21 @@ def trained(words: list[str], options: Options) -> dict[str, Any]:
 
 
 def layouts(options: Options) -> dict[str, Any]:
-    """Three steps' figures on all GPUs, data parallel and with tensor parallelism of two."""
+    """Three steps' figures on all GPUs, data parallel and with tensor and pipeline parallelism of two, the latter with
+    recomputed head gradients."""
     found, backend = {}, training_steps.backend_here()
-    for name, parallel in (("dp", {}), ("tp2", {"tp": 2})):
-        limit, folder = options.seconds / 2, options.run / name
-        found[name] = training_steps.run(options.work, folder, backend, limit, options.ranks, parallel)
+    for name, parallel, words in (
+        ("dp", {}, ()),
+        ("tp2", {"tp": 2}, ()),
+        ("pp2", {"pp": 2}, ("kernels.gradient=recompute",)),
+    ):
+        limit, folder = options.seconds / 3, options.run / name
+        found[name] = training_steps.run(options.work, folder, backend, limit, options.ranks, parallel, words=words)
     wrong = [f"{name}: exit code {ran['exit code']}" for name, ran in found.items() if ran["exit code"] != 0]
     if not wrong:
-        dp, tp2 = (found[name]["steps"][0]["gradient norm"] for name in ("dp", "tp2"))
-        if not abs(tp2 / dp - 1) <= NORM_BAR:
-            wrong.append(f"step 1: gradient norm {dp:.6g} data parallel, {tp2:.6g} with tensor parallelism of two")
+        norms = {name: ran["steps"][0]["gradient norm"] for name, ran in found.items()}
+        if not all(abs(norm / norms["dp"] - 1) <= NORM_BAR for norm in norms.values()):
+            wrong.append(f"step 1: gradient norms {', '.join(f'{name} {norm:.6g}' for name, norm in norms.items())}")
     return {"layouts": found, "exit code": int(bool(wrong)), "wrong": wrong, "passed": not wrong}
 
 
