@@ -18,7 +18,7 @@ from dynamo_megatron.config import AllocationConfig
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.runtime.user_code import load_callable
 
-# Of the published priority: prompts with at least this success rate have the least; those with fewer rollouts, none.
+# Of the published priority: prompts with at least this success rate have the least; with fewer rollouts it is 0.
 SOLVED_RATE, LEAST_VARIANCE, KNOWN_ROLLOUTS = 0.85, 0.01, 4
 GVM_ALPHA, GVM_BETA = 1e-3, 2.0  # as in the published run_em.sh
 
@@ -76,7 +76,7 @@ class Waterfill(Allocator):
     def variance(self, prompts: Statistics, pool: Statistics) -> np.ndarray:
         """The priority, float64 [N]; 0 for prompts with few rollouts, which `initial_budget` provides."""
         rate = prompts.successes / np.maximum(prompts.trials, 1)
-        variance = success_variance(prompts.successes, prompts.trials) + 1e-6 * (1 - rate)  # of equal ones the harder
+        variance = success_variance(prompts.successes, prompts.trials) + 1e-6 * (1 - rate)  # ties: the harder prompt
         priority = np.where(rate >= SOLVED_RATE, LEAST_VARIANCE, np.maximum(variance, LEAST_VARIANCE))
         priority = np.where(prompts.trials >= KNOWN_ROLLOUTS, priority, 0.0)
         return np.sqrt(priority) if self.config.power == "sigma" else priority

@@ -144,11 +144,11 @@ def _name(dtype: torch.dtype | str) -> str:
 
 def differences(a: Contents, b: Contents) -> Iterator[str]:
     """Yields one line for each tensor that differs; nothing where all tensors are bit-identical. Raises ValueError
-    where the tensors of a checkpoint cannot be read, or none of `a` has the name of one of `b`."""
+    where the tensors of a checkpoint cannot be read, or only one of the two is in Megatron's format."""
     for contents in (a, b):
         if contents.tensors is None:
             raise InputError(contents.problem)
-    if set(a.tensors.names).isdisjoint(b.tensors.names):
+    if isinstance(a.tensors, TorchDistReader) != isinstance(b.tensors, TorchDistReader):
         raise InputError(
             f"--diff: {a.folder} and {b.folder} name their tensors differently; `convert mcore2hf` writes a checkpoint "
             "in Hugging Face's form"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -10,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-SOCKETS = 60  # characters of a temporary folder; its sockets have 47 more
+SOCKETS = 60  # bytes of the name of a temporary folder; its sockets have 47 more
 HELP = {"-h", "--help", "--version"}
 
 
@@ -18,10 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, _interrupted)  # what is imported may catch a KeyboardInterrupt
     # When one rank ends before the others, torch's store would print 30 lines of C++ frames on each of the others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if "TMPDIR" in os.environ:
-        # Python does without a folder that is not there, torch's shared memory does not. Unix sockets have short names.
-        usable = tempfile.gettempdir()
-        os.environ["TMPDIR"] = tempfile.tempdir = usable if len(usable) <= SOCKETS else "/tmp"
+    _choose_temporary_folder()
     _open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -48,6 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _choose_temporary_folder() -> None:
+    """Python does without a TMPDIR that is not there, torch's shared memory does not. Unix sockets have short names."""
+    with contextlib.suppress(OSError):
+        usable = tempfile.gettempdir()
+        if len(os.fsencode(usable)) > SOCKETS and os.access("/tmp", os.W_OK):
+            usable = "/tmp"
+        os.environ["TMPDIR"] = tempfile.tempdir = usable
 
 
 def _open_closed_streams() -> None:

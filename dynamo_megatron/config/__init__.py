@@ -87,7 +87,7 @@ class ParallelConfig(Section):
         """Why this number of ranks does not fit the layout; None where it does."""
         if ranks % self.model_ranks:
             cut = f"tp {self.tp} x pp {self.pp} x cp {self.cp} = {self.model_ranks}"
-            return f"parallel: {ranks} ranks can't be cut into {cut}; change the layout, or start a multiple of that"
+            return f"parallel: {ranks} ranks can't be cut into {cut}; change the layout or the number of ranks"
         if (of_stage := ranks // self.pp) % self.ep:
             why = f"does not divide the {of_stage} ranks of a pipeline stage ({ranks} ranks, pp {self.pp})"
             return f"parallel.ep: {self.ep} {why}"
@@ -463,5 +463,5 @@ class Config(Section):
             return o.lr * step / o.warmup_steps
         if o.schedule == "constant":
             return o.lr
-        done = (step - 1 - o.warmup_steps) / (steps - o.warmup_steps)
+        done = (step - 1 - o.warmup_steps) / max(1, steps - o.warmup_steps)
         return o.lr * (1 - done if o.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))

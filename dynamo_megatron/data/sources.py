@@ -284,8 +284,8 @@ def dataset_rows(source: str) -> Iterator[dict[str, Any]]:
     if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
         dataset = datasets.load_from_disk(name)
         alone = not isinstance(dataset, dict)
-        splits = dict.fromkeys(["train", str(dataset.split or "train")], dataset) if alone else dataset
-        split = options.pop("split", "train")
+        splits = {str(dataset.split or "train"): dataset} if alone else dataset
+        split = options.pop("split", next(iter(splits)) if alone else "train")
         if options or split not in splits:
             raise InputError(
                 f"data.source: {source}: a saved dataset takes no option but split, and {name} has {', '.join(splits)}"

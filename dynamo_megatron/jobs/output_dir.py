@@ -46,14 +46,15 @@ class OutputDir:
         if not self._ended.is_file() or gone:
             return None
         ended, last = plain_json.read_object(self._ended), self._last()
-        deleted = last is not None and last[0] < ended.get("step", 0) and self.config.checkpoint.every
+        deleted = last is not None and last[0] < ended.get("saved", 0)
         return f"{self.path}: {ended['said']}" if ended["asked"] == self._asked() and not deleted else None
 
     def end(self, step: int) -> None:
         """The run has ended after `step`."""
         said = f"already at step {step} of {self.config.trainer.steps}"
+        saved = last[0] if (last := self._last()) is not None else 0
         with replacing(self._ended) as file:
-            file.write(json.dumps({"said": said, "step": step, "asked": self._asked()}).encode())
+            file.write(json.dumps({"said": said, "saved": saved, "asked": self._asked()}).encode())
 
     def _asked(self) -> dict[str, Any]:
         return identity(to_plain(self.config), ("trainer.steps", "eval", "checkpoint.export_hf"))

@@ -3,9 +3,9 @@
 An example is a prompt (`data.prompt_key`, rendered as for rollouts) and its completion (`data.answer_key`, a text); or
 a conversation that ends with an assistant's message, of which all of the assistant's messages are trained on, and a
 column `tools` has what was offered. Each answer follows the ids that the policy would be given for it, and is tokenized
-as it would be sampled: its text and the token that ends it (the chat template's if the model's end tokens have it, else
-the tokenizer's). So the ids of a conversation are those of an agent's episode (rollout/agents/chat_tokens.py), where an
-answer that was cut short has "finish_reason": "length" and no end token that is trained. An update takes
+as it would be sampled: its text and the token that ends it (the chat template's if it is one of the model's end tokens,
+else the tokenizer's). So the ids of a conversation are those of an agent's episode (rollout/agents/chat_tokens.py),
+where an answer that was cut short has "finish_reason": "length" and its end token is not trained on. An update takes
 `data.batch_prompts` examples; every trained token has the same weight.
 """
 
@@ -219,8 +219,8 @@ class Answers:
         return [example]
 
     def sampled(self, text: str) -> list[int]:
-        """The tokens of an answer: its text, and the token with which the chat template ends an answer, or else the
-        tokenizer's end token."""
+        """The tokens of an answer: its text, and the token with which the chat template ends an answer if it is one of
+        `ends`, or else the tokenizer's end token."""
         end = self._chat.end_token
         return [
             *self._tokenizer.encode(text, add_special_tokens=False),
@@ -258,7 +258,8 @@ class Answers:
         try:
             messages = [_readable(message) for message in chat_messages(prompt, self._config.system_prompt)]
             for number, message in enumerate(messages):
-                if message["role"] != "assistant" or number == 0:  # a greeting answers nothing
+                greets = all(other["role"] == "system" for other in messages[:number])  # and answers nothing
+                if message["role"] != "assistant" or greets:
                     continue
                 before, context = messages[:number], None
                 if held:
@@ -276,7 +277,7 @@ class Answers:
         except BadRequest as error:
             raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from None
         if not examples:
-            raise InputError(f"prompt {prompt.prompt_id!r}: nothing comes before the assistant's message")
+            raise InputError(f"prompt {prompt.prompt_id!r}: no user speaks before the assistant")
         return examples
 
 

@@ -52,8 +52,8 @@ def check_data(config: Config) -> None:
 
 
 def check_ranks(config: Config, spec: ModelSpec, world_size: int, *, gpus: bool = True) -> None:
-    """Raises InputError where the layout fits the model or not the number of ranks. `gpus`: it is for a machine that
-    has some."""
+    """Raises InputError where the layout does not fit the model or the number of ranks. `gpus`: it is for a machine
+    that has some."""
     p = config.parallel
     if misfit := p.misfit(world_size):
         raise InputError(misfit)

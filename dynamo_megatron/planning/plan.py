@@ -67,7 +67,7 @@ class StageMemory:
 
     @property
     def generates_most(self) -> bool:
-        """Whether no phase needs more than the generation."""
+        """Whether generation needs the most."""
         return self.others.get("generate", 0.0) == self.peak
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.reward.extraction import Graded, after_thinking, fenced
+from dynamo_megatron.reward.harness import PROGRAM_MODULE
 from dynamo_megatron.reward.sandbox import Sandbox
 from dynamo_megatron.types import Prompt
 
@@ -207,25 +208,23 @@ def _assertions(test: str, meta: Mapping[str, Any], packages: bool) -> AssertTes
         after = [f"check({meta['entry_point']})"]
     source = "\n".join([*map(str, before), test, *after])
     try:
-        statements = [each for each in ast.parse(source).body if not _of_program(each)]
-        source = ast.unparse(statements)
+        statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the code reward cannot read a test as Python ({error}): {test!r:.200}") from None
     if not any(isinstance(each, RUNNING) or _is_call(each) for each in statements):
         raise ValueError(f"the code reward's test asserts nothing when it is run: {test!r:.200}")
-    imported = [each.module or "" for each in statements if isinstance(each, ast.ImportFrom)]
+    imported = [each.module or "" for each in statements if isinstance(each, ast.ImportFrom) and not each.level]
+    imported = [name for name in imported if name != PROGRAM_MODULE]
     imported += [name.name for each in statements if isinstance(each, ast.Import) for name in each.names]
-    if not packages and (roots := {name.partition(".")[0] for name in imported} - sys.stdlib_module_names):
+    roots = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    if PROGRAM_MODULE in roots:
+        raise ValueError(f"a test imports {PROGRAM_MODULE} as a module; have it import the program's names from it")
+    if roots and not packages:
         raise ValueError(
             f"a test imports {', '.join(sorted(roots))}, which the sandbox's Python lacks; name one that has it as "
             "reward.code.python"
         )
     return AssertTest(source)
-
-
-def _of_program(statement: ast.stmt) -> bool:
-    """KodCode's tests import from the program, whose names tests have anyway."""
-    return isinstance(statement, ast.ImportFrom) and statement.module == "solution"
 
 
 def _is_call(statement: ast.stmt) -> bool:

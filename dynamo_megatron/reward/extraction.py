@@ -37,7 +37,10 @@ FACTOR_AFTER = re.compile(
 SENTENCE_END = re.compile(r"(?<!\\)[.!?](?:\s|$)|[。！？]|\n\s*\n")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 ANSWER_IS = re.compile(r"^(?:####|.*(?:\banswer\b(?:\s+is\b)?|答案[是为為]?))[\s:：]*", re.IGNORECASE)
-IS_ANSWER = re.compile(r"[\s,;]+(?:(?:and|that|this|which)\s+)*(?:is|was)\s+(?:the|my|our)\s.*", re.IGNORECASE)
+IS_ANSWER = re.compile(
+    r"(?<![\s,;])[\s,;]{1,20}(?:(?:and|that|this|which)\s+){0,3}(?:is|was)\s+(?:the|my|our)\s(?:\w{1,20}\s){0,3}answer\b.*",
+    re.IGNORECASE,
+)
 MARKUP = re.compile(r"\\(?:text|math|bold)[a-z]*\b")
 LONGEST = 200  # characters of an answer that is kept as it is
 
@@ -141,7 +144,8 @@ def last_line(text: str) -> str:
     it; "" where there is no such line."""
     line = (text.strip().splitlines() or [""])[-1]
     after = ANSWER_IS.sub("", line)
-    return after if any(map(str.isalnum, after)) else IS_ANSWER.sub("", line)
+    stated = None if any(map(str.isalnum, after)) else IS_ANSWER.search(line)
+    return after if stated is None else line[: stated.start()]
 
 
 def final_answer(text: str) -> str:

@@ -26,14 +26,14 @@ LETTER = re.compile(
 ANOTHER = re.compile(r"[^\w\n,/&]*(?:,|/|&|\bor\b|\band\b)[^\w\n]*(?:and\b|or\b)?[^\w\n]*" + LETTER.pattern)
 STATED = re.compile(
     r"(?:\b(?:answer|choice|option)\b(?:[ \t]+is\b|[ \t*]*[:：])"
-    r"|\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b"
+    r"|\bI(?:['’]d|['’]ll| would| will)? (?:choose|pick|go with)\b(?! to\b)"
     r"|答案(?:[是为為]|[ \t*]*[:：]))([^\n]{0,200})",
     re.IGNORECASE,
 )
 # What a box begins with that chooses a letter: "(B) 12", "B. 12", but not "H \ll E".
 CHOICE = re.compile(rf"[\W_]*{LETTER.pattern}(?:[\W_]*$|[\s}}*]*[)\].:]|(?={ANOTHER.pattern}))")
 ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
-MARKED = re.compile(r"(?<![\w'’])(?:\(([A-Z])\)|([A-Z])[.)])[*_]*\s+\S")  # "(B) 12", "B. 12", "**B)** 12"
+MARKED = re.compile(r"(?<![\w'’])(?:\(([A-H])\)|([A-H])[.)])[*_]*(?=\s+\S)")  # "(B) 12", "B. 12", "**B)** 12"
 SMALL = re.compile(r"\s*\(?([a-z])(?:[.)]\s|[.)]?\s*$)")  # a response that is or begins with "b" or "b. 4"
 FORMULA = re.compile(r"\\[A-Za-z]|[=<>+^_]|[A-Za-z]\(")
 
@@ -120,8 +120,8 @@ def choice_answer(prompt: Prompt, response: str) -> float:
 
 def chosen(response: str) -> str | None:
     r"""The letter in the last `<answer>` tag, else in an "answer is X" or "Answer: X" after the last `\boxed{}`, else
-    in this box, else in the last "answer is X", else of the only "B. 12" if a line begins with it, else the last
-    capital letter by itself. None where there is no letter, where one of these places has several, and where a box
+    in this box, else in the last "answer is X", else that of the only "B. 12" if it begins the last line, else the
+    last capital letter by itself. None where there is no letter, where one of these places has several, and where a box
     holds no choice and nothing states the answer. Only the text `after_thinking` is searched.
     """
     text = after_thinking(response)
@@ -134,9 +134,9 @@ def chosen(response: str) -> str | None:
         stated, letters = _stated(text), LETTER.findall(text)
         if not stated and (small := SMALL.match(text)):
             return small[1].upper()
-        marked = [*MARKED.finditer(text)]
-        if not stated and len(marked) == 1 and not text[: marked[0].start()].rpartition("\n")[2].strip(" \t*_"):
-            return marked[0][1] or marked[0][2]
+        last = text.rstrip().rpartition("\n")[2].lstrip(" \t*_")
+        if not stated and len(MARKED.findall(text)) == 1 and (marked := MARKED.match(last)):
+            return marked[1] or marked[2]
         return _letter(stated) if stated else (letters[-1] if letters else None)
     content = MARKUP.sub("", box)
     if stated := _stated(text[max(text.rfind("\\boxed"), text.rfind("\\fbox")) :]):

@@ -68,7 +68,7 @@ def learning_rate(config: Config, step: int) -> float:
     step, last = max(1, step - alone), config.trainer.steps - alone
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
-    left = (last - step + 1) / (last - o.warmup_steps)
+    left = 1 - (step - 1 - o.warmup_steps) / max(1, last - o.warmup_steps)
     return o.lr * {"constant": 1.0, "linear": left, "cosine": math.sin(left * math.pi / 2) ** 2}[o.schedule]
 
 

@@ -62,13 +62,15 @@ def test_a_run_that_has_ended_is_finished_unless_more_is_asked(tmp_path, now, sa
     before = OutputDir(settings(tmp_path, **sections))
     before.take_over(0)
     assert before.finished() is None
+    for step in (2, 4):
+        (saved := tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+        write_manifest(saved, {"step": step, "model": {}, "dtype": "bfloat16", "layout": None})
     before.end(4)
     assert before.finished() is None, "its export is gone"
     (tmp_path / "hf").mkdir()
     said = OutputDir(settings(tmp_path, **{**sections, **now})).finished()
     assert said == (says and f"{tmp_path}: {says}")
-    (deleted := tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
-    write_manifest(deleted, {"step": 2, "model": {}, "dtype": "bfloat16", "layout": None})
+    (saved / "manifest.json").unlink()
     assert before.finished() is None, "the checkpoint of step 4 is gone"
     before.take_over(4)
     assert before.finished() is None, "it goes on"

@@ -67,7 +67,8 @@ def test_the_template_s_own_end_is_trained_where_the_tokenizer_has_another_one()
     assert trained(example, tokenizer) == "a<|im_end|>b<|im_end|>"
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokenizer.decode(example.tokens) == whole.removesuffix("\n")
-    (example,) = examples_of(Prompt("p", [said("assistant", "hello"), *messages]), tokenizer, DATA, ends)
+    greeted = [said("system", "s"), said("assistant", "hello"), *messages]
+    (example,) = examples_of(Prompt("p", greeted), tokenizer, DATA, ends)
     assert trained(example, tokenizer) == "a<|im_end|>b<|im_end|>"
     for known, end in ((ends, "<|im_end|>"), (ends[:1], "<|endoftext|>")):
         (example,) = examples_of(Prompt("p", messages[:1], answer="7"), tokenizer, DATA, known)
@@ -76,7 +77,7 @@ def test_the_template_s_own_end_is_trained_where_the_tokenizer_has_another_one()
         (example,) = examples_of(Prompt("p", text="1", answer="7"), tokenizer, plain, known)
         assert trained(example, tokenizer) == f"7{end}"
         assert (Answers(tokenizer, DATA, known).other_end() is None) == (known == ends)
-    with pytest.raises(InputError, match="nothing comes before the assistant's message"):
+    with pytest.raises(InputError, match="no user speaks before the assistant"):
         examples_of(Prompt("p", [said("assistant", "hello")]), tokenizer, DATA, ends)
 
 

@@ -207,7 +207,8 @@ def own():
     tests = [
         "assert longest([Pair(1, 2), Pair(3, 4)]).first == 3 and Pair(1, 2).total() == 3",
         "assert plain((1, [2])) == ((1, [2]), {1: {2, 3}, 'k': b'b'}, frozenset([1j]), None, float('inf'))",
-        "from solution import lists\nassert lists({1: 2}) == ([0, 1], [3], [1], [2], [(1, 2)])",
+        "from solution import lists as made\nr, q, k, v, i = made({1: 2})\nassert q.popleft() == 3 and list(v) == [2]\n"
+        "assert r == range(2) and q == collections.deque() and k == {1} and i == {(1, 2)}",
         "assert list(lazily(3)) == [0, 1, 2] and lazily(0) != []",
         "try:\n    fails()\nexcept KeyError: pass\nelse: assert False",
         "try:\n    own()\nexcept RuntimeError as error: assert str(error) == 'o'",
@@ -308,6 +309,7 @@ def test_only_layouts_that_wrap_results_take_a_list_of_one_for_the_value_in_it()
         ({"fn_name": "f", "inputs": ["not JSON"], "outputs": [1]}, "as JSON"),
         ("(" * 10_000, "cannot read a test as Python"),
         ("import math, numpy.linalg\nassert f()", "imports numpy, which the sandbox's Python lacks"),
+        ("import solution\nassert solution.f()", "imports solution as a module"),
     ],
 )
 def test_tests_that_cannot_be_read_are_an_error_of_the_row(answer, words):

@@ -26,6 +26,7 @@ def prompt(answer):
         ("北京。", "北京", 1.0, 1.0),
         ("cafe\u0301", "café", 1.0, 1.0),
         ("10²", "102", 0.0, 0.0),
+        ("The answer is", "the answer is", 0.0, 0.0),
     ],
 )
 def test_values_of_squads_script(response, answer, exact, f1):
@@ -140,7 +141,8 @@ def test_a_row_without_a_reference_is_an_error(answer):
         ("Option A is right", "A"),
         ("Vitamin B12", None),
         ("No doubt:\n**C) X-ray**", "C"),
-        ("(A) is odd, (C) is a X", "X"),
+        ("A) is tempting but wrong.\nSo D", "D"),
+        ("J. S. Bach composed it, so C", "C"),
         ("I'd choose C, since A and B are wrong", "C"),
     ],
 )

@@ -160,9 +160,11 @@ def with_override(arguments: Sequence[str], fields: Mapping[str, Any]) -> list[s
 def _has_home() -> bool:
     """Whether packages can keep what they compile in this user's home."""
     caches = os.path.expanduser("~/.cache")
+    if not os.path.isabs(caches):  # nobody knows the user
+        return False
     with contextlib.suppress(OSError):
         os.makedirs(caches, exist_ok=True)
-    return os.path.isabs(caches) and os.access(caches, os.W_OK)
+    return os.access(caches, os.W_OK)
 
 
 class SGLangServer:
