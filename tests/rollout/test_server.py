@@ -41,12 +41,12 @@ def program(folder: Path, text: str) -> str:
     return str(folder / "program")
 
 
-def started_with(folder, model, **config) -> list[str]:
+def started_with(folder, model, cached_tokens=None, **config) -> list[str]:
     """The words that a server is started with, and two variables."""
     words, log = f'"$@" longer=${LONGER_CONTEXT} "path $PYTHONPATH" end', folder / "sglang.log"
     python = program(folder, f'#!/bin/sh\nprintf "%s\\n" {words}\nexec sleep 100\n')
     log.unlink(missing_ok=True)
-    server = SGLangServer(RolloutConfig(python=python, **config), model, log)
+    server = SGLangServer(RolloutConfig(python=python, **config), model, log, cached_tokens=cached_tokens)
     server.start()
     try:
         deadline = time.monotonic() + 60
@@ -68,6 +68,14 @@ def test_a_server_has_room_for_sequences_of_the_models_length(tmp_path, monkeypa
     words = started_with(tmp_path, ModelConfig(path=str(tmp_path), max_length=longest), server_args=given)
     assert f"longer={'1' if context else ''}" in words and set(given) <= set(words)
     assert (words[words.index("--context-length") + 1] if "--context-length" in words else None) == context
+
+
+def test_a_server_that_is_restarted_beside_ranks_has_the_cache_that_it_had(tmp_path, monkeypatch, sglang_server):
+    monkeypatch.setattr(server_module, "cuda_available", lambda: True)
+    given = {"memory_fraction": 0.3, "offload": False, "cached_tokens": sglang_server.cached_tokens}
+    words = started_with(tmp_path, ModelConfig(path=str(tmp_path)), **given)
+    fraction, tokens = (words[words.index(f"--{name}") + 1] for name in ("mem-fraction-static", "max-total-tokens"))
+    assert float(fraction) > 0.3 and int(tokens) >= 16384
 
 
 @pytest.mark.parametrize("looks_for_text", [{}, {"stop": ["\n"]}, {"agent": "my_agent:run"}], ids=str)
@@ -117,7 +125,7 @@ import http.server, json, os, sys
 word = lambda name: sys.argv[sys.argv.index(name) + 1]
 class Falls(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        body = json.dumps({{"served_model_name": word("--served-model-name")}}).encode()
+        body = json.dumps({{"served_model_name": word("--served-model-name"), "max_total_num_tokens": 9}}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

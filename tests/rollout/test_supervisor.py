@@ -18,8 +18,10 @@ from dynamo_megatron.runtime.gpu_usage import GpuUse
 class Ending:
     """Comes up and ends."""
 
-    def __init__(self, config, model, log, *, name, incarnation, slot, slots):
+    def __init__(self, config, model, log, *, name, incarnation, slot, slots, cached_tokens):
         self.endpoint = Endpoint(name, incarnation, "http://127.0.0.1:1", 1, "")
+        assert cached_tokens == (None if incarnation == 1 else 7)
+        self.cached_tokens = 7
 
     def start(self):
         pass
@@ -87,7 +89,7 @@ def test_where_memory_is_shared_a_server_starts_again_in_a_weight_sync_alone(tmp
             class Sharing(OnGpus):
                 def __init__(self, *_, name, incarnation, **__):
                     self.endpoint = Endpoint(name, incarnation, url, 1, "")
-                    self.gpus = ()
+                    self.gpus, self.cached_tokens = (), None
 
                 def start(self):
                     if self.endpoint.name == "server-0":

@@ -39,6 +39,7 @@ from dynamo_megatron.runtime.plain_text import on_one_line
 
 STOP_GRACE = 40.0  # seconds that the guard has to end the server and clear away what it leaves
 POLL_EVERY = 0.5  # seconds
+ALL_THAT_IS_FREE = 0.9  # SGLang's activations and CUDA graphs take the rest
 ALONE = Path(__file__).parent / "sglang_alone"
 FP8_PLUGINS = Path(__file__).parent / "sglang_fp8"
 CPU_STAND_INS = Path(__file__).parent / "sglang_cpu"
@@ -172,7 +173,8 @@ class SGLangServer:
 
     It is the `slot`-th of `slots` on this node, which says its GPUs, or without a GPU its CPU cores. Without a GPU it
     runs SGLang's CPU engine. `log` gets its stdout and stderr (appended, readable to its owner only: SGLang writes the
-    API key there). The head's logits are float32, as in `dynamo_megatron.kernels`.
+    API key there). The head's logits are float32, as in `dynamo_megatron.kernels`. `cached_tokens`: of its KV cache, as
+    in an earlier start; None: what `rollout.memory_fraction` gives, which is known once the server is ready.
     Raises ValueError where `config.port` is taken or `config.host` unknown.
     """
 
@@ -186,9 +188,11 @@ class SGLangServer:
         incarnation: int = 1,
         slot: int = 0,
         slots: int = 1,
+        cached_tokens: int | None = None,
     ):
         self.log = Path(log)
         self._config, self._model, self._slot, self._slots = config, model, slot, slots
+        self.cached_tokens = cached_tokens
         self._process: subprocess.Popen | None = None
         self._folders: list[str] = []
         self._log_start = 0
@@ -252,9 +256,11 @@ class SGLangServer:
                     f"the SGLang server did not answer within rollout.start_timeout ({self._config.start_timeout:g} s)"
                     f"; see {self.log}"
                 )
-            asked = self.endpoint, "/model_info", None, CONTROL_TIMEOUT, "served_model_name"
-            if await asyncio.to_thread(call_for, *asked) != (self._served_name,):
+            asked = self.endpoint, "/server_info", None, CONTROL_TIMEOUT, "served_model_name", "max_total_num_tokens"
+            name, cached = await asyncio.to_thread(call_for, *asked)
+            if name != self._served_name:
                 raise RolloutError(f"{self.endpoint.url} is answered by another server, not by the one started there")
+            self.cached_tokens = self.cached_tokens or cached
             await self._warm_up(client, max(1.0, deadline - time.monotonic()))
             await client.freeze_gc()
 
@@ -335,7 +341,11 @@ class SGLangServer:
             command += ["--max-total-tokens", str(max(16384, 2 * longest))]
             command += ["--max-running-requests", str(config.concurrency)]
         else:
-            command += ["--mem-fraction-static", str(config.memory_fraction)]
+            if self.cached_tokens is None or shares_memory(config):
+                command += ["--mem-fraction-static", str(config.memory_fraction)]
+            else:  # SGLang would take the fraction of what ranks have left free: less, or less than the weights
+                command += ["--mem-fraction-static", str(ALL_THAT_IS_FREE)]
+                command += ["--max-total-tokens", str(self.cached_tokens)]
             command += ["--base-gpu-id", str(self._slot * config.tp)]
             if shares_memory(config):
                 command += ["--enable-memory-saver"]

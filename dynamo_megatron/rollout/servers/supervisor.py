@@ -78,13 +78,13 @@ class Supervisor:
             for slot, server in enumerate(self._first):
                 group.create_task(self._keep(slot, server))
 
-    def _server(self, slot: int, incarnation: int) -> SGLangServer:
+    def _server(self, slot: int, incarnation: int, cached_tokens: int | None = None) -> SGLangServer:
         config, name = self._config, self._names[slot]
         log = Path(config.output_dir) / "logs" / f"sglang-{name}.log"
-        slots = len(self._names)
         seeded = [*seed_arguments(config, name), *config.rollout.server_args]
         rollout = config.rollout.model_copy(update={"server_args": seeded})
-        return SGLangServer(rollout, config.model, log, name=name, incarnation=incarnation, slot=slot, slots=slots)
+        own = {"name": name, "incarnation": incarnation, "slot": slot, "slots": len(self._names)}
+        return SGLangServer(rollout, config.model, log, **own, cached_tokens=cached_tokens)
 
     async def _keep(self, slot: int, server: SGLangServer) -> None:
         name = server.endpoint.name
@@ -93,7 +93,7 @@ class Supervisor:
             failed_starts += 1
             try:
                 if incarnation > 1:
-                    server = self._server(slot, incarnation)
+                    server = self._server(slot, incarnation, server.cached_tokens)
                 server.start()
                 try:
                     await server.wait_ready()
