@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, model_validator
 
 from dynamo_megatron.config import Config, shipped
-from dynamo_megatron.config.files import ConfigError, compose, differing, identity, read_yaml, scored_by, to_plain
+from dynamo_megatron.config.files import compose, differing, identity, read_saved, read_yaml, scored_by, to_plain
 from dynamo_megatron.config.method import Section
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.errors import ConfigError, InputError
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.whole_files import replacing
 
@@ -190,13 +189,8 @@ def _check_on_disk(run: PlannedRun) -> None:
     file = run.folder / "config.yaml"
     if not file.is_file():
         return
-    before = read_yaml(file, str(file))
-    with contextlib.suppress(ValidationError):  # a key is gone since then: it is named among those that differ
-        before = to_plain(Config.model_validate(before))  # a key that came since then has its default
-    trees = before, to_plain(run.config)
-    saved, asked = (identity(tree, list(tree)) for tree in trees)
-    keys = (saved.keys() | asked.keys()) - set(ADDRESS)
-    if differ := sorted(key for key in keys if saved.get(key) != asked.get(key)):
+    saved, asked = (identity(plain, list(plain)) for plain in (read_saved(file), to_plain(run.config)))
+    if differ := sorted({*differing(saved, asked)} - {*ADDRESS}):
         raise ConfigError(
             f"{run.folder}: the run there has another {', '.join(differ)} than the spec asks for; remove that folder, "
             "or name another output_dir"

@@ -316,6 +316,14 @@ def to_plain(config: Config) -> dict[str, Any]:
     return plain
 
 
+def read_saved(file: Path) -> dict[str, Any]:
+    """A run's config.yaml; keys that came to the config since then have their defaults. Raises ConfigError."""
+    plain = read_yaml(file, str(file))
+    with contextlib.suppress(ValidationError):  # a key is gone since then: it is named among those that differ
+        return to_plain(Config.model_validate(plain))
+    return plain
+
+
 def describe(config: Config, origins: Mapping[str, str], derived: Mapping[str, Any]) -> str:
     """Every key with its value and who set it, then what follows from them."""
     lines: list[str] = []

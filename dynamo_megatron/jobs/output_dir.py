@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from dynamo_megatron.checkpoint.folder import choose_checkpoint, latest_checkpoint, read_state
 from dynamo_megatron.checkpoint.safetensors_folder import CHAT_TEMPLATE_FILE, EXPORT_FILE, exported_step
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError, identity, read_yaml, to_plain
+from dynamo_megatron.config.files import ConfigError, differing, identity, read_saved, to_plain
 from dynamo_megatron.rollout.store import step_files
 from dynamo_megatron.runtime import plain_json
 from dynamo_megatron.runtime.plain_text import on_one_line
@@ -84,9 +83,12 @@ class OutputDir:
 
     def _changes(self, *keys: Sequence[str]) -> dict[str, tuple[Any, Any]]:
         """Each key of `identity` that differs from config.yaml -> its new and its old value. Raises ConfigError."""
-        before, now = identity(self._saved(), *keys), identity(to_plain(self.config), *keys)
-        both = {key: (now.get(key), before.get(key)) for key in (*now, *before)}
-        return {key: values for key, values in both.items() if values[0] != values[1]}
+        try:
+            saved = read_saved(self._file)
+        except ConfigError as error:
+            raise ConfigError(f"output_dir: {error}; restore it from a copy, or name another folder") from None
+        now, before = identity(to_plain(self.config), *keys), identity(saved, *keys)
+        return {key: (now.get(key), before.get(key)) for key in differing(now, before)}
 
     def check(self) -> None:
         """Raises ConfigError where the folder holds results that are not this run's, files that are no run's, only
@@ -136,17 +138,6 @@ class OutputDir:
                     rollouts.unlink()
         with replacing(self._file) as file:
             file.write(yaml.safe_dump(plain, sort_keys=False).encode())
-
-    def _saved(self) -> dict[str, Any]:
-        """config.yaml; keys that came to the config since then have their defaults. Raises ConfigError."""
-        try:
-            plain = read_yaml(self._file, str(self._file))
-        except ConfigError as error:
-            raise ConfigError(f"output_dir: {error}; restore it from a copy, or name another folder") from None
-        try:
-            return to_plain(Config.model_validate(plain))
-        except ValidationError:  # a key is gone since then: it is named among those that differ
-            return plain
 
 
 def _shown(value: Any) -> str:
