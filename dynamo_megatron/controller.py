@@ -100,7 +100,7 @@ class Controller:
         self._journal.progress.phase("read data")
         if further := self._rules.next_round(rounds):
             return [rounds[0].prompts[i] for i in further.prompts]
-        missing = self._rules.missing(rounds, self.config.batch_prompts)
+        missing = self._rules.missing(rounds, self.config.data.batch_prompts)
         under_way = {prompt.prompt_id for now in (*self.ahead.rounds.values(), *rounds) for prompt in now.prompts}
         return self._prompts.draw(step, len(rounds), missing, under_way)
 
@@ -109,7 +109,7 @@ class Controller:
         step's budget according to the history that `observe` has collected. A prompt without history counts as the
         average prompt. Rounds of `algorithm.sequential` have budgets of their own, divided evenly."""
         advantage, ids = self.config.algorithm.advantage, [prompt.prompt_id for prompt in prompts]
-        budget = self.config.rollout_budget * len(prompts) // self.config.batch_prompts
+        budget = self.config.rollout_budget * len(prompts) // self.config.data.batch_prompts
         first = sum(len(r.prompts) for r in rounds)
         origin = first + np.arange(len(prompts))
         if further := self._rules.next_round(rounds):
@@ -193,7 +193,7 @@ class Controller:
         all are trained on. With `algorithm.sequential` its rule selects (algorithm/sequential.py).
         Raises RolloutError if no rollout can be trained on.
         """
-        if not self._rules.complete(rounds, self.config.batch_prompts):
+        if not self._rules.complete(rounds, self.config.data.batch_prompts):
             return None
         sampled = self._rules.joined(rounds)
         if not sampled.batch.rollout_ids:

@@ -294,11 +294,6 @@ class Config(Section):
         return self.rollout.agent is None and not COMPARING.isdisjoint(self.reward.functions)
 
     @property
-    def batch_prompts(self) -> int:
-        """Prompts a step."""
-        return self.data.batch_prompts
-
-    @property
     def rollout_budget(self) -> int:
         """Rollouts a step."""
         return self.rollout_bounds[0]
@@ -310,18 +305,18 @@ class Config(Section):
         budget, _, high = self.rollout_bounds
         if (sequential := self.algorithm.sequential) is None:
             return budget, budget
-        most = high * self.batch_prompts if sequential.kind == "reinforce_ada" else budget
-        return sequential.round_n * self.batch_prompts, most
+        most = high * self.data.batch_prompts if sequential.kind == "reinforce_ada" else budget
+        return sequential.round_n * self.data.batch_prompts, most
 
     @property
     def rollout_bounds(self) -> tuple[int, int, int]:
         """Rollouts of a step, and the fewest and the most of a prompt. Raises ValueError where they contradict."""
-        allocation, prompts = self.algorithm.allocation, self.batch_prompts
+        allocation, prompts = self.algorithm.allocation, self.data.batch_prompts
         return allocation.fit(prompts, 8 * prompts if allocation.budget is None else allocation.budget)
 
     def _groups_of_one(self, budget: int, low: int, high: int) -> Iterator[str]:
         """`low`, `high`: rollouts of a prompt that the budget leaves."""
-        advantage, prompts = self.algorithm.advantage, self.batch_prompts
+        advantage, prompts = self.algorithm.advantage, self.data.batch_prompts
         uniform = self.algorithm.allocation.kind == "uniform"
         if low == 1 and advantage.needs_company and (not uniform or budget < 2 * prompts):
             yield (
@@ -343,7 +338,7 @@ class Config(Section):
         yield from staleness_faults(self)
         yield from quantization_faults(self)
         yield from critic_faults(self)
-        prompts = self.batch_prompts
+        prompts = self.data.batch_prompts
         try:
             yield from self._groups_of_one(*self.rollout_bounds)
             yield from sequential_faults(self, *self.rollout_bounds)
@@ -378,6 +373,12 @@ class Config(Section):
             yield "checkpoint.export_hf: 'best' is chosen by the periodic evaluation; set eval.every"
         if self.checkpoint.export_hf == "every" and not self.checkpoint.every:
             yield "checkpoint.export_hf: 'every' exports each checkpoint, and checkpoint.every is null; set it"
+
+    @property
+    def other_models(self) -> dict[str, str]:
+        """key -> folder of each model of the policy's shape with a folder of its own, which the ranks load too."""
+        critic = {} if self.critic.path is None else {"critic.path": self.critic.path}
+        return {key: path for key, path in (self.frozen_models | critic).items() if path != self.model.path}
 
     @property
     def frozen_models(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ def sequential_faults(config: Config, budget: int, low: int, high: int) -> Itera
     algorithm, rule = config.algorithm, config.algorithm.sequential
     if rule is None:
         return
-    for fault in rule.faults_in(budget, config.batch_prompts, low, high):
+    for fault in rule.faults_in(budget, config.data.batch_prompts, low, high):
         yield f"algorithm.sequential.{fault}"
     if algorithm.dynamic_sampling is not None:
         yield "algorithm.sequential: does not go with algorithm.dynamic_sampling; set one of them to null"

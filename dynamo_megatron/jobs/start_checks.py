@@ -32,12 +32,8 @@ MOST_ON_A_CORE = 8  # ranks of servers, where there are no GPUs
 def check_layout(config: Config, world_size: int) -> ModelSpec:
     """Raises InputError where model, layout and the number of ranks do not fit."""
     spec = load_model_config(config.model.path, config.model.family, config.model.source)
-    others = dict(config.frozen_models)
-    if config.critic.path is not None:
-        others["critic.path"] = config.critic.path
-    for key, folder in others.items():
-        if folder != config.model.path:
-            check_reference(spec, folder, key)
+    for key, folder in config.other_models.items():
+        check_reference(spec, folder, key)
     check_ranks(config, spec, world_size, gpus=cuda_available())
     return spec
 

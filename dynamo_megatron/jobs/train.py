@@ -78,7 +78,7 @@ class TrainJob(Job):
             "weights to servers": f"{transport}, buckets of {config.rollout.sync.bucket_bytes / 2**20:g} MiB",
             **self._servers(),
             **self._router_replay(spec),
-            "rollouts a step": f"{rollouts} for {config.batch_prompts} prompts, "
+            "rollouts a step": f"{rollouts} for {config.data.batch_prompts} prompts, "
             f"{config.algorithm.loss.mini_batches} updates",
         }
 

@@ -291,7 +291,7 @@ def _servers(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload) 
 
 def _generation(config: Config, spec: ModelSpec, cluster: Cluster, work: Workload, servers: Servers) -> float:
     """Seconds: all tokens of a server's share with as many sequences as run at once, or its longest response alone."""
-    prefill = formulas.forward_flops(spec, [(config.batch_prompts / servers.count, work.prompt)])
+    prefill = formulas.forward_flops(spec, [(config.data.batch_prompts / servers.count, work.prompt)])
     prefill /= servers.tp * formulas.server_flops(config, cluster.gpu)
     running = max(1.0, servers.running)
     steps = config.rollout_budget / servers.count * work.response / running

@@ -174,14 +174,12 @@ def weights(subject: Subject) -> Iterator[Finding]:
     config, spec = subject.config, subject.spec
     folder = open_weights(config.model.path, spec)
     yield ok(f"{len(folder.names)} tensors, every name and shape as Megatron needs it")
-    critic = {} if config.critic.path is None else {"critic.path": config.critic.path}
-    for key, path in {**config.frozen_models, **critic}.items():
-        if path != config.model.path:
-            try:
-                open_weights(path, spec)
-            except ValueError as error:
-                raise InputError(f"{key}: {error}") from None
-            yield ok(f"{key}: {path} has the same names and shapes")
+    for key, path in config.other_models.items():
+        try:
+            open_weights(path, spec)
+        except ValueError as error:
+            raise InputError(f"{key}: {error}") from None
+        yield ok(f"{key}: {path} has the same names and shapes")
 
 
 def vocabulary(subject: Subject) -> Iterator[Finding]:
@@ -221,8 +219,8 @@ def data(subject: Subject) -> Iterator[Finding]:
     yield from map(note, subject.data_notes)
     if long:
         yield note(f"{long} of {len(encoded)} prompts have more than {limit} tokens and will be skipped")
-    if len(prompts) < config.batch_prompts:
-        yield note(f"data.batch_prompts {config.batch_prompts}: a step has the same prompt more than once")
+    if len(prompts) < config.data.batch_prompts:
+        yield note(f"data.batch_prompts {config.data.batch_prompts}: a step has the same prompt more than once")
 
 
 def reward(subject: Subject) -> Iterator[Finding]:
@@ -447,10 +445,8 @@ async def _try(subject: Subject, process: SGLangServer) -> str:
 
 
 # Rank 0 runs the checks of the job, in the order of their dependencies; the first rank of each node those of the node.
-CHECKS = (layout, plan, model_config, weights, vocabulary, data, reward, evaluation, results)
-OF_THE_JOB = {check.__name__.replace("_", " "): check for check in CHECKS}
-NODE_CHECKS = (devices, network, disk, host_memory, gpu_server)
-OF_A_NODE = {check.__name__.replace("_", " "): check for check in NODE_CHECKS}
+OF_THE_JOB = (layout, plan, model_config, weights, vocabulary, data, reward, evaluation, results)
+OF_A_NODE = (devices, network, disk, host_memory, gpu_server)
 MOST_ON_A_CPU = 4  # ranks that are taken to be on this node
 
 
@@ -461,20 +457,18 @@ def preflight(config: Config, ranks: int, *, with_server: bool) -> int:
     here = min(ranks, gpu_count() or MOST_ON_A_CPU)  # this node's part of a run that may have more nodes
     if under_launcher:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    subject, checks = Subject(config, ranks, here), {}
-    if leads:
-        checks |= OF_THE_JOB
+    subject, checks = Subject(config, ranks, here), [*OF_THE_JOB] if leads else []
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        checks |= OF_A_NODE
+        checks += OF_A_NODE
         if with_server:
-            checks["server"] = server
+            checks.append(server)
             with contextlib.suppress(ValueError, OSError):  # the check raises it again
                 _ = subject.server  # it starts beside the other checks
     prefix = f"{socket.gethostname()} rank {os.environ['RANK']}: " if under_launcher else ""
     bad: dict[str, None] = {}
     raised: set[str] = set()
-    for name, check in checks.items():
-        start = time.monotonic()
+    for check in checks:
+        name, start = check.__name__.replace("_", " "), time.monotonic()
         for finding in findings(check, subject, raised):
             if finding.level == "FAILED":
                 bad[name] = None

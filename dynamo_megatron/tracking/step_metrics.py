@@ -246,7 +246,7 @@ def _of_options(record: StepRecord, batch: TrainBatch, differing: int, config: C
         options["reward/overlong_penalty"] = _mean(penalties)
     if algorithm.dynamic_sampling is not None:
         options["rollout/refill_rounds"] = len(record.allocations) - 1
-        options["rollout/missing_groups"] = config.batch_prompts - differing
+        options["rollout/missing_groups"] = config.data.batch_prompts - differing
     if algorithm.sequential is not None:
         options["sequential/rounds"] = len(record.allocations)
         trained = len(batch.rollouts.rollout_ids)

@@ -13,7 +13,7 @@ from dynamo_megatron.config.files import compose
 from dynamo_megatron.preflight import checks
 from dynamo_megatron.preflight.checks import OF_A_NODE, OF_THE_JOB, findings
 
-CHECKS = {**OF_THE_JOB, **OF_A_NODE, "server": checks.server}
+CHECKS = {check.__name__.replace("_", " "): check for check in (*OF_THE_JOB, *OF_A_NODE, checks.server)}
 
 
 @pytest.fixture
