@@ -155,7 +155,11 @@ class TorchDistReader:
             region = ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
             items = create_read_items_for_chunk_list(key, replace(whole, chunks=chunks), [region])
             result = torch.empty(tuple(size), dtype=whole.properties.dtype)
-            self._files.read_data(LoadPlan(items), _into(result))
+            target = SimpleNamespace(  # what FileSystemReader needs of a load planner
+                resolve_tensor=lambda item: narrow_tensor_by_index(result, item.dest_offsets, item.lengths),
+                commit_tensor=lambda item, tensor: None,
+            )
+            self._files.read_data(LoadPlan(items), target)
         except Exception as error:  # torch's, on damaged data
             raise InputError(f"{self.path}: tensor {key} cannot be read ({error_line(error, 200)})") from None
         self._check_whole(key, sum(math.prod(item.lengths) for item in items), size)
@@ -164,12 +168,6 @@ class TorchDistReader:
     def _check_whole(self, key: str, stored: int, size: Sequence[int]) -> None:
         if stored != math.prod(size):
             raise InputError(f"{self.path}: tensor {key}: {stored} of {math.prod(size)} values are stored")
-
-
-def _into(target: torch.Tensor) -> Any:
-    """What FileSystemReader needs of a load planner to read into one tensor."""
-    resolve = lambda item: narrow_tensor_by_index(target, item.dest_offsets, item.lengths)  # noqa: E731
-    return SimpleNamespace(resolve_tensor=resolve, commit_tensor=lambda item, tensor: None)
 
 
 class TorchDistWriter:

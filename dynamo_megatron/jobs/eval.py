@@ -69,11 +69,9 @@ def evaluate(
         (out / "config.yaml").write_text(yaml.safe_dump(to_plain(config), sort_keys=False), encoding="utf-8")
         show(f"{(out / 'table.md').read_text(encoding='utf-8')}\n{out}/MODEL/SET.jsonl has every response", sys.stdout)
         return 0
-    except ValueError as error:
-        if not finished:
+    except (ValueError, RolloutError, OSError) as error:
+        if isinstance(error, ValueError) and not finished:
             raise ConfigError(str(error)) from None
-        why, code = str(error), 1
-    except (RolloutError, OSError) as error:
         why, code = str(error), 1
     except KeyboardInterrupt as stopped:
         why, code = (str(stopped), 1) if stopped.args else ("interrupted", 130)
