@@ -40,11 +40,11 @@ class OutputDir:
     def finished(self) -> str | None:
         """Says so where the run in the folder has ended, export included, and is asked for nothing else. Raises
         ConfigError as `check`."""
-        self.check()
+        last = self.check()
         gone = self.config.checkpoint.export_hf == "final" and not (self.path / "hf").is_dir()
         if not self._ended.is_file() or gone:
             return None
-        ended, last = plain_json.read_object(self._ended), self._last()
+        ended = plain_json.read_object(self._ended)
         deleted = last is not None and last[0] < ended.get("saved", 0)
         return f"{self.path}: {ended['said']}" if ended["asked"] == self._asked() and not deleted else None
 
@@ -74,11 +74,11 @@ class OutputDir:
             ) from None
         except OSError as error:
             raise ConfigError(f"output_dir: {self.path}: {error.strerror}") from None
-        self.check()
+        last = self.check()
         if has_results(self.path):
             changes = self._changes([key for key in to_plain(self.config) if key != "output_dir"])
             told = ", ".join(f"{key} {_shown(now)} instead of {_shown(old)}" for key, (now, old) in changes.items())
-            goes_on = "goes on" if self._last() else "has no checkpoint and begins again"
+            goes_on = "goes on" if last is not None else "has no checkpoint and begins again"
             print(f"{self.path}: the run there {goes_on}{told and f', with {told}'}", flush=True)
 
     def _changes(self, *keys: Sequence[str]) -> dict[str, tuple[Any, Any]]:
@@ -90,12 +90,12 @@ class OutputDir:
         now, before = identity(to_plain(self.config), *keys), identity(saved, *keys)
         return {key: (now.get(key), before.get(key)) for key in differing(now, before)}
 
-    def check(self) -> None:
-        """Raises ConfigError where the folder holds results that are not this run's, files that are no run's, only
+    def check(self) -> tuple[int, Path] | None:
+        """The last checkpoint, None where there is none. Raises ConfigError where the folder holds results that are not this run's, files that are no run's, only
         damaged checkpoints, or files of this run that are broken where it would go on."""
         refuse_foreign(self.path)
         if not has_results(self.path):
-            return
+            return None
         if self.config.trainer.resume == "never":
             raise ConfigError(f"output_dir: {self.path} holds a run; name another folder or set trainer.resume=auto")
         if not self._file.is_file():
@@ -110,6 +110,7 @@ class OutputDir:
                 kept_bytes(self.path / name, last[0] if last is not None else 0)
         except (ValueError, OSError) as error:
             raise ConfigError(f"output_dir: {error}") from None
+        return last
 
     def keep_chat_template(self, text: str) -> None:
         """Writes it where exports and conversions find it."""

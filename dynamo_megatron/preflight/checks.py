@@ -370,7 +370,7 @@ def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
     """Bytes to this process's memory limit (SLURM's or a container's); infinite without one. Cached pages of files,
     which the kernel frees first, count as free."""
     room = float("inf")
-    for line in own.read_text(encoding="utf-8").splitlines():
+    for line in own.read_text(encoding="utf-8").splitlines() if own.is_file() else ():  # some kernels have none
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
