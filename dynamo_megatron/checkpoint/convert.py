@@ -76,9 +76,9 @@ def _located(path: str | Path) -> Path:
     return named
 
 
-def run_config(checkpoint: Path) -> Config:
-    """Returns the config of the run that a checkpoint belongs to. Raises ConfigError."""
-    file = checkpoint.parents[1] / "config.yaml"
+def run_config(run: Path) -> Config:
+    """Returns the config of the run in the folder `run`. Raises ConfigError."""
+    file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{file}: not found; keep a checkpoint in its run's folder, or {NAME_MODEL}")
     try:
@@ -111,7 +111,7 @@ def open_checkpoint(
     elif model is None:
         if _located(checkpoint).parent.name != "checkpoints":
             raise ConfigError(f"{path}: no config.json in it, and it is not in the folder of a run; {NAME_MODEL}")
-        config = run_config(_located(checkpoint)).model
+        config = run_config(_located(checkpoint).parents[1]).model
         model, family = Path(config.path), config.family
         if not model.is_dir():
             raise ConfigError(f"{path}: no folder {model} here, which the run's model.path names; {NAME_MODEL}")

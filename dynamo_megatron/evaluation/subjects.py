@@ -86,7 +86,7 @@ def _config(
     keys that an evaluation does not need."""
     defaults: dict[str, Any] = {"data": {"source": ""}, "output_dir": str(out)}
     if checkpoint is not None:
-        defaults = to_plain(_without_prime(run_config(checkpoint)))
+        defaults = to_plain(_without_prime(run_config(checkpoint.parents[1])))
         for key in OF_MACHINE:  # the run's
             defaults["rollout"].pop(key, None)
     elif model is not None and "://" in model:

@@ -91,8 +91,9 @@ class OutputDir:
         return {key: (now.get(key), before.get(key)) for key in differing(now, before)}
 
     def check(self) -> tuple[int, Path] | None:
-        """The last checkpoint, None where there is none. Raises ConfigError where the folder holds results that are not this run's, files that are no run's, only
-        damaged checkpoints, or files of this run that are broken where it would go on."""
+        """The last checkpoint; None where there is none. Raises ConfigError where the folder holds results that are not
+        this run's, files that are no run's, only damaged checkpoints, or files of this run that are broken where it
+        would go on."""
         refuse_foreign(self.path)
         if not has_results(self.path):
             return None

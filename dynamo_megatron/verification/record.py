@@ -85,7 +85,7 @@ def read_step(run: Path, step: int | None) -> StepRecord:
     """The record of `step` (None: the last that is finished). Raises InputError, one line, where `run` is no run of
     `train`, the step is not finished, or its rollouts are not there."""
     metrics = {row["step"]: row for row in read_run(run).metrics}
-    config = run_config(run / "checkpoints" / "any")
+    config = run_config(run)
     if (number := max(metrics) if step is None else step) not in metrics:
         raise ConfigError(f"--step: {run} has no finished step {number}; it has {min(metrics)} to {max(metrics)}")
     rows = [row for row in read_rows(run / "allocation.jsonl", "step", "prompt_id", "n") if row["step"] == number]
