@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -106,14 +105,13 @@ def _read_step(source: Path, rows: list[dict[str, Any]], by_length: bool) -> Ite
             f"{path}: no such file; a replay needs the rollouts of every step in allocation.jsonl, and the run may "
             "have removed the oldest (rollout.keep_last)"
         )
-    groups, drawn = read_groups(path), Counter()
+    groups = read_groups(path)
     for _, part in groupby(rows, key=lambda row: row.get("round", 0)):
         dispatches, observed = list(part), []
         for index, row in enumerate(dispatches):
             prompt_id, n = row["prompt_id"], row["n"]
-            occurrence = drawn[prompt_id]
-            drawn[prompt_id] += 1
-            group = groups[prompt_id][occurrence] if occurrence < len(groups.get(prompt_id, [])) else []
+            left = groups[prompt_id]  # of the dispatches from this one on
+            group = left.pop(0) if left else []
             if len(group) < n:
                 raise InputError(
                     f"{path}: {len(group)} rollouts of prompt {prompt_id!r}, allocation.jsonl says {n}; "

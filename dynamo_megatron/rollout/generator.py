@@ -31,8 +31,8 @@ from dynamo_megatron.rollout.scoring import (
     evaluation_requests,
     problem_result,
 )
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.rollout.step_session import StepSession, wanted_rollouts
 from dynamo_megatron.rollout.store import RolloutStore
 from dynamo_megatron.runtime.process_signals import give_back_freed_memory
@@ -65,12 +65,11 @@ class Generator:
         self._agents: Agents | None = None
         self._trimmed = -1  # the step before which old rollouts were last removed
         self._unscored_steps = 0  # in a row, up to the last one
-        self._answered: dict[str, str] = {}  # of the last step or round: rollout_id -> server
         # By step and position of the first prompt
         self._dispatched: dict[tuple[int, int], tuple[StepSession, Sampling]] = {}
         self._evaluation: asyncio.Task[list[ProblemResult]] | None = None
         self._first_sync: int | None = None  # the version of this process's first weight sync
-        self._counted: StepSession | None = None  # the session whose responses `done` counts
+        self._counted: StepSession | None = None  # that of the last step or round, whose responses `done` counts
         self.done = self.tokens = 0  # responses finished in the present command, and their tokens
 
     async def open(self, reading: Callable[[], Coroutine[Any, Any, tuple]] | None = None) -> None:
@@ -173,7 +172,6 @@ class Generator:
     async def collect(self, step: int, first: int = 0) -> RolloutResult:
         """See RolloutWorker.collect."""
         session, sampling = self._dispatched[step, first]
-        self._answered = session.answered
         self._counted, self.done = session, len(session.outcomes)
         sampling.go_on()  # not in `end_sync`: with `rollout.offload` the servers have no KV cache there
         await sampling.wait()
@@ -235,7 +233,7 @@ class Generator:
         """Marks rollouts of the last call as rejected. A server with too large a share of rejected rollouts is
         restarted."""
         await self._in_thread(self._store.reject, step, rollout_ids)
-        answered = self._answered
+        answered = self._counted.answered
         whole, part = Counter(answered.values()), Counter(answered[name] for name in rollout_ids if name in answered)
         self._fleet.rejected({server: count / whole[server] for server, count in part.items()})
 

@@ -69,13 +69,13 @@ def read_lines(path: Path, routes: bool = True) -> Iterator[Rollout]:
         yield rollout
 
 
-def read_groups(path: Path) -> dict[str, list[list[Rollout]]]:
+def read_groups(path: Path) -> defaultdict[str, list[list[Rollout]]]:
     """Returns prompt_id -> its groups, sorted by group id, each sorted by rollout index. Raises ValueError as
     `read_rollouts`."""
     by_group: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in read_rollouts(path):
         by_group[rollout.group_id, rollout.prompt_id].append(rollout)
-    groups: dict[str, list[list[Rollout]]] = defaultdict(list)
+    groups = defaultdict[str, list[list[Rollout]]](list)
     for (_, prompt_id), rollouts in sorted(by_group.items()):
         groups[prompt_id].append(sorted(rollouts, key=lambda r: int(r.rollout_id.rsplit("-", 1)[1])))
     return groups

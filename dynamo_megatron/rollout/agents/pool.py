@@ -108,7 +108,6 @@ class Worker:
         self.running: dict[str, asyncio.Future] = {}  # by the episode's name
         self.has_ended = False
         self.closing: asyncio.Task | None = None
-        self._why = ""
         self._silent = 0  # seconds
         ours, theirs = socket.socketpair()
         with theirs:
@@ -153,7 +152,7 @@ class Worker:
                     continue
                 if (ended := self.running.pop(answer["ended"], None)) is not None and not ended.done():
                     ended.set_result(answer)
-        self._lose(self._why or "its process ended")
+        self._lose("its process ended")
 
     async def _watch(self) -> None:
         """Counts seconds that this process has waited, so that a time in which it was blocked itself is no silence."""
@@ -198,12 +197,10 @@ class Worker:
 
     async def close(self, why: str) -> None:
         """Ends the process and all that it has started."""
-        self._why = why
-        self._process.stdin.close()
+        self._kill(why)
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, 5)
         self._process.kill()  # where that took too long; at least the worker dies with it
-        self._lose(why)
         for task in (self.ready, self._listening, self._watching):
             if task is not None:
                 task.cancel()
