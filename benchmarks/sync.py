@@ -32,8 +32,8 @@ from tiny_model import make_tiny_model
 
 from dynamo_megatron.config import Config, ModelConfig
 from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server import SGLangServer
+from dynamo_megatron.rollout.servers.server_api import Endpoint
 
 if TYPE_CHECKING:
     from dynamo_megatron.policy.layout import Layout

@@ -22,8 +22,7 @@ from pydantic_core import from_json
 
 from dynamo_megatron.config.rollout import RolloutConfig
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, ServerError, call, call_for, rest
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, Endpoint, ServerError, call, call_for, rest
 from dynamo_megatron.runtime.routes import RouteShape
 from dynamo_megatron.runtime.threads import Call
 
@@ -168,11 +167,9 @@ class SGLangClient:
             async with asyncio.timeout(self._config.timeout_of(max_new_tokens) if timeout is None else timeout):
                 status, reply = await self._answered(request)
         except aiohttp.ClientError as error:  # first: no connection in time is a TimeoutError, too
-            raise ServerLost(f"the rollout server {self.url} does not answer: {self._own_words(error)}") from error
+            raise self._lost("does not answer", error) from error
         except ValueError as error:
-            raise ServerLost(
-                f"the rollout server {self.url} answers with nonsense: {self._own_words(error)}"
-            ) from error
+            raise self._lost("answers with nonsense", error) from error
         except TimeoutError:
             with contextlib.suppress(ServerError):  # nobody waits for it any more
                 await self._control(call, "/abort_request", {"rid": request.id}, CONTROL_TIMEOUT)
@@ -180,13 +177,12 @@ class SGLangClient:
         if status in ITS_OWN_FAULT:
             return Response(error=f"{request_id}: the server refused it: {self._own_words(reply)}")
         if status != 200:
-            raise ServerLost(f"the rollout server {self.url} answers with {status}: {self._own_words(reply)}")
+            raise self._lost(f"answers with {status}", reply)
         try:
             return self._response(request, reply["meta_info"])
         except MALFORMED as error:
             what = str(error) if isinstance(error, ValueError) else repr(error)
-            why = f"answers with nonsense: {self._own_words(what)}; does it serve model.path?"
-            raise ServerLost(f"the rollout server {self.url} {why}") from error
+            raise self._lost("answers with nonsense", what, "; does it serve model.path?") from error
 
     async def parse_tool_calls(self, text: str, tools: Sequence[Any], parser: str) -> Any:
         """{"normal_text", "calls": [{"name", "parameters"}]} of an answer, by a parser of SGLang. Raises
@@ -214,6 +210,9 @@ class SGLangClient:
     async def _control(self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of a function of server_api.py for this server. It runs in a thread of its own."""
         return await asyncio.shield(asyncio.wrap_future(Call(function, self._endpoint, *arguments)))
+
+    def _lost(self, what: str, said: Any, hint: str = "") -> ServerLost:
+        return ServerLost(f"the rollout server {self.url} {what}: {self._own_words(said)}{hint}")
 
     def _post(self, payload: dict[str, Any]) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.post(f"{self.url}/generate", json=payload, headers=self._headers, allow_redirects=False)

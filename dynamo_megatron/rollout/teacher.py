@@ -15,8 +15,7 @@ from dynamo_megatron.data.templates import load_tokenizer
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.http import key_of
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import ServerError, call_for
+from dynamo_megatron.rollout.servers.server_api import Endpoint, ServerError, call_for
 from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.types import Sequences
 

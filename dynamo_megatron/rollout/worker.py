@@ -29,7 +29,7 @@ from dynamo_megatron.reward import RewardError
 from dynamo_megatron.rollout.generator import Generator
 from dynamo_megatron.rollout.result import RolloutError, RolloutResult, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import end_run
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.runtime.array_sharing import receive, send
 from dynamo_megatron.runtime.log_files import log_to
 from dynamo_megatron.runtime.plain_text import on_one_line

@@ -23,8 +23,7 @@ from dynamo_megatron.checkpoint.safetensors_folder import (
 )
 from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.policy.policy import Policy
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import call, check_version
+from dynamo_megatron.rollout.servers.server_api import Endpoint, call, check_version
 from dynamo_megatron.weight_sync.schedule import Bucket, BucketSource, SendSchedule, make_schedule
 from dynamo_megatron.weight_sync.transports.base import Transport
 

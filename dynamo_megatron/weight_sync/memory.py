@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from dynamo_megatron.policy.offload import PARTS, Offload
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, call, rest
+from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, Endpoint, call, rest
 from dynamo_megatron.runtime.threads import for_each
 
 if TYPE_CHECKING:

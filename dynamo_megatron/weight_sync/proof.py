@@ -19,8 +19,7 @@ from torch.nn import functional
 from dynamo_megatron.models.mapping import HF_EMBEDDING, HF_HEAD
 from dynamo_megatron.models.server_layout import check_server_parallel, server_layout, server_shard
 from dynamo_megatron.models.spec import ModelSpec
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, call_for
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, Endpoint, call_for
 from dynamo_megatron.runtime.plain_text import on_one_line
 
 NAMED = 5  # parameters that a message names

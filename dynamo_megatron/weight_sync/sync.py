@@ -21,9 +21,8 @@ from dynamo_megatron.models.adapters import adapted_weights
 from dynamo_megatron.models.fp8 import dequantized
 from dynamo_megatron.policy.policy import Policy
 from dynamo_megatron.rollout.result import SyncNeeded
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server import shares_memory
-from dynamo_megatron.rollout.servers.server_api import CHECK_TIMEOUT, ServerError
+from dynamo_megatron.rollout.servers.server_api import CHECK_TIMEOUT, Endpoint, ServerError
 from dynamo_megatron.rollout.worker import RolloutWorker
 from dynamo_megatron.runtime.coordination import Coordinator
 from dynamo_megatron.runtime.threads import for_each

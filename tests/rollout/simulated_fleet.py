@@ -14,8 +14,8 @@ from dynamo_megatron.rollout.dispatch import Request
 from dynamo_megatron.rollout.result import SyncNeeded
 from dynamo_megatron.rollout.sampling import Sampling
 from dynamo_megatron.rollout.servers import fleet as fleet_module
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.rollout.servers.server_api import Endpoint
 
 
 class Clock(asyncio.SelectorEventLoop):

@@ -9,7 +9,7 @@ from stand_ins import Recorder
 
 from dynamo_megatron.rollout.servers import announcements
 from dynamo_megatron.rollout.servers.announcements import Announced, NodeSide, _Watched, servers_folder
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.runtime.gpu_usage import GpuUse
 
 NAMES = ["server-0", "server-1"]

@@ -10,7 +10,7 @@ from stand_ins import ABORTED, Server, event, listening, open_stream, reply
 
 from dynamo_megatron.config import RolloutConfig
 from dynamo_megatron.rollout.client import LARGEST, ServerLost, SGLangClient, open_session
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.runtime.routes import RouteShape
 
 END = 5  # the token that ends a response

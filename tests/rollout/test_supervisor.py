@@ -9,8 +9,8 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.rollout.client import open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers import supervisor
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.fleet import Fleet
+from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.rollout.servers.supervisor import Supervisor
 from dynamo_megatron.runtime.gpu_usage import GpuUse
 

@@ -31,8 +31,7 @@ from dynamo_megatron.models.fp8 import dequantize, is_quantized, quantize  # noq
 from dynamo_megatron.models.mapping import OUTPUT_LAYER, global_name, huggingface_names, to_megatron  # noqa: E402
 from dynamo_megatron.policy.layout import join_ranks  # noqa: E402
 from dynamo_megatron.policy.policy import Policy  # noqa: E402
-from dynamo_megatron.rollout.servers.endpoint import Endpoint  # noqa: E402
-from dynamo_megatron.rollout.servers.server_api import ServerError, call, rest  # noqa: E402
+from dynamo_megatron.rollout.servers.server_api import Endpoint, ServerError, call, rest  # noqa: E402
 from dynamo_megatron.runtime.coordination import Coordinator, StopFlag, connect_store  # noqa: E402
 from dynamo_megatron.runtime.seeds import derived_seed  # noqa: E402
 from dynamo_megatron.weight_sync.folder import write_huggingface  # noqa: E402

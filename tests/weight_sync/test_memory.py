@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import call
+from dynamo_megatron.rollout.servers.server_api import Endpoint, call
 from dynamo_megatron.runtime.threads import Call
 from dynamo_megatron.weight_sync.memory import DeviceMemory
 

@@ -7,8 +7,14 @@ import threading
 
 import pytest
 
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import ServerError, call, check_version, open_session, set_version
+from dynamo_megatron.rollout.servers.server_api import (
+    Endpoint,
+    ServerError,
+    call,
+    check_version,
+    open_session,
+    set_version,
+)
 from dynamo_megatron.weight_sync.proof import mismatch
 
 NOTHING = [{}]

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from dynamo_megatron.config.rollout import RolloutConfig
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import ServerError
+from dynamo_megatron.rollout.servers.server_api import Endpoint, ServerError
 from dynamo_megatron.runtime.threads import for_each
 from dynamo_megatron.weight_sync.transports import check_segments, check_transport, choose_transport, handles
 from dynamo_megatron.weight_sync.transports.base import FlatBuffer

@@ -21,7 +21,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.rollout.servers.supervisor import Listener, Supervisor
 from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.runtime.whole_files import replacing

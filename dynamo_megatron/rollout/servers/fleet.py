@@ -26,9 +26,8 @@ from dynamo_megatron.rollout.client import ServerLost, SGLangClient
 from dynamo_megatron.rollout.dispatch import Request, choose_server
 from dynamo_megatron.rollout.result import RolloutError, ServerUse, SyncNeeded
 from dynamo_megatron.rollout.servers.announcements import Announced
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server import shares_memory
-from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, Endpoint
 from dynamo_megatron.rollout.servers.supervisor import External, Supervisor
 from dynamo_megatron.runtime.gpu_usage import GpuUse
 from dynamo_megatron.runtime.routes import RouteShape

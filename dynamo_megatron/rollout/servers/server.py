@@ -28,8 +28,7 @@ from dynamo_megatron.config.rollout import FP8_CONFIG
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import ServerLost, SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.endpoint import LONGEST, Endpoint
-from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, call, call_for
+from dynamo_megatron.rollout.servers.server_api import CACHES, CONTROL_TIMEOUT, LONGEST, Endpoint, call, call_for
 from dynamo_megatron.runtime import guard, plain_json
 from dynamo_megatron.runtime.cores import usable_cores, users_threads
 from dynamo_megatron.runtime.late import torch

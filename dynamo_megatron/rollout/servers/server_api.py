@@ -1,4 +1,5 @@
-"""What a sending rank says to a server about weights: SGLang's HTTP calls, synchronous, each with a timeout."""
+"""A server as all see it that talk to it, and what a sending rank says to it about weights: SGLang's HTTP calls,
+synchronous, each with a timeout."""
 
 from __future__ import annotations
 
@@ -6,17 +7,37 @@ import http.client
 import json
 import urllib.error
 import urllib.request
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import from_json
 
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
+from dynamo_megatron.runtime.plain_text import on_one_line
 
 CACHES = ("kv_cache", "cuda_graph")  # tags of memory that a server may release and resume without losing anything
 CONTROL_TIMEOUT = 60.0  # seconds, for calls that move no weights
 TRANSFER_TIMEOUT = 300.0  # seconds, for one bucket
 CHECK_TIMEOUT = 600.0  # seconds, for a checksum of all weights
+LONGEST = 300  # characters of what a server says
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One SGLang server of `tp` ranks. `incarnation` grows with every restart; `name` stays ("server-0")."""
+
+    name: str
+    incarnation: int
+    url: str
+    tp: int
+    api_key: str = field(repr=False)  # sent as "Authorization: Bearer KEY"; "": the server asks for none
+
+    def own_words(self, reply: Any) -> str:
+        """What the server says went wrong, in one line as a terminal may show it: error replies have several shapes."""
+        if isinstance(reply, dict):
+            error = reply.get("error")
+            reply = error.get("message") if isinstance(error, dict) else reply.get("message", reply)
+        return on_one_line(str(reply)[: 10 * LONGEST], LONGEST)
 
 
 class ServerError(RolloutError):

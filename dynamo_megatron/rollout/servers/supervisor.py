@@ -15,8 +15,8 @@ from dynamo_megatron.config import Config
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
 from dynamo_megatron.rollout.servers.server import POLL_EVERY, SGLangServer, cuda_available, shares_memory
+from dynamo_megatron.rollout.servers.server_api import Endpoint
 from dynamo_megatron.runtime.gpu_usage import GpuMonitor, GpuUse
 from dynamo_megatron.runtime.seeds import derived_seed
 

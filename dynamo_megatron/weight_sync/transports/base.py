@@ -12,8 +12,14 @@ from typing import Any
 
 import torch
 
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, call, close_session, open_session, set_version
+from dynamo_megatron.rollout.servers.server_api import (
+    TRANSFER_TIMEOUT,
+    Endpoint,
+    call,
+    close_session,
+    open_session,
+    set_version,
+)
 from dynamo_megatron.weight_sync.schedule import Bucket
 
 

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, ServerError, call, request
+from dynamo_megatron.rollout.servers.server_api import TRANSFER_TIMEOUT, Endpoint, ServerError, call, request
 from dynamo_megatron.runtime.listening import address_towards, gloo_listens_on, serve_store
 from dynamo_megatron.runtime.threads import Call
 from dynamo_megatron.weight_sync.transports.base import FlatBuffer, Transport

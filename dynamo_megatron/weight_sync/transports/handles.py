@@ -23,8 +23,7 @@ import torch.multiprocessing
 from torch.multiprocessing import reductions
 
 from dynamo_megatron.policy.layout import Layout
-from dynamo_megatron.rollout.servers.endpoint import Endpoint
-from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, ServerError, call_for
+from dynamo_megatron.rollout.servers.server_api import CONTROL_TIMEOUT, Endpoint, ServerError, call_for
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, keeping
 from dynamo_megatron.weight_sync.schedule import Bucket
 from dynamo_megatron.weight_sync.transports import is_local
