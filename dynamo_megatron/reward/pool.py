@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import queue
 import signal
@@ -22,6 +21,7 @@ from dynamo_megatron.config import RewardConfig
 from dynamo_megatron.config.reward import URLS
 from dynamo_megatron.errors import InputError
 from dynamo_megatron.reward.functions import SERVICES, FunctionResult, RewardError, Step
+from dynamo_megatron.runtime import guard
 from dynamo_megatron.runtime.cores import usable_cores
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.types import LARGEST_REWARD, Prompt
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 SHOWN = 300  # characters of a problem, an answer or a response in a message
 Runner = Callable[[Prompt, str], list[FunctionResult]]  # scores a response
-GUARD = ("-P", "-m", "dynamo_megatron.runtime.guard", "--")
-WORKER = ("-P", "-m", "dynamo_megatron.reward.worker")
+WORKER = (sys.executable, "-P", "-m", "dynamo_megatron.reward.worker")
 START_TIMEOUT = 120.0  # seconds; imports from a busy network file system take long
 END_TIMEOUT = 30.0  # seconds for a worker to end with all that it has started: mostly 0.1, more on a busy machine
 FUSIONS = {"sum": math.fsum, "mean": lambda values: math.fsum(values) / len(values), "product": math.prod}
@@ -265,21 +264,14 @@ class Worker:
 
     def end(self) -> None:
         """Ends the process and all that it has started."""
-        self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=END_TIMEOUT)
-        self.process.kill()  # in case that took too long: the worker dies with this process, what it started may not
+        guard.end(self.process, END_TIMEOUT)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with self._lock, ours, theirs:
             if self._closed:
                 raise RuntimeError("the reward pool was closed")
-            command = [sys.executable, *GUARD, sys.executable, *WORKER, str(theirs.fileno())]
-            # A session of its own: Ctrl-C in the terminal must reach only the parent.
-            self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.PIPE, start_new_session=True
-            )
+            self.process = guard.guarded([*WORKER, str(theirs.fileno())], pass_fds=[theirs.fileno()])
             self._connection, self._ready, self._begun = Connection(ours.detach()), False, time.monotonic()
         self._connection.send(self._given)
 

@@ -16,9 +16,10 @@ import resource
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dynamo_megatron.runtime.process_signals import FOR_THE_RANKS, adopt_orphans, die_with_parent
@@ -29,6 +30,22 @@ LOOK_EVERY = 2.0  # seconds between looks at the shared memory in use: a process
 KILL_EVERY = 0.02  # seconds
 KILLS = 1500  # 30 s for killed processes to end; one in an uninterruptible system call may not
 SHARED_MEMORY = "/dev/shm/"
+
+
+def guarded(command: Sequence[str], folders: Sequence[str] = (), **options: object) -> subprocess.Popen:
+    """Starts `command` under a guard, in a session of its own: Ctrl-C in the terminal is for this process. It ends by
+    `end`, or with this process. `options`: Popen's."""
+    guard = [sys.executable, "-P", "-m", NAME, *folders, "--"]
+    return subprocess.Popen([*guard, *command], stdin=subprocess.PIPE, start_new_session=True, **options)
+
+
+def end(process: subprocess.Popen, seconds: float) -> None:
+    """Ends a `guarded` command and all that it has started; what does not end in `seconds` is left behind, but for the
+    command itself."""
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    process.kill()
 
 
 def main(folders: list[str], command: list[str]) -> int:
@@ -143,5 +160,5 @@ def _reap() -> dict[int, int]:
 
 
 if __name__ == "__main__":
-    end = sys.argv.index("--")
-    sys.exit(main(sys.argv[1:end], sys.argv[end + 1 :]))
+    place = sys.argv.index("--")
+    sys.exit(main(sys.argv[1:place], sys.argv[place + 1 :]))

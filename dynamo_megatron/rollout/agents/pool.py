@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_megatron.errors import InputError
+from dynamo_megatron.runtime import guard
 from dynamo_megatron.runtime.plain_text import on_one_line
 from dynamo_megatron.runtime.user_code import SPEC
 from dynamo_megatron.types import LARGEST_REWARD
@@ -111,18 +111,12 @@ class Worker:
         self._silent = 0  # seconds
         ours, theirs = socket.socketpair()
         with theirs:
-            descriptor = str(theirs.fileno())
-            guard = [sys.executable, "-P", "-m", "dynamo_megatron.runtime.guard", "--"]
             # A client of the session at 127.0.0.1 would else ask the node's proxy.
             exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
             exempt = exempt if exempt.strip() == "*" else f"{exempt},127.0.0.1".lstrip(",")
-            self._process = subprocess.Popen(
-                [*guard, python, str(WORKER), descriptor],
-                env=os.environ | {"no_proxy": exempt, "NO_PROXY": exempt},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in the terminal is the parent's
-            )
+            environment = os.environ | {"no_proxy": exempt, "NO_PROXY": exempt}
+            command = [python, str(WORKER), str(theirs.fileno())]
+            self._process = guard.guarded(command, env=environment, pass_fds=[theirs.fileno()])
         self._socket, self._writer = ours, None
         self.ready = asyncio.create_task(self._open())
         self._listening: asyncio.Task | None = None
@@ -197,10 +191,8 @@ class Worker:
 
     async def close(self, why: str) -> None:
         """Ends the process and all that it has started."""
-        self._kill(why)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, 5)
-        self._process.kill()  # where that took too long; at least the worker dies with it
+        self._lose(why)
+        await asyncio.to_thread(guard.end, self._process, 5)
         for task in (self.ready, self._listening, self._watching):
             if task is not None:
                 task.cancel()

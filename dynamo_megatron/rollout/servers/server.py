@@ -227,15 +227,9 @@ class SGLangServer:
         secret = Path(self._folders[0], "server.yaml")
         secret.touch(mode=0o600)
         secret.write_text(yaml.safe_dump({"api-key": self.endpoint.api_key}))  # `ps` shows a command line to all users
-        guarded = [sys.executable, "-P", "-m", guard.NAME, *self._folders, "--"]
-        return subprocess.Popen(
-            [*guarded, *self._command(on_cpu), "--config", str(secret)],
-            env=self._environment(on_cpu),
-            stdin=subprocess.PIPE,  # held open as long as this process lives
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command = [*self._command(on_cpu), "--config", str(secret)]
+        output = {"stdout": log, "stderr": subprocess.STDOUT}
+        return guard.guarded(command, self._folders, env=self._environment(on_cpu), **output)
 
     async def wait_ready(self) -> None:
         """Until the server, and no other one at its port, has answered a request.
@@ -290,10 +284,7 @@ class SGLangServer:
         """Ends the server and all its processes at once, and clears away what they leave."""
         if self._process is None:
             return
-        self._process.stdin.close()  # the guard does it
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_GRACE)
-        self._process.kill()
+        guard.end(self._process, STOP_GRACE)
         self._process.wait()
         self._process = None
         self._remove_folders()  # a guard that was killed has left them, and the key in one
