@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.errors import InputError
+from dynamo_megatron.reward.http import key_of
 from dynamo_megatron.rollout.client import SGLangClient, open_session
 from dynamo_megatron.rollout.result import RolloutError
 from dynamo_megatron.rollout.servers.server import POLL_EVERY, SGLangServer, cuda_available, shares_memory
@@ -140,15 +139,12 @@ class External:
     """Notifies `listener` of the servers at `urls` (by name) when they answer. Whoever runs them may start or restart
     them at any time: none is given up.
 
-    Raises ValueError where `rollout.api_key_env` names a variable that is unset or empty.
+    Raises ValueError as `key_of` does for `rollout.api_key_env`.
     """
 
     def __init__(self, config: Config, urls: Mapping[str, str], listener: Listener):
         self._config, self._urls, self._listener = config, urls, listener
-        variable = config.rollout.api_key_env
-        if variable is not None and not os.environ.get(variable):
-            raise InputError(f"rollout.api_key_env: the environment variable {variable} is not set")
-        self._key = os.environ[variable] if variable is not None else ""
+        self._key = key_of(config.rollout.api_key_env, "rollout.api_key_env")
         self._restart = {name: asyncio.Event() for name in urls}
 
     def restart(self, name: str, incarnation: int, why: str) -> None:
