@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,20 +139,20 @@ def _chat_tokens(
         )
     messages = chat_messages(prompt, config.system_prompt)
     try:
-        encoded = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **template_variables(config),
-        )
+        return rendered_ids(tokenizer, messages, tools, template_variables(config))
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"prompt {prompt.prompt_id!r}: the chat template of {config.chat_template or tokenizer.name_or_path} fails "
             f"on it: {error_line(error)}"
         ) from error
-    return list(encoded["input_ids"])
+
+
+def rendered_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Any], tools: list[Any] | None, variables: Mapping[str, Any]
+) -> list[int]:
+    """The token ids of a conversation, up to where the assistant begins. Raises what the chat template does."""
+    given = {"tools": tools, "add_generation_prompt": True, **variables}
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **given)["input_ids"])
 
 
 def template_variables(config: DataConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from dynamo_megatron.data.templates import rendered_ids
 from dynamo_megatron.reward.extraction import FINAL, THINKING, opened_thinking, response_decoder
 from dynamo_megatron.rollout.agents.messages import MALFORMED, BadRequest, Message
 from dynamo_megatron.runtime.plain_text import error_line
@@ -37,10 +38,7 @@ class ChatTokens:
         """Returns the ids of the conversation as `data.templates` renders a prompt: up to where the assistant begins.
         Raises BadRequest."""
         with _rendering():
-            encoded = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **self._args
-            )
-        return list(encoded["input_ids"])
+            return rendered_ids(self._tokenizer, messages, tools, self._args)
 
     def added(
         self, held: list[Message], new: list[Message], tools: list[Message] | None, last_token: int
