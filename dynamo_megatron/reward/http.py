@@ -148,14 +148,13 @@ class UrlService(HttpReward):
         return json.dumps(json.loads(text, parse_constant=lambda _: None)).encode()
 
     def result(self, reply: bytes, characters: int) -> FunctionResult:
-        parsed = _parsed(reply)
-        rewards = parsed.get("rewards") if isinstance(parsed, dict) else None
-        if not isinstance(rewards, list) or len(rewards) != 1:
-            raise NoScore(f'the answer is not {{"rewards": [...]}} with a reward a sample but {_start(reply)}')
-        try:
-            return FunctionResult(self.name, "scored", *checked_steps(rewards[0], characters))
-        except (ValueError, OverflowError) as error:
-            raise NoScore(on_one_line(str(error), SHOWN)) from None
+        match _parsed(reply):
+            case {"rewards": [reward]}:
+                try:
+                    return FunctionResult(self.name, "scored", *checked_steps(reward, characters))
+                except (ValueError, OverflowError) as error:
+                    raise NoScore(on_one_line(str(error), SHOWN)) from None
+        raise NoScore(f'the answer is not {{"rewards": [...]}} with a reward a sample but {_start(reply)}')
 
 
 class Judge(HttpReward):
@@ -178,14 +177,10 @@ class Judge(HttpReward):
         return json.dumps({**self._config.request, "model": self._config.model, "messages": messages}).encode()
 
     def result(self, reply: bytes, characters: int) -> FunctionResult:
-        try:
-            choice = _parsed(reply)["choices"][0]
-            text = choice["message"]["content"]
-        except (TypeError, LookupError):
-            text = None
-        if not isinstance(text, str):
-            raise NoScore(f"the answer is no chat completion with a text but {_start(reply)}")
-        return FunctionResult(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))
+        match _parsed(reply):
+            case {"choices": [{"message": {"content": str(text)}} as choice, *_]}:
+                return FunctionResult(self.name, "scored", self._score(text, choice.get("finish_reason") == "length"))
+        raise NoScore(f"the answer is no chat completion with a text but {_start(reply)}")
 
     def _score(self, text: str, cut_off: bool) -> float:
         """The pattern's last match after the judge's thinking as a score in [0, 1]. Raises NoScore if nothing matches,
@@ -236,11 +231,11 @@ class RewardModel(HttpReward):
         return json.dumps({"input_ids": [list(encoded["input_ids"])]}).encode()
 
     def result(self, reply: bytes, characters: int) -> FunctionResult:
-        parsed = _parsed(reply)
-        found = (
-            parsed[0].get("embedding") if isinstance(parsed, list) and parsed and isinstance(parsed[0], dict) else None
-        )
-        found = found if isinstance(found, list) else [found]  # from an encoder a number, from a decoder a list of one
+        match _parsed(reply):
+            case [{"embedding": found}, *_]:
+                found = found if isinstance(found, list) else [found]  # an encoder's is a number, a decoder's a list
+            case _:
+                found = [None]
         if len(found) != 1:
             raise NoScore(f"gave {len(found)} numbers for a response; a reward model is a classifier with num_labels 1")
         try:

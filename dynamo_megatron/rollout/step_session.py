@@ -70,12 +70,12 @@ class StepSession:
             else:
                 self.keep(rollout, "")
         self.reused = len(self.outcomes)
-        reasons = ", ".join(f"{count} {why}" for why, count in sorted(Counter(discarded.values()).items()))
-        for note, count in (
-            (f"{self.reused} rollouts of an interrupted run are reused, with their rewards", self.reused),
-            (f"discarded rollouts of an interrupted run: {reasons}", len(discarded)),
-        ):
-            self.notes += [f"step {self.step}: {note}"] if count else []
+        of = f"step {self.step}:"
+        if self.reused:
+            self.notes.append(f"{of} {self.reused} rollouts of an interrupted run are reused, with their rewards")
+        if discarded:
+            reasons = ", ".join(f"{count} {why}" for why, count in sorted(Counter(discarded.values()).items()))
+            self.notes.append(f"{of} discarded rollouts of an interrupted run: {reasons}")
         return not_wanted | discarded.keys()
 
     def answer(self, name: str, response: Response, server: str) -> None:

@@ -109,8 +109,12 @@ class _Attempt:
         self.server, self._turns = "", Siblings()
         self._ended = asyncio.get_running_loop().create_future()  # requests under way are refused then
         self._no_server = asyncio.Event()
-        limits = self._agents.limits(request.max_new_tokens)
-        self._session = Session(Episode(self._agents.chat), limits, self._sample, self._parse_tools)
+        self._session = Session(
+            Episode(agents.chat),
+            agents.limits(request.max_new_tokens),
+            self._sample,
+            lambda text, tools: agents.parse_tools(text, tools, self.server),
+        )
 
     async def run(self, worker: Worker | None) -> tuple[Finished, str]:
         """`worker`: as AgentPool.run's. Raises AgentLost, NoServer."""
@@ -128,7 +132,8 @@ class _Attempt:
         except AgentFailed as failed:
             error = self._error_of(failed)
         except TimeoutError:
-            error, finish = self._too_late(), "abort"
+            limit = self._agents.config.rollout.timeout_of(self._request.max_new_tokens)
+            error, finish = f"{name}: no end of the episode within rollout.timeout ({limit:g} s)", "abort"
         finally:
             for task in tasks:
                 task.cancel()
@@ -188,21 +193,9 @@ class _Attempt:
         return plain_data(messages), plain_data(turns[-1].place.tools)
 
     def _given(self) -> dict:
-        prompt = self._prompt
-        return plain_data(
-            {
-                "prompt_id": prompt.prompt_id,
-                "messages": chat_messages(prompt, self._agents.config.data.system_prompt),
-                "text": prompt.text,
-                "answer": prompt.answer,
-                "source": prompt.source,
-                "meta": prompt.meta,
-            }
-        )
-
-    def _too_late(self) -> str:
-        limit = self._agents.config.rollout.timeout_of(self._request.max_new_tokens)
-        return f"{self._request.name}: no end of the episode within rollout.timeout ({limit:g} s)"
+        fields = {name: getattr(self._prompt, name) for name in ("prompt_id", "text", "answer", "source", "meta")}
+        messages = chat_messages(self._prompt, self._agents.config.data.system_prompt)
+        return plain_data(fields | {"messages": messages})
 
     async def _sample(self, ids: list[int], most: int, stop: tuple[str, ...], number: int, known: int) -> Response:
         request = self._request
@@ -235,6 +228,3 @@ class _Attempt:
         finally:
             asking.cancel()
         return response
-
-    async def _parse_tools(self, text: str, tools: list[Message]) -> tuple[str, list[Message]]:
-        return await self._agents.parse_tools(text, tools, self.server)

@@ -8,20 +8,10 @@ import types
 __version__ = "0.0.0"
 
 
-class InterpolationMode(enum.Enum):
-    NEAREST = "nearest"
-    NEAREST_EXACT = "nearest-exact"
-    BILINEAR = "bilinear"
-    BICUBIC = "bicubic"
-    BOX = "box"
-    HAMMING = "hamming"
-    LANCZOS = "lanczos"
-
-
 class Placeholder(types.ModuleType):
     """Any name in it is an empty class: image code imports it, and a text model never uses it."""
 
-    InterpolationMode = InterpolationMode
+    InterpolationMode = enum.Enum("InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
