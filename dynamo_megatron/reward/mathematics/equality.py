@@ -375,9 +375,7 @@ def _ends(left: str, low: Node, high: Node, right: str) -> Group:
 
 
 def turned_left(relation: Relation) -> Relation:
-    """With < and <= only."""
-    if all(sign in ("<", "<=") for sign in relation.signs):
-        return relation
+    """With < and <= in place of > and >=."""
     if all(sign in (">", ">=") for sign in relation.signs):
         return Relation(tuple(LESS[sign] for sign in reversed(relation.signs)), relation.members[::-1])
     return relation

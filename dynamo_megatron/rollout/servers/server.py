@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import psutil
 import yaml
@@ -212,24 +212,21 @@ class SGLangServer:
 
     def start(self) -> None:
         """Returns at once. The server ends when this process does, however that happens."""
-        self._log_start = mark(self.log)
+        self._log_start, on_cpu = mark(self.log), not cuda_available()
         try:
             with open(open_log(self.log, 0o600), "ab") as log:
-                self._process = self._start(log, on_cpu=not cuda_available())
+                self._folders.append(tempfile.mkdtemp(prefix="dynamo-megatron-"))
+                # Its ranks meet under a lock (flock), which the temporary folder's file system may not have.
+                self._folders.append(tempfile.mkdtemp(prefix="dynamo-megatron-", dir=guard.SHARED_MEMORY))
+                secret = Path(self._folders[0], "server.yaml")  # `ps` shows a command line to all users
+                secret.touch(mode=0o600)
+                secret.write_text(yaml.safe_dump({"api-key": self.endpoint.api_key}))
+                command, environment = [*self._command(on_cpu), "--config", str(secret)], self._environment(on_cpu)
+                output = {"stdout": log, "stderr": subprocess.STDOUT}
+                self._process = guard.guarded(command, self._folders, env=environment, **output)
         except OSError:
             self._remove_folders()
             raise
-
-    def _start(self, log: BinaryIO, on_cpu: bool) -> subprocess.Popen:
-        self._folders.append(tempfile.mkdtemp(prefix="dynamo-megatron-"))
-        # Its ranks meet under a lock (flock), which the temporary folder's file system may not have.
-        self._folders.append(tempfile.mkdtemp(prefix="dynamo-megatron-", dir=guard.SHARED_MEMORY))
-        secret = Path(self._folders[0], "server.yaml")
-        secret.touch(mode=0o600)
-        secret.write_text(yaml.safe_dump({"api-key": self.endpoint.api_key}))  # `ps` shows a command line to all users
-        command = [*self._command(on_cpu), "--config", str(secret)]
-        output = {"stdout": log, "stderr": subprocess.STDOUT}
-        return guard.guarded(command, self._folders, env=self._environment(on_cpu), **output)
 
     async def wait_ready(self) -> None:
         """Until the server, and no other one at its port, has answered a request.
@@ -301,13 +298,8 @@ class SGLangServer:
 
     def _command(self, on_cpu: bool) -> list[str]:
         config = self._config
-        command = [
-            config.python or sys.executable,
-            "-P",
-            str(RUN_MASKED),
-            *(["--fork"] if on_cpu and not config.python else []),
-        ]
-        command += ["sglang.launch_server"]
+        fork = ["--fork"] if on_cpu and not config.python else []
+        command = [config.python or sys.executable, "-P", str(RUN_MASKED), *fork, "sglang.launch_server"]
         command += ["--model-path", self._model_path(), "--dtype", self._model.dtype, "--enable-fp32-lm-head"]
         command += ["--host", self._host, "--port", str(self._port), "--tp-size", str(config.tp)]
         command += ["--weight-version", "0", "--skip-server-warmup", "--log-level-http", "warning"]
