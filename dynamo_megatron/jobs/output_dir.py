@@ -38,8 +38,8 @@ class OutputDir:
         self._file, self._ended = self.path / "config.yaml", self.path / ENDED_FILE
 
     def finished(self) -> str | None:
-        """Says so where the run in the folder has ended, export included, and is asked for nothing else. Raises
-        ConfigError as `check`."""
+        """Says so where the run in the folder has ended, export included, and is asked for nothing else. One whose last
+        checkpoint was deleted goes on from an earlier one, if there is one. Raises ConfigError as `check`."""
         last = self.check()
         gone = self.config.checkpoint.export_hf == "final" and not (self.path / "hf").is_dir()
         if not self._ended.is_file() or gone:
