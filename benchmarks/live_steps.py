@@ -6,15 +6,13 @@ The model is random, so that no response ends before its limit; the reward is of
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from training_steps import TEMPLATE, Work, start_here, write_model
+from training_steps import Work, prepare, train_here
 
 GAP_BAR = 0.05  # nats, mean |policy - engine logprob| of a step, in bfloat16
 STEPS = 5
@@ -34,40 +32,6 @@ class Servers:
     python: str | None = None
     arguments: tuple[str, ...] = ()
     memory_fraction: float = 0.3
-
-
-def servers_of(way: str) -> int | None:
-    """How many servers a run has; None: as many as fill the ranks' GPUs."""
-    return None if way == "live-ranks" else 1
-
-
-def prepare(way: str, work: Work, folder: Path, server: Servers) -> Path:
-    """Problems, reward and config of a run, in an empty folder; returns the config's path."""
-    on_gpu, on_cpu, turns = WAYS[way]
-    servers = servers_of(way)
-    model, problems = write_model(work, folder)
-    (folder / "live_reward.py").write_text(REWARD, encoding="utf-8")
-    config = {
-        "model": {"path": str(model), "dtype": work.dtype},
-        "data": {"source": str(problems), "template": TEMPLATE, "batch_prompts": work.prompts},
-        "rollout": {
-            **({} if servers is None else {"servers": servers}),
-            "python": server.python,
-            "server_args": list(server.arguments) if torch.cuda.is_available() else [],
-            "max_new_tokens": max(work.response_tokens),
-            "memory_fraction": server.memory_fraction,
-            "offload": turns,
-            "sync": {"transport": on_gpu if torch.cuda.is_available() else on_cpu},
-        },
-        "reward": {"functions": ["live_reward:parity"], "workers": 1},
-        "algorithm": {"allocation": {"kind": "uniform", "budget": work.prompts * work.rollouts}},
-        "optimizer": {"warmup_steps": 0},
-        "trainer": {"steps": STEPS, "micro_batch_tokens": work.micro_batch_tokens},
-        "checkpoint": {"every": None, "export_hf": "never", "keep_last": 1},
-        "output_dir": str(folder / "run"),
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    return folder / "config.yaml"
 
 
 def step_figures(line: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
@@ -121,13 +85,19 @@ def run(
 ) -> dict[str, Any]:
     """Runs the steps on `ranks` ranks in `folder`, which is emptied first and left with the logs, and returns the
     figures. "headline" is the last step: the first ones compile and fill caches."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    config = prepare(way, work, folder, server)
-    ended = start_here(["train", str(config)], folder, timeout, ranks)
-    metrics = folder / "run" / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    steps = [step_figures(json.loads(line), ranks) for line in lines]
+    cuda, (on_gpu, on_cpu, turns) = torch.cuda.is_available(), WAYS[way]
+    rollout = {
+        "python": server.python,
+        "server_args": list(server.arguments) if cuda else [],
+        "memory_fraction": server.memory_fraction,
+        "offload": turns,
+        "sync": {"transport": on_gpu if cuda else on_cpu},
+        **({} if way == "live-ranks" else {"servers": 1}),  # else as many as fill the ranks' GPUs
+    }
+    prepare(work, folder, STEPS, rollout, reward={"functions": ["live_reward:parity"], "workers": 1})
+    (folder / "live_reward.py").write_text(REWARD, encoding="utf-8")
+    ended, lines = train_here(folder, timeout, ranks)
+    steps = [step_figures(line, ranks) for line in lines]
     wrong = wrong_with(way, steps)
     of_last = {"headline": steps[-1]} if steps else {}
     shutil.rmtree(folder / "run" / "push", ignore_errors=True)

@@ -14,9 +14,7 @@ import asyncio
 import dataclasses
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves this folder out
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from measure import machine
+from measure import machine, run_logged
 from tiny_model import make_tiny_model
 
 from dynamo_megatron.config import Config, ModelConfig
@@ -152,26 +150,10 @@ def run_layout(name: str, cases: list[dict[str, Any]], model: Path, folder: Path
     folder.mkdir()
     job = {"layout": name, "parallel": parallel, "model": str(model), "out": str(folder), "pushes": pushes}
     (folder / "job.json").write_text(json.dumps(job | {"cases": cases}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    processes = []
-    try:
-        for rank in range(ranks):
-            with open(folder / f"rank{rank}.log", "w") as log:
-                command = [sys.executable, "-P", __file__, "--rank-of", str(folder / "job.json")]
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(
-                    subprocess.Popen(command, env=environment | place, stdout=log, stderr=subprocess.STDOUT)
-                )
-        codes = [process.wait(TIMEOUT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    said = "\n".join((folder / f"rank{rank}.log").read_text()[-2000:] for rank in range(ranks))
-    assert codes == [0] * ranks, f"{name}: exit codes {codes}\n{said}"
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*torchrun, __file__, "--rank-of", str(folder / "job.json")]
+    ended = run_logged(command, folder / "ranks.log", TIMEOUT, env={"OMP_NUM_THREADS": "1", **os.environ})
+    assert ended["exit code"] == 0, f"{name}: {ended}"
     return json.loads((folder / "found.json").read_text())
 
 

@@ -71,12 +71,11 @@ def write_job(work: Work, folder: Path) -> None:
 
 
 def ours(work: Work, folder: Path, timeout: float, transformer_engine: bool) -> dict[str, Any]:
-    if not transformer_engine:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(NO_TE), before := os.environ.get("PYTHONPATH", "")])
-    grpo = str(ROOT / "configs" / "methods" / "grpo.yaml")
-    ran = training_steps.run(work, folder, training_steps.backend_here(), timeout, words=(grpo, *KEYS))
-    if not transformer_engine:
-        os.environ["PYTHONPATH"] = before
+    without = {"PYTHONPATH": os.pathsep.join([str(NO_TE), os.environ.get("PYTHONPATH", "")])}
+    words = (str(ROOT / "configs" / "methods" / "grpo.yaml"), *KEYS)
+    environment = {} if transformer_engine else without
+    backend = training_steps.backend_here()
+    ran = training_steps.run(work, folder, backend, timeout, words=words, environment=environment)
     if "steps" not in ran:
         return {"exit code": ran["exit code"], "log": ran["log"]}
     steps = ran["steps"]

@@ -175,39 +175,26 @@ def _fill_vocabulary(file: Path, rows: int) -> None:
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-def prepare(
-    work: Work, folder: Path, backend: str, parallel: dict[str, int] | None = None, profile_steps: Sequence[int] = ()
-) -> Path:
-    """Problems, rollouts and config of a run, in an empty folder; returns the config's path."""
+def prepare(work: Work, folder: Path, steps: int, rollout: Mapping[str, Any], **sections: Any) -> Config:
+    """Model, problems and config.yaml of a run in `folder`, which is emptied first; returns the config. `rollout`: what
+    a benchmark adds to that section; `sections`: further ones."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     model, problems = write_model(work, folder)
-    write_rollouts(work, folder / "recorded", problems, model)
+    allocation = {"budget": work.prompts * work.rollouts, "rollout_n_max": max(work.rollouts, 24)}
     config = {
         "model": {"path": str(model), "dtype": work.dtype},
         "data": {"source": str(problems), "template": TEMPLATE, "batch_prompts": work.prompts},
-        "rollout": {
-            "engine": "recorded",
-            "proof": {"max_mean_gap": None},  # the recording's logprobs are made up
-            "recorded": str(folder / "recorded"),
-            "max_new_tokens": max(work.response_tokens),
-        },
-        "algorithm": {
-            "allocation": {
-                "kind": "uniform",
-                "budget": work.prompts * work.rollouts,
-                "rollout_n_max": max(work.rollouts, 24),
-            },
-        },
+        "rollout": {"max_new_tokens": max(work.response_tokens), **rollout},
+        "algorithm": {"allocation": {"kind": "uniform", **allocation}},
         "optimizer": {"warmup_steps": 0},
-        "trainer": {"steps": work.steps, "micro_batch_tokens": work.micro_batch_tokens},
-        "kernels": {"backend": backend},
-        "parallel": parallel or {},
+        "trainer": {"steps": steps, "micro_batch_tokens": work.micro_batch_tokens},
         "checkpoint": {"every": None, "export_hf": "never", "keep_last": 1},  # free disk is checked for those kept
-        "tracking": {"profile_steps": list(profile_steps)},
         "output_dir": str(folder / "run"),
+        **sections,
     }
-    Config(**config)  # refuses here what the run would refuse
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    return folder / "config.yaml"
+    return Config(**config)  # refuses here what the run would refuse
 
 
 def backend_here() -> str:
@@ -238,13 +225,18 @@ def step_figures(work: Work, line: dict[str, Any], peak: float | None) -> dict[s
     }
 
 
-def start_here(
-    words: list[str], folder: Path, timeout: float, ranks: int, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """`dynamo-megatron WORDS` on ranks of this machine, its output in `folder`/train.log; returns as `run_logged`."""
-    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", *words, "--ranks", str(ranks)]
+def train_here(
+    folder: Path, timeout: float, ranks: int, words: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Trains by the config.yaml in `folder` and `words` on ranks of this machine, with its output in train.log there;
+    returns as `run_logged`, and the lines of metrics.jsonl."""
+    command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", str(folder / "config.yaml"), *words]
+    command += ["--ranks", str(ranks)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
-    return run_logged(command, folder / "train.log", timeout, cwd=folder, env=env)
+    ended = run_logged(command, folder / "train.log", timeout, cwd=folder, env=env)
+    metrics = folder / "run" / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    return ended, [json.loads(line) for line in lines]
 
 
 def run(
@@ -265,10 +257,18 @@ def run(
     "headline" is the last step: the first ones compile and fill caches. A run that fails, or takes more than `timeout`
     seconds, gives what `run_logged` does, and figures only where all its steps were done.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    config = prepare(work, folder, backend, parallel, profile_steps)
-    ended = start_here(["train", str(config), *words], folder, timeout, ranks, environment)
+    proof = {"max_mean_gap": None}  # the recording's logprobs are made up
+    config = prepare(
+        work,
+        folder,
+        work.steps,
+        {"engine": "recorded", "recorded": str(folder / "recorded"), "proof": proof},
+        kernels={"backend": backend},
+        parallel=parallel or {},
+        tracking={"profile_steps": list(profile_steps)},
+    )
+    write_rollouts(work, folder / "recorded", Path(config.data.source), Path(config.model.path))
+    ended, lines = train_here(folder, timeout, ranks, words, environment)
     result: dict[str, Any] = {
         "parameters": work.parameters,
         "tokens a step": sum(work.lengths),
@@ -278,10 +278,8 @@ def run(
         "layout": parallel or {},
         **ended,
     }
-    metrics = folder / "run" / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     if len(lines) == work.steps:
-        result |= _figures(work, lines, config, ranks)
+        result |= _figures(work, lines, folder / "config.yaml", ranks)
     if ended["exit code"] == 0:
         if profile_steps:
             (folder / "run" / "profile").rename(folder / "profile")
@@ -290,10 +288,10 @@ def run(
     return result
 
 
-def _figures(work: Work, lines: Sequence[str], config: Path, ranks: int) -> dict[str, Any]:
+def _figures(work: Work, lines: Sequence[dict[str, Any]], config: Path, ranks: int) -> dict[str, Any]:
     """Of a run's metrics: its steps, and the peak of the last one beside the plan's."""
     gpu = gpu_here()
-    steps = [step_figures(work, json.loads(line), gpu and gpu.flops * ranks) for line in lines]
+    steps = [step_figures(work, line, gpu and gpu.flops * ranks) for line in lines]
     planned = training_peak(config, work.tokens, ranks)
     measured = steps[-1]["peak GPU bytes"]
     return {

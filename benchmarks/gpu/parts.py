@@ -162,8 +162,6 @@ def head(options: Options) -> dict[str, Any]:
 
 def training(options: Options) -> dict[str, Any]:
     """Three steps' figures."""
-    if options.tiny and options.name == "training_te":
-        return imports_te(options)
     backend = training_steps.backend_here()
     result = training_steps.run(options.work, options.run, backend, options.seconds)
     ratio = result.get("peak over plan")
@@ -222,8 +220,6 @@ def imports_te(options: Options) -> dict[str, Any]:
 
 def trace(options: Options) -> dict[str, Any]:
     """Three steps, the last one under torch's profiler, whose events are kept."""
-    if options.tiny and options.name == "trace_te":
-        return imports_te(options)
     folder, backend = options.run, training_steps.backend_here()
     ran = training_steps.run(options.work, folder, backend, options.seconds, profile_steps=[3])
     result = {name: ran[name] for name in ("exit code", "log", "steps") if name in ran}
@@ -270,8 +266,8 @@ def summary(trace: Path) -> dict[str, Any]:
 def syncs(options: Options) -> dict[str, Any]:
     """Where a rank waits for the GPU: torch's warnings, once a place, of a model of two layers."""
     work = options.work if options.tiny else dataclasses.replace(QWEN_1_5B, layers=2, steps=2, prompts=2)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "hooks" / "syncs"), os.environ.get("PYTHONPATH", "")])
-    ran = training_steps.run(work, options.run, training_steps.backend_here(), options.seconds)
+    hook = {"PYTHONPATH": os.pathsep.join([str(HERE / "hooks" / "syncs"), os.environ.get("PYTHONPATH", "")])}
+    ran = training_steps.run(work, options.run, training_steps.backend_here(), options.seconds, environment=hook)
     lines = (options.run / "train.log").read_text(encoding="utf-8", errors="replace").splitlines()
     places = [f"{line} {following}" for line, following in itertools.pairwise(lines) if "synchroniz" in line]
     return {"exit code": ran["exit code"], "places": places, "passed": ran["exit code"] == 0}
@@ -365,13 +361,11 @@ def live(options: Options) -> dict[str, Any]:
 
 def demo(options: Options) -> dict[str, Any]:
     """The demo's RL on one rank: 64 steps in float32, its metrics and evaluations."""
-    folder = options.run
-    task, run = folder / "task", folder / "run"
+    task = options.run / "task"
     subprocess.run([sys.executable, "-P", str(ROOT / "tools" / "demo_task.py"), str(task)], check=True, cwd=ROOT)
     words = ["configs/demo/rl.yaml", "configs/methods/dynamo.yaml", "parallel.tp=1"]
-    words += [f"data.source={task}/pool.jsonl", f"eval.data={task}/held_out.jsonl", f"output_dir={run}"]
+    words += [f"data.source={task}/pool.jsonl", f"eval.data={task}/held_out.jsonl"]
     words += ["trainer.steps=3", "eval.every=3"] if options.tiny else []
-    words += [f"rollout.python={options.server_python}"] if options.server_python else []
     if CUDA:
         server = ",".join(["--disable-radix-cache", *options.server_args])
         words += ["rollout.memory_fraction=0.3", "rollout.offload=false", f"rollout.server_args=[{server}]"]
@@ -394,8 +388,7 @@ def small_run(options: Options) -> dict[str, Any]:
             return {"said": [f"skipped: no {', '.join(missing)}"], "exit code": 0, "passed": True}
         words = ["data.batch_prompts=64", "algorithm.allocation.rollout_n_min=1"] * (options.name == "small-dynamo")
         words += [f"rollout.server_args=[{','.join(['--disable-radix-cache', *options.server_args])}]"]
-    words += [f"data.source={problems}", f"output_dir={options.run / 'run'}"]
-    words += [f"rollout.python={options.server_python}"] if options.server_python else []
+    words.append(f"data.source={problems}")
     method = f"configs/methods/{options.name.removeprefix('small-')}.yaml"
     return trained(["configs/smollm2_gsm8k.yaml", method, *words], options)
 
@@ -413,6 +406,8 @@ def unpack_smollm2(pieces: list[Path], model: Path) -> None:
 
 def trained(words: list[str], options: Options) -> dict[str, Any]:
     """`dynamo-megatron train` with these words on one rank; its metrics and evaluations."""
+    words = [*words, f"output_dir={options.run / 'run'}"]
+    words += [f"rollout.python={options.server_python}"] if options.server_python else []
     command = [sys.executable, "-P", "-m", "dynamo_megatron.cli", "train", *words]
     result: dict[str, Any] = run_logged(command, options.run / "train.log", options.seconds, cwd=ROOT)
     for name in ("metrics", "evaluations"):
@@ -486,7 +481,7 @@ def main() -> int:
     given = vars(parser.parse_args())
     options = Options(end=psutil.Process().create_time() + given.pop("seconds"), **given)
     before = machine(VERSIONS)
-    result = PARTS[options.name](options)
+    result = (imports_te if options.tiny and options.name.endswith("_te") else PARTS[options.name])(options)
     result |= {"machine": before, "said": said(options.name, result)}
     (options.folder / "result.json").write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
     return 0 if result["passed"] else 1
