@@ -37,9 +37,8 @@ from dynamo_megatron.evaluation.results import markdown_row
 HERE = Path(__file__).parent
 TINY = {"warm_up": 0, "rounds": (2, 2)}
 QUICK = {"warm_up": 2, "rounds": (3, 12), "seconds": 1.5}
-SLOW = (
-    "liger GRPO",
-)  # on a GPU more than ten times slower than the others: --quick leaves it out, and our torch heads
+# On a GPU more than ten times slower than the others: --quick leaves it out, and our torch heads.
+SLOW = ("liger GRPO",)
 # Of our own heads against float64: nats, and relative ones of which a rounding to bfloat16 is 2^-9 of an element.
 BARS = {"logprobs": 2e-4, "entropy": 2e-4, "loss": 1e-3, "hidden_grad": 4e-3, "weight_grad": 4e-3}
 
@@ -216,11 +215,11 @@ def main() -> int:
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a contender to leave out")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
-        return _refused("benchmarks/head.py: needs a GPU; --tiny shows on a CPU that it works")
+        parser.exit(2, "benchmarks/head.py: needs a GPU; --tiny shows on a CPU that it works\n")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [c for c in (tiny_cases() if options.tiny else all_cases()) if fnmatch.fnmatch(c.name, options.only)]
     if not cases:
-        return _refused(f"--only: no case is named {options.only!r}; a name is such as {all_cases()[0].name}")
+        parser.exit(2, f"--only: no case is named {options.only!r}; a name is such as {all_cases()[0].name}\n")
     out = options.out or (Path("runs/head") if options.tiny else HERE / "results")
     out.mkdir(parents=True, exist_ok=True)
     backends = our_backends(device, options.quick)
@@ -254,11 +253,6 @@ def main() -> int:
 def keep(result: Mapping[str, Any], out: Path) -> None:
     (out / "head.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (out / "head.md").write_text(markdown(result) + "\n", encoding="utf-8")
-
-
-def _refused(message: str) -> int:
-    print(message, file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

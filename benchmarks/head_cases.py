@@ -154,15 +154,6 @@ class Output(NamedTuple):
     weight_grad: Tensor | None = None
 
 
-def plain_statistics(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of the labels and entropy, [T], differentiable, from whole logits in `dtype`."""
-    logprobs = ((hidden @ weight.t()).to(dtype) / temperature).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(1, labels.clamp(min=0)[:, None])[:, 0], entropy
-
-
 def policy_objective(inputs: Inputs, logprobs: Tensor, entropy: Tensor, *, modulated: bool = True) -> Tensor:
     """sum_t w_t loss_t, differentiable, from a contender's own log-probabilities and entropy, [T]."""
     loss, mask = inputs.case.loss, inputs.labels != -100
@@ -188,8 +179,9 @@ def in_float64(inputs: Inputs, target: str) -> Output:
     `target`: "policy" (DynaMO's loss), "clipped" (without modulation and entropy bonus) or "statistics" (no loss).
     """
     hidden, weight = (t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight))
-    temperature = inputs.case.temperature
-    logprobs, entropy = plain_statistics(hidden, weight, inputs.labels, temperature, torch.float64)
+    everywhere = (hidden @ weight.t() / inputs.case.temperature).log_softmax(-1)
+    entropy = -(everywhere.exp() * everywhere).sum(-1)
+    logprobs = everywhere.gather(1, inputs.labels.clamp(min=0)[:, None])[:, 0]
     if target == "statistics":
         return Output(None, logprobs.detach(), entropy.detach())
     loss = policy_objective(inputs, logprobs, entropy, modulated=target == "policy")

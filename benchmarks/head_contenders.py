@@ -121,41 +121,29 @@ def naive_statistics(inputs: Inputs) -> Output:
     return Output(None, *_megatron_statistics(inputs))
 
 
-def ours(backend: str, gradient: str, chunk_tokens: int | None = None) -> Callable[[Inputs], Output]:
-    def run(inputs: Inputs) -> Output:
-        output = policy_loss(
-            inputs.hidden,
-            inputs.main_weight,
-            inputs.host_labels,
-            inputs.advantages,
-            inputs.old_logprobs,
-            inputs.weights,
-            inputs.case.loss,
-            ranges=inputs.ranges,
-            temperature=inputs.case.temperature,
-            backend=backend,
-            gradient=gradient,
-            chunk_tokens=chunk_tokens,
-        )
-        output.loss.backward()
-        return Output(
-            output.loss.detach(),
-            output.stats.logprobs,
-            output.stats.entropy,
-            inputs.hidden.grad,
-            inputs.main_weight.main_grad,
-        )
-
-    return run
+def ours(inputs: Inputs, backend: str, gradient: str, chunk_tokens: int | None = None) -> Output:
+    loss, stats, *_ = policy_loss(
+        inputs.hidden,
+        inputs.main_weight,
+        inputs.host_labels,
+        inputs.advantages,
+        inputs.old_logprobs,
+        inputs.weights,
+        inputs.case.loss,
+        ranges=inputs.ranges,
+        temperature=inputs.case.temperature,
+        backend=backend,
+        gradient=gradient,
+        chunk_tokens=chunk_tokens,
+    )
+    loss.backward()
+    return Output(loss.detach(), stats.logprobs, stats.entropy, inputs.hidden.grad, inputs.main_weight.main_grad)
 
 
-def our_statistics(backend: str) -> Callable[[Inputs], Output]:
-    def run(inputs: Inputs) -> Output:
-        temperature = inputs.case.temperature
-        stats = token_stats(inputs.hidden, inputs.weight, inputs.host_labels, temperature=temperature, backend=backend)
-        return Output(None, stats.logprobs, stats.entropy)
-
-    return run
+def our_statistics(inputs: Inputs, backend: str) -> Output:
+    temperature = inputs.case.temperature
+    stats = token_stats(inputs.hidden, inputs.weight, inputs.host_labels, temperature=temperature, backend=backend)
+    return Output(None, stats.logprobs, stats.entropy)
 
 
 def liger_scaled_cross_entropy(inputs: Inputs) -> Output:
@@ -216,19 +204,22 @@ def liger_grpo(inputs: Inputs) -> Output:
 def contenders(backends: list[str], device: torch.device) -> list[Contender]:
     """`backends`: of our own head."""
     megatron, liger = "megatron-core", "liger-kernel"
+
+    def heads(name: str, run: Callable[..., Output], gemms: int, **how: str) -> list[Contender]:
+        target = "statistics" if gemms == 1 else "policy"
+        runs = {f"{name}, {backend}": functools.partial(run, backend=backend, **how) for backend in backends}
+        return [Contender(of, run, gemms, target, ours=True) for of, run in runs.items()]
+
     float32_out = [Contender("1 GEMM, float32 out", one_gemm_float32_out, 1, None)] if device.type == "cuda" else []
     return [
         Contender("1 GEMM", one_gemm, 1, None),
         *float32_out,
         Contender("naive statistics", naive_statistics, 1, "statistics", megatron),
-        *(
-            Contender(f"statistics, {backend}", our_statistics(backend), 1, "statistics", ours=True)
-            for backend in backends
-        ),
+        *heads("statistics", our_statistics, 1),
         Contender("3 GEMMs", three_gemms, 3, None),
         Contender("naive", naive, 3, "policy", megatron),
-        *(Contender(f"eager, {backend}", ours(backend, "eager"), 3, ours=True) for backend in backends),
-        *(Contender(f"recompute, {backend}", ours(backend, "recompute"), 4, ours=True) for backend in backends),
+        *heads("eager", ours, 3, gradient="eager"),
+        *heads("recompute", ours, 4, gradient="recompute"),
         Contender("liger scaled cross-entropy", liger_scaled_cross_entropy, 4, "policy", liger),
         Contender("verl fused", verl_fused, 4, "policy", "verl"),
         *([Contender("verl fused, Triton", verl_triton, 4, "policy", "verl")] if device.type == "cuda" else []),

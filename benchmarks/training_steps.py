@@ -279,24 +279,14 @@ def run(
         **ended,
     }
     if len(lines) == work.steps:
-        result |= _figures(work, lines, folder / "config.yaml", ranks)
+        gpu, planned = gpu_here(), training_peak(folder / "config.yaml", work.tokens, ranks)
+        steps = [step_figures(work, line, gpu and gpu.flops * ranks) for line in lines]
+        measured = steps[-1]["peak GPU bytes"]
+        ratio = measured / planned if measured else None
+        result |= {"planned peak GPU bytes": planned, "steps": steps, "headline": steps[-1], "peak over plan": ratio}
     if ended["exit code"] == 0:
         if profile_steps:
             (folder / "run" / "profile").rename(folder / "profile")
         for heavy in ("run", "recorded"):
             shutil.rmtree(folder / heavy, ignore_errors=True)
     return result
-
-
-def _figures(work: Work, lines: Sequence[dict[str, Any]], config: Path, ranks: int) -> dict[str, Any]:
-    """Of a run's metrics: its steps, and the peak of the last one beside the plan's."""
-    gpu = gpu_here()
-    steps = [step_figures(work, line, gpu and gpu.flops * ranks) for line in lines]
-    planned = training_peak(config, work.tokens, ranks)
-    measured = steps[-1]["peak GPU bytes"]
-    return {
-        "planned peak GPU bytes": planned,
-        "steps": steps,
-        "headline": steps[-1],
-        "peak over plan": measured / planned if measured else None,
-    }

@@ -54,12 +54,11 @@ def products(tokens: int, columns: int, hidden: int) -> dict[str, dict[str, Any]
 
 def by_kernel(inputs: Inputs) -> dict[str, Any]:
     """Milliseconds of a pass of the head by kernel, on a CPU by operator."""
-    run = ours(BACKEND, "eager")
-    run(inputs)
+    ours(inputs, BACKEND, "eager")
     inputs.forget_gradients()
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if DEVICE.type == "cuda" else activity.CPU]) as profiler:
-        run(inputs)
+        ours(inputs, BACKEND, "eager")
     rows: dict[str, list[float]] = {}
     for event in profiler.events():
         if event.device_type == getattr(torch.autograd.DeviceType, DEVICE.type.upper()):
@@ -73,7 +72,7 @@ def by_chunk(inputs: Inputs) -> dict[str, dict[str, float]]:
     """Milliseconds and peak gigabytes of a pass in chunks of that many tokens."""
     found, tokens = {}, inputs.case.tokens
     for size in (tokens // 8, tokens // 4, tokens // 2, tokens):
-        call = {"head": functools.partial(ours(BACKEND, "eager", size), inputs)}
+        call = {"head": functools.partial(ours, inputs, BACKEND, "eager", size)}
         seconds = interleaved(call, DEVICE, before=inputs.forget_gradients, **ROUNDS)["head"]["median"]
         found[str(size)] = {"ms": 1000 * seconds, "peak GB": peak_bytes(call["head"], DEVICE) / 1e9}
     return found

