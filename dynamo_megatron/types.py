@@ -354,7 +354,8 @@ class Sequences:
 # Fields of a RolloutBatch by what they have one entry for; a list has one for each rollout.
 LISTS = ("prompt_ids", "rollout_ids", "group_ids", "finish_reasons", "servers")
 PER_ROLLOUT = ("prompt_lengths", "rewards", "successes")
-PER_RESPONSE_TOKEN = ("engine_logprobs", "weight_versions")
+PER_TOKEN = ("tokens", "trained", "routes")
+PER_RESPONSE_TOKEN = ("engine_logprobs", "weight_versions", "step_rewards")
 
 
 @dataclass(frozen=True)
@@ -391,7 +392,7 @@ class RolloutBatch(Sequences):
         offsets = [b.offsets[:-1] + start for b, start in zip(batches, starts, strict=False)]
         fields: dict[str, Any] = {name: [x for b in batches for x in getattr(b, name)] for name in LISTS}
         fields["offsets"] = np.concatenate([*offsets, starts[-1:]])
-        for name in ("tokens", *PER_ROLLOUT, *PER_RESPONSE_TOKEN):
+        for name in ("tokens", *PER_ROLLOUT, "engine_logprobs", "weight_versions"):
             fields[name] = concatenate([getattr(b, name) for b in batches])
         if any(b.step_rewards is not None for b in batches):
             none = (np.full(len(b.engine_logprobs), np.nan) for b in batches)
@@ -416,20 +417,14 @@ class RolloutBatch(Sequences):
         kept[members] = True
         lengths = np.diff(self.offsets)
         tokens, responses = np.repeat(kept, lengths), self.per_token(kept)
-        fields: dict[str, Any] = {name: [getattr(self, name)[s] for s in members] for name in LISTS}
-        fields |= {name: getattr(self, name)[members] for name in PER_ROLLOUT}
-        fields |= {name: getattr(self, name)[responses] for name in PER_RESPONSE_TOKEN}
-        if self.step_rewards is not None:
-            fields["step_rewards"] = self.step_rewards[responses]
-        if self.answers is not None:
-            fields["answers"] = [self.answers[s] for s in members]
-        if self.trained is not None and self.segment_starts is not None:
+        known = {name: values for name, values in vars(self).items() if values is not None}
+        fields: dict[str, Any] = {n: [known[n][s] for s in members] for n in (*LISTS, "answers") if n in known}
+        for names, here in ((PER_ROLLOUT, members), (PER_TOKEN, tokens), (PER_RESPONSE_TOKEN, responses)):
+            fields |= {name: known[name][here] for name in names if name in known}
+        if self.segment_starts is not None:
             starts = self.segment_starts[tokens[self.segment_starts]]
-            fields |= {"trained": self.trained[tokens], "segment_starts": np.cumsum(tokens)[starts] - 1}
-        if self.routes is not None:
-            fields["routes"] = self.routes[tokens]
-        offsets = np.concatenate([[0], np.cumsum(lengths[members])]).astype(np.int64)
-        return RolloutBatch(tokens=self.tokens[tokens], offsets=offsets, **fields)
+            fields["segment_starts"] = np.cumsum(tokens)[starts] - 1
+        return RolloutBatch(offsets=np.append(0, np.cumsum(lengths[members])), **fields)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> RolloutBatch:

@@ -55,18 +55,14 @@ def bernoulli(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return a * b / ((a + b) * (a + b + 1))
 
 
-def empirical(squares: np.ndarray, trials: np.ndarray, pool_squares: np.ndarray, pool_trials: np.ndarray) -> np.ndarray:
-    """Sample variance of each prompt's rewards, shrunk to the pool's (1 if no prompt has two rollouts). `squares`: sums
-    of squared deviations from the prompt's mean; `pool_*`: those of every prompt with history."""
-    freedom = _sum(np.maximum(pool_trials - 1, 0))
-    pool = _sum(pool_squares) / freedom if freedom > 0 else 1.0
-    return (squares + POOL_ROLLOUTS * pool) / (np.maximum(trials - 1, 0) + POOL_ROLLOUTS)
-
-
 def expected_variance(model: str, prompts: Statistics, pool: Statistics) -> np.ndarray:
-    """The expected variance of a rollout of each of `prompts`, float64 [N], by `model` (bernoulli, empirical)."""
+    """The expected variance of a rollout of each of `prompts`, float64 [N], by `model`: `bernoulli`, or `empirical`,
+    the sample variance of the prompt's rewards, shrunk to the pool's (1 if no prompt has two rollouts)."""
     if model == "empirical":
-        return empirical(prompts.reward_squares, prompts.trials, pool.reward_squares, pool.trials)
+        freedom = _sum(np.maximum(pool.trials - 1, 0))
+        common = _sum(pool.reward_squares) / freedom if freedom > 0 else 1.0
+        rollouts = np.maximum(prompts.trials - 1, 0) + POOL_ROLLOUTS
+        return (prompts.reward_squares + POOL_ROLLOUTS * common) / rollouts
     a, b = beta_prior(pool.successes, pool.trials)
     return bernoulli(a + prompts.successes, b + prompts.trials - prompts.successes)
 

@@ -104,7 +104,8 @@ def huggingface_names(spec: ModelSpec, name: str) -> tuple[str, ...]:
         tied = name == OUTPUT_LAYER and spec.tied
         names = (HF_EMBEDDING,) if tied else OUTSIDE_LAYERS.get(name, ())
     else:
-        parts = spec.layer_names.get(_layer_key(layer[2]), ()) if int(layer[1]) < spec.num_layers else ()
+        key = TRANSFORMER_ENGINE_NAMES.get(layer[2], layer[2])
+        parts = spec.layer_names.get(key, ()) if int(layer[1]) < spec.num_layers else ()
         names = tuple(f"model.layers.{layer[1]}.{part}" for part in parts)
     if not names:
         raise InputError(f"{name}: not a parameter of a {spec.family} model with {spec.num_layers} layers")
@@ -225,14 +226,10 @@ def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
-def _layer_key(suffix: str) -> str:
-    return TRANSFORMER_ENGINE_NAMES.get(suffix, suffix)
-
-
 def layout_of(name: str) -> str:
     """How tensor-parallel ranks cut parameter `name`, one of LAYOUT's values or "replicated"; experts are not cut."""
     layer = LAYER.fullmatch(name)
-    key = _layer_key(layer[2]) if layer else name
+    key = TRANSFORMER_ENGINE_NAMES.get(layer[2], layer[2]) if layer else name
     if expert := _EXPERT.fullmatch(key):
         key = f"mlp.{expert[2] or expert[3]}"
     return LAYOUT.get(key, "replicated")

@@ -65,11 +65,6 @@ class StageMemory:
     def peak(self) -> float:
         return max(_total(self.training), *self.others.values(), 0.0)
 
-    @property
-    def generates_most(self) -> bool:
-        """Whether generation needs the most."""
-        return self.others.get("generate", 0.0) == self.peak
-
 
 @dataclass(frozen=True)
 class Servers:
@@ -120,7 +115,8 @@ class Plan:
             mend = f"; optimizer.cpu_offload keeps {optimizer / GIB:.1f} in host memory" if optimizer > over else ""
             fullest = max(self.stages, key=lambda stage: stage.peak)
             in_turn = shares_memory(self.config.rollout, gpus=True)  # the KV cache is there while a server generates
-            if fullest.generates_most if in_turn else any(total > most for total in fullest.others.values()):
+            generates_most = fullest.others.get("generate") == fullest.peak
+            if generates_most if in_turn else any(total > most for total in fullest.others.values()):
                 mend = "; lower rollout.memory_fraction"
             if self.config.model.max_length is None and self.work.longest > self.config.trainer.micro_batch_tokens:
                 mend += f"; a sequence may have {self.work.longest:,} tokens: set model.max_length"

@@ -14,7 +14,7 @@ from dynamo_megatron.models.mapping import is_finite
 from dynamo_megatron.policy.batch import MicroBatch, MiniBatch, TrainBatch, to_device
 from dynamo_megatron.policy.head import HeadLoss
 from dynamo_megatron.policy.non_finite import NonFiniteError, PassInputs
-from dynamo_megatron.policy.policy import Policy
+from dynamo_megatron.policy.policy import Measured, Policy
 from dynamo_megatron.types import Sequences
 
 BeginPhase = Callable[[str], object]  # of the run: moves to the device what the phase needs (weight_sync/memory.py)
@@ -58,18 +58,14 @@ class Critic(Policy):
         the phase `values`, and `logprobs` again at its end. Raises as `token_stats`."""
         begin("values")
         source.check_tokens(self.spec.vocab_size)
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        found: list[Measured] = []
 
         def collect(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            found.append((micro_batch.slots, self._values(hidden)))
+            found.append((micro_batch.slots, self._values(hidden)[None]))
             return hidden.new_zeros(())
 
         self._run([m for mini in mini_batches for m in mini.micro_batches], collect, forward_only=True)
-        values = torch.zeros(int(source.response_offsets[-1]))
-        if found:
-            slots, rows = zip(*found, strict=True)
-            values[torch.cat(slots)] = torch.cat(rows).cpu()
-        values = self.layout.world_sum(values)
+        (values,) = self._of_all_ranks(found, 1, source)
         if not is_finite(values):
             raise NonFiniteError("critic: NaN or infinite values", None)
         begin("logprobs")

@@ -42,7 +42,7 @@ from dynamo_megatron.policy.optimizer import build_optimizer, optimizer_step, wr
 from dynamo_megatron.policy.routing import ExpertRouting
 from dynamo_megatron.types import Sequences, TokenStats
 
-Measured = tuple[torch.Tensor, torch.Tensor]  # slots of tokens, on the CPU, and their statistics, [4, r] on the device
+Measured = tuple[torch.Tensor, torch.Tensor]  # slots of tokens, on the CPU, and their values, [count, r] on the device
 Build = Callable[[ModelSpec, Config, Layout], list[PolicyModel]]
 
 
@@ -210,14 +210,18 @@ class Policy:
 
     def _gathered(self, found: list[Measured], inputs: PassInputs, model: str) -> TokenStats:
         """The statistics that all ranks have found of `model`. Raises NonFiniteError."""
-        gathered = torch.zeros(4, int(inputs.sequences.response_offsets[-1]))
-        if found:  # in one transfer, not one per micro-batch
-            slots, rows = zip(*found, strict=True)
-            gathered[:, torch.cat(slots)] = torch.cat(rows, 1).cpu()
-        gathered = self.layout.world_sum(gathered)
+        gathered = self._of_all_ranks(found, 4, inputs.sequences)
         if not is_finite(gathered):
             raise self._non_finite(inputs.bad_statistics(gathered, model), inputs)
         return TokenStats(*gathered)
+
+    def _of_all_ranks(self, found: list[Measured], count: int, source: Sequences) -> torch.Tensor:
+        """float32 [count, R]: the values that all ranks have found of each response token of `source`."""
+        gathered = torch.zeros(count, int(source.response_offsets[-1]))
+        if found:  # in one transfer, not one per micro-batch
+            slots, rows = zip(*found, strict=True)
+            gathered[:, torch.cat(slots)] = torch.cat(rows, 1).cpu()
+        return self.layout.world_sum(gathered)
 
     def _non_finite(self, message: str, inputs: PassInputs) -> NonFiniteError:
         return NonFiniteError(message, inputs)

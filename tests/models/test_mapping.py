@@ -50,7 +50,7 @@ def test_round_trip_is_bit_equal_and_uses_every_tensor_once(model_of, family, dt
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_tensors_of_published_models_are_transformers(name):
-    """Names, shapes and number of parameters of the model that transformers builds from the config."""
+    """Names and shapes of the model that transformers builds from the config."""
     config = PUBLISHED[name]["config"]
     shapes = huggingface_shapes(FAMILIES[config["model_type"]].read(config))
     with torch.device("meta"):
@@ -69,8 +69,6 @@ def test_the_tensors_of_published_models_are_transformers(name):
     if config["tie_word_embeddings"]:
         del theirs["lm_head.weight"]
     assert shapes == theirs
-    billions = sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9
-    assert billions == pytest.approx(PUBLISHED[name]["billion_parameters"], rel=0.01)
 
 
 @pytest.fixture
