@@ -60,10 +60,7 @@ def _count_or_0(text: str) -> int:
     return 0 if text == "0" else positive(text)
 
 
-Option = tuple[tuple[str, ...], dict[str, Any]]
-
-
-def option(*names: str, **how: Any) -> Option:
+def option(*names: str, **how: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The arguments of a parser's `add_argument`."""
     return names, how
 

@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dynamo_megatron.config import Config
-from dynamo_megatron.config.files import ConfigError
+from dynamo_megatron.errors import ConfigError, StatedError
 from dynamo_megatron.launcher.options import check_servers, checked_config, program
 from dynamo_megatron.rollout.retention import after_a_stop
 from dynamo_megatron.runtime import guard
@@ -49,10 +49,6 @@ PASSED_ON = re.compile(
 POLL_EVERY = 0.25  # seconds
 SILENCE = 60.0  # seconds that an actor may take to answer
 GRACE = 10.0  # seconds the others have to end on their own once a rank has failed
-
-
-class RunFailed(Exception):
-    """The run is over; the message says why, in one line."""
 
 
 class Child:
@@ -127,7 +123,7 @@ def launch(options: argparse.Namespace, files: Sequence[str], keys: Sequence[str
     try:
         gpu = ray.cluster_resources().get("GPU", 0) > 0
         return RayRun(config, words, options.ranks, servers, gpu).carry_out(options.wait)
-    except RunFailed as failure:
+    except StatedError as failure:
         print(failure, file=sys.stderr, flush=True)
         return 1
     finally:
@@ -159,7 +155,7 @@ class RayRun:
         self._asked = threading.Event()  # by a signal to stop
 
     def carry_out(self, wait: float) -> int:
-        """Returns the run's exit code. Raises RunFailed and ConfigError. Leaves no actor and no placement group
+        """Returns the run's exit code. Raises StatedError and ConfigError. Leaves no actor and no placement group
         behind."""
         before = {number: signal.signal(number, lambda *_: self._asked.set()) for number in ASK_TO_STOP}
         group = placement_group(self._bundles, strategy="PACK")
@@ -171,7 +167,7 @@ class RayRun:
                 kinds = Counter(tuple(sorted(bundle.items())) for bundle in self._bundles)
                 wanted = ", ".join(f"{n} x {dict(kind)}" for kind, n in kinds.items())
                 free = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
-                raise RunFailed(
+                raise StatedError(
                     f"ray: no resources for {wanted} within {wait:g} s (--wait); free in the cluster: "
                     f"{free or 'nothing'}; lower --ranks or rollout.servers, or add nodes with `ray start`"
                 )
@@ -196,12 +192,12 @@ class RayRun:
         """Creates the actors in the order of their ranks: those of a node are neighbours, as tensor parallelism needs
         them.
 
-        Raises RunFailed where nodes would have different numbers of ranks, since each node runs an equal share of the
+        Raises StatedError where nodes would have different numbers of ranks, since each node runs an equal share of the
         servers, and ConfigError as `check_servers` does.
         """
         node_of = placement_group_table(group)["bundles_to_node_id"]
         if len(shares := set(Counter(node_of[b] for b in range(self._ranks)).values())) > 1:
-            raise RunFailed(
+            raise StatedError(
                 f"ray: {self._ranks} ranks would lie unevenly, between {min(shares)} and {max(shares)} a node; give "
                 "--ranks that fill whole nodes, or wait for nodes that are free"
             )
@@ -228,20 +224,18 @@ class RayRun:
     def _start(self) -> None:
         first, trains = self._placed[0], self._placed[: self._ranks]
         passed = {k: v for k, v in os.environ.items() if PASSED_ON.fullmatch(k)}
-        here = Counter(p.node for p in trains)
-        seen: Counter[str] = Counter()
+        of_a_node = self._ranks // len({p.node for p in trains})  # as many on each, and neighbours: `_place`
         for rank, placed in enumerate(trains):
             # A rank sees all GPUs of its node, as under the other launchers, in the order of the ranks: a node's first
             # rank is RANK - LOCAL_RANK (policy/layout.py).
-            gpus = [gpu for p in trains if p.node == placed.node for gpu in p.gpus]
-            local = seen[placed.node]
-            seen[placed.node] += 1
+            local = rank % of_a_node
+            gpus = [gpu for p in trains[rank - local : rank - local + of_a_node] for gpu in p.gpus]
             own = {
                 **passed,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local),
                 "WORLD_SIZE": str(self._ranks),
-                "LOCAL_WORLD_SIZE": str(here[placed.node]),
+                "LOCAL_WORLD_SIZE": str(of_a_node),
                 "MASTER_ADDR": first.address,
                 "MASTER_PORT": str(first.port),
                 "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # for reward.placement: ray
@@ -283,14 +277,14 @@ class RayRun:
             return max(p.code or 0 for p in trains)
         first_bad = min(bad, key=lambda p: p.code > 0)  # a signal before the failures that it caused
         if first_bad.code < 0 and not (stopping and -first_bad.code == signal.SIGUSR1):
-            raise RunFailed(
+            raise StatedError(
                 f"{first_bad.name} on {first_bad.address} was ended by {signal.Signals(-first_bad.code).name}; "
                 f"{after_a_stop(self._output)}"
             )
         return 75 if first_bad.code < 0 else first_bad.code
 
     def _poll(self) -> None:
-        """Waits a moment, prints what the children have written, and notes which have ended. Raises RunFailed for an
+        """Waits a moment, prints what the children have written, and notes which have ended. Raises StatedError for an
         actor that is gone or could not start its child."""
         running = {p.ended: p for p in self._placed if p.code is None}
         ended, _ = ray.wait(list(running), num_returns=len(running), timeout=POLL_EVERY)
@@ -300,7 +294,7 @@ class RayRun:
         for reference in ended:
             placed, code = running[reference], self._get(running[reference], reference)
             if isinstance(code, str):
-                raise RunFailed(
+                raise StatedError(
                     f"{placed.name} on {placed.address} cannot start: {code}; all nodes must see the current folder, "
                     "output_dir and the interpreter"
                 )
@@ -311,7 +305,7 @@ class RayRun:
         try:
             return ray.get(reference, timeout=SILENCE)
         except GetTimeoutError:
-            raise RunFailed(f"{where}: no answer in {SILENCE:g} s") from None
+            raise StatedError(f"{where}: no answer in {SILENCE:g} s") from None
         except RayActorError as error:
             why = on_one_line(str(error)[-300:], 300)  # the actor's names come first
-            raise RunFailed(f"{where}: its actor died ({why}); {after_a_stop(self._output)}") from None
+            raise StatedError(f"{where}: its actor died ({why}); {after_a_stop(self._output)}") from None
