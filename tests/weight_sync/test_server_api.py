@@ -7,14 +7,8 @@ import threading
 
 import pytest
 
-from dynamo_megatron.rollout.servers.server_api import (
-    Endpoint,
-    ServerError,
-    call,
-    check_version,
-    open_session,
-    set_version,
-)
+from dynamo_megatron.rollout.servers import server_api as api
+from dynamo_megatron.rollout.servers.server_api import Endpoint, ServerError, call
 from dynamo_megatron.weight_sync.proof import mismatch
 
 NOTHING = [{}]
@@ -61,7 +55,7 @@ def test_a_reply_that_breaks_off(odd):
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"error": "no such thing"}'])
 def test_a_reply_of_another_kind(odd, body):
     endpoint, _ = odd((200, body, 0))
-    asked = {"ranks": lambda: mismatch(endpoint, NOTHING, 60), "weight_version": lambda: check_version(endpoint, 1)}
+    asked = {"ranks": lambda: mismatch(endpoint, NOTHING, 60), "weight_version": lambda: api.check_version(endpoint, 1)}
     for name, ask in asked.items():
         with pytest.raises(ServerError, match=f"said nothing of {name}"):
             ask()
@@ -75,18 +69,18 @@ def test_checksums_of_another_kind(odd, ranks):
 
 def test_a_sync_ends_with_nothing_cached_and_the_version_is_read_back(odd):
     endpoint, heads = odd((200, '{"weight_version": "3"}', 0))
-    set_version(endpoint, 3)
+    api.set_version(endpoint, 3)
     assert called(heads) == ["POST /flush_cache", "POST /update_weight_version", "GET /model_info"]
     with pytest.raises(ServerError, match="says weight version '3', not 4"):
-        check_version(endpoint, 4)
+        api.check_version(endpoint, 4)
 
 
 def test_a_session_that_was_left_open_is_closed_first(odd):
     endpoint, heads = odd((400, "a session is already open", 0), (200, "{}", 0))
-    open_session(endpoint)
+    api.open_session(endpoint)
     assert called(heads) == ["POST /begin_weight_update", "POST /end_weight_update", "POST /begin_weight_update"]
     with pytest.raises(ServerError, match="/begin_weight_update said 500: no"):
-        open_session(odd((500, "no", 0))[0])
+        api.open_session(odd((500, "no", 0))[0])
 
 
 def test_keys_go_to_the_server_alone(odd, monkeypatch):

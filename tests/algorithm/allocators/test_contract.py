@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from dynamo_megatron.algorithm.allocation import RolloutAllocator
-from dynamo_megatron.algorithm.allocators import BUILT_IN, Allocator
+from dynamo_megatron.algorithm.allocators import Allocator
 from dynamo_megatron.algorithm.history import COLUMNS
 from dynamo_megatron.config import AllocationConfig
-from dynamo_megatron.config.method import ALLOCATORS
 
 DISTINCT = "forgotten in part"  # weights and rates are real numbers: no two prompts tie
 BOUNDS = ((1, 1), (1, 5), (2, 24), (8, 24))
@@ -108,10 +107,6 @@ def test_prompts_without_a_difference_get_the_same(config):
     assert not allocator.last.history.any()
     allocator.observe(["a", "b", "c"] * 4, [0.0, 0.0, 0.0] * 4, [False] * 12, 1)
     assert allocator.allocate(["a", "b", "c"], 24, step=2).tolist() == [8, 8, 8]
-
-
-def test_built_in_names_are_those_of_the_configuration():
-    assert tuple(BUILT_IN) == ALLOCATORS
 
 
 @pytest.mark.parametrize("budget", [3, 49])
